@@ -37,11 +37,7 @@ from unidec.progress import progress
 from unidec.tracking.run import RUN_TAGS
 from unidec.tracking.store import tracking_uri
 
-
-@task(name="cell", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
-def make(name: str, step: Step, environment: dict[str, str], stopping: threading.Event) -> None:
-    """Makes one step, in a process of its own."""
-    run_step(step, environment, stopping)
+make = task(run_step, name="cell", task_run_name="{step.name}", cache_policy=NO_CACHE, persist_result=False)
 
 
 @flow(name="unidec-compare", description=__doc__, persist_result=False, validate_parameters=False)
@@ -113,7 +109,7 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
         try:
             for step in todo:
                 environment = shared | {RUN_TAGS: json.dumps(tags | {"mlflow.runName": step.name})}
-                inputs = {"name": step.name, "step": step, "environment": environment, "stopping": stopping}
+                inputs = {"step": step, "environment": environment, "stopping": stopping}
                 before = [futures[name] for name in step.needs if name in futures]
                 futures[step.name] = pool.submit(make, inputs, wait_for=before)
             for _ in as_completed(list(futures.values())):

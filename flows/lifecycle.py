@@ -107,21 +107,16 @@ def alone(work: Callable[[], dict[str, Any]]) -> Any:
     return Completed(name=name.capitalize(), message=str(done[name])[:2000], data=done)
 
 
-class _OneLine(logging.Filter):
-    """Known errors, and runs that turned themselves away, without Prefect's tracebacks."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, UnidecError | CancelledRun):
-            record.msg, record.args = "stopped: %s", (str(error),)
-            record.exc_info, record.exc_text = None, None
-        return True
-
-
-_one_line = _OneLine()
+def _one_line(record: logging.LogRecord) -> bool:
+    """A filter: known errors, and runs that turned themselves away, without Prefect's tracebacks."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, UnidecError | CancelledRun):
+        record.msg, record.args = "stopped: %s", (str(error),)
+        record.exc_info, record.exc_text = None, None
+    return True
 
 
 def one_line_for_known_errors() -> None:
-    """Install `_OneLine` in Prefect's loggers; again, it changes nothing."""
+    """Install `_one_line` in Prefect's loggers; again, it changes nothing."""
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_one_line)

@@ -45,14 +45,6 @@ class CommandError(RuntimeError):
     """A command that failed and may succeed when retried (a lock held by another process, a full table)."""
 
 
-def make_data(stages: Sequence[str]) -> None:
-    """`reproduce` of the data stages; what the model's stages import takes seconds, and is imported beside."""
-    imports = ThreadPoolExecutor(1)
-    imports.submit(pipeline.import_training)
-    imports.shutdown(wait=False)
-    reproduce(stages, log.info)
-
-
 def check_repository() -> None:
     """DVC can work here, or a ConfigError is raised."""
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
@@ -60,15 +52,17 @@ def check_repository() -> None:
         raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
 
 
-def reproduce(stages: Sequence[str], say: Say) -> None:
-    """`dvc repro <stages>`; the error of a stage that fails is raised here.
+def make_data(stages: Sequence[str]) -> None:
+    """`dvc repro` of the data stages; what the model's stages import takes seconds, and is imported beside.
 
     Raises:
-        UnidecError: of the kind that the stage's exit code means, with the stage's message.
+        UnidecError: of the kind that the exit code of a stage that fails means, with the stage's message.
         CommandError: DVC itself failed.
     """
-    check_repository()
-    code, output = run(["repro", *stages], say)
+    imports = ThreadPoolExecutor(1)
+    imports.submit(pipeline.import_training)
+    imports.shutdown(wait=False)
+    code, output = run(["repro", *stages], log.info)
     if code == 0:
         return
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]

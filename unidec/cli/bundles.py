@@ -109,7 +109,7 @@ def serve(
     (docs/serving.md). The environment variable UNIDEC_API_KEY holds the key that clients must send; without it none is
     required.
     """
-    from unidec.serving.memory import share_one_heap
+    from unidec.machine import share_one_heap
 
     share_one_heap()  # before anything starts a thread
     given = {"serve.host": host, "serve.port": port}

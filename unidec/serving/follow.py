@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.data.storage import remove_folder, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError, without_credentials
-from unidec.machine import available_host
+from unidec.machine import available_host, give_back
 from unidec.retrieval.probe import Probe, probe_bundle
 from unidec.sections import Serve
 from unidec.serving.engine import Engine, Identity, Service
-from unidec.serving.memory import give_back
 from unidec.tracking.fetch import COPIES, Address, fetch_bundle, parse_address
 from unidec.tracking.store import quiet_mlflow, tracking_uri
 
