@@ -32,7 +32,7 @@ from unidec.evaluation.metrics import by_query, filtered_truth, remove_filtered
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.query_encoder import open_encoder
-from unidec.retrieval.scoring_space import label_vectors
+from unidec.retrieval.scoring_space import LabelRows
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RUNTIMES = ("torch", "onnx", "onnx-int8")
@@ -88,8 +88,8 @@ def speed(answerers: dict[str, Answerer], texts: list[str]) -> dict[str, dict[st
 
 def exact(bundle: Bundle, texts: list[str], answerer: Answerer) -> tuple[np.ndarray, np.ndarray]:
     """The `TOP` best labels by exact scores of all labels, int64 and float32 [N, TOP]."""
-    info, given = bundle.info, (bundle.vectors.get(name) for name in ("de", "clf", "bias"))
-    label_LD = label_vectors(*given, info.space, info.clf_normalize)
+    info = bundle.info
+    label_LD = LabelRows(bundle.vectors, info.space, info.clf_normalize).take(slice(None))
     rows, scores = [], []
     for start in range(0, len(texts), BLOCK):
         asked = [

@@ -23,7 +23,7 @@ def make_bundle(folder: Path, num_labels: int, dim: int) -> Path:
     from unidec.model.unidec import UniDEC
     from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
-    from unidec.retrieval.scoring_space import label_vectors
+    from unidec.retrieval.scoring_space import LabelRows
     from unidec.sections import Encoder, Model
 
     rng = np.random.default_rng(0)
@@ -39,12 +39,13 @@ def make_bundle(folder: Path, num_labels: int, dim: int) -> Path:
         some = rng.standard_normal((min(BLOCK, num_labels - begin), dim), dtype=np.float32)
         de[begin : begin + len(some)] = some / np.linalg.norm(some, axis=1, keepdims=True)
     clf, bias = model.classifier_table()
+    vectors = {"de": de, "clf": clf, "bias": bias}
     return write_bundle(
-        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)),
+        folder / "bundle", folder / "model", LabelIndex.build(LabelRows(vectors, "both", True)),
         BundleLabels(
             [f"label-{i}" for i in range(num_labels)],
             [f"the title of label {i}, of some length" for i in range(num_labels)],
-            {"de": de, "clf": clf, "bias": bias},
+            vectors,
         ),
         Scoring("both", 0.7, True),
     )  # fmt: skip

@@ -45,7 +45,7 @@ def make_bundle(folder: Path) -> None:
     from unidec.model.unidec import UniDEC
     from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
-    from unidec.retrieval.scoring_space import label_vectors
+    from unidec.retrieval.scoring_space import LabelRows
     from unidec.sections import Encoder, Model
 
     dataset = XMCDataset.open(DATASET)
@@ -58,9 +58,10 @@ def make_bundle(folder: Path) -> None:
         model.save_into(out)
     titles = dataset.label_texts(range(LABELS))
     de, (clf, bias) = model.encode_labels(encode_texts(titles, model.tokenizer_folder, 32)), model.classifier_table()
+    vectors = {"de": de, "clf": clf, "bias": bias}
     write_bundle(
-        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)),
-        BundleLabels(dataset.label_uids(range(LABELS)), titles, {"de": de, "clf": clf, "bias": bias}),
+        folder / "bundle", folder / "model", LabelIndex.build(LabelRows(vectors, "both", True)),
+        BundleLabels(dataset.label_uids(range(LABELS)), titles, vectors),
         Scoring("both", 0.7, True),
     )  # fmt: skip
 

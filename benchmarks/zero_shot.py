@@ -40,7 +40,7 @@ from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import CLF_WEIGHTS
 from unidec.retrieval.label_change import estimated_rows
-from unidec.retrieval.scoring_space import Space, label_vectors, query_vectors, unit_rows
+from unidec.retrieval.scoring_space import LabelRows, Space, query_vectors, unit_rows
 from unidec.training.trainer import Trainer, TrainingData
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,7 +209,7 @@ class Judge:
         self, own: Encoded, rows_LD: np.ndarray, weight: float, space: Space, normalize: bool
     ) -> dict[str, float]:
         """Answers with these classifier rows, in percent."""
-        label = label_vectors(own.de_LD, rows_LD, None, space, normalize)
+        label = LabelRows({"de": own.de_LD, "clf": rows_LD}, space, normalize).take(slice(None))
         query = query_vectors(*own.queries[self.split], space, weight, normalize, False)
         top = exact_search(query, label, K, exclude=self.filters)[1]
         return self.of_answers(top)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from label_vectors import label_vectors
 from scipy.sparse import csr_matrix
 
 from unidec.data.storage import write_folder
@@ -18,7 +19,6 @@ from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.scoring_space import label_vectors
 from unidec.sections import Encoder, Model
 
 WORDS = [f"{a}{b}" for a in ("red", "blue", "old", "new", "big") for b in ("car", "boat", "house", "tree", "lamp")]

@@ -42,6 +42,7 @@ def predict(module):
 def place(helper, tmp_path_factory) -> Path:
     """A folder with a bundle (UniDEC itself, a bag of tokens), queries and their predictions in one piece."""
     import torch
+    from label_vectors import label_vectors
 
     from unidec.data.storage import write_folder
     from unidec.data.tokens import encode_texts
@@ -49,7 +50,6 @@ def place(helper, tmp_path_factory) -> Path:
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
-    from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
 
     root = tmp_path_factory.mktemp("shards")

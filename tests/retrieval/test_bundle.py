@@ -267,11 +267,12 @@ def test_parts_that_do_not_fit_are_not_written(rng, tmp_path):
 def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
     """UniDEC itself (a bag of tokens, random start): search over the bundle equals the model's own scores."""
     import torch
+    from label_vectors import label_vectors
     from transformers import BertConfig, BertModel
 
     from unidec.data.storage import write_folder
     from unidec.model.unidec import UniDEC
-    from unidec.retrieval.scoring_space import label_vectors, query_vectors
+    from unidec.retrieval.scoring_space import query_vectors
     from unidec.sections import Encoder, Model
 
     monkeypatch.undo()  # the stub

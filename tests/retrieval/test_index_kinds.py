@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from label_vectors import label_vectors
 from tiny_bundle import recall_with_ties
 
 from unidec.config import load_params
@@ -20,7 +21,7 @@ from unidec.retrieval.index import (
     faiss_module,
     recall,
 )
-from unidec.retrieval.scoring_space import LabelRows, as_rows, label_vectors, query_vectors, unit_rows
+from unidec.retrieval.scoring_space import LabelRows, as_rows, query_vectors, unit_rows
 from unidec.sections import Index
 
 pytest.importorskip("faiss")

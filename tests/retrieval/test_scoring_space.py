@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from label_vectors import label_vectors
 
 from unidec.retrieval import scoring_space
 from unidec.retrieval.scoring_space import (
     SPACES,
     head_scores,
-    label_vectors,
     pair_scores,
     query_vectors,
     unit_rows,

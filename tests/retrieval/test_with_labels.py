@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from label_vectors import label_vectors
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
@@ -22,7 +23,6 @@ from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, Facts, K
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.label_change import LabelChange, estimated_rows, with_labels
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.scoring_space import label_vectors
 from unidec.training.trainer import Trainer
 
 Labels = dict[str, str]  # uid -> title

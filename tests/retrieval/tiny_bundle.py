@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from label_vectors import label_vectors
 from scipy.sparse import csr_matrix
 
 from unidec.data.storage import write_folder
@@ -18,7 +19,7 @@ from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring
 from unidec.retrieval.fusion import FEATURES, Fusion
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.scoring_space import label_vectors, unit_rows
+from unidec.retrieval.scoring_space import unit_rows
 from unidec.retrieval.words import WordSpace
 
 WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]

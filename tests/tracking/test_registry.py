@@ -286,6 +286,7 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
     """A bundle of an untrained bag encoder with words of its own, a few kilobytes in size."""
     import numpy as np
     import torch
+    from label_vectors import label_vectors
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel
 
@@ -293,7 +294,6 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
     from unidec.model.unidec import KIND, VERSION, UniDEC
     from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
-    from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
 
     words = ["[PAD]", "[UNK]", *sorted({word for title in titles for word in title.split()})]

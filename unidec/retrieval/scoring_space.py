@@ -31,26 +31,8 @@ Rows = npt.NDArray[np.int64]
 _PAIRS_AT_ONCE = 4096
 
 
-def label_vectors(
-    de_LD: Floats | None, clf_LD: Floats | None, bias_L: Floats | None, space: Space, clf_normalize: bool
-) -> Floats:
-    """Label side of the space, float32 [L, D'], contiguous.
-
-    Args:
-        de_LD: label embeddings of unit length; needed in "both" and "de".
-        clf_LD: rows of the classifier table; needed in "both" and "clf".
-        bias_L: biases of the classifier, or None; not used in "de" or with `clf_normalize`.
-
-    Raises:
-        ValueError: a part that the space needs is not given, or the parts differ in number of labels.
-    """
-    given = {"de": de_LD, "clf": clf_LD, "bias": bias_L}
-    vectors = {name: np.asarray(part) for name, part in given.items() if part is not None}
-    return _joined(_parts(vectors, slice(None), space, clf_normalize))
-
-
 def _parts(vectors: Mapping[str, Floats], rows_P: Rows | slice, space: Space, clf_normalize: bool) -> list[Floats]:
-    """The parts of some rows of `label_vectors`, float32 [P, D] each, the biases [P, 1]."""
+    """The parts of some rows of a space, float32 [P, D] each, the biases [P, 1]; errors of `LabelRows`."""
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
     parts = []
@@ -74,14 +56,18 @@ def _joined(parts: list[Floats]) -> Floats:
 
 
 class LabelRows:
-    """Rows of `label_vectors`, made of the heads' own arrays, which may be memory-mapped, as they are asked for.
+    """Label side of the space, made of the heads' own arrays, which may be memory-mapped, as rows are asked for.
 
     Args:
-        vectors: "de" and "clf" float32 [L, D], "bias" float32 [L]; those that exist.
-        space, clf_normalize: as for `label_vectors`, and its errors.
+        vectors: "de" float32 [L, D], label embeddings of unit length, needed in "both" and "de"; "clf" float32 [L, D],
+            rows of the classifier table, needed in "both" and "clf"; "bias" float32 [L], biases of the classifier, not
+            used in "de" or with `clf_normalize`.
 
     Attributes:
         shape: (L, D').
+
+    Raises:
+        ValueError: a part that the space needs is not given, or the parts differ in number of labels.
     """
 
     def __init__(self, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool) -> None:
@@ -93,7 +79,7 @@ class LabelRows:
         self.shape = (counts[0], self.take(np.zeros(0, dtype=np.int64)).shape[1])
 
     def take(self, rows_P: Rows | slice) -> Floats:
-        """float32 [P, D'], contiguous: `label_vectors(...)[rows_P]`."""
+        """float32 [P, D'], contiguous."""
         return _joined(_parts(self._vectors, rows_P, self._space, self._normalize))
 
     def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
@@ -123,8 +109,10 @@ def query_vectors(
     Raises:
         ValueError: a part that the space needs is not given.
     """
-    one_B = np.ones(len(clf_BD), dtype=np.float32) if has_bias and clf_BD is not None else None
-    out = label_vectors(de_BD, clf_BD, one_B, space, clf_normalize)
+    given = {name: np.asarray(part) for name, part in (("de", de_BD), ("clf", clf_BD)) if part is not None}
+    if has_bias and clf_BD is not None:
+        given["bias"] = np.ones(len(clf_BD), dtype=np.float32)
+    out = _joined(_parts(given, slice(None), space, clf_normalize))
     if space == "both" and de_BD is not None:
         out[:, de_BD.shape[1] :] *= np.float32(clf_weight)
     return out

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from label_vectors import label_vectors
 
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
@@ -14,7 +15,7 @@ from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.scoring_space import label_vectors, query_vectors
+from unidec.retrieval.scoring_space import query_vectors
 from unidec.sections import Encoder, Model
 
 LABELS = ["river engine", "music window", "garden", "planet bread letter", "river river w1", "music w17 label"]
