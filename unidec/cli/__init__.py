@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import traceback
-from types import TracebackType
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -185,17 +184,14 @@ for _group in (
     app.add_typer(_group)
 
 
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As Python's own, without the credentials of addresses in messages."""
-    text = "".join(traceback.format_exception(kind, error, trace))
-    print(without_credentials(text), end="", file=sys.stderr, flush=True)
-
-
 def main() -> None:
     """Entry point: an error that a user can fix is a message and an exit code, not a traceback."""
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
-    sys.excepthook = _print_traceback
+    # as Python's own, without the credentials of addresses in messages
+    sys.excepthook = lambda *error: print(
+        without_credentials("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True
+    )
     interrupt.guard_work()
     try:
         app(args=arguments, prog_name="unidec")

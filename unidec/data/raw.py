@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,12 +55,16 @@ class RawData:
 
 def text_table(uids: Any, titles: Any = None, contents: Any = None) -> pa.Table:
     """Columns (lists or Arrow arrays of texts) to a table uid, title, content; None: empty texts."""
-    none = pa.repeat(pa.scalar("", pa.large_string()), len(uids))
+    none = pa.repeat("", len(uids))
     columns = [none if column is None else column for column in (uids, titles, contents)]
-    return pa.table(
-        [column.cast(pa.large_string()) if hasattr(column, "cast") else pa.array(column, pa.large_string())
-         for column in columns], schema=TEXT_SCHEMA,
-    )  # fmt: skip
+    return pa.table([text_array(column, pa.large_string()) for column in columns], schema=TEXT_SCHEMA)
+
+
+def text_array(values: Iterable[str] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
+    """Texts as an Arrow array of this type."""
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values.cast(kind)
+    return pa.array(list(values), kind)
 
 
 def row_uids(first: int, count: int) -> pa.Array:

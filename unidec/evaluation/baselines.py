@@ -37,7 +37,6 @@ MAX_TEST, MIN_TEST = 10_000, 1_000
 MAX_SCORES = 500_000_000  # (test query, training query or label) pairs; beyond, test queries are sampled
 NUM_SAMPLES = 2_000  # of the paired tests: p-values down to 0.001
 PERFECT = 99.95  # percent: shown as 100.0
-METHODS = ("knn", "label-match", "mix")
 NEIGHBOURS = 100  # training queries that vote
 MATCH_WEIGHT = 0.5  # of label match in the mix
 BLOCK = 512  # queries at most
@@ -195,7 +194,7 @@ def rank(
     train_FM: csr_matrix, relevance_ML: csr_matrix, label_FL: csr_matrix, query_nF: csr_matrix,
     methods: Sequence[str], width: int, desc: str,
 ) -> dict[str, NDArray[np.int64]]:  # fmt: skip
-    """The best labels of each query by each of some `METHODS`: {method: [n, width]}, as `top_rows` gives them.
+    """The best labels of each query by some of "knn", "label-match" and "mix": {method: [n, width]} of `top_rows`.
 
     The nearest training queries vote for their labels with the square of their cosine; those that are exactly as near
     as the last of them vote too. The mix is votes + `MATCH_WEIGHT` x match, each scaled to a row maximum of 1.

@@ -90,6 +90,7 @@ def render(report: ReportInput) -> str:
     kinds = [*("" for _ in systems), *("reference" for _ in report.baselines)]
     group_chart, groups = _groups(systems)
     bin_chart, bins = _bins(report.bins)
+    by_tail = _lines(report.fusion.get("by_tail", ()), "tail", {name: name for name in TRADED}, dots=True)
     return page.render(
         "report",
         report=report,
@@ -105,7 +106,8 @@ def render(report: ReportInput) -> str:
         curves=_curves(report.history, report.rounds),
         **_rounds(report.rounds),
         calibration=_calibration(report.calibration),
-        tail_chart=_by_tail(report.fusion.get("by_tail", ())),
+        tail_chart=line_chart("Frequent against rare labels", by_tail, "weight of the log inverse propensity",
+                              "percent, validation split"),
         lost_without={name: f"{lost:.2f}" for name, lost in
                       sorted(report.fusion.get("lost_without", {}).items(), key=lambda part: -part[1])},
     )  # fmt: skip
@@ -145,13 +147,6 @@ def _bins(bins: Records) -> tuple[Chart | None, Table]:
                       x_label="training queries of a label; bins of equal volume, head to tail")  # fmt: skip
     rows = dict(zip(names, bins, strict=True))
     return chart, Table.of("training queries", rows, BINS, caption="by bin, most frequent labels first")
-
-
-def _by_tail(measured: Records) -> Chart | None:
-    """What is gained and lost by ranking rare labels higher."""
-    lines = _lines(measured, "tail", {name: name for name in TRADED}, dots=True)
-    about = ("weight of the log inverse propensity", "percent, validation split")
-    return line_chart("Frequent against rare labels", lines, *about)
 
 
 def _calibration(calibration: Mapping[str, Any] | None) -> Chart | None:

@@ -7,7 +7,6 @@ uncompressed, so the messages are read one by one and a compressed one is refuse
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,13 +56,6 @@ def _read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
             raise ValueError("compressed: it could unpack to any size")
         batches.append(pa.ipc.read_record_batch(message, found))
     return pa.Table.from_batches(batches, schema=found).replace_schema_metadata(None)
-
-
-def text_array(values: Iterable[str] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
-    """Texts as an Arrow array of this type."""
-    if isinstance(values, pa.Array | pa.ChunkedArray):
-        return values.cast(kind)
-    return pa.array(list(values), kind)
 
 
 def _is_compressed(data: bytes) -> bool:

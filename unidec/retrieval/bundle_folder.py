@@ -18,9 +18,10 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unidec.data.dataset import write_texts_table
+from unidec.data.raw import text_array
 from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
 from unidec.errors import ArtifactError
-from unidec.retrieval.arrow_file import read_texts_table, text_array
+from unidec.retrieval.arrow_file import read_texts_table
 from unidec.retrieval.bundle_model import typical_texts, write_model
 from unidec.retrieval.fusion import Fusion
 from unidec.retrieval.index import REPLACED, IndexOptions, Kind, LabelIndex, OldKind

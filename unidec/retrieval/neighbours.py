@@ -32,9 +32,10 @@ import pyarrow as pa
 from scipy.sparse import csr_matrix, diags, identity, vstack
 
 from unidec.data.dataset import write_texts_table
+from unidec.data.raw import text_array
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
-from unidec.retrieval.arrow_file import read_texts_table, text_array
+from unidec.retrieval.arrow_file import read_texts_table
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import unit_rows
 from unidec.retrieval.sparse import PairScores, SparseRows, heaviest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,7 @@ def read_texts(path: Path, column: str | None) -> Iterator[str]:
     Raises:
         DataError: as `read_rows`, no such column, or a row that is not text.
     """
-
-    def check(names: list[str]) -> None:
-        text_column(names, column, str(path))
-
+    check = partial(text_column, column=column, where=str(path))
     for line, row in read_rows(path, (column,) if column else TEXT_COLUMNS, check):
         name = text_column(list(row), column, f"{path}:{line}")
         if not isinstance(row[name], str):
