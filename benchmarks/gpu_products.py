@@ -23,7 +23,7 @@ from unidec.data.tokens import TokenCache
 from unidec.model.search import exact_search
 from unidec.pipeline.plan import MARGIN, Plan, plan_memory
 from unidec.retrieval.index import LabelIndex, faiss_module, recall
-from unidec.training.refresh import mine_hard_negatives
+from unidec.training.mining import mine_hard_negatives
 
 SCALE = 18.0  # 1 / temperature of the recipes
 TOKENS, LAYERS = 16, 6  # of a title, with padding; of DistilBERT
@@ -131,7 +131,7 @@ def search(bench: Bench) -> None:
     relevance = csr_matrix((np.ones(pairs.size, np.float32), pairs.ravel(), np.arange(0, pairs.size + 1, 3)), shape)
     nothing = csr_matrix(shape, dtype=bool)
     mine = lambda: mine_hard_negatives(  # noqa: E731
-        query_ND.numpy(), np.arange(num_queries), label_LD.numpy(), relevance, nothing, 30, bench.device
+        query_ND.numpy(), np.arange(num_queries), label_LD.numpy(), (relevance, nothing), 30, bench.device
     )
     each = seconds(bench.device, mine) / num_queries
     bench.add("mining, 30 hard negatives, labels copied too", 1000 * each, "ms a query", sizes)

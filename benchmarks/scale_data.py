@@ -145,12 +145,12 @@ def cluster(folder: Path, size: Facts) -> Facts:
 def mine(folder: Path, size: Facts) -> Facts:
     """Hard negatives of some queries among all labels."""
     from unidec.data.dataset import XMCDataset
-    from unidec.training.refresh import mine_hard_negatives
+    from unidec.training.mining import mine_hard_negatives
 
     dataset = XMCDataset.open(folder / "dataset", verify=False)
     rows = dataset.rows("train")[: min(MINED, MINED * 1_000_000 // dataset.num_labels)]
     query_ND, label_LD = np.load(folder / "queries.npy", mmap_mode="r")[rows], np.load(folder / "labels.npy")
-    _, report = mine_hard_negatives(query_ND, rows, label_LD, dataset.relevance, dataset.filter_pairs, NEGATIVES)
+    _, report = mine_hard_negatives(query_ND, rows, label_LD, (dataset.relevance, dataset.filter_pairs), NEGATIVES)
     return {"queries": len(rows), "ms_a_query": 1000 * report["seconds"] / len(rows),
             "vector_bytes": label_LD.nbytes}  # fmt: skip
 

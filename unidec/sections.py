@@ -21,6 +21,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Severity = Literal["error", "warn", "off"]
+Mining = Literal["exact", "faiss"]
 LossName = Literal["ds", "supcon", "infonce", "triplet", "bce", "hinge", "softtopk"]
 
 
@@ -193,6 +194,7 @@ class Pool(Section):
     beta: Count = key(3, "positives sampled for each query")
     positives: Literal["uniform", "tail"] = key("uniform", "drawn alike, or by their inverse propensity")
     eta: CountOrZero = key(6, "hard negatives sampled for each query")
+    mining: Mining = key("exact", "search for hard negatives; faiss: approximate, for millions of labels without a GPU")
     size: CountOrZero = key(3000, "at most so many labels in a pool; 0: no limit")
     de_labels: Literal["pool", "all"] = key("pool", "labels of the encoder's loss; all: DEXML")
     clf_labels: Literal["pool", "all"] = key("pool", "the same for the classifier")

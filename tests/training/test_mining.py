@@ -9,8 +9,8 @@ import scipy.sparse as sp
 
 from unidec.errors import DataError
 from unidec.model import search
-from unidec.training import refresh
-from unidec.training.refresh import mine_hard_negatives
+from unidec.training import mining
+from unidec.training.mining import mine_hard_negatives
 
 
 @pytest.fixture
@@ -37,8 +37,7 @@ class World:
             self.query,
             self.rows,
             self.label,
-            sp.csr_matrix(self.positive.astype(np.float32)),
-            sp.csr_matrix(self.filtered),
+            (sp.csr_matrix(self.positive.astype(np.float32)), sp.csr_matrix(self.filtered)),
             num_negatives,
             **options,
         )
@@ -51,7 +50,7 @@ class World:
 @pytest.mark.parametrize("block", [1, 5, 512])
 @pytest.mark.parametrize("num_negatives", [1, 4, 20, 33])
 def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
-    monkeypatch.setattr(refresh, "BLOCK", block)
+    monkeypatch.setattr(mining, "BLOCK", block)
     world = World(rng)
     shortlist, report = world.mine(num_negatives)
     assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)
@@ -96,3 +95,30 @@ def test_vectors_that_are_not_finite_are_refused(rng):
     world.query[5, 1] = np.nan
     with pytest.raises(DataError, match="not finite"):
         world.mine(2)
+
+
+def test_all_lists_searched_equal_the_exact_search(rng, monkeypatch):
+    """Twenty labels make one list; with several lists all are searched here."""
+    world = World(rng)
+    exact, report = world.mine(6)
+    for rows_a_list in (40, 5):
+        monkeypatch.setattr(mining, "_ROWS_A_LIST", rows_a_list)
+        monkeypatch.setattr(mining, "_PROBED", 1)
+        found, approximate = world.mine(6, mining="faiss")
+        np.testing.assert_array_equal(found, exact)
+        assert approximate.pop("recall") == 1.0 and "recall" not in report
+        assert {**approximate, "seconds": 0} == pytest.approx({**report, "seconds": 0})
+
+
+def test_the_recall_of_an_approximate_search_is_reported(rng):
+    num_rows, num_labels, wanted = 60, 3000, 10
+    world = World(rng, mined=30)
+    world.rows = rng.choice(num_rows, size=30, replace=False)
+    world.query, world.label = (rng.normal(size=(n, 8)).astype(np.float32) for n in (30, num_labels))
+    world.positive, world.filtered = (rng.random((num_rows, num_labels)) < 0.01 for _ in range(2))
+    exact, _ = world.mine(wanted)
+    found, report = world.mine(wanted, mining="faiss")
+    hits = [len(set(found[row]) & set(exact[row])) for row in world.rows]
+    assert report["recall"] == pytest.approx(sum(hits) / (30 * wanted)) and 0.2 < report["recall"] <= 1
+    for row in world.rows:
+        assert not (world.positive | world.filtered)[row, found[row]].any() and len(set(found[row])) == wanted

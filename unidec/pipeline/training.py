@@ -40,7 +40,7 @@ _AGAIN = "run the same command again to resume from the last checkpoint"
 _FAREWELL = "stopped at once; the last whole checkpoint is kept"
 _OF_REFRESH = {
     "refresh_seconds": "seconds", "cluster_cosine": "cluster_cosine", "mine_negative_score": "negative_score",
-    "mine_positives_found": "positives_found",
+    "mine_positives_found": "positives_found", "mine_recall": "recall",
 }  # fmt: skip
 _NOT_THE_MODELS = ("raw", "validation", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
 
