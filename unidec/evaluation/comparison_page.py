@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from unidec.evaluation.figures import Chart, Line, Range, line_chart, range_chart
 from unidec.evaluation.page import Records, Shown, number, render, write_page
-from unidec.evaluation.report import colour, interval_and_p, validation_records
+from unidec.evaluation.report import validation_records
 from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS
 
@@ -146,7 +146,7 @@ def render_comparison(comparison: ComparisonInput) -> str:
         comparison=comparison,
         tasks=[{"task": task, **_of_task(cells[name])} for name, task in tasks.items()],
         contrasts=contrasts,
-        alpha=ALPHA, colour=colour, difference_to=difference_to, interval_and_p=interval_and_p, marks=MARKS,
+        alpha=ALPHA, difference_to=difference_to, marks=MARKS,
         limit=f"The {CURVES} best by {MAIN[0]} are drawn.",
     )  # fmt: skip
 

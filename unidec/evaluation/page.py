@@ -92,16 +92,8 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do"],
     )  # fmt: skip
     environment.globals |= {"Shown": Shown, "Table": Table}
-    environment.filters |= {"number": number, "exact": functools.partial(number, exact=True), "flat": flat}
+    environment.filters |= {"number": number, "exact": functools.partial(number, exact=True)}
     return environment
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    out: dict[str, Any] = {}
-    for name, value in values.items():
-        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return out
 
 
 def number(value: Any, *, exact: bool = False) -> str:

@@ -97,7 +97,6 @@ def render(report: ReportInput) -> str:
         head_cards=[(f"{main[name]:.1f}", name, "") for name in CARDS if math.isfinite(main.get(name, math.nan))],
         num_queries=int(main.get("num_queries", 0)),
         headline=Table.of("system", {**systems, **report.baselines}, HEADLINE, best=True, kinds=kinds),
-        tested=[(*one.metric.rpartition("/"), one, colour(one), *interval_and_p(one)) for one in report.comparison],
         groups_shown=GROUPS,
         baselines_shown=BASELINES,
         frequency_charts=[group_chart, bin_chart],
@@ -111,16 +110,6 @@ def render(report: ReportInput) -> str:
         lost_without={name: f"{lost:.2f}" for name, lost in
                       sorted(report.fusion.get("lost_without", {}).items(), key=lambda part: -part[1])},
     )  # fmt: skip
-
-
-def interval_and_p(one: Comparison) -> list[str]:
-    """As a table of paired tests shows them."""
-    return [f"{one.low:+.2f} to {one.high:+.2f}", "< 0.001" if one.p_adjusted < 0.001 else f"{one.p_adjusted:.3f}"]
-
-
-def colour(one: Comparison | None) -> str:
-    """ "right" or "wrong" where a test tells two systems apart."""
-    return "" if one is None else "right" * one.better + "wrong" * one.worse
 
 
 def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[Chart | None, Table]:
