@@ -160,7 +160,6 @@ CONFLICTING = [
     ("index.space", {"model.heads": "clf", "index.space": "de"}),
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.trainable_layers": 2}),
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.pooling": "cls"}),
-    ("encoder.kind", {"encoder.kind": "transformer", "encoder.bag_words": 8}),
     ("encoder.transformer_tokens", {"encoder.kind": "transformer", "encoder.transformer_tokens": 8}),
     ("pool.size", {"pool.size": 100, "pool.batch_size": 101}),
     ("loss.reduction", {"loss.de": "infonce"}),

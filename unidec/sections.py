@@ -82,6 +82,7 @@ class Data(Section):
     path: str = key("data/raw/lf-debian", "folder of raw files")
     format: Literal["auto", "xmc-json", "xmc-text", "pecos", "beir", "tables"] = key("auto", "its layout")
     validation_share: Annotated[float, Field(ge=0, lt=0.5)] = key(0.05, "of the training queries, to select models")
+    validation_sample: CountOrZero = key(0, "without a validation split: training queries that draw the curves")
     test_share: Annotated[float, Field(ge=0, lt=0.9)] = key(0.2, "of the queries, where the data has no test split")
     split_seed: Seed = key(0, "seed of both splits")
     propensity_a: Positive = key(0.55, "A of the inverse propensities: a property of the data set")
@@ -162,9 +163,6 @@ class Encoder(Section):
         if self.kind != "both" and self.transformer_tokens:
             fix = "tokens.max_length, which is of all parts, or encoder.kind: both"
             yield Conflict("encoder.transformer_tokens encoder.kind", "only one part reads the texts", fix)
-        if self.kind == "transformer" and max(self.bag_dropout, self.bag_words, self.bag_head) > 0:
-            keys = "encoder.kind encoder.bag_dropout encoder.bag_words encoder.bag_head"
-            yield Conflict(keys, "there is no bag of tokens", "encoder.bag_...: 0, or encoder.kind: bag or both")
         if self.frozen and self.trainable_layers != 0:
             fix = "encoder.trainable_layers: 0, or encoder.frozen: false"
             yield Conflict("encoder.frozen encoder.trainable_layers", "a frozen encoder has no layers that train", fix)

@@ -17,8 +17,10 @@ from unidec.config import Params
 from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ConfigError, Stopped, TrainingError
+from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths, runs, training
 from unidec.pipeline.lock import one_at_a_time
+from unidec.pipeline.ranking import Ranking, validation_metrics
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import open_client, prepare_store
 from unidec.training.fit import fit
@@ -227,6 +229,23 @@ def test_data_and_tokenizer_and_code_are_refused(work: SimpleNamespace, monkeypa
         with pytest.raises(ConfigError, match="--accept code"):
             train(work.params(), resume="")
         assert train(work.params(), resume="", accept=["code"])[0].finished
+
+
+@pytest.mark.parametrize("sample", [0, 1_000_000])
+def test_without_a_validation_split_a_sample_of_training_queries_draws_the_curves(
+    work: SimpleNamespace, sample: int
+) -> None:
+    given = {"data.validation_share": 0.0, "index.clf_weight": 1.0, "data.validation_sample": sample}
+    params = work.params(**given)
+    for name in ("ingest", "tokens", "propensity"):
+        getattr(pipeline, name)(params)
+    train(params)
+    [*_, last] = read_json_lines(paths.MODEL / "rounds.jsonl")
+    dataset = paths.open_dataset()
+    assert not len(dataset.rows("validation"))
+    ranking = Ranking.of_model(UniDEC.load(paths.MODEL), dataset, "train", params.optim.precision)
+    expected = {} if sample == 0 else validation_metrics(ranking, params)
+    assert last["validation"] == pytest.approx(expected) and bool(expected) == bool(sample)
 
 
 def test_runs_by_name(work: SimpleNamespace) -> None:

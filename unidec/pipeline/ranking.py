@@ -69,10 +69,10 @@ class Ranking:
 
     @classmethod
     def of_model(
-        cls, model: UniDEC, dataset: XMCDataset, split: Split, precision: str,
+        cls, model: UniDEC, dataset: XMCDataset, split: Split | np.ndarray, precision: str,
         vectors: Mapping[str, np.ndarray] | None = None,
     ) -> Ranking:  # fmt: skip
-        """Encode a split's queries, and the labels where no `vectors` of them are given."""
+        """Encode the queries of a split, or of these rows, and the labels where no `vectors` of them are given."""
         import torch
 
         from unidec.model.frozen import cached_inputs
@@ -80,7 +80,7 @@ class Ranking:
         tokens = {which: paths.open_tokens(which) for which in ("queries", "labels")}
         amp = autocast_type(precision, model.device)
         build = cached_inputs(model.encoder, tokens, paths.CACHE, model.device, amp)
-        rows = dataset.rows(split)
+        rows = dataset.rows(split) if isinstance(split, str) else split
         with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
             query_de, query_clf = model.encode_queries(tokens["queries"], rows, build)
             if vectors is None:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unidec.config import Params, flatten
 from unidec.data.storage import files_sha256, read_json_lines, write_bytes_atomic, write_folder, write_json
 from unidec.interrupt import signals_raise
@@ -126,11 +128,18 @@ class Run:
         return ended and not any(line["epoch"] == self.epoch for line in read_json_lines(self.folder / ROUNDS))
 
     def validate(self) -> RoundReport:
-        """Measure the validation split, and add the round's line to rounds.jsonl.
+        """Measure the validation split, or without one `data.validation_sample` training queries, and add the round's
+        line to rounds.jsonl.
 
         A round that was cut off counts as a whole: its steps since the round before, the seconds of those steps."""
         begin, trainer = time.perf_counter(), self.trainer
-        ranking = Ranking.of_model(trainer.model, trainer.dataset, "validation", self.params.optim.precision)
+        dataset, data = trainer.dataset, self.params.data
+        rows = dataset.rows("validation")
+        if not len(rows):  # a sample of queries that it was trained on
+            known = dataset.rows("train")
+            size = min(data.validation_sample, len(known))
+            rows = np.sort(np.random.default_rng(data.split_seed).choice(known, size, replace=False))
+        ranking = Ranking.of_model(trainer.model, dataset, rows, self.params.optim.precision)
         metrics = validation_metrics(ranking, self.params)
         validation_seconds = time.perf_counter() - begin
         before = [line for line in read_json_lines(self.folder / ROUNDS) if line["epoch"] < self.epoch]
