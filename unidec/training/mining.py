@@ -34,8 +34,7 @@ _ROWS_A_LIST = 40  # labels a list at least: faiss asks for 39 to find its centr
 _PROBED = 16  # of so many lists one is searched
 _COMPARED = 1000  # queries on which an approximate search is compared with the exact one
 
-# query vectors, labels wanted, pairs that are left out -> scores and labels, best first; -inf and -1 for none
-Search = Callable[[np.ndarray, int, sp.csr_matrix], tuple[np.ndarray, np.ndarray]]
+Search = Callable[..., tuple[np.ndarray, np.ndarray]]  # takes what `exact_search` does but for the labels
 
 
 def mine_hard_negatives(
@@ -74,7 +73,7 @@ def mine_hard_negatives(
     # blocks are those of one rank: the bits of scores depend on their size
     block = query_block(len(label), BLOCK)
     own = slice(*(min(block * number, len(query_nD)) for number in ranks.part(-(-len(query_nD) // block))))
-    exact: Search = partial(_exact_search, label, block)
+    exact: Search = partial(exact_search, label_LD=label, block=block, device=device)
     search = exact if mining == "exact" else faiss_search(label)
     rows, sums = rows_n[own], np.zeros(4)  # of the negatives' scores; negatives, positives, positives found
     with progress(total=len(rows), desc="mine hard negatives", unit="query") as bar:
@@ -82,7 +81,7 @@ def mine_hard_negatives(
             some, query = rows[begin : begin + _BLOCKS * block], query_nD[own][begin : begin + _BLOCKS * block]
             positive = _pattern(relevance[some])
             excluded = positive + _pattern(filter_pairs[some])
-            score, found = search(query, num_negatives + _SPARE, excluded)
+            score, found = search(query, k=num_negatives + _SPARE, exclude=excluded)
             order = np.lexsort((found, -score), axis=1)[:, :num_negatives]
             score, found = np.take_along_axis(score, order, axis=1), np.take_along_axis(found, order, axis=1)
             shortlist[some] = found
@@ -100,16 +99,10 @@ def mine_hard_negatives(
         step = max(1, len(query_nD) // _COMPARED)
         rows = rows_n[::step]
         excluded = _pattern(relevance[rows]) + _pattern(filter_pairs[rows])
-        _, expected = exact(query_nD[::step], num_negatives, excluded)
+        _, expected = exact(query_nD[::step], k=num_negatives, exclude=excluded)
         same = (shortlist[rows][:, :, None] == expected[:, None]) & (expected >= 0)[:, None]
         report["recall"] = float(same.sum() / max((expected >= 0).sum(), 1))
     return shortlist, report
-
-
-def _exact_search(
-    label: torch.Tensor, block: int, query: np.ndarray, count: int, excluded: sp.csr_matrix
-) -> tuple[np.ndarray, np.ndarray]:
-    return exact_search(query, label, count, exclude=excluded, block=block, device=label.device)
 
 
 def faiss_search(label: torch.Tensor) -> Search:
@@ -127,14 +120,14 @@ def faiss_search(label: torch.Tensor) -> Search:
     index.add(label_LD)
     index.nprobe = max(1, num_lists // _PROBED)
 
-    def search(query: np.ndarray, count: int, excluded: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
-        first = np.arange(len(query))[:, None] * num_labels
-        keys = np.repeat(first[:, 0], np.diff(excluded.indptr)) + excluded.indices
-        most = int(np.diff(excluded.indptr).max(initial=0))  # so many more are searched that enough are left
-        score, found = index.search(np.ascontiguousarray(query), count + most)
+    def search(query: np.ndarray, k: int, exclude: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
+        first, excluded_B = np.arange(len(query))[:, None] * num_labels, np.diff(exclude.indptr)
+        keys = np.repeat(first[:, 0], excluded_B) + exclude.indices
+        # so many more are searched that enough are left
+        score, found = index.search(np.ascontiguousarray(query), k + int(excluded_B.max(initial=0)))
         gone = (found < 0) | np.isin(first + found, keys)
         score[gone], found[gone] = -np.inf, -1
-        order = np.argsort(-score, axis=1, kind="stable")[:, :count]
+        order = np.argsort(-score, axis=1, kind="stable")[:, :k]
         return np.take_along_axis(score, order, axis=1), np.take_along_axis(found, order, axis=1)
 
     return search
