@@ -23,7 +23,7 @@ from unidec.data.tokens import TokenCache
 from unidec.model.search import exact_search
 from unidec.pipeline.plan import MARGIN, Plan, plan_memory
 from unidec.retrieval.index import LabelIndex, faiss_module, recall
-from unidec.training.mining import mine_hard_negatives
+from unidec.training.refresh import mine_hard_negatives
 
 SCALE = 18.0  # 1 / temperature of the recipes
 TOKENS, LAYERS = 16, 6  # of a title, with padding; of DistilBERT

@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM end work in order: a line and an exit code, not a traceback of what is being imported.
+"""SIGINT and SIGTERM end work in order: a line and an exit code, not a traceback of what is being imported; a training
+finishes its step and writes a checkpoint first.
 
 Importing this module guards the start of our programs until `main` calls `guard_work` or `end_guard`.
 """
@@ -11,8 +12,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXIT_CODE = 130
 EXIT_CODES: dict[int, int] = {signal.SIGINT: EXIT_CODE, signal.SIGTERM: 143}
@@ -75,6 +77,47 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@dataclass
+class Stop:
+    """Looked at between two steps: the signal that came, None as long as none came."""
+
+    asked: signal.Signals | None = None
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Stop]:
+    """Within, the first SIGINT or SIGTERM only sets `stop.asked`; a second one acts at once, as it would outside.
+
+    A block that sees `stop.asked` saves and ends; then the signal is passed on (KeyboardInterrupt; under SIGTERM's
+    default the process ends). Where the block ends by an error, that error is raised instead. Python hands signals to
+    the main thread only: in another one nothing is changed, and none ever comes.
+    """
+    stop, before = Stop(), dict[int, Any]()
+
+    def restore() -> None:
+        while before:
+            signal.signal(*before.popitem())
+
+    def come(number: int, _frame: FrameType | None) -> None:
+        again, stop.asked = stop.asked is not None, signal.Signals(number)
+        if again:
+            restore()
+            signal.raise_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
+        handler = signal.getsignal(number)
+        # ignored (a background job), or a handler that Python cannot put back: not ours to change
+        if handler not in (signal.SIG_IGN, None):
+            before[number] = handler
+            signal.signal(number, come)
+    try:
+        yield stop
+    finally:
+        restore()
+    if stop.asked is not None:
+        signal.raise_signal(stop.asked)
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:

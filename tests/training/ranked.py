@@ -126,7 +126,7 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
     """Clusters and hard negatives of the arrays in a folder."""
     import scipy.sparse as sp
 
-    from unidec.training import mining
+    from unidec.training import refresh
     from unidec.training.clustering import balanced_clusters
 
     found: dict[str, Any] = {}
@@ -143,8 +143,8 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
         for block in (512, 16):
             labels = part_of(ranks, data[name])
             points = np.round(data["points"] * 4) if name == "tied" else data["points"]
-            mining.BLOCK = block
-            shortlist, report = mining.mine_hard_negatives(
+            refresh.BLOCK = block
+            shortlist, report = refresh.mine_hard_negatives(
                 points, data["rows"], labels, (positive, filtered), 6, ranks=ranks
             )  # fmt: skip
             found[f"{name} {block}"] = shortlist

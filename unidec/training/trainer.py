@@ -26,6 +26,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError, TrainingError
+from unidec.interrupt import stop_signals
 from unidec.model.encoder import InputBuilder
 from unidec.model.frozen import cached_inputs
 from unidec.model.row_table import Placement
@@ -45,7 +46,6 @@ from unidec.training.precision import autocast_type, choose_device, random_state
 from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
 from unidec.training.sampler import num_clusters, queries_a_batch
 from unidec.training.start import Start, start_bag, take_model, take_rows
-from unidec.training.stop import stop_signals
 
 LOG_EVERY = 10  # steps between two lines of history; a GPU's host waits for it only then
 

@@ -10,9 +10,8 @@ import torch
 
 from unidec.errors import DataError
 from unidec.model.words import with_words
-from unidec.retrieval.export.encoder import export_onnx
+from unidec.retrieval.export.encoder import export_onnx, padded_words
 from unidec.retrieval.export.heads import scored_by
-from unidec.retrieval.export.words import padded_words
 from unidec.retrieval.scoring_space import LabelRows
 
 onnxruntime = pytest.importorskip("onnxruntime")

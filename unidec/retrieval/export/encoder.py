@@ -3,7 +3,7 @@
 Only modules of sentence-transformers are used, which run one after the other: a transformer with one head is expressed
 by them exactly. A bag of tokens, a residual layer, or both heads side by side are refused.
 
-Legend: B texts, T tokens of the longest, D width of a head, D' width of what is searched.
+Legend: B texts, T tokens of the longest, V tokens of the vocabulary, D width of a head, D' width of what is searched.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from unidec.errors import ConfigError
 from unidec.model.encoder import BagEncoder
 from unidec.model.onnx_export import MAX_BYTES, OPSET, TransformerGraph, export_graph
 from unidec.model.unidec import UniDEC
+from unidec.model.words import MIX, ODD, PLACES
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleInfo
 from unidec.retrieval.export.heads import ExportFacts, facts, refuse_foreign, scored_by, write_readme
-from unidec.retrieval.export.words import padded_words
 
 ONNX, SENTENCE_TRANSFORMERS = "onnx-export", "sentence-transformers"  # kinds of folder
 VERSION = 1
@@ -126,6 +126,54 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
     if bag.head:  # padding has no weight whatever its place
         weights.append(weights[0] * (places < bag.head))
     return [F.normalize((weight_BF[:, None] @ rows_BFD)[:, 0], dim=-1) for weight_BF in weights]
+
+
+def padded_words(
+    ids_BT: Tensor, mask_BT: Tensor, continues_V: Tensor, num_buckets: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `unidec.model.words.with_words` finds, by standard operators: each word of several pieces at its last one.
+
+    Args:
+        ids_BT, mask_BT: int64, padded on the right. continues_V: bool, which tokens continue a word.
+
+    Returns:
+        the row of the word that ends at a token, int64 [B, T], from V on; whether one does, bool [B, T]; the token's
+        place in its text, words before it counted, int64 [B, T].
+    """
+    place_T, real_BT = torch.arange(ids_BT.shape[1]), mask_BT > 0
+    begins_BT = ~continues_V[ids_BT] | (place_T == 0) | ~real_BT
+    word_BT = begins_BT.long().cumsum(1)
+    inside_BT = ((word_BT[:, :, None] == word_BT[:, None]) & (place_T < place_T[:, None])).long().sum(-1)
+    key_BT = _mixed(ids_BT * PLACES + inside_BT)
+    before_BT = key_BT.cumsum(1) - key_BT  # sums overflow, and their differences are right all the same
+    sum_BT = before_BT + key_BT - before_BT.gather(1, place_T - inside_BT)
+    row_BT = len(continues_V) + _remainder(_mixed(sum_BT), num_buckets)
+    ends_BT = (inside_BT > 0) & torch.cat([begins_BT[:, 1:], torch.ones_like(begins_BT[:, :1])], 1)
+    return row_BT, ends_BT, place_T + ends_BT.long().cumsum(1) - ends_BT.long()
+
+
+def _mixed(key: Tensor) -> Tensor:
+    """`unidec.model.words.mixed`, in signed integers."""
+    first, second = (int(factor.astype("int64")) for factor in MIX)
+    key = key + int(ODD.astype("int64"))
+    key = _xor(key, _shifted(key, 30)) * first
+    key = _xor(key, _shifted(key, 27)) * second
+    return _xor(key, _shifted(key, 31))
+
+
+def _xor(one: Tensor, other: Tensor) -> Tensor:
+    """Torch's exporter knows it of booleans alone."""
+    return one + other - 2 * (one & other)
+
+
+def _shifted(key: Tensor, bits: int) -> Tensor:
+    """To the right as if it had no sign."""
+    return torch.div(key, 1 << bits, rounding_mode="floor") & ((1 << (64 - bits)) - 1)
+
+
+def _remainder(key: Tensor, divisor: int) -> Tensor:
+    """As if `key` had no sign."""
+    return (_shifted(key, 1) % divisor * 2 + (key & 1)) % divisor
 
 
 def export_sentence_transformers(

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from unidec.training.stop import stop_signals
+from unidec.interrupt import stop_signals
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
@@ -106,7 +106,7 @@ def test_another_thread_changes_nothing(handlers):
 def test_a_process_ends_as_it_always_did(number, code):
     """SIGTERM's default ends it; SIGINT becomes KeyboardInterrupt, which Python ends by the signal."""
     program = (
-        "import os, signal\nfrom unidec.training.stop import stop_signals\n"
+        "import os, signal\nfrom unidec.interrupt import stop_signals\n"
         f"with stop_signals() as stop:\n    os.kill(os.getpid(), {int(number)})\n    print('saved', flush=True)\n"
         "print('never')\n"
     )
