@@ -257,6 +257,15 @@ def test_a_refresh_makes_what_is_needed(open_trainer, tiny_dataset, overrides, c
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+def test_hard_negatives_of_an_approximate_search(open_trainer):
+    """Few labels make one list, which is searched: what is trained on is what an exact search finds."""
+    exact, approximate = open_trainer("exact"), open_trainer("faiss", **{"pool.mining": "faiss"})
+    reports = exact.refresh(), approximate.refresh()
+    assert "mine_recall" not in reports[0] and reports[1]["mine_recall"] == 1.0
+    found = [Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0).negatives for trainer in (exact, approximate)]
+    np.testing.assert_array_equal(*found)
+
+
 def fault_in_loss(trainer, monkeypatch):
     losses = trainer.objective.losses
     monkeypatch.setattr(trainer.objective, "losses", lambda *args: {k: v * math.inf for k, v in losses(*args).items()})
