@@ -157,6 +157,7 @@ def test_the_verdict(page, found):
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_run(program, raw_factory, helper, tmp_path, monkeypatch, capsys):
     raw = raw_factory(num_train=160, num_test=20, seed=3)
     write_raw(raw, tmp_path / "raw", "xmc-json")

@@ -151,7 +151,7 @@ def test_degenerate_inputs(rng, tmp_path):
 
 KILLED = """
 import sys, time
-sys.path[:0] = sys.argv[1:2]
+sys.path[:0] = sys.argv[1].split(':')
 import tiny_bundle
 import unidec.retrieval.bundle as bundle
 bundle._load_model = lambda path, device: tiny_bundle.StubModel(path)
@@ -165,7 +165,8 @@ def test_killed_and_started_again(rng, tmp_path, texts):
     write_tiny_bundle(tmp_path / "b", rng)
     source, output = write_queries(tmp_path / "in.csv", texts), tmp_path / "out.parquet"
     predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "whole.parquet", k=3, batch_size=BATCH)
-    words = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "b"), str(source), str(output)]
+    folders = ":".join(str(folder) for folder in Path(__file__).parents[:2])  # of tiny_bundle, and of what it imports
+    words = [sys.executable, "-c", KILLED, folders, str(tmp_path / "b"), str(source), str(output)]
     process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
     end = time.monotonic() + 60
     while len(list(shards_folder(output).glob("0*"))) < 3:
