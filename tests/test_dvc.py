@@ -290,6 +290,7 @@ def test_every_parameter_belongs_to_a_stage() -> None:
     tracked = {key for stage in DESCRIBED["stages"].values() for key in stage.get("params", [])}
     tracked |= set(re.findall(r"\$\{([a-z._]+)\}", (ROOT / "dvc.yaml").read_text()))
     untracked = {key for key in known_keys() if not any(key == name or key.startswith(f"{name}.") for name in tracked)}
+    untracked.remove("data.validation_sample")  # draws curves; DVC would refuse an older params.yaml without the key
     # none of these changes what is learnt
     assert {key.partition(".")[0] for key in untracked} == {
         "device",
