@@ -41,8 +41,8 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
     """
     with lifecycle.at_work():
         params = load_params("params.yaml")
-        found = lifecycle.run("monitor", pipeline.monitor, params, newest(queries), column=column, bundle=bundle)
-        result = pipeline.plain(found)
+        drift = lifecycle.run("monitor", pipeline.monitor, params, newest(queries), column=column, bundle=bundle)
+        result = pipeline.plain(drift)
         lifecycle.say(in_words(result))
         if result["drifted"]:
             found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]

@@ -64,9 +64,7 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
             os._exit(EXIT_CODES[number])
         raise _Signal
 
-    in_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in EXIT_CODES if in_main}
-    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    before = _replaceable()
     for number in before:
         signal.signal(number, come)
     try:
@@ -94,7 +92,7 @@ def stop_signals() -> Iterator[Stop]:
     default the process ends). Where the block ends by an error, that error is raised instead. Python hands signals to
     the main thread only: in another one nothing is changed, and none ever comes.
     """
-    stop, before = Stop(), dict[int, Any]()
+    stop, before = Stop(), _replaceable()
 
     def restore() -> None:
         while before:
@@ -106,18 +104,23 @@ def stop_signals() -> Iterator[Stop]:
             restore()
             signal.raise_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
-        handler = signal.getsignal(number)
-        # ignored (a background job), or a handler that Python cannot put back: not ours to change
-        if handler not in (signal.SIG_IGN, None):
-            before[number] = handler
-            signal.signal(number, come)
+    for number in before:
+        signal.signal(number, come)
     try:
         yield stop
     finally:
         restore()
     if stop.asked is not None:
         signal.raise_signal(stop.asked)
+
+
+def _replaceable() -> dict[int, Any]:
+    """Handlers of SIGINT and SIGTERM that we may replace: only Python's main thread can; one that ignores the signal (a
+    background job), or that Python could not put back, stays."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
+    return {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:

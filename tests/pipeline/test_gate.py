@@ -68,7 +68,7 @@ def test_from_the_first_model_to_one_that_takes_its_place(world):
     result = pipeline.gate(params)
     assert result.passed and result.challenger == first and result.champion is None
     assert [r.check for r in result.reasons] == ["code", "hash", "loads"]
-    assert result.metrics == {}  # nobody to be compared with
+    assert result.metrics == {}  # no champion to compare with
     pipeline.promote(params, first)
     assert world.aliases() == {"champion": first, "challenger": first}
     assert not pipeline.needs_gate(params, first)

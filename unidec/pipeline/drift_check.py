@@ -69,7 +69,8 @@ class DataDrift:
 @dataclass(frozen=True)
 class WindowDrift:
     """Queries beside a bundle's training data (`model`: "source" and "bundle_sha256"), as `DataDrift`; metrics in
-    percent, None without labels. Fewer than drift.min_window are not `judged`: nothing drifts, `reason` says so."""
+    percent, None without labels. Fewer queries than drift.min_window are not `judged`: no drift is reported, and
+    `reason` says why."""
 
     drifted: bool
     findings: list[dict[str, object]]

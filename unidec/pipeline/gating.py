@@ -60,8 +60,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Verdict:
-    """May the challenger take the champion's place? (`already`: it has it.) Versions; metrics of "challenger" and
-    "champion" in percent, empty where they were not compared; the challenger's MLflow run."""
+    """Whether a challenger may become champion (`already`: it is), and why. Both versions; the headline metrics of
+    "challenger" and "champion" in percent, empty without a comparison; the challenger's MLflow run."""
 
     passed: bool
     already: bool
