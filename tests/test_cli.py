@@ -186,9 +186,9 @@ class FakeBundle:
         return cls()
 
     def predict_table(self, texts: list[str], k: int) -> pa.Table:
-        names = ["query_row", "query", "rank", "label", "title", "score"]
+        names = ["query_row", "query", "rank", "label", "title", "score", "probability"]
         rows = [
-            (row, text, rank, f"uid{rank}", f"title [bold]{rank}", 1 / rank)
+            (row, text, rank, f"uid{rank}", f"title [bold]{rank}", 1 / rank, 0.75 if rank == 1 else None)
             for row, text in enumerate(texts)
             for rank in range(1, k + 1)
         ]
@@ -209,7 +209,7 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
     code, out, _ = run("predict", "a text", "another", "-k", "2")
     assert code == 0
     lines = [line.split("\t") for line in out.splitlines()]
-    assert lines[0] == ["query", "rank", "label", "title", "score"]
+    assert lines[0] == ["query", "rank", "label", "title", "score", "probability"]
     assert [line[:3] for line in lines[1:]] == [
         ["a text", "1", "uid1"], ["a text", "2", "uid2"], ["another", "1", "uid1"], ["another", "2", "uid2"],
     ]  # fmt: skip
@@ -222,6 +222,7 @@ def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
     assert "q [red]" in out
     assert "title [bold]2" in out
     assert "0.5000" in out
+    assert "75.0%" in out and "unknown" in out
 
 
 def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

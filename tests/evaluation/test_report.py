@@ -183,12 +183,33 @@ def test_calibration_against_a_loop():
     score[0, :2] = [-np.inf, np.nan]
     found = [(s, c) for s, c in zip(score.ravel(), correct.ravel(), strict=True) if np.isfinite(s)]
     pairs, start = sorted(found, key=lambda pair: pair[0]), 0
-    for i, (high, precision) in enumerate(calibration_bins(score, correct)):
+    for i, (high, mean, precision, size) in enumerate(calibration_bins(score, correct)):
         part = pairs[start : start + (16 if i < 7 else 15)]  # 157 in 10 bins
-        assert high == part[-1][0] and precision == pytest.approx(sum(c for _, c in part) / len(part))
+        assert (high, size) == (part[-1][0], len(part)) and precision == pytest.approx(sum(c for _, c in part) / size)
+        assert mean == pytest.approx(sum(s for s, _ in part) / size)
         start += len(part)
     assert start == len(pairs) == 157
     assert len(calibration_bins([1.0, 2.0], [0, 1])) == 2 and calibration_bins([], []) == []
+
+
+def test_probabilities_are_drawn_against_what_was_right(undrawn):
+    rng = np.random.default_rng(8)
+    probability = rng.random((41, 5)).round(2)
+    correct = rng.random(probability.shape) < probability**2
+    probability[3, 3:] = np.nan
+    given = {"score": probability, "correct": correct, "probability": probability}
+    page = Page(render(dataclasses.replace(_full(), calibration=given)))
+    found = [(p, c) for p, c in zip(probability.ravel(), correct.ravel(), strict=True) if p == p]
+    pairs, distance, start = sorted(found, key=lambda pair: pair[0]), 0.0, 0
+    for i in range(10):
+        part = pairs[start : start + (21 if i < 3 else 20)]  # 203 in 10 bins
+        distance += abs(sum(p for p, _ in part) - sum(c for _, c in part))
+        start += len(part)
+    assert start == len(pairs) == 203 and distance > 10
+    assert f"Expected calibration error: {100 * distance / 203:.2f} percentage points" in page.words
+    assert [value for name, value in page.attributes if name == "alt" and "perfectly calibrated" in value]
+    nothing = {name: values[:0] for name, values in given.items()}
+    assert 'id="calibration"' not in render(dataclasses.replace(_full(), calibration=nothing))
 
 
 def test_nothing_heavy_is_imported_before_a_page_is_written():

@@ -2,7 +2,8 @@
 
 `formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is not written anew;
 `bundle-2/` is the same with training queries that vote (softmax), `bundle-3/` with such as are compared by words;
-`bundle-4/` is bundle 3 with a graph of compressed vectors (hnsw-sq8) some of whose nodes are of labels that left.
+`bundle-4/` is bundle 3 with a graph of compressed vectors (hnsw-sq8) some of whose nodes are of labels that left;
+`bundle-5/` has the index pq, votes of label texts too, and a fusion of random weights.
 """
 
 from __future__ import annotations
@@ -110,6 +111,17 @@ def test_a_bundle_of_version_4_predicts_as_it_did() -> None:
     assert [one.labels for one in found] == [["L4", "L1", "L0"], ["L6", "L9", "L11"], ["L4", "L5", "L1"]]
     assert found[0].scores == pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
     assert (bundle.info.index_kind, bundle.index.kind, bundle.index.options.rescore) == ("hnsw-sq8", "pq", 5)
+
+
+@pytest.mark.usefixtures("stub_model")
+def test_a_bundle_of_version_5_predicts_as_it_did_without_probabilities() -> None:
+    from unidec.retrieval.bundle import Bundle
+
+    bundle = Bundle.load(Path(__file__).with_name("formats") / "bundle-5")
+    found = bundle.predict(QUERIES, k=3)
+    assert [one.labels for one in found] == [["L6", "L10", "L9"], ["L3", "L1", "L2"], ["L6", "L9", "L3"]]
+    assert found[0].scores == pytest.approx([0.8987660, 0.0109472, -0.1180735], abs=1e-4)
+    assert bundle.info.fusion is not None and bundle.info.calibration is None and found[0].probabilities == []
 
 
 def test_a_newer_bundle_is_refused(bundle_1: Path) -> None:

@@ -23,12 +23,13 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import ConfigError
-from unidec.evaluation.metrics import by_query
+from unidec.evaluation.metrics import by_query, pair_keys
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import indexing, paths
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
 from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.calibration import fit_calibration
 from unidec.retrieval.fusion import FEATURES, LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.query_encoder import Encoded
@@ -145,6 +146,13 @@ def test_bundle_and_index(done: SimpleNamespace) -> None:
         scored[weight] = ranking.metrics_of(best_NL[:, :100])["nDCG@5"]
     assert scored[said.clf_weight] == max(scored.values())
     assert said.validation["nDCG@5"] == pytest.approx(max(scored.values()))
+    # the probabilities are of the bundle's own answers to the validation split
+    found = bundle.rank(Encoded(ranking.query_de, ranking.query_clf), 100, pair_keys(ranking.filter_pairs))
+    true = [[label in row.indices for label in labels] for row, labels in zip(ranking.truth, found.rows, strict=True)]
+    again = fit_calibration(found.scores, np.array(true))
+    assert said.calibrated and again is not None and bundle.info.calibration is not None
+    at = np.linspace(found.scores.min(), found.scores.max(), 50)
+    np.testing.assert_allclose(bundle.info.calibration.of(at), again.of(at), atol=0.02)
 
 
 def test_evaluation(done: SimpleNamespace) -> None:
@@ -161,6 +169,7 @@ def test_evaluation(done: SimpleNamespace) -> None:
     assert "Against the better TF-IDF baseline of each metric, on 500 test queries, the model gains " in page
     assert done.said["evaluate"].against_baselines in unescape(page)
     assert metrics["baselines"].keys() == {"knn", "mix"} and 10 < metrics["baselines"]["mix"]["P@1"] < 100
+    assert "Expected calibration error" in page
     assert f"{metrics['baselines']['mix']['P@1']:.2f}" in page and "TF-IDF kNN + label match" in page
     assert {file.name for file in paths.PLOTS.iterdir()} >= {"training.csv", "validation.csv", "at_k.csv", "groups.csv"}
 
@@ -404,7 +413,7 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     assert "by the blend 100.00" in capsys.readouterr().out
     said = pipeline.index(params)
     bundle = Bundle.load(paths.BUNDLE)
-    assert said.fusion and bundle.info.fusion is not None
+    assert said.fusion and said.calibrated and bundle.info.fusion is not None
     gain = said.validation["nDCG@5"] - blend.validation["nDCG@5"]
     assert gain == pytest.approx(bundle.info.fusion.gain["nDCG@5"], abs=1e-3) and gain > 0
     told = bundle.info.card["fusion"]

@@ -13,6 +13,7 @@ from tiny_bundle import TITLES, UIDS, write_tiny_bundle
 from unidec.errors import DataError
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.calibration import Calibration
 from unidec.retrieval.query_encoder import open_encoder
 
 pytestmark = pytest.mark.usefixtures("stub_model")
@@ -115,6 +116,22 @@ def test_answers_as_a_loop_over_all_labels(rng, tmp_path, heads, space, normaliz
         assert got.unknown_labels == len({"nobody", ""} & {*(request.allow or ())}) + len(
             {"nobody", ""} & {*request.deny}
         )
+
+
+def test_probabilities_only_of_labels_that_are_ranked_as_the_bundle_ranks(rng, tmp_path):
+    calibration = Calibration(scores=[-5.0, 5.0], probabilities=[0.25, 0.75])
+    write_tiny_bundle(tmp_path / "b", rng, vote="ridge-labels", by_words=True, fused=True, calibration=calibration)
+    answerer = _answerer(tmp_path / "b")
+    requests = [
+        Request("red car"), Request("red car", head="de"), Request("red car", head="clf"), Request("red car", tail=0.5),
+        Request("red car", allow=("L1", "L4"), deny=("L4",), min_score=-99), Request("red car", min_score=1e9),
+    ]  # fmt: skip
+    own, *others, chosen, none = answerer.answer(requests)
+    assert own.probabilities == calibration.of(np.array(own.scores)).tolist() and len(own.labels) == 5
+    assert [one.probabilities for one in others] == [[], [], []] and all(one.labels for one in others)
+    assert chosen.labels == ["L1"] and chosen.probabilities == calibration.of(np.array(chosen.scores)).tolist()
+    assert none.labels == none.probabilities == []
+    assert answerer.explain(requests[0]).prediction.probabilities == own.probabilities
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])

@@ -21,6 +21,7 @@ from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
+from unidec.retrieval.calibration import Calibration
 from unidec.retrieval.index import LabelIndex
 
 pytestmark = pytest.mark.usefixtures("stub_model")
@@ -130,6 +131,27 @@ def test_wrong_input_is_refused(rng, tmp_path):
             wrong()
 
 
+def test_probabilities_are_those_of_the_scores(rng, tmp_path):
+    calibration = Calibration(scores=[-0.5, 0.0, 1.0], probabilities=[0.125, 0.25, 0.75])
+    write_tiny_bundle(tmp_path / "b", rng, vote="softmax", calibration=calibration)
+    bundle = Bundle.load(tmp_path / "b")
+    assert bundle.info.calibration == calibration
+    found = bundle.predict(QUERIES, k=12)
+    scores = [score for one in found for score in one.scores]
+    expected = [0.125 if s < -0.5 else 0.25 + s / 4 if s < 0 else 0.25 + s / 2 if s < 1 else 0.75 for s in scores]
+    assert min(expected) < 0.25 and max(expected) == 0.75
+    assert [value for one in found for value in one.probabilities] == pytest.approx(expected, abs=1e-6)
+    column = bundle.predict_table(QUERIES, k=12)["probability"]
+    assert column.to_pylist() == pytest.approx(expected, abs=1e-6)
+    (tmp_path / "in.csv").write_text("query\nred car\n")
+    predict_file(bundle, tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["probability"] for row in rows] == bundle.predict(["red car"], k=2)[0].probabilities
+    bundle.info = bundle.info.model_copy(update={"calibration": None})
+    assert bundle.predict(["red"])[0].probabilities == []
+    assert bundle.predict_table(["red"])["probability"].to_pylist() == [None] * 5
+
+
 def _write_queries(path, ending: str, texts: list[str], column: str) -> None:
     frame = pd.DataFrame({"id": range(len(texts)), column: texts})
     plain = ending.removesuffix(".gz")
@@ -174,9 +196,10 @@ def test_files_in_and_out(rng, tmp_path, ending, column, output):
     else:
         frame = pd.read_csv(target, sep="\t" if output.endswith(".tsv") else ",", dtype=str, keep_default_na=False)
         kinds = {"query_row": int, "rank": int, "score": float}
+        frame["probability"] = frame["probability"].map(lambda text: text or None)
         rows = frame.astype(kinds).to_dict("records")
     expected = bundle.predict_table(texts, k=2).to_pylist()
-    assert [list(row) for row in rows[:1]] == [["query_row", "query", "rank", "label", "title", "score"]]
+    assert [list(row) for row in rows[:1]] == [["query_row", "query", "rank", "label", "title", "score", "probability"]]
     assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in expected]
     np.testing.assert_allclose([row["score"] for row in rows], [row["score"] for row in expected], rtol=1e-5)
 

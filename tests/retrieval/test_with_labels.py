@@ -20,6 +20,7 @@ from unidec.errors import ArtifactError, DataError
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.retrieval.calibration import Calibration
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.label_change import LabelChange, estimated_rows, with_labels
 from unidec.retrieval.neighbours import Neighbours
@@ -218,7 +219,11 @@ def test_a_new_label_is_found_by_its_text(bundle: Callable[..., Bundle], tmp_pat
 
 def test_queries_whose_labels_all_leave_do_not_vote(bundle: Callable[..., Bundle], tmp_path: Path) -> None:
     before = bundle(votes=True)
+    before.info = before.info.model_copy(update={"calibration": Calibration(scores=[0.5], probabilities=[0.5])})
+    _, same_votes = relabelled(before, tmp_path / "more", labels_of(before) | {"x": "river"})
+    assert same_votes.info.calibration == before.info.calibration
     _, after = relabelled(before, tmp_path / "new", {"x": "river", "y": "bread"})
+    assert after.info.calibration is None, "scores without votes are others"
     assert after.neighbours is None and after.info.knn is None and after.num_labels == 2
     assert len(after.predict(["river"], 5)[0].labels) == 2
 

@@ -16,6 +16,7 @@ from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
 from unidec.retrieval import predict_file as files
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.retrieval.calibration import Calibration
 from unidec.retrieval.fusion import FEATURES, Fusion
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
@@ -91,7 +92,8 @@ def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_wo
 def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "both", space: str = "both",
                       kind: str = "flat", clf_normalize: bool = True, bias: bool = False,
                       clf_weight: float = 0.5, vote: str | None = None, knn_weight: float = 0.7,
-                      knn_neighbours: int = 7, by_words: bool = False, fused: bool = False) -> dict:  # fmt: skip
+                      knn_neighbours: int = 7, by_words: bool = False, fused: bool = False,
+                      calibration: Calibration | None = None) -> dict:  # fmt: skip
     """Write model and bundle beside each other; returns what it was made of; with `vote` training queries vote; with
     `fused` a fusion of random weights ranks."""
     model_path = write_model(path.parent / "model", rng, heads)
@@ -107,7 +109,8 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     facts = Facts("title", {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 50.0}}, {"seed": 0})
     write_bundle(
         path, model_path, index, BundleLabels(UIDS, TITLES, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
-        Scoring(space, clf_weight, clf_normalize, knn, random_fusion(rng) if fused else None), facts, neighbours,
+        Scoring(space, clf_weight, clf_normalize, knn, random_fusion(rng) if fused else None, calibration), facts,
+        neighbours,
     )  # fmt: skip
     return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model, "neighbours": neighbours}
 

@@ -54,12 +54,13 @@ class World:
         found = []
         for row, (uid, title) in enumerate(zip(UIDS, TITLES, strict=True)):
             de = len(set(text.split()) & set(title.split())) / 2 + 0.01 * row
-            label = {"de": de, "clf": -0.05 if row % 2 == 0 else 0.1, "knn": 0.2 if row == 3 else 0.0}
+            label: dict[str, Any] = {"de": de, "clf": -0.05 if row % 2 == 0 else 0.1, "knn": 0.2 if row == 3 else 0.0}
             head = asked.get("head", "both")
             score = label[head] if head != "both" else sum(WEIGHTS[name] * label[name] for name in WEIGHTS)
             wanted = asked.get("allow") is None or uid in asked["allow"]
             if wanted and uid not in asked.get("deny", []) and score >= asked.get("min_score", -9):
-                found.append({"uid": uid, "title": title, "score": score, **label})
+                likely = None if head != "both" else min(1.0, max(0.0, score / 2))
+                found.append({"uid": uid, "title": title, "score": score, "probability": likely, **label})
         return sorted(found, key=lambda label: -label["score"])[: asked["k"]]
 
     def _refusal(self, request: Request) -> JSONResponse | None:

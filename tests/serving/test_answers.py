@@ -19,13 +19,17 @@ MODEL = b'{"sha256":"a","version":null}'
 def test_a_part_that_the_model_lacks_is_null_and_scores_are_exact() -> None:
     score = 0.10000000149011612  # a float32
     odd = '"\\ \x00\n\u2028 🚗 </script>'
-    prediction = Prediction([odd, "b"], ["", odd], [score, -2.0], [score, -2.0], [], num_tokens=4, unknown_tokens=1)
+    prediction = Prediction(
+        [odd, "b"], ["", odd], [score, -2.0], [score, -2.0], [], probabilities=[0.75, 0.0],
+        num_tokens=4, unknown_tokens=1,
+    )  # fmt: skip
     answer = answer_of(prediction)
     found = json.loads(predict_json(MODEL, [answer.json, answer.json]))
     assert found["model"] == {"sha256": "a", "version": None} and len(found["predictions"]) == 2
     first, second = found["predictions"][1]["labels"]
-    assert first == {"uid": odd, "title": "", "score": score, "de": score, "clf": None, "knn": None}
-    assert second["title"] == odd
+    parts = {"de": score, "clf": None, "knn": None}
+    assert first == {"uid": odd, "title": "", "score": score, "probability": 0.75, **parts}
+    assert (second["title"], second["probability"]) == (odd, 0.0)
     assert (answer.best, answer.num_tokens, answer.unknown_tokens) == (score, 4, 1)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from unidec.retrieval.calibration import Calibration
 from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.engine import Engine, Service
@@ -64,6 +65,32 @@ def test_answers_are_those_of_the_bundle(asgi: Any, engine: Engine) -> None:
                     ):  # fmt: skip
                         assert [label[name] for label in answer["labels"]] == pytest.approx(values, abs=1e-5)
             assert together[-2]["unknown_tokens"] == 3
+
+    run(main)
+
+
+def test_probabilities_are_null_where_the_bundle_does_not_know_them(asgi: Any, folder: Path) -> None:
+    engine = Engine.load(folder, Serve(runtime="torch", threads=1))
+    text = engine.bundle.titles[0].as_py()
+    calibration = Calibration(scores=[-1.0, 2.0], probabilities=[0.0, 1.0])
+
+    async def main() -> None:
+        async with asgi.running(engine, cache_queries=0) as server:
+
+            async def answered(route: str = "/predict", **more: Any) -> Any:
+                asked = {"query": text} if route == "/explain" else {"queries": [text]}
+                reply = (await server.ask(route, asked | more)).json
+                return (reply if route == "/explain" else reply["predictions"][0])["labels"]
+
+            assert [label["probability"] for label in await answered()] == [None] * 5
+            engine.bundle.info = engine.bundle.info.model_copy(update={"calibration": calibration})
+            for found in (await answered(), await answered("/explain")):
+                expected = [(label["score"] + 1) / 3 for label in found]
+                assert [label["probability"] for label in found] == pytest.approx(expected, abs=1e-6)
+            least = (await answered())[2]["score"]
+            assert len(await answered(min_score=least)) == 3, "it is compared with scores"
+            for more in ({"head": "de"}, {"tail": 1.0}):
+                assert [label["probability"] for label in await answered(**more)] == [None] * 5
 
     run(main)
 

@@ -101,8 +101,15 @@ def test_labels_while_typing(tab: Any, server: Any) -> None:
     want = [label["title"] for label in server.ranked({"k": 10}, "old red house")]
     assert tab.ask(TITLES) == want and want[0] == "old red house"
     assert server.bodies[-1] == {"queries": ["old red house"], "k": 10}
-    scores = tab.ask(f"{ROWS}.map((row) => row.querySelector('.score').textContent)")
-    assert scores[0] == f"{server.ranked({'k': 10}, 'old red house')[0]['score']:.3f}"
+    scores = tab.ask(f"{ROWS}.map((row) => row.querySelector('.score').firstChild.textContent)")
+    first = server.ranked({"k": 10}, "old red house")[0]
+    assert scores[0] == f"{first['score']:.3f}"
+    # what a score means is seen, told on hover, and read aloud
+    likely = tab.ask(f"{ROWS}.map((row) => row.querySelector('.score small').textContent)")
+    assert likely[0] == f"{100 * first['probability']:.0f} %" and "< 1 %" in likely
+    hint = tab.ask(f"{ROWS}[0].querySelector('.score small').title")
+    assert hint.startswith("probability that this label is right: ") and "validation split" in hint
+    assert f"right with a probability of {likely[0]}" in tab.ask(f"{ROWS}[0].getAttribute('aria-label')")
     # the address holds what is shown; the model is named; the best score stands among others
     assert tab.ask("location.search") == "?q=old+red+house"
     assert "version 3" in tab.ask("document.querySelector('#facts').textContent")
@@ -169,8 +176,9 @@ def test_keyboard_alone(tab: Any, server: Any) -> None:
     tab.until("document.querySelector('#why table')")
     assert tab.ask("document.querySelector('[aria-expanded=true]').closest('li').dataset.uid") == best[1]
     cells = tab.ask("[...document.querySelectorAll('#why tbody tr')].map((row) => row.lastChild.textContent)")
-    total = tab.ask("document.querySelector('#why tfoot').textContent")
-    assert float(total.removeprefix("score")) == pytest.approx(sum(float(x.replace("−", "-")) for x in cells), abs=2e-3)
+    total, likely = tab.ask("[...document.querySelectorAll('#why tfoot tr')].map((row) => row.lastChild.textContent)")
+    assert float(total) == pytest.approx(sum(float(x.replace("−", "-")) for x in cells), abs=2e-3)
+    assert likely == f"{50 * float(total):.0f} %", "the stub's probability is half the score"
     tab.press("Escape")
     assert tab.ask("document.querySelector('#why')") is None and tab.ask(FOCUS) == best[1]
     tab.press("Delete")
@@ -224,6 +232,7 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
     want = {"queries": ["red"], "k": 10, "allow": ["L7", "a/b c?"], "head": "de", "min_score": -1}
     tab.until(f"location.search.includes('min=-1') && {IDLE}")
     assert server.bodies[-1] == want
+    assert tab.ask("document.querySelector('.score small')") is None, "one head alone has no probabilities"
     command = tab.ask("document.querySelector('#curl').textContent")
     assert json.loads(command.split(" -d ")[1].strip("'")) == want
     # the address alone brings it all back; a label that is gone is said to be gone

@@ -27,7 +27,8 @@ def test_each_query_gets_its_own_labels_in_order(asgi: Any) -> None:
             reply = await server.predict("one", "two", k=2)
             assert reply.status == 200 and reply.headers["content-type"] == "application/json"
             assert int(reply.headers["content-length"]) == len(reply.body)
-            label = {"uid": "one-0", "title": "t", "score": 1.0, "de": 1.0, "clf": None, "knn": None}
+            parts = {"probability": None, "de": 1.0, "clf": None, "knn": None}
+            label = {"uid": "one-0", "title": "t", "score": 1.0, **parts}
             one, two = reply.json["predictions"]
             assert one["labels"] == [label, label | {"uid": "one-1"}]
             assert [label["uid"] for label in two["labels"]] == ["two-0", "two-1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,11 +166,18 @@ def table(columns: Sequence[str], rows: list[list[str]]) -> list[str]:
     return [" ".join(line).rstrip() for line in padded]
 
 
+def _percent(share: float) -> str:
+    return "unknown" if math.isnan(share) else f"{share:.1%}"
+
+
 def show_predictions(frame: pd.DataFrame) -> None:
-    """A block for each query on a terminal: rank, score, label, title; tab-separated lines otherwise."""
+    """A block for each query on a terminal: rank, score, probability, label, title; tab-separated lines otherwise."""
     if not sys.stdout.isatty():
         print(frame.to_csv(sep="\t", index=False), end="")
         return
     for query, rows in frame.groupby("query", sort=False):
-        cells = [[str(row.rank), f"{row.score:.4f}", str(row.label), str(row.title)] for row in rows.itertuples()]
-        print(query, *table(["rank", "score", "label", "title"], cells), sep="\n")
+        cells = [
+            [str(row.rank), f"{row.score:.4f}", _percent(row.probability), str(row.label), str(row.title)]
+            for row in rows.itertuples()
+        ]
+        print(query, *table(["rank", "score", "probability", "label", "title"], cells), sep="\n")

@@ -52,7 +52,8 @@ class ReportInput:
         history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
         index: facts about the index, such as {"recall@10": 99.8}.
         fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points}; "objective": of what.
-        calibration: {"score": [any shape], "correct": [same shape]} of predictions.
+        calibration: {"score": [any shape], "correct": [same shape]} of predictions, and their "probability" where the
+            bundle knows it.
         right, wrong: examples {"query", "truth": [title], "predictions": [{"label", "title", "score", "correct"}],
             "missed": [title]}.
         card: facts about the data set. params: all parameters. lineage: git commit, hashes, run id.
@@ -104,7 +105,7 @@ def render(report: ReportInput) -> str:
         bins=bins,
         curves=_curves(report.history, report.rounds),
         **_rounds(report.rounds),
-        calibration=_calibration(report.calibration),
+        **_calibration(report.calibration or {}),
         tail_chart=line_chart("Frequent against rare labels", by_tail, "weight of the log inverse propensity",
                               "percent, validation split"),
         lost_without={name: f"{lost:.2f}" for name, lost in
@@ -138,24 +139,40 @@ def _bins(bins: Records) -> tuple[Chart | None, Table]:
     return chart, Table.of("training queries", rows, BINS, caption="by bin, most frequent labels first")
 
 
-def _calibration(calibration: Mapping[str, Any] | None) -> Chart | None:
+def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """The reliability curve of the probabilities and their expected calibration error in percentage points (Guo et al.
+    2017, equation 3; bins of equal number); without probabilities precision by score."""
+    if "probability" in calibration:
+        bins = calibration_bins(calibration["probability"], calibration["correct"])
+        means, shares = ([100 * part[i] for part in bins] for i in (1, 2))
+        lines = [Line("this model", means, shares, dots=True), Line("perfectly calibrated", [0, 100], [0, 100])]
+        chart = line_chart("Predictions that are right, by their probability", lines if bins else [],
+                           "probability, percent; a tenth of the predictions each", "right, percent",
+                           y_from_zero=True, x_from_zero=True)  # fmt: skip
+        distances = [size * abs(mean - precision) for _, mean, precision, size in bins]
+        error = 100 * sum(distances) / max(1, sum(size for *_, size in bins))
+        return {"calibration": chart, "calibration_error": error}
     bins = calibration_bins(calibration["score"], calibration["correct"]) if calibration else []
-    return bar_chart("Share of predictions that are right, by score", [f"{high:.3g}" for high, _ in bins],
-                     [("precision", [100 * precision for _, precision in bins])], "precision, percent",
-                     x_label="score up to; a tenth of the predictions each")  # fmt: skip
+    chart = bar_chart("Share of predictions that are right, by score", [f"{high:.3g}" for high, *_ in bins],
+                      [("precision", [100 * precision for _, _, precision, _ in bins])], "precision, percent",
+                      x_label="score up to; a tenth of the predictions each")  # fmt: skip
+    return {"calibration": chart, "calibration_error": None}
 
 
-def calibration_bins(score: Any, correct: Any, num_bins: int = 10) -> list[tuple[float, float]]:
-    """Predictions in bins of equal number by score: highest score and precision (0 to 1) of each.
+def calibration_bins(score: Any, correct: Any, num_bins: int = 10) -> list[tuple[float, float, float, int]]:
+    """Predictions in bins of equal number by score: highest score, mean score, precision (0 to 1) and size of each.
 
     Args:
-        score: any shape; entries that are not finite (padding) are left out.
+        score: or probability; any shape; entries that are not finite (padding) are left out.
         correct: same shape, truthy where the prediction is right.
     """
     score_n, correct_n = np.asarray(score, dtype=np.float64).ravel(), np.asarray(correct).astype(bool).ravel()
     order = np.argsort(np.where(np.isfinite(score_n), score_n, np.inf), kind="stable")[: np.isfinite(score_n).sum()]
     parts = np.array_split(order, min(num_bins, len(order))) if len(order) else []
-    return [(float(score_n[part[-1]]), float(correct_n[part].mean())) for part in parts]
+    return [
+        (float(score_n[part[-1]]), float(score_n[part].mean()), float(correct_n[part].mean()), len(part))
+        for part in parts
+    ]
 
 
 def _curves(history: Records, rounds: Records) -> list[Chart | None]:

@@ -96,7 +96,7 @@ def evaluate(params: Params) -> Evaluation:
         history=history, rounds=rounds, bins=result["frequency_bins"], metrics=_metrics(result, bundle.model.heads),
         baselines={BASELINES[name]: headline(dict(own)) for name, own in tfidf.metrics.items()},
         baseline_note=tfidf.about, comparison=compared, verdict=baselines.verdict(compared),
-        warnings=result["warnings"], **_answered(ranking, scores, labels),
+        warnings=result["warnings"], **_answered(bundle, ranking, scores, labels),
     )  # fmt: skip
     write_page(paths.REPORT, render(report))
     start = read_start()
@@ -212,18 +212,18 @@ def _lineage(bundle: Bundle, dataset: XMCDataset, run_id: str | None) -> dict[st
     return {key: value for key, value in lineage.items() if value}
 
 
-def _answered(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+def _answered(bundle: Bundle, ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """What the page shows of the answers: calibration, examples of queries answered right and wrong; [n, K] each."""
-    truth = ranking.truth
-    true = np.asarray(truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
-    correct = true & (labels >= 0)
-    wrong = ~correct[:, :SHOWN].any(axis=1) & (np.diff(truth.indptr) > 0)
+    correct = ranking.relevant(labels)
+    wrong = ~correct[:, :SHOWN].any(axis=1) & (np.diff(ranking.truth.indptr) > 0)
 
     def examples(mask: np.ndarray) -> list[dict[str, Any]]:
         drawn = np.random.default_rng(0).permutation(np.flatnonzero(mask))[:EXAMPLES]
         return [_example(ranking, i, labels[i, :SHOWN], scores[i], correct[i]) for i in drawn]
 
     calibration = {"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]}
+    if (probabilities := bundle.probabilities(calibration["score"])) is not None:
+        calibration["probability"] = np.where(labels[:, :CALIBRATED] >= 0, probabilities, np.nan)
     return {"calibration": calibration, "right": examples(correct[:, 0]), "wrong": examples(wrong)}
 
 

@@ -21,6 +21,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.retrieval.calibration import LEAST_RELEVANT, fit_calibration
 from unidec.retrieval.fusion import FEWEST_CANDIDATES, RESCORE
 from unidec.retrieval.index import KINDS, Kind, LabelIndex
 from unidec.retrieval.index_tune import Measured, default_kinds, tune
@@ -38,13 +39,14 @@ OPTION_KEYS = {
 @dataclass(frozen=True)
 class Indexed:
     """The bundle that was written: weights of the classifier and the votes in its scores, whether a fusion ranks in
-    their place, headline metrics in percent (empty without a validation split)."""
+    their place, whether scores have probabilities, headline metrics in percent (empty without a validation split)."""
 
     bundle: str
     labels: int
     clf_weight: float
     knn_weight: float
     fusion: bool
+    calibrated: bool
     validation: dict[str, float]
 
 
@@ -78,6 +80,9 @@ def index(params: Params) -> Indexed:
     if neighbours is not None and settings.fuses:
         blend = fused(ranking, params, neighbours, blend)
     metrics = headline(blend.metrics) if len(ranking.rows) else {}
+    calibration = fit_calibration(blend.ranked.scores, ranking.relevant(blend.ranked.rows))
+    if calibration is None:
+        print(f"no probabilities: the validation queries are answered with fewer than {LEAST_RELEVANT} relevant labels")
     vectors = ranking.vectors
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
@@ -95,15 +100,15 @@ def index(params: Params) -> Indexed:
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index,
         BundleLabels(dataset.label_uids(), dataset.label_texts(), vectors),
-        Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion),
+        Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration),
         Facts(
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
             params.model_dump(exclude=set(OPERATIONS)), card,
         ),
         voters,
     )  # fmt: skip
-    weights, fuses = (blend.clf_weight, blend.knn_weight), blend.fusion is not None
-    return Indexed(str(paths.BUNDLE), dataset.num_labels, *weights, fuses, metrics)
+    made = (blend.clf_weight, blend.knn_weight, blend.fusion is not None, calibration is not None)
+    return Indexed(str(paths.BUNDLE), dataset.num_labels, *made, metrics)
 
 
 def _training_profile(

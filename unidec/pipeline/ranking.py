@@ -20,7 +20,7 @@ from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
 from unidec.retrieval.fusion import CANDIDATES, FEATURES, Fusion, LabelEvidence
-from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, candidate_keys, votes_alone
+from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, Vote, candidate_keys, votes_alone
 from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
 from unidec.retrieval.sparse import PairScores
 from unidec.retrieval.words import WordSpace
@@ -179,6 +179,11 @@ class Ranking:
         """Every metric of the split for these labels, int [n, K], best first, -1 where there is no label."""
         return evaluate(labels, self.truth, self.propensity.inverse_L, self.propensity.group_L)
 
+    def relevant(self, labels: np.ndarray) -> np.ndarray:
+        """Whether each of these labels is relevant, bool [n, K]; filtered pairs are not, nor is -1."""
+        found = self.truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()
+        return np.asarray(found).astype(bool) & (labels >= 0)
+
     def metrics_of_votes(self, neighbours: Neighbours, num: int) -> dict[str, float]:
         """Every metric of the split by the votes of similar training queries alone."""
         labels = np.full((len(self.rows), K), -1, dtype=np.int64)
@@ -255,8 +260,10 @@ class Blend:
     Attributes:
         clf_weight, knn_weight: of the classifier's score, and of the votes (0: none).
         metrics: of the ranking's split under it.
+        ranked: the labels of the split's queries under it.
         tried: what was tried to find the weights, {clf_weight, knn_weight, the objective}, in order; [] without votes.
-        fusion: what ranks in the blend's place; then `metrics` are of queries that each network had not seen.
+        fusion: what ranks in the blend's place; then `metrics` and `ranked` are of queries that each network had not
+            seen.
         by_tail: headline metrics under each weight of rare labels, which is there as "tail".
         lost_without: points of the objective that are lost where a feature of the fusion is at its mean.
         reader: what the fusion reads of the labels.
@@ -265,6 +272,7 @@ class Blend:
     clf_weight: float
     knn_weight: float
     metrics: dict[str, float]
+    ranked: Ranked
     tried: list[dict[str, float]] = field(default_factory=list)
     fusion: Fusion | None = None
     by_tail: list[dict[str, float]] = field(default_factory=list)
@@ -291,9 +299,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         return found[weights][objective]
 
     at = max([(weight, 0.0) for weight in clf_weights], key=quality)
-    if neighbours is None:
-        return Blend(*at, found[at])
-    for _ in range(MAX_TURNS):
+    for _ in range(MAX_TURNS if neighbours is not None else 0):
         before = at
         at = max([(at[0], weight) for weight in knn_weights], key=quality)
         if not at[1]:  # without votes the classifier's weight is the best already
@@ -302,7 +308,8 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         if at == before:
             break
     tried = [{"clf_weight": c, "knn_weight": v, objective: metrics[objective]} for (c, v), metrics in found.items()]
-    return Blend(*at, found[at], tried)
+    ranked = candidates(at[0]).top(at[1], K)
+    return Blend(*at, found[at], ranked, tried if neighbours is not None else [])
 
 
 def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend) -> Blend:
@@ -326,8 +333,11 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     fitted = fit_fusion(evidence, PairScores.of(ranking.truth).at(key_P) > 0, propensity, params.seed)
     log_inverse_P = reader.log_inverse_L[evidence.label_P]
 
+    def ranked(score_P: np.ndarray, tail: float) -> Ranked:
+        return evidence.top(score_P + np.float32(tail) * log_inverse_P, K)
+
     def measured(score_P: np.ndarray, tail: float) -> dict[str, float]:
-        return ranking.metrics_of(evidence.top(score_P + np.float32(tail) * log_inverse_P, K).rows)
+        return ranking.metrics_of(ranked(score_P, tail).rows)
 
     by_tail = {tail: measured(fitted.held_out_P, tail) for tail in TAILS}
     best = max(metrics[index.objective] for metrics in by_tail.values())
@@ -340,7 +350,8 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     gain = {name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()}
     without = (measured(without_P, tail)[index.objective] for without_P in fitted.without_XP)
     return replace(
-        blend, metrics=metrics, reader=reader, fusion=fitted.fusion.model_copy(update={"tail": tail, "gain": gain}),
+        blend, metrics=metrics, ranked=ranked(fitted.held_out_P, tail), reader=reader,
+        fusion=fitted.fusion.model_copy(update={"tail": tail, "gain": gain}),
         by_tail=[{"tail": weight, **headline(own)} for weight, own in by_tail.items()],
         lost_without={name: metrics[index.objective] - value for name, value in zip(FEATURES, without, strict=True)},
     )  # fmt: skip

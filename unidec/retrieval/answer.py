@@ -203,7 +203,7 @@ class Answerer:
             good_K = row_K >= 0 if request.min_score is None else (row_K >= 0) & (score_K >= request.min_score)
             count_B.append(min(int(good_K.sum()), request.k))
         found = bundle.with_parts(asked, found, max(request.k for request in requests))
-        named = bundle.predictions(found, count_B)
+        named = bundle.predictions(found, count_B, calibrated=first.head == "both" and first.tail == 0)
         counts = zip(asked.num_tokens_B.tolist(), asked.unknown_B.tolist(), denied, strict=True)
         return [
             replace(one, num_tokens=tokens, unknown_tokens=unknown, unknown_labels=unknown_denied + unknown_allowed)

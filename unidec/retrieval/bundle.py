@@ -65,6 +65,8 @@ class Prediction:
             de_scores + clf_weight x clf_scores, and where training queries vote, knn_weight x knn_scores more.
         de_scores, clf_scores: each head's own score; empty where the model has no such head.
         knn_scores: votes of similar training queries, 0 to 1; empty where none vote.
+        probabilities: that each label is relevant, by its score (`calibration.py`); empty where the bundle does not
+            know it, or the labels were ranked otherwise than the bundle ranks.
         num_tokens, unknown_tokens: tokens of the query, and how many of them the vocabulary lacks.
         unknown_labels: uids that the query was to be limited to, or not to get, that the bundle does not have.
     """
@@ -75,6 +77,7 @@ class Prediction:
     de_scores: list[float]
     clf_scores: list[float]
     knn_scores: list[float] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
     num_tokens: int = 0
     unknown_tokens: int = 0
     unknown_labels: int = 0
@@ -207,17 +210,22 @@ class Bundle:
         found = self.predict_arrays(texts, k, exclude, batch_size)
         return self.predictions(found, (found.rows >= 0).sum(axis=1).tolist())
 
-    def predictions(self, found: Ranked, count_B: Sequence[int]) -> list[Prediction]:
-        """The first `count_B` labels of each query with their names."""
+    def predictions(self, found: Ranked, count_B: Sequence[int], calibrated: bool = True) -> list[Prediction]:
+        """The first `count_B` labels of each query with their names; `calibrated`: ranked as the bundle ranks."""
         # all names at once: a look-up costs the same for one and for a thousand
         rows = [row[:n] for row, n in zip(found.rows, count_B, strict=True)]
         uids, titles = self.named(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
-        each = (found.scores, found.de_scores, found.clf_scores, found.knn_scores)
+        probabilities = self.probabilities(found.scores) if calibrated else None
+        each = (found.scores, found.de_scores, found.clf_scores, found.knn_scores, probabilities)
         out: list[Prediction] = []
         for query, (count, end) in enumerate(zip(count_B, np.cumsum(count_B).tolist(), strict=True)):
             parts = ([] if part is None else part[query, :count].tolist() for part in each)
             out.append(Prediction(uids[end - count : end], titles[end - count : end], *parts))
         return out
+
+    def probabilities(self, scores: Floats) -> npt.NDArray[np.float64] | None:
+        """That a label is relevant, by the score it is ranked by; None where the bundle does not know it."""
+        return None if self.info.calibration is None else self.info.calibration.of(scores)
 
     def predict_arrays(
         self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
@@ -240,14 +248,16 @@ class Bundle:
 
     def predict_table(self, texts: Sequence[str], k: int = 5, *, first_row: int = 0, batch_size: int = 256) -> pa.Table:
         """Arrow table `query_row` (int64, counted from `first_row`), `query`, `rank` (int64, from 1), `label`, `title`,
-        `score` (float32)."""
+        `score` (float32), `probability` (float64; null where the bundle does not know it)."""
         found = self.predict_arrays(texts, k, batch_size=batch_size)
         query, rank = np.nonzero(found.rows >= 0)
+        probabilities = self.probabilities(found.scores[query, rank])
         rows = pa.array(found.rows[query, rank])
         columns = [
             pa.array(query + first_row, pa.int64()), pa.array(list(texts), pa.string()).take(pa.array(query)),
             pa.array(rank + 1, pa.int64()), self.uids.take(rows), self.titles.take(rows),
             pa.array(found.scores[query, rank], pa.float32()),
+            pa.nulls(len(rows), pa.float64()) if probabilities is None else pa.array(probabilities),
         ]  # fmt: skip
         return pa.table(columns, schema=PREDICTION_SCHEMA)
 
@@ -354,7 +364,7 @@ class Bundle:
 
 PREDICTION_SCHEMA = pa.schema({
     "query_row": pa.int64(), "query": pa.string(), "rank": pa.int64(), "label": pa.string(), "title": pa.string(),
-    "score": pa.float32(),
+    "score": pa.float32(), "probability": pa.float64(),
 })  # fmt: skip
 
 _FIRST_MORE = 32  # labels that are searched beside the k wanted where some are excluded

@@ -23,6 +23,7 @@ from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table
 from unidec.retrieval.bundle_model import typical_texts, write_model
+from unidec.retrieval.calibration import Calibration
 from unidec.retrieval.fusion import Fusion
 from unidec.retrieval.index import REPLACED, IndexOptions, Kind, LabelIndex, OldKind
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
@@ -30,7 +31,7 @@ from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.scoring_space import LabelRows, Space, width
 
 KIND = "bundle"
-VERSION = 5  # 1: no neighbours; 2: none compared by words; 3: flat and hnsw indexes only; 4: no fusion
+VERSION = 6  # 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
 INDEX = "index.faiss"
@@ -95,6 +96,7 @@ class BundleInfo(BaseModel):
             estimates (label_change.py).
         knn: the votes of similar training queries; None where there are none.
         fusion: what ranks in place of the blend of heads and votes; None: the blend does.
+        calibration: what a score means as a probability; None: that was not measured.
         default_k, max_k: what a server offers.
         text: which text of a query the model was trained on: "title" or "title+content".
         dataset: name and sha256 of the data set. metrics: their summary. params: all parameters of the training.
@@ -118,6 +120,7 @@ class BundleInfo(BaseModel):
     estimated: list[tuple[CountOrNone, CountOrNone]] = []
     knn: KnnInfo | None = None
     fusion: Fusion | None = None
+    calibration: Calibration | None = None
     default_k: Count = 5
     max_k: Count = 100
     text: str
@@ -179,6 +182,7 @@ class Scoring:
     clf_normalize: bool
     knn: KnnInfo | None = None
     fusion: Fusion | None = None
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)

@@ -259,10 +259,14 @@ def with_labels(
     edges = np.flatnonzero(np.diff(np.concatenate([[0], estimated_L.astype(np.int8), [0]]))).tolist()
     rows = LabelRows(vectors, info.space, info.clf_normalize)
     index = LabelIndex.build(rows, bundle.index.kind, **bundle.index.options.model_dump())
+    without_votes = info.knn is not None and knn is None  # then scores are others
     return write_bundle(
         path, bundle.path / "model", index,
         BundleLabels(change.uids, change.titles, vectors, list(zip(edges[::2], edges[1::2], strict=True))),
-        Scoring(info.space, info.clf_weight, info.clf_normalize, knn, None if knn is None else info.fusion),
+        Scoring(
+            info.space, info.clf_weight, info.clf_normalize, knn,
+            *((None, None) if without_votes else (info.fusion, info.calibration)),
+        ),
         Facts(info.text, dataset or info.dataset, {}, info.params, card or info.card), voters,
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ class FileRequest:
         bundle: a bundle's folder.
         input: .csv, .tsv, .jsonl (these also with .gz) or .parquet, with a text column.
         output: .parquet, .csv, .tsv or .jsonl, with columns query_row (from 0), query, rank (from 1), label, title,
-            score, in the input's order.
+            score, probability, in the input's order.
         k: labels a query.
         column: name of the text column; None: `query`, else `text`.
         batch_size: queries encoded at once.
@@ -108,7 +108,7 @@ def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
     count = max(1, -(-num_rows // QUERIES_A_SHARD)) if shards is None else shards
     settings = asdict(request) | {"bundle": str(bundle), "input": str(source), "output": str(target)}
     facts = {name: settings[name] for name in ("k", "runtime", "batch_size")}
-    facts |= {"texts": file_sha256(folder / TEXTS), "bundle": sha256}
+    facts |= {"texts": file_sha256(folder / TEXTS), "bundle": sha256, "columns": PREDICTION_SCHEMA.names}
     bounds = cuts(num_rows, count, request.batch_size)
     return Work.begin(folder, facts, settings | {"bundle_sha256": sha256}, bounds)
 

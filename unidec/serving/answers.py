@@ -67,13 +67,14 @@ def explain_json(model: bytes, explanation: Explanation) -> bytes:
 def _facts(prediction: Prediction) -> dict[str, Any]:
     missing: list[None] = [None] * len(prediction.labels)
     rows = zip(
-        prediction.labels, prediction.titles, prediction.scores, prediction.de_scores or missing,
-        prediction.clf_scores or missing, prediction.knn_scores or missing, strict=True,
+        prediction.labels, prediction.titles, prediction.scores, prediction.probabilities or missing,
+        prediction.de_scores or missing, prediction.clf_scores or missing, prediction.knn_scores or missing,
+        strict=True,
     )  # fmt: skip
     return {
         "labels": [
-            {"uid": uid, "title": title, "score": score, "de": de, "clf": clf, "knn": knn}
-            for uid, title, score, de, clf, knn in rows
+            {"uid": uid, "title": title, "score": score, "probability": probability, "de": de, "clf": clf, "knn": knn}
+            for uid, title, score, probability, de, clf, knn in rows
         ],
         "unknown_tokens": prediction.unknown_tokens,
         "unknown_filters": prediction.unknown_labels,

@@ -135,6 +135,10 @@ class Label(_Answer):
     uid: str
     title: str
     score: float
+    probability: float | None = Field(
+        description="that the label is relevant, by its score, as measured on the validation split; null where the "
+        "bundle does not know it, and with another `head` than both or a `tail`"
+    )
     de: float | None = Field(description="the dual encoder's own score, before its weight")
     clf: float | None = Field(description="the classifier's own score, before its weight")
     knn: float | None = Field(description="votes of similar training queries, before their weight")

@@ -16,6 +16,7 @@ export function element(tag, attributes, ...children) {
 export const same = (parent, children) => parent.replaceChildren(...children);
 
 export const number = (value, digits = 3) => (Number.isFinite(value) ? value.toFixed(digits).replace("-", "−") : "");
+export const percent = (share) => (share < 0.01 ? "< 1 %" : share > 0.99 ? "> 99 %" : `${Math.round(100 * share)} %`);
 export const count = (value) => value.toLocaleString("en-GB");
 
 // What each part adds to a label's score: weight times part; those that the model has.
@@ -55,17 +56,20 @@ function bar(label, weights, { low, high }) {
   return made;
 }
 
+const LIKELY = "probability that this label is right: the share that was right among labels with such a score, on the validation split";
+
 // A row: a button that opens "why", and one that leaves the label out.
 export function row(label, place, weights, range) {
   const parts = addends(label, weights).map(({ title, adds }) => `${title} ${number(adds)}`).join(", ");
   const named = label.title || label.uid;
+  const likely = Number.isFinite(label.probability) ? percent(label.probability) : "";
   const shownUid = label.title && !label.title.startsWith(label.uid);
   const button = element("button", {
-    type: "button", class: "row", "aria-expanded": "false", "aria-label": `${place + 1}. ${named}, score ${number(label.score)}: ${parts}`,
+    type: "button", class: "row", "aria-expanded": "false", "aria-label": `${place + 1}. ${named}, score ${number(label.score)}${likely && `, right with a probability of ${likely}`}: ${parts}`,
   },
     element("span", { class: "rank" }, String(place + 1)),
     element("span", { class: "title" }, named, shownUid ? element("small", {}, ` ${label.uid}`) : ""),
-    element("span", { class: "score" }, number(label.score)),
+    element("span", { class: "score" }, number(label.score), likely && element("small", { title: LIKELY }, likely)),
     bar(label, weights, range));
   const out = element("button", { type: "button", class: "out quiet", "aria-label": `leave out ${named}`, title: "leave this label out", tabindex: "-1" }, "×");
   const item = element("li", {}, button, out);
@@ -92,10 +96,11 @@ function sum(label, weights, fused) {
     element("th", { scope: "row", class: "part" }, element("i", { class: name }), title, element("small", {}, meaning)),
     element("td", {}, number(part)), element("td", {}, `× ${short(weight)}`), element("td", {}, number(adds))));
   const head = ["part", "value", "weight", "adds"].map((name) => element("th", { scope: "col" }, name));
-  const line = (name, value) => element("tr", {}, element("th", { scope: "row", colspan: "3" }, name), element("td", {}, number(value)));
-  const blend = fused ? [line("blend", all.reduce((total, { adds }) => total + adds, 0))] : [];
-  const score = line(fused ? "score: the learnt fusion of the blend, ranks, votes, shared words and frequency" : "score", label.score);
-  return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows), element("tfoot", {}, ...blend, score));
+  const line = (name, shown) => element("tr", {}, element("th", { scope: "row", colspan: "3" }, name), element("td", {}, shown));
+  const blend = fused ? [line("blend", number(all.reduce((total, { adds }) => total + adds, 0)))] : [];
+  const score = line(fused ? "score: the learnt fusion of the blend, ranks, votes, shared words and frequency" : "score", number(label.score));
+  const likely = Number.isFinite(label.probability) ? [line(LIKELY, percent(label.probability))] : [];
+  return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows), element("tfoot", {}, ...blend, score, ...likely));
 }
 
 function tokens(explained) {
