@@ -86,6 +86,8 @@ class Params(Section):
             what = "the index searches a head that the model does not have"
             yield Conflict("index.space model.heads", what, "set index.space to the same value as model.heads")
         idle = {0.0: "de", 1.0: "clf"}.get(self.loss.balance)
+        if idle == "de" and not self.model.projection:
+            idle = None  # the encoder itself, which `encoder.start` gives
         if heads == "both" and idle is not None and space in ("both", idle):
             fix = "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for 1) or clf (for 0)"
             yield Conflict("loss.balance model.heads index.space", "one head gets no loss but is searched", fix)
@@ -97,7 +99,7 @@ class Params(Section):
             yield Conflict("optim.encode_chunk run.devices", "gradients are cached on one device", fix)
 
     def _classifier(self) -> Iterator[Conflict]:
-        all_labels = self.pool.clf_labels == "all"
+        all_labels, all_rows = self.pool.clf_labels == "all", self.optim.clf_state == "adamw"
         if self.loss.clf == "bce" and self.loss.clf_bce > 0:
             what = "the classifier's loss is BCE already: the auxiliary BCE would count it twice"
             yield Conflict("loss.clf_bce loss.clf model.heads", what, "loss.clf_bce: 0")
@@ -105,6 +107,9 @@ class Params(Section):
             what = "a classifier that sees all labels uses all rows in each step: they cannot be fetched for a step"
             fix = "run.table_place: device, or pool.clf_labels: pool"
             yield Conflict("run.table_place pool.clf_labels model.heads", what, fix)
+        if all_rows and self.run.table_place != "device":
+            fix = "run.table_place: device, or optim.clf_state: adam, which updates the rows of a step only"
+            yield Conflict("run.table_place optim.clf_state model.heads", "AdamW updates all rows in each step", fix)
         if not self.model.clf_residual:
             return
         or_none = "or model.clf_residual: false"

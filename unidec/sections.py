@@ -172,11 +172,14 @@ class Model(Section):
     """Heads and classifier table."""
 
     heads: Literal["both", "de", "clf"] = key("both", "dual encoder, classifier, or both (UniDEC)")
-    dim: Count = key(384, "width of each head")
+    projection: bool = key(True, "each head is a trained layer over the encoder; false: its vector as it is")
+    normalize: bool = key(True, "the dual encoder's vectors have unit length")
+    dim: Count = key(384, "width of each head; without projection the encoder's")
     dropout: BelowOne = key(0.1, "dropout of both heads")
     clf_init: Literal["xavier", "normal", "label_embedding"] = key("label_embedding", "start of Psi")
     clf_residual: bool = key(False, "a label's classifier row is its text's embedding plus a free vector (SiameseXML)")
     clf_bias: bool = key(False, "a bias for each label in the classifier's scores")
+    clf_dropout: BelowOne = key(0.0, "dropout of the classifier's rows in training")
     clf_dtype: Literal["fp32", "bf16"] = key("fp32", "of the classifier's rows; bf16: stochastic rounding")
     temperature: Positive = key(1 / 18, "tau of both heads")
     learn_temperature: bool = key(False, "train tau, one for each head")
@@ -188,7 +191,8 @@ class Pool(Section):
     batches: Literal["clustered", "random"] = key("clustered", "batches of similar queries, or random")
     batch_size: Count = key(512, "queries a batch; a cluster has N / 2^depth of them")
     batch_fit: Literal["most", "least"] = key("most", "batch_size is a cluster's most queries, or (papers) its least")
-    cluster_start: CountOrZero = key(0, "queries a cluster at first, doubled at each refresh (NGAME); 0: a batch")
+    cluster_start: CountOrZero = key(0, "queries a cluster at first, then doubled (NGAME); 0: a batch")
+    cluster_doublings: tuple[CountOrZero, ...] = key((), "epochs from which clusters double; empty: each refresh")
     beta: Count = key(3, "positives sampled for each query")
     positives: Literal["uniform", "tail"] = key("uniform", "drawn alike, or by their inverse propensity")
     eta: CountOrZero = key(6, "hard negatives sampled for each query")
@@ -218,7 +222,10 @@ class Loss(Section):
     de_forward: Share = key(0.5, "lambda_D: weight of query to label; label to query has the rest")
     clf_forward: Share = key(0.5, "lambda_C: the same for the classifier")
     margin: NonNegative = key(0.3, "gamma of the triplet loss (cosine units), and of the squared hinge")
-    triplet_negatives: Literal["all", "hardest"] = key("all", "negatives of the triplet loss")
+    triplet_negatives: Literal["all", "hardest", "softmax"] = key(
+        "all", "of the triplet loss; softmax: the hardest, weighted by a softmax (NGAME)"
+    )
+    triplet_top: Count = key(1, "how many are the hardest")
     topk: Count = key(5, "k of the soft top-k loss")
     weights: Literal["none", "propensity"] = key("none", "of positives: 1, or their inverse propensity")
 
@@ -231,7 +238,10 @@ class Optim(Section):
     lr_bag: Positive = key(1e-3, "learning rate of the bag of tokens")
     lr_heads: Positive = key(2e-4, "learning rate of both heads")
     lr_clf: Positive = key(1e-3, "learning rate of the classifier table")
-    clf_state: Literal["adam", "adagrad", "sgd"] = key("adam", "what the classifier's optimiser keeps")
+    clf_state: Literal["adam", "adagrad", "sgd", "momentum", "adamw"] = key(
+        "adam", "the classifier's optimiser; adamw updates all rows in each step, others those of the pool"
+    )
+    clf_decay: NonNegative = key(0.0, "weight decay of the classifier's rows, by adamw and momentum")
     warmup_epochs: NonNegative = key(1.0, "epochs of linear warm-up before the cosine")
     weight_decay: NonNegative = key(0.05, "of the transformer's and heads' matrices")
     clip_norm: NonNegative = key(1.0, "gradient norm limit; 0: none")
@@ -242,6 +252,12 @@ class Optim(Section):
         if self.warmup_epochs > self.epochs:
             what, fix = "the warm-up is longer than the training", "optim.warmup_epochs well below optim.epochs"
             yield Conflict("optim.warmup_epochs optim.epochs", what, fix)
+        if self.clf_decay > 0 and self.clf_state not in ("adamw", "momentum"):
+            what, fix = (
+                "this optimiser has no weight decay",
+                "optim.clf_state: adamw or momentum, or optim.clf_decay: 0",
+            )
+            yield Conflict("optim.clf_decay optim.clf_state", what, fix)
 
 
 class Index(Section):

@@ -39,6 +39,8 @@ def spoil_gradient(trainer: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize("late", [{}, {"optim.clf_state": "adagrad"}, {"optim.clf_state": "sgd"},
+                                  {"optim.clf_state": "adamw", "optim.clf_decay": 0.1},
+                                  {"optim.clf_state": "momentum", "optim.clf_decay": 0.1},
                                   {"model.clf_dtype": "bf16", "optim.clip_norm": 0.0}, None], ids=str)  # fmt: skip
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), pytest.param(-float("inf"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])

@@ -75,6 +75,23 @@ def triplet_hardest(cosine, y, skip, picked, margin):
     return mean(rows, cosine)
 
 
+def triplet_softmax(cosine, y, skip, picked, margin, top):
+    """Mean over the `top` hardest negatives of their hinges times a softmax of cosine / 0.1, 0 where the hinge is 0
+    (NGAME's published code); a negative that the pool lacks has hinge 0."""
+    rows = []
+    for i in range(len(cosine)):
+        negatives = sorted(cosine[i][~(skip[i] | y[i])], key=lambda s: -s.item())[:top]
+        missing = min(top, cosine.shape[1]) - len(negatives)
+        terms = []
+        for p in np.flatnonzero(picked[i]):
+            hinges = [torch.clamp(s - cosine[i, p] + margin, min=0) for s in negatives]
+            scores = [s / 0.1 if h > 0 else s * 0 for s, h in zip(negatives, hinges, strict=True)]
+            shares = torch.softmax(torch.stack([*scores, *[cosine.new_zeros(())] * missing]), 0)
+            terms.append(sum((h * w for h, w in zip(hinges, shares, strict=False)), cosine.sum() * 0) / top)
+        rows += [sum(terms) / len(terms)] if terms else []
+    return mean(rows, cosine)
+
+
 def soft_topk(s, y, skip, k):
     """Mean over i of 1/|P_i| sum over p of -log sigmoid(s_ip + t_i), sum over l of sigmoid(s_il + t_i) = k (DEXML)."""
     rows = []
@@ -148,8 +165,8 @@ FORMULAS = {
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
     "ance": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
-    "ngame": lambda c: triplet_hardest(c.de, *c.pool, c.picked, margin=0.3),
-    "ngame-classifier": lambda c: triplet_hardest(c.clf, *c.pool, c.pool[0], margin=0.2),
+    "ngame": lambda c: triplet_softmax(c.de, *c.pool, c.picked, margin=0.3, top=10),
+    "ngame-classifier": lambda c: triplet_softmax(c.clf, *c.pool, c.pool[0], margin=0.2, top=3),
     "siamesexml": siamesexml,
     "dexml": lambda c: decoupled(c.de / DEXML_TAU, *c.pool, carries=c.picked),
     "dexml-all": lambda c: decoupled(c.de / DEXML_TAU, *c.every),

@@ -31,6 +31,8 @@ VARIANTS = {
     "infonce": ("infonce", {}),
     "triplet-all": ("triplet", {"margin": 0.7}),
     "triplet-hardest": ("triplet", {"margin": 0.7, "negatives": "hardest"}),
+    "triplet-three-hardest": ("triplet", {"margin": 0.7, "negatives": "hardest", "top": 3}),
+    "triplet-softmax": ("triplet", {"margin": 0.7, "negatives": "softmax", "top": 4}),
     "bce-rows": ("bce", {}),
     "bce-entries": ("bce", {"normalise": "entries"}),
     "hinge-rows": ("hinge", {"margin": 0.8}),
@@ -129,12 +131,16 @@ def loop_pair_loss(name, options, x_i, p, negatives, everything):
         return torch.logsumexp(torch.stack([s_p] + [x_i[n] for n in negatives]), 0) - s_p
     if name in ("supcon", "infonce"):
         return torch.logsumexp(torch.stack([x_i[n] for n in everything]), 0) - s_p
-    hinges = [torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in negatives]
-    if not hinges:
-        return x_i.sum() * 0
-    if options.get("negatives", "all") == "hardest":
-        return max(hinges, key=lambda h: h.item())
-    return sum(hinges)
+    if options.get("negatives", "all") == "all":
+        return sum((torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in negatives), x_i.sum() * 0)
+    top = options.get("top", 1)
+    hardest = sorted(negatives, key=lambda n: x_i[n].item(), reverse=True)[:top]
+    hinges = [torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in hardest]
+    if options["negatives"] == "softmax":  # what is missing counts as one that keeps the margin
+        slots = min(top, len(x_i)) - len(hardest)
+        weights = [torch.exp(x_i[n] / 0.1) if h > 0 else 1.0 for n, h in zip(hardest, hinges, strict=True)]
+        hinges = [h * w / (sum(weights) + slots) for h, w in zip(hinges, weights, strict=True)]
+    return sum(hinges, x_i.sum() * 0) / top
 
 
 def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None):
@@ -469,9 +475,9 @@ def test_an_option_of_another_loss_is_refused(kind, rng):
 
 
 def test_section_loss_gives_each_loss_its_own_options(rng):
-    settings = Loss(margin=0.7, triplet_negatives="hardest", bce_normalise="rows", topk=3)
+    settings = Loss(margin=0.7, triplet_negatives="hardest", triplet_top=2, bce_normalise="rows", topk=3)
     given = {kind: loss_options(kind, settings) for kind in LOSSES}
-    assert given["triplet"] == {"margin": 0.7, "negatives": "hardest"}
+    assert given["triplet"] == {"margin": 0.7, "negatives": "hardest", "top": 2}
     assert given["hinge"] == {"margin": 0.7, "normalise": "rows"}
     assert given["bce"] == {"normalise": "rows"} and given["softtopk"] == {"topk": 3}
     case = random_case(rng)

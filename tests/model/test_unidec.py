@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from unidec.data.storage import write_folder, write_manifest
 from unidec.data.tokens import encode_texts
-from unidec.errors import ArtifactError
+from unidec.errors import ArtifactError, ConfigError
 from unidec.model import unidec as module
 from unidec.model.encoder import load_transformer
 from unidec.model.row_table import Placement
@@ -73,7 +73,12 @@ VARIANTS = {
     "all layers": {"encoder.kind": "transformer", "encoder.trainable_layers": -1},
     "both": {"encoder.kind": "both", "encoder.residual": True},
     "nothing trains": {"encoder.kind": "both", "encoder.frozen": True},
-}
+    "no projection": {"encoder.kind": "both", "model.projection": False, "model.dim": 64},
+    "no projection, any length": {
+        "model.heads": "de", "encoder.kind": "transformer", "model.projection": False, "model.dim": 32,
+        "model.normalize": False,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -112,6 +117,29 @@ def test_heads_equal_their_formulas(tiny_bert, tiny_params):
     expected = [F.normalize(torch.tanh(w1 @ x + b1), dim=0) for x in x_NW], [w2 @ x + b2 for x in x_NW]
     np.testing.assert_allclose(de, torch.stack(expected[0]).detach().numpy(), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(clf, torch.stack(expected[1]).detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_without_projection_a_head_is_the_encoders_vector(tiny_bert, tiny_params, normalize):
+    values = {"encoder.kind": "transformer", "encoder.trainable_layers": -1, "model.projection": False,
+              "model.normalize": normalize, "model.dim": 32}  # fmt: skip
+    model = make_model(tiny_bert, tiny_params(**values)).eval()
+    tokens = encode_texts(TEXTS, tiny_bert, 16)
+    x_NW = model.encode("queries", tokens)
+    de, clf = model.vectors("queries", tokens)
+    assert np.array_equal(clf, x_NW)
+    length = np.linalg.norm(x_NW, axis=1, keepdims=True)
+    assert (np.abs(length - 1) > 0.1).all()
+    np.testing.assert_allclose(de, x_NW / length if normalize else x_NW, rtol=1e-5)
+    model.start_table(lambda rows: torch.from_numpy(x_NW[rows % len(x_NW)]))
+    rows = model.classifier_table()[0]
+    np.testing.assert_allclose(rows[:5], x_NW / length / length, rtol=1e-5)  # scores begin as cosines
+
+
+@pytest.mark.parametrize("kind", ["transformer", "both"])
+def test_without_projection_another_width_is_refused(tiny_bert, tiny_params, kind):
+    with pytest.raises(ConfigError, match=r"encoder's width.*(?s:.)*model\.dim"):
+        make_model(tiny_bert, tiny_params(**{"encoder.kind": kind, "model.projection": False, "model.dim": 16}))
 
 
 def test_encoding_is_without_dropout_and_leaves_the_mode(tiny_bert, tiny_params):
@@ -295,6 +323,7 @@ def test_a_damaged_file_is_refused(stored, file, rng):
     [
         {"num_labels": NUM_LABELS + 1}, {"num_labels": "many"}, {"num_labels": -1}, {"num_labels": 10**15},
         {"model__dim": 17}, {"model__heads": "de"}, {"model__clf_bias": False}, {"model__unknown": 1},
+        {"model__projection": False},
         {"encoder__kind": "bag"}, {"encoder__residual": True}, {"encoder__trainable_layers": 9},
         {"encoder": None}, {"model": []}, {"encoder_width": 8}, {"num_tokens": 3}, {"max_length": None},
     ],

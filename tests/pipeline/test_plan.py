@@ -76,6 +76,8 @@ def by_name(amounts):
         {"model.heads": "de", "encoder.residual": True},
         {"model.heads": "clf", "optim.clf_state": "adagrad", "model.learn_temperature": True},
         {"model.clf_dtype": "bf16", "optim.clf_state": "sgd", "pool.clf_labels": "all"},
+        {"optim.clf_state": "adamw", "optim.clf_decay": 0.01},
+        {"optim.clf_state": "momentum", "model.clf_bias": True},
         {"model.clf_dtype": "bf16", "optim.clf_state": "adam", "model.clf_bias": True, **FROZEN},
         {"model.clf_dtype": "bf16", "optim.clf_state": "adagrad", "run.table_place": "disk", **ONE},
         {"run.table_place": "host", "encoder.kind": "both", "encoder.trainable_layers": -1},

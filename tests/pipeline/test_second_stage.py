@@ -45,7 +45,10 @@ def train(params):
 
 
 RESIDUAL = "residual on a frozen encoder"
+FUSED = "NGAME: a classifier beside the encoder's own vector, which has no loss"
+NO_PROJECTION = {"model.projection": False, "model.dim": 64}
 SECOND = {
+    FUSED: NO_PROJECTION | {"encoder.frozen": True, "loss.balance": 0.0},
     "a classifier on a frozen encoder": {"model.heads": "clf", "encoder.frozen": True},
     RESIDUAL: {"model.clf_residual": True, "encoder.frozen": True},
     "residual, with Gandalf on walks from half of the labels": {
@@ -54,15 +57,17 @@ SECOND = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != RESIDUAL)) for k in SECOND])
+QUICK = (RESIDUAL, FUSED)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in SECOND])
 def test_two_stages_from_raw_files_to_a_bundle(folder, helper, kind):
     def params(**values):
         common = {"data.path": "raw", "data.validation_share": 0.1, "encoder.kind": "both", "optim.epochs": 2}
         return helper("tiny_training").tiny_params(Path("bert"), **common | values)
 
-    first, second = (
-        params(**{"model.heads": "de"}), params(**{"encoder.start": "first", "pool.cluster_start": 3} | SECOND[kind])
-    )  # fmt: skip
+    first = params(**{"model.heads": "de"} | (NO_PROJECTION if kind == FUSED else {}))
+    second = params(**{"encoder.start": "first", "pool.cluster_start": 3} | SECOND[kind])
     for name in ("ingest", "tokens", "propensity"):
         getattr(pipeline, name)(first)
     said = pipeline.label_graph(second)

@@ -12,13 +12,13 @@ from tiny_bundle import recall_with_ties
 
 from unidec.config import load_params
 from unidec.errors import ArtifactError, ConfigError
+from unidec.model.faiss_library import faiss_module
 from unidec.retrieval.index import (
     COMPRESSED,
     FLAT_CENTROIDS,
     KINDS,
     IndexOptions,
     LabelIndex,
-    faiss_module,
     recall,
 )
 from unidec.retrieval.scoring_space import LabelRows, as_rows, query_vectors, unit_rows

@@ -32,11 +32,14 @@ TEXTS = ["river bread", "", "music", "a wholly strange 🚗 sentence of many mor
 def bundled(tmp_path: Path, tiny_bert: Path, tiny_distilbert: Path):
     """`bundled(heads=..., **encoder)`: a random model, and its configuration as it lies in a bundle."""
 
-    def make(heads: str = "both", transformer: str = "bert", **encoder) -> tuple[UniDEC, ModelConfig]:
+    def make(
+        heads: str = "both", transformer: str = "bert", dim: int = 8, normalize: bool = True, **encoder
+    ) -> tuple[UniDEC, ModelConfig]:
         torch.manual_seed(4)
         source = {"bert": tiny_bert, "distilbert": tiny_distilbert}[transformer]
         settings, params = Encoder(name=str(source), **encoder), {"tokens": {"max_length": 12}}
-        model = UniDEC.create(settings, Model(heads=heads, dim=8), 5, source, 0, params)  # type: ignore[arg-type]
+        options = Model(heads=heads, dim=dim, projection=dim == 8, normalize=normalize)  # type: ignore[arg-type]
+        model = UniDEC.create(settings, options, 5, source, 0, params)  # type: ignore[arg-type]
         if model.encoder.bag is not None:
             torch.nn.init.normal_(model.encoder.bag.log_weight.weight, std=0.3)
             torch.nn.init.normal_(model.encoder.bag.embedding.weight)
@@ -61,6 +64,9 @@ CASES = [
     {"kind": "bag", "heads": "clf"},
     {"kind": "bag", "bag_words": 32, "bag_head": 3, "residual": True},
     {"kind": "both", "trainable_layers": 0, "transformer_tokens": 3},
+    {"kind": "transformer", "trainable_layers": -1, "dim": 32},  # no projection
+    {"kind": "both", "trainable_layers": 0, "dim": 64, "normalize": False},
+    {"kind": "transformer", "trainable_layers": -1, "heads": "de", "normalize": False},
 ]  # fmt: skip
 
 

@@ -229,7 +229,8 @@ def test_state_continues_bit_for_bit(tiny_bert, tiny_params, kind, rng):
 
 # -- the classifier's table --------------------------------------------------------------------------------------------
 
-STATES = {"adam": {"first", "second"}, "adagrad": {"sum"}, "sgd": set()}
+STATES = {"adam": {"first", "second"}, "adamw": {"first", "second"}, "adagrad": {"sum"}, "sgd": set(),
+          "momentum": {"velocity"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("state", sorted(STATES))

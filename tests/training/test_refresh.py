@@ -9,7 +9,7 @@ import torch
 
 from unidec.sections import Pool
 from unidec.training.refresh import Refresh, cluster_size, make_clusters, make_refresh
-from unidec.training.sampler import PoolSampler, num_clusters
+from unidec.training.sampler import PoolSampler, num_clusters, queries_a_batch
 
 CPU = torch.device("cpu")
 ROWS = np.arange(100, 143)
@@ -42,6 +42,16 @@ def test_clusters_double_at_each_refresh_up_to_a_batch(start, expected):
     assert [cluster_size(pool, epoch, 10_000) for epoch in range(0, 30, 5)] == expected
     assert cluster_size(pool, 4, 10_000) == expected[0], "within a round it stays"
     assert cluster_size(pool, 10**9, 10_000) == 512
+
+
+def test_clusters_double_at_the_epochs_that_are_named():
+    """NGAME on LF-AmazonTitles-131K: batches of 1,600 of 294,805 queries, and clusters of 512 from epoch 200 on."""
+    epochs = (10, 20, 25, 50, 75, 100, 125, 150, 200)
+    pool = Pool(cluster_start=1, cluster_doublings=epochs, batch_size=1600, refresh=5)
+    sizes = [cluster_size(pool, epoch, 294_805) for epoch in range(300)]
+    assert [sizes.count(1 << doubling) for doubling in range(10)] == [10, 10, 5, 25, 25, 25, 25, 25, 50, 100]
+    assert sizes == sorted(sizes)
+    assert cluster_size(pool.model_copy(update={"cluster_start": 1000}), 20, 294_805) == queries_a_batch(pool, 294_805)
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 12])

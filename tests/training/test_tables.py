@@ -10,7 +10,7 @@ from unidec.training import trainer as trainer_module
 
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
 SMALL = {"pool.size": 16, "optim.epochs": 2, "pool.refresh": 2}  # of 40 labels: a step leaves most rows alone
-CHOICES = [(dtype, state) for dtype in ("fp32", "bf16") for state in ("adam", "adagrad", "sgd")]
+CHOICES = [(dtype, state) for dtype in ("fp32", "bf16") for state in ("adam", "adagrad", "sgd", "momentum")]
 
 
 def run(trainer):

@@ -188,7 +188,7 @@ def _hinges(x_BS: Tensor, s_P: Tensor, row_P: Tensor, weight_P: Tensor, margin: 
     return (over_PS.sum(1) * weight_P).sum()
 
 
-def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: str = "all") -> Tensor:
+def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: str = "all", top: int = 1) -> Tensor:
     """Triplet with margin: `[s_in - s_ip + gamma]_+`, n among the pool labels that are neither positive nor ignored
     for i.
 
@@ -197,7 +197,10 @@ def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: s
     Args:
         logit_BS: the similarities themselves, not divided by a temperature, so that `margin` is in cosine units.
         margin: gamma.
-        negatives: "all": sum over the negatives; "hardest": the negative with the highest similarity only.
+        negatives: "all": sum over the negatives; "hardest": mean over the `top` negatives with the highest similarity;
+            "softmax": the same, each weighted by a softmax over them of their similarities / 0.1, where one that keeps
+            the margin counts as similarity 0 (NGAME's published code).
+        top: how many are the hardest; where a pool has fewer negatives, the missing ones count 0.
     """
     x_BS = logit_BS.to(loss_dtype(logit_BS))
     row_P, weight_P = pairs.row_P, pairs.weight_P.to(x_BS.dtype)
@@ -216,8 +219,13 @@ def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: s
         return total / (total_B > 0).sum().clamp_min(1)
     if x_BS.shape[1] == 0:
         return x_BS.sum()
-    hardest_B = mask_(x_BS.clone(), *pairs.masked("ds")).max(dim=1).values
-    return mean_over_rows(F.relu(hardest_B[row_P] - x_BS[row_P, pairs.col_P] + margin), weight_P, row_P, x_BS.shape[0])
+    other_BS = mask_(x_BS.clone(), *pairs.masked("ds"))
+    other_PK = other_BS.topk(min(top, x_BS.shape[1]), dim=1).values[row_P]
+    hinge_PK = F.relu(other_PK - x_BS[row_P, pairs.col_P].unsqueeze(1) + margin)
+    if negatives == "softmax":
+        hinge_PK = hinge_PK * (other_PK / NGAME_TAU * (hinge_PK > 0)).softmax(dim=1)
+    loss_P = hinge_PK.sum(dim=1) / top
+    return mean_over_rows(loss_P, weight_P, row_P, x_BS.shape[0])
 
 
 def squared_hinge(
@@ -349,6 +357,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 SOFTMAX = frozenset({"ds", "supcon", "infonce"})  # read the logits once for both directions
 ENTRYWISE = frozenset({"bce", "hinge"})  # a term for each entry: no direction, no reduction
+NGAME_TAU = 0.1  # temperature of the softmax over a triplet's negatives, in NGAME's published code
 UNSCALED = frozenset({"triplet", "hinge"})  # a margin in units of the similarities: not divided by a temperature
 
 
@@ -356,7 +365,7 @@ def loss_options(kind: str, settings: Loss) -> dict[str, Any]:
     """A loss's own options, from section `loss`."""
     of = settings
     every: dict[str, dict[str, Any]] = {
-        "triplet": {"margin": of.margin, "negatives": of.triplet_negatives},
+        "triplet": {"margin": of.margin, "negatives": of.triplet_negatives, "top": of.triplet_top},
         "hinge": {"margin": of.margin, "normalise": of.bce_normalise},
         "bce": {"normalise": of.bce_normalise},
         "softtopk": {"topk": of.topk},

@@ -3,7 +3,8 @@
 Legend: B texts, N texts in all, L labels, D width of a head, W width of the encoder.
 
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
-queries, Psi an L x D table. With `clf_residual` a row of Psi is its label's text plus a free vector (SiameseXML).
+queries, Psi an L x D table. Without `projection` g1 and g2 are the identity (DPR, NGAME, DEXML). With `clf_residual` a
+row of Psi is its label's text plus a free vector (SiameseXML).
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ class UniDEC(nn.Module):
         log_scale: float [2], log(1 / tau) of the two heads.
         label_input: gives encoder outputs [n, W] of the labels at some rows, int64 [n]; set by who trains a residual
             classifier, whose whole rows are computed with it.
+
+    Raises:
+        ConfigError: without `projection`, `dim` is not the encoder's width.
     """
 
     def __init__(
@@ -71,12 +75,17 @@ class UniDEC(nn.Module):
         self.head_clf: nn.Sequential | None = None
         self.table: RowTable | None = None
         self.bias: RowTable | None = None
+        if not settings.projection and settings.dim != encoder.width:
+            raise ConfigError(
+                "without a projection the heads have the encoder's width", where="model.dim", got=settings.dim,
+                expected=str(encoder.width), fix=f"model.dim: {encoder.width}, or model.projection: true",
+            )  # fmt: skip
         if self.heads != "clf":
-            self.head_de = nn.Sequential(
-                nn.Linear(encoder.width, settings.dim), nn.Tanh(), nn.Dropout(settings.dropout)
-            )
+            layers = [nn.Linear(encoder.width, settings.dim), nn.Tanh()] if settings.projection else [nn.Identity()]
+            self.head_de = nn.Sequential(*layers, nn.Dropout(settings.dropout))
         if self.heads != "de":
-            self.head_clf = nn.Sequential(nn.Linear(encoder.width, settings.dim), nn.Dropout(settings.dropout))
+            layer = nn.Linear(encoder.width, settings.dim) if settings.projection else nn.Identity()
+            self.head_clf = nn.Sequential(layer, nn.Dropout(settings.dropout))
             self.table = RowTable(num_labels, settings.dim, DTYPES[settings.clf_dtype], placement)
             self.bias = RowTable(num_labels, 1, torch.float32, placement) if settings.clf_bias else None
         self.log_scale = nn.Parameter(
@@ -121,7 +130,7 @@ class UniDEC(nn.Module):
         model = cls(encoder_settings, settings, num_labels, encoder, placement)
         model.config_folder = model.tokenizer_folder = folder
         model.max_length, model.params = int(params["tokens"]["max_length"]), params
-        if model.head_clf is not None:
+        if model.head_clf is not None and settings.projection:
             nn.init.orthogonal_(model.head_clf[0].get_parameter("weight"))  # keeps the angles of the encoder's space
         if encoder_settings.start:
             take_start(model, encoder_settings.start)
@@ -180,9 +189,10 @@ class UniDEC(nn.Module):
         return F.normalize(self.head_clf[0](x_BW), dim=-1)
 
     def de(self, x_BW: Tensor) -> Tensor:
-        """Phi_D, unit length, float32 [B, D]."""
+        """Phi_D, unit length unless `normalize` is off, float32 [B, D]."""
         assert self.head_de is not None
-        return F.normalize(self.head_de(x_BW).float(), dim=-1)
+        de_BD = self.head_de(x_BW).float()
+        return F.normalize(de_BD, dim=-1) if self.settings.normalize else de_BD
 
     def clf(self, x_BW: Tensor) -> Tensor:
         """Phi_C, float32 [B, D]."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import KIND, VERSION, WEIGHTS
-from unidec.sections import Encoder
+from unidec.sections import Encoder, Model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,6 +110,11 @@ def take_start(
             got=f"{folder}: another {', '.join(differing[:5])}", fix=fix,
         )  # fmt: skip
     config = _json(folder / "config.json")
+    if Model(**config["model"]).projection != model.settings.projection:
+        raise ConfigError(
+            "the model to start from differs in whether its heads are layers over the encoder", where=where,
+            got=str(folder), fix=f"model.projection: {str(not model.settings.projection).lower()}",
+        )  # fmt: skip
     model.encoder.unit_vectors = bool(config.get("unit_vectors", Encoder(**config["encoder"]).unit_vectors))
     own = dict(model.state_dict())
     with torch.no_grad(), open_tensors(folder / WEIGHTS) as file:

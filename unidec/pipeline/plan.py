@@ -279,6 +279,10 @@ class Formulas:
         fetched, bf16 = self.cuda and params.run.table_place != "device", model.clf_dtype == "bf16"
         gathered = params.pool.clf_labels != "all" or fetched
         row = (FP32 * (1 + (gathered or bf16)) + 14 * bf16) * model.dim + gathered * self.row_bytes[1]
+        all_rows = 0  # gradients of every row, whatever the step uses
+        if params.optim.clf_state == "adamw" and gathered:
+            own_rows = math.ceil(self.sizes.num_labels / params.run.devices)
+            all_rows = (FP32 * (1 + bf16) + 14 * bf16) * model.dim * own_rows
         in_flight = fetched * _ROW_SETS * self.clf_labels * sum(self.row_bytes)
         return [
             Amount("gradients", "device", FP32 * gradients, "step"),
@@ -286,7 +290,7 @@ class Formulas:
             Amount("logits and losses", "device", self._logits(), "step"),
             Amount("text vectors", "device", FP32 * vectors, "step"),
             Amount("token rows of a step", "device", of_bag, "step"),
-            Amount("classifier rows of a step", "device", self.clf_labels * row + in_flight, "step"),
+            Amount("classifier rows of a step", "device", self.clf_labels * row + all_rows + in_flight, "step"),
             Amount("classifier rows in flight", "host", in_flight, "step"),
         ]
 

@@ -18,17 +18,12 @@ from typing import Any
 import numpy as np
 
 from unidec.errors import ArtifactError
+from unidec.model.faiss_library import faiss_module
 
 _MAGIC = {"IndexFlat": b"IxFI", "IndexPQ": b"IxPq", "IndexHNSWFlat": b"IHNf", "IndexIVFPQ": b"IwPQ"}
 _LEAST_LIST_BYTES = 48  # that a list needs in memory; in a sound file it needs more
 _CHECKED_AT_ONCE = 1 << 22
 _limits = threading.Lock()
-
-
-def _faiss() -> Any:
-    import faiss
-
-    return faiss
 
 
 def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]:
@@ -41,7 +36,7 @@ def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]
     Raises:
         ArtifactError: missing, damaged, or another kind or size of index.
     """
-    faiss = _faiss()
+    faiss = faiss_module()
     try:
         with where.open("rb") as file:
             data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
@@ -65,7 +60,7 @@ def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]
 @contextlib.contextmanager
 def _bounded(num_bytes: int) -> Iterator[None]:
     """faiss allocates no vector larger than the file, and no more lists than could be in it."""
-    faiss = _faiss()
+    faiss = faiss_module()
     with _limits:  # they are the process's
         before = faiss.get_deserialization_vector_byte_limit(), faiss.get_deserialization_loop_limit()
         faiss.set_deserialization_vector_byte_limit(num_bytes)
@@ -79,7 +74,7 @@ def _bounded(num_bytes: int) -> Iterator[None]:
 
 def _check(index: Any, like: Any, num_vectors: int) -> None:
     """RuntimeError: not an index such as `like`, an empty one of the same kind, with so many vectors."""
-    faiss = _faiss()
+    faiss = faiss_module()
     got, wanted = _layout(index), _layout(like)
     if got != wanted or not index.is_trained:
         raise RuntimeError(f"layout {got} instead of {wanted}")
@@ -101,7 +96,7 @@ def _check(index: Any, like: Any, num_vectors: int) -> None:
 
 def _layout(index: Any) -> list[Any]:
     """What is the same in all indexes of one kind, width and code."""
-    faiss = _faiss()
+    faiss = faiss_module()
     name, size = type(index).__name__.removesuffix("IP"), getattr(index, "code_size", 0)
     found: list[Any] = [name, index.d, index.metric_type, size]
     if hasattr(index, "hnsw"):
@@ -117,7 +112,7 @@ def _layout(index: Any) -> list[Any]:
 
 def _check_links(graph: Any) -> None:
     """A link at some level must lead to a node that exists at that level, or the search reads past its links."""
-    faiss = _faiss()
+    faiss = faiss_module()
     levels, upto, links, starts = (
         faiss.vector_to_array(array)
         for array in (graph.levels, graph.cum_nneighbor_per_level, graph.neighbors, graph.offsets)
@@ -135,7 +130,7 @@ def _check_links(graph: Any) -> None:
 
 
 def _check_lists(index: Any, num_vectors: int) -> None:
-    faiss, lists = _faiss(), index.invlists
+    faiss, lists = faiss_module(), index.invlists
     centroids = faiss.downcast_index(index.quantizer)
     if not lists.nlist == index.nlist == centroids.ntotal == centroids.codes.size() // centroids.code_size:
         raise RuntimeError(f"{lists.nlist} lists of {centroids.ntotal} centroids")

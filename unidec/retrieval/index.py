@@ -20,7 +20,6 @@ import copy
 import errno
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -30,7 +29,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.data.storage import write_file
-from unidec.errors import UnidecError
+from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.retrieval.faiss_file import read_index_file
 from unidec.retrieval.scoring_space import LabelRows, as_rows
@@ -54,37 +53,11 @@ _TRAINING_ROWS = 1 << 16  # of a quantiser; more change its centroids little
 _ROWS_A_LIST = 40  # faiss asks for 39
 _ROUNDS = 10  # of k-means; recall does not change with faiss's 25, the time does
 _CODES = 16  # of 4 bits
-_BLAS_FROM = 4  # queries: from so many on a flat search is one matrix product, a sixth of their scans' time
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 CountOrAuto = Annotated[int, Field(ge=0, le=1 << 40)]
-
-
-def faiss_module() -> Any:
-    """faiss, imported on first use: it comes with one of two extras, and data and training stages do not need it.
-
-    Raises:
-        UnidecError: it is not installed, or broken.
-    """
-    faiss: Any = sys.modules.get("faiss")
-    if faiss is None:
-        try:
-            import faiss
-        except ImportError as error:
-            raise UnidecError(
-                f"faiss cannot be imported: {error}",
-                fix="install one of the extras, not both: pip install 'unidec-xmc[cpu]' or 'unidec-xmc[gpu]'",
-            ) from error
-    if not hasattr(faiss, "IndexHNSWFlat"):
-        raise UnidecError(
-            "the installed faiss is broken (faiss-cpu and faiss-gpu over each other, or a folder called faiss)",
-            where=str(getattr(faiss, "__file__", None)),
-            fix="pip uninstall faiss-cpu faiss-gpu, then install one of them",
-        )
-    faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM  # of 1.15: 128,000, that is never
-    return faiss
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
-from unidec.retrieval.index import KINDS, Kind, LabelIndex, blocks, faiss_module, recall
+from unidec.retrieval.index import KINDS, Kind, LabelIndex, blocks, recall
 from unidec.retrieval.scoring_space import LabelRows
 
 GRAPH_LABELS = 200_000

@@ -23,6 +23,7 @@ import pyarrow as pa
 from unidec.data.shards import Work, alone, cuts, shards_folder
 from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
 from unidec.errors import ArtifactError, DataError
+from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.retrieval.bundle import PREDICTION_SCHEMA, Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION
@@ -138,11 +139,10 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
     if work.is_whole(number):
         return
     if threads:
-        import faiss
         import torch
 
         torch.set_num_threads(threads)
-        faiss.omp_set_num_threads(threads)
+        faiss_module().omp_set_num_threads(threads)
     write_shard(work, number)
 
 

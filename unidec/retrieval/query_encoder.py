@@ -38,7 +38,7 @@ class Encoded:
     """B queries, ready for the search in a bundle.
 
     Attributes:
-        de_BD: float32 [B, D], unit length; None without a dual-encoder head.
+        de_BD: float32 [B, D], unit length unless `model.normalize` is off; None without a dual-encoder head.
         clf_BD: float32 [B, D], as the classifier's head gives them; None without one.
         words_BF: CSR of `WordSpace.vectors`, where training queries are compared by words; else None.
         num_tokens_B: int64 [B], tokens without the special ones, after cutting; empty where no texts were encoded.
@@ -104,7 +104,8 @@ class FastEncoder:
             layers = ("encoder.residual.0", "encoder.residual.3") if about.encoder.residual else ()
             self._residual = [_linear(arrays, name) for name in layers]
             heads = [head for head in ("de", "clf") if about.heads in ("both", head)]
-            self._heads = {head: _linear(arrays, f"head_{head}.0") for head in heads}
+            has_layers, self._normalize = about.settings.projection, about.settings.normalize
+            self._heads = {head: _linear(arrays, f"head_{head}.0") if has_layers else None for head in heads}
             # the longest text, of the last token: what does not fit is found now, not when such a query comes
             self._heads_of(self._tokens(np.full(about.max_length, self._tokenizer.vocab_size - 1), [about.max_length]))
         except ArtifactError:
@@ -131,9 +132,10 @@ class FastEncoder:
             y_BW = x_BW @ first_WW + first_W
             gelu_BW = (y_BW * 0.5 * (1 + erf(y_BW / np.sqrt(2)))).astype(np.float32)
             x_BW = x_BW + gelu_BW @ last_WW + last_W
-        found = {name: x_BW @ weight_WD + bias_D for name, (weight_WD, bias_D) in self._heads.items()}
+        found = {name: x_BW if layer is None else x_BW @ layer[0] + layer[1] for name, layer in self._heads.items()}
         if "de" in found:
-            found["de"] = _normalised(np.tanh(found["de"]))
+            de_BD = np.tanh(found["de"]) if self._heads["de"] is not None else found["de"]
+            found["de"] = _normalised(de_BD) if self._normalize else de_BD
         return found
 
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unidec.model.full_bce import full_bce
@@ -79,7 +80,8 @@ class Objective:
             own_BD = model.clf(x_BW[:own])
         query_BD = ranks.gather(own_BD, ranks.sizes(len(batch.pool.rows_B)))
         assert model.table is not None
-        row_SD = ranks.gather(model.table.gather(batch.clf_labels), batch.clf_sizes)
+        kept_SD = F.dropout(model.table.gather(batch.clf_labels), model.settings.clf_dropout, model.training)
+        row_SD = ranks.gather(kept_SD, batch.clf_sizes)
         if model.settings.clf_residual:  # on one rank alone: it encodes all of the pool's texts
             text_SW = x_BW[own:] if batch.clf_places is None else x_BW[own:][batch.clf_places]
             with self.autocast():

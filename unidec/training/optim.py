@@ -25,6 +25,7 @@ from unidec.model.unidec import UniDEC
 from unidec.sections import Optim
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+MOMENTUM = 0.9
 State = dict[str, Tensor]  # by name
 
 
@@ -35,12 +36,13 @@ class RowOptimiser:
         table: keeps the state too (`RowTable.state`).
         lr: base learning rate.
         seed: with the step's number decides how rows in bfloat16 are rounded.
+        decay: weight decay; 0 but for `AllRowsAdamW` and `RowMomentum`.
     """
 
     columns: ClassVar[dict[str, bool]] = {}  # state by name: a value for each entry (True), or one a row
 
-    def __init__(self, table: RowTable, lr: float, seed: int | str = 0):
-        self.table, self.lr, self.seed = table, lr, seed
+    def __init__(self, table: RowTable, lr: float, seed: int | str = 0, decay: float = 0.0):
+        self.table, self.lr, self.seed, self.decay = table, lr, seed, decay
         for name, wide in self.columns.items():
             table.add_state(name, *([table.weight.shape[1]] if wide else []))
 
@@ -85,8 +87,8 @@ class RowAdam(RowOptimiser):
 
     columns: ClassVar = {"first": True, "second": True}
 
-    def __init__(self, table: RowTable, lr: float, seed: int | str = 0):
-        super().__init__(table, lr, seed)
+    def __init__(self, table: RowTable, lr: float, seed: int | str = 0, decay: float = 0.0):
+        super().__init__(table, lr, seed, decay)
         self._count = torch.zeros((), dtype=torch.float32, device=table.device)
 
     def update(
@@ -95,9 +97,41 @@ class RowAdam(RowOptimiser):
         self._count.fill_(step - 1)
         adamw(  # one pass over gradient, moments and weight
             [weight], [grad.mul_(scale)], [state["first"]], [state["second"]], [], [self._count], fused=True,
-            amsgrad=False, beta1=BETA1, beta2=BETA2, lr=lr, weight_decay=0.0, eps=EPS, maximize=False,
+            amsgrad=False, beta1=BETA1, beta2=BETA2, lr=lr, weight_decay=self.decay, eps=EPS, maximize=False,
             found_inf=failed,
         )  # fmt: skip
+
+
+class AllRowsAdamW(RowAdam):
+    """AdamW (Loshchilov and Hutter, 2019) as torch has it for a whole table: a step changes every row, one without a
+    gradient by its moments and by weight decay. Costs R x D a step."""
+
+    @torch.no_grad()
+    def step(self, step: int, factor: float, scale: Tensor | float = 1.0, failed: Tensor | None = None) -> None:
+        """As `RowOptimiser.step`; the rows that were not gathered have gradient 0."""
+        rows_U, leaf = self.table.used or (None, None)
+        if rows_U is not None and leaf is not None and leaf.grad is not None:
+            self.table.forget()
+            with torch.enable_grad():
+                leaf_RD = self.table.gather(None)
+            leaf_RD.grad = torch.zeros_like(leaf_RD).index_copy_(0, rows_U - self.table.first_row, leaf.grad)
+        super().step(step, factor, scale, failed)
+
+
+class RowMomentum(RowOptimiser):
+    """Gradient descent with momentum (Polyak, 1964) and weight decay, as Renee has it: velocity = 0.9 velocity + g +
+    decay w; w -= lr velocity."""
+
+    columns: ClassVar = {"velocity": True}
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
+    ) -> None:
+        applies = torch.ones_like(scale) if failed is None else 1 - failed
+        velocity = state["velocity"].mul_(torch.where(applies.bool(), MOMENTUM, 1.0)).addcmul_(grad, scale)
+        if self.decay > 0:
+            velocity.addcmul_(weight, applies, value=self.decay)
+        weight.addcmul_(velocity, applies, value=-lr)
 
 
 class RowAdagrad(RowOptimiser):
@@ -117,8 +151,9 @@ class RowAdagrad(RowOptimiser):
         weight.addcmul_(grad, rate_U.unsqueeze(1), value=-lr)
 
 
-# by what they keep: two values an entry, one a row, nothing
-ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {"adam": RowAdam, "adagrad": RowAdagrad, "sgd": RowOptimiser}
+ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {  # by `optim.clf_state`
+    "adam": RowAdam, "adamw": AllRowsAdamW, "adagrad": RowAdagrad, "sgd": RowOptimiser, "momentum": RowMomentum,
+}  # fmt: skip
 
 
 def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
@@ -132,8 +167,8 @@ class Optimisers:
     table, warm-up and cosine, clipping.
 
     Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag, classifier table;
-    weight decay on matrices of the dense groups only. The bag's tables train by Adam, the classifier's by
-    `clf_state`.
+    weight decay on matrices of the dense groups, `clf_decay` on the classifier's rows. The bag's tables train by Adam,
+    the classifier's by `clf_state`.
 
     Attributes:
         dense: parameters that AdamW trains; row: optimisers of the tables, by the tables' names.
@@ -165,7 +200,8 @@ class Optimisers:
             if name.startswith("encoder."):  # sgd keeps nothing
                 self.row[name] = ROW_OPTIMISERS["sgd" if model.encoder.frozen else "adam"](table, settings.lr_bag)
             else:
-                self.row[name] = ROW_OPTIMISERS[settings.clf_state](table, settings.lr_clf, f"{seed} {name}")
+                decay = settings.clf_decay if table.weight.shape[1] > 1 else 0.0  # biases do not decay
+                self.row[name] = ROW_OPTIMISERS[settings.clf_state](table, settings.lr_clf, f"{seed} {name}", decay)
 
     def factor(self, step: int) -> float:
         """Share of the learning rates at a step (from 0): linear warm-up, then a cosine to 0."""

@@ -22,7 +22,8 @@ import scipy.sparse as sp
 import torch
 
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
-from unidec.errors import ArtifactError, ConfigError, TrainingError
+from unidec.errors import ArtifactError, TrainingError
+from unidec.model.faiss_library import faiss_module
 from unidec.model.search import exact_search, query_block
 from unidec.params import TrainingSettings
 from unidec.progress import progress
@@ -102,12 +103,14 @@ class Refresh:
 def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
     """Largest number of queries in a cluster of the round that begins after `epoch` epochs, of `num_rows` in all.
 
-    A batch's, or NGAME's curriculum: it starts at `pool.cluster_start` and doubles at each refresh up to a batch's."""
+    A batch's, or NGAME's curriculum: it starts at `pool.cluster_start` and doubles at the epochs
+    `pool.cluster_doublings` (without any at each refresh), up to a batch's."""
     batch = queries_a_batch(pool, num_rows)
     if pool.cluster_start == 0:
         return batch
-    doublings = min(epoch // pool.refresh, batch.bit_length())
-    return min(pool.cluster_start << doublings, batch)
+    reached = sum(begin <= epoch for begin in pool.cluster_doublings)
+    doublings = reached if pool.cluster_doublings else epoch // pool.refresh
+    return min(pool.cluster_start << min(doublings, batch.bit_length()), batch)
 
 
 Search = Callable[..., tuple[np.ndarray, np.ndarray]]  # takes what `exact_search` does but for the labels
@@ -193,7 +196,7 @@ def mine_hard_negatives(
         search `recall`: the share of what an exact one finds.
 
     Raises:
-        DataError: vectors that are not finite. ConfigError: faiss is not installed.
+        DataError: vectors that are not finite. UnidecError: faiss is not installed.
     """
     begin_time, (relevance, filter_pairs) = time.perf_counter(), pairs
     shortlist = np.full((relevance.shape[0], num_negatives), -1, dtype=np.int32)
@@ -235,11 +238,7 @@ def mine_hard_negatives(
 
 def faiss_search(label: torch.Tensor) -> Search:
     """Some of the inverted lists that are nearest to a query, of about 4 sqrt(L) lists, by faiss on the CPU."""
-    try:
-        import faiss
-    except ImportError as error:
-        fix = "pip install 'unidec-xmc[cpu]', or pool.mining: exact"
-        raise ConfigError("faiss is not installed", where="pool.mining", got="faiss", fix=fix) from error
+    faiss = faiss_module()
     label_LD = np.ascontiguousarray(label.cpu().numpy())
     num_labels, width = label_LD.shape
     num_lists = max(1, min(4 * math.isqrt(num_labels), num_labels // _ROWS_A_LIST))

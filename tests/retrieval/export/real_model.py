@@ -26,11 +26,12 @@ TEXTS = ["river", "music engine w3 w44", "", "gardenmusic planetriver breadwindo
 
 def real_bundle(
     folder: Path, source: Path, *, heads: str = "both", space: str | None = None, clf_normalize: bool = False,
-    clf_bias: bool = False, clf_weight: float = 0.8, **encoder: Any,
+    clf_bias: bool = False, clf_weight: float = 0.8, dim: int = 24, unit_length: bool = True, **encoder: Any,
 ) -> Bundle:  # fmt: skip
-    """A bundle of `LABELS` on the tiny transformer in `source`, every weight random; loaded."""
+    """A bundle of `LABELS` on the tiny transformer in `source`, every weight random; loaded. Another width
+    than 24 is the encoder's: without projection."""
     settings = Encoder(name=str(source), dropout=0.0, bag_dropout=0.0, **encoder)
-    options = Model(heads=heads, dim=24, dropout=0.0, clf_bias=clf_bias)
+    options = Model(heads=heads, dim=dim, projection=dim == 24, normalize=unit_length, dropout=0.0, clf_bias=clf_bias)  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = UniDEC.create(settings, options, len(LABELS), source, 0, {"tokens": {"max_length": 16}}).eval()

@@ -24,6 +24,7 @@ KINDS = {
     "bert": {"kind": "transformer", "trainable_layers": -1},
     "bert, cls, unit length": {"kind": "transformer", "trainable_layers": 0, "pooling": "cls"},
     "distilbert": {"kind": "transformer", "trainable_layers": -1, "source": "distilbert"},
+    "no projection": {"kind": "both", "trainable_layers": 0, "dim": 64, "unit_length": False},
 }
 
 

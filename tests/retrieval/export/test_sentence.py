@@ -22,6 +22,8 @@ STOCK = {
     "mean": {"kind": "transformer", "trainable_layers": -1},
     "cls, unit length": {"kind": "transformer", "trainable_layers": 0, "pooling": "cls"},
     "distilbert": {"kind": "transformer", "trainable_layers": -1, "source": "distilbert"},
+    "no projection": {"kind": "transformer", "trainable_layers": -1, "dim": 32},
+    "no projection, any length": {"kind": "transformer", "trainable_layers": -1, "dim": 32, "unit_length": False},
 }
 
 

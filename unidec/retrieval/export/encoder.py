@@ -231,9 +231,12 @@ def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
     modules += [normalize] if encoder.unit_vectors else []
     if score.space == "de":
         assert model.head_de is not None
-        return [*modules, _dense(*_weights(model.head_de[0]), nn.Tanh()), normalize]
+        layers = [_dense(*_weights(model.head_de[0]), nn.Tanh())] if model.settings.projection else []
+        return [*modules, *layers, *([normalize] if model.settings.normalize else [])]
     assert model.head_clf is not None
-    weight, bias = _weights(model.head_clf[0])
+    weight, bias = torch.eye(encoder.width), torch.zeros(encoder.width)
+    if model.settings.projection:
+        weight, bias = _weights(model.head_clf[0])
     if "bias" in score.vectors:  # one more output, always 1: labels have their bias there
         weight, bias = torch.cat([weight, torch.zeros(1, weight.shape[1])]), torch.cat([bias, torch.ones(1)])
     return [*modules, _dense(weight, bias, nn.Identity()), *([normalize] if score.clf_normalize else [])]
