@@ -169,6 +169,8 @@ CONFLICTING = [
     ("loss.balance", {"loss.balance": 1.0}),
     ("loss.balance", {"loss.balance": 0.0, "index.space": "de"}),
     ("optim.warmup_epochs", {"optim.epochs": 2, "optim.warmup_epochs": 2.5}),
+    ("optim.clf_decay", {"optim.clf_decay": 0.01}),
+    ("run.table_place", {"run.table_place": "host", "optim.clf_state": "adamw"}),
     ("data.validation_share", {"index.clf_weight": "auto", "data.validation_share": 0.0}),
     ("loss.de_forward", {"loss.de": "softtopk"}),
     ("loss.clf_forward", {"loss.clf": "softtopk"}),
@@ -233,7 +235,12 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         {"loss.de": "infonce", "loss.clf": "infonce", "loss.reduction": "pol", "pool.eta": 0, "pool.batches": "random"},
         {"loss.clf": "bce", "loss.clf_bce": 0.0},
         {"loss.balance": 1.0, "index.space": "de"},
+        {
+            "loss.balance": 0.0,
+            "model.projection": False,
+        },  # the dual encoder is the encoder, which may be trained already
         {"optim.epochs": 1},
+        {"optim.clf_decay": 0.01, "optim.clf_state": "momentum", "run.table_place": "host"},
     ],
 )
 def test_sensible_combinations_pass(tmp_path: Path, values: dict[str, object]) -> None:

@@ -138,6 +138,30 @@ def test_bce_over_all_labels_is_made_in_chunks(open_trainer, tiny_dataset, monke
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
+# -- dropout of rows ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_dropped_in_training_alone(open_trainer, monkeypatch):
+    trainer = begun(open_trainer(**QUIET, **{"model.heads": "clf", "model.clf_dropout": 0.25, "index.space": "clf"}))
+    with torch.no_grad():
+        trainer.model.table.weight.normal_()
+    batch, seen = trainer.prepare(np.sort(trainer.rows[:13]), 0), []
+    products = trainer.objective._products
+    monkeypatch.setattr(
+        trainer.objective, "_products", lambda query, row: seen.append(row.detach()) or products(query, row)
+    )
+    losses_of(trainer, batch, backward=True)
+    whole, leaf = trainer.model.table.weight[batch.clf_labels], trainer.model.table.used[1]
+    dropped = seen[0] == 0
+    assert 0.1 < float(dropped.float().mean()) < 0.4
+    torch.testing.assert_close(seen[0], (whole / 0.75).masked_fill(dropped, 0.0))
+    assert not leaf.grad[dropped].any() and leaf.grad[~dropped].any()
+    trainer.optimisers.zero_grad()
+    trainer.model.eval()
+    losses_of(trainer, batch)
+    assert torch.equal(seen[1], whole)
+
+
 # -- rows that hold their label's text ---------------------------------------------------------------------------------
 
 RESIDUAL = {"model.clf_residual": True, "loss.clf_forward": 0.4}
