@@ -48,6 +48,20 @@ def test_equals_a_full_sort(tile, density, k, block, rng, monkeypatch):
     np.testing.assert_allclose(score, expected_score, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("fit", [1, 3, 7, 12])
+@pytest.mark.parametrize("tile", [2, 5, 1 << 16])
+def test_labels_that_do_not_fit_come_in_parts(fit, tile, rng, monkeypatch):
+    monkeypatch.setattr(search, "LABELS_AT_ONCE", tile)
+    query, label, excluded = vectors(rng, 9), vectors(rng, 12), rng.random((9, 12)) < 0.3
+    for k in (1, 4, 20):
+        given = {"exclude": sp.csr_matrix(excluded), "block": 4}
+        with monkeypatch.context() as patch:
+            patch.setattr(search, "labels_that_fit", lambda *_: fit)
+            score, found = exact_search(query, label, k, **given)
+        assert np.array_equal(found, loop_search(query, label, k, excluded)[1])
+        np.testing.assert_allclose(score, exact_search(query, label, k, **given)[0], rtol=1e-6)
+
+
 def test_without_exclusions_and_from_tensors(rng):
     query, label = vectors(rng, 7), vectors(rng, 10)
     _, expected = loop_search(query, label, 3, np.zeros((7, 10), dtype=bool))

@@ -54,12 +54,13 @@ def exact_search(
         k: results a query; may exceed L.
         exclude: csr [N, L], pairs that must not be returned, by position in `query_ND`; stored zeros count.
         block: queries at a time, at most.
-        device: where to compute; None: where the vectors are.
+        device: where to compute; None: where the queries are. Labels that do not fit there come in parts, each read
+            once.
 
     Raises:
         DataError: vectors of another shape or not finite, or `exclude` of another shape.
     """
-    query, label = _as_matrix(query_ND, "query", device), _as_matrix(label_LD, "label", device)
+    query, label = _as_matrix(query_ND, "query", device), _as_matrix(label_LD, "label", None)
     if query.shape[1] != label.shape[1]:
         raise DataError("queries and labels differ in width", got=query.shape[1], expected=label.shape[1])
     num_queries, num_labels = len(query), len(label)
@@ -67,30 +68,48 @@ def exact_search(
         raise DataError("excluded pairs differ in shape", got=exclude.shape, expected=(num_queries, num_labels))
     score_NK = np.full((num_queries, k), -np.inf, dtype=np.float32)
     label_NK = np.full((num_queries, k), -1, dtype=np.int64)
-    step = query_block(num_labels, block)
-    for begin in range(0, num_queries, step):
-        end = min(begin + step, num_queries)
-        best_BK, best_label_BK = query.new_empty(end - begin, 0), torch.empty(end - begin, 0)
-        for first in range(0, num_labels, LABELS_AT_ONCE):
-            score_BT = query[begin:end] @ label[first : first + LABELS_AT_ONCE].T
-            if exclude is not None:
-                _leave_out(score_BT, exclude, begin, end, first)
-            score_BK, label_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)
-            label_BK = (label_BK + first).masked_fill(score_BK == -torch.inf, -1)
-            if first:  # with the best of the tiles before
-                score_BK, label_BK = torch.cat([best_BK, score_BK], dim=1), torch.cat([best_label_BK, label_BK], dim=1)
-                score_BK, order_BK = score_BK.topk(min(k, score_BK.shape[1]), dim=1)
-                label_BK = label_BK.gather(1, order_BK)
-            best_BK, best_label_BK = score_BK, label_BK
-        score_NK[begin:end, : best_BK.shape[1]] = best_BK.cpu().numpy()
-        label_NK[begin:end, : best_BK.shape[1]] = best_label_BK.cpu().numpy()
+    step, first = query_block(num_labels, block), 0
+    for part_TD in label.split(max(labels_that_fit(query.device, query.shape[1]), 1)):
+        part_TD, found = part_TD.to(query.device), min(k, first)
+        for begin in range(0, num_queries, step):
+            some = slice(begin, min(begin + step, num_queries))
+            best = tuple(torch.from_numpy(x[some, :found]).to(query.device) for x in (score_NK, label_NK))
+            score_BK, label_BK = _best(query[some], part_TD, first, best, k, None if exclude is None else exclude[some])
+            score_NK[some, : score_BK.shape[1]] = score_BK.cpu().numpy()
+            label_NK[some, : score_BK.shape[1]] = label_BK.cpu().numpy()
+        first += len(part_TD)
     return score_NK, label_NK
 
 
-def _leave_out(score_BT: Tensor, exclude: sp.csr_matrix, begin: int, end: int, first: int) -> None:
-    """Give the excluded pairs of a tile the score -inf."""
-    row_E = np.repeat(np.arange(end - begin), np.diff(exclude.indptr[begin : end + 1]))
-    label_E = np.asarray(exclude.indices[int(exclude.indptr[begin]) : int(exclude.indptr[end])], dtype=np.int64) - first
+def labels_that_fit(device: torch.device, width: int) -> int:
+    """Labels whose float32 vectors fit into half of what is free on a GPU; on a CPU they are in memory already."""
+    if device.type != "cuda":
+        return 1 << 62
+    return max(LABELS_AT_ONCE, torch.cuda.mem_get_info(device)[0] // (2 * 4 * max(width, 1)))
+
+
+def _best(
+    query_BD: Tensor, label_TD: Tensor, first: int, best: tuple[Tensor, ...], k: int, exclude: sp.csr_matrix | None
+) -> tuple[Tensor, ...]:
+    """Scores and labels [B, K], best first, of the labels from `first` on and of those found before them."""
+    for begin in range(0, len(label_TD), LABELS_AT_ONCE):
+        score_BT = query_BD @ label_TD[begin : begin + LABELS_AT_ONCE].T
+        if exclude is not None:
+            _leave_out(score_BT, exclude, first + begin)
+        score_BK, label_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)
+        label_BK = (label_BK + (first + begin)).masked_fill(score_BK == -torch.inf, -1)
+        if first + begin:  # with the best of the labels before
+            score_BK, label_BK = torch.cat([best[0], score_BK], dim=1), torch.cat([best[1], label_BK], dim=1)
+            score_BK, order_BK = score_BK.topk(min(k, score_BK.shape[1]), dim=1)
+            label_BK = label_BK.gather(1, order_BK)
+        best = score_BK, label_BK
+    return best
+
+
+def _leave_out(score_BT: Tensor, exclude: sp.csr_matrix, first: int) -> None:
+    """Give the excluded pairs [B, L] of a tile of labels from `first` on the score -inf."""
+    row_E = np.repeat(np.arange(len(score_BT)), np.diff(exclude.indptr))
+    label_E = np.asarray(exclude.indices, dtype=np.int64) - first
     here_E = (label_E >= 0) & (label_E < score_BT.shape[1])
     row, label = (torch.from_numpy(x[here_E]).to(score_BT.device) for x in (row_E, label_E))
     score_BT[row, label] = -torch.inf

@@ -24,7 +24,7 @@ import torch
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
 from unidec.model.faiss_library import faiss_module
-from unidec.model.search import exact_search, query_block
+from unidec.model.search import exact_search, labels_that_fit, query_block
 from unidec.params import TrainingSettings
 from unidec.progress import progress
 from unidec.sections import Mining, Pool
@@ -200,7 +200,9 @@ def mine_hard_negatives(
     """
     begin_time, (relevance, filter_pairs) = time.perf_counter(), pairs
     shortlist = np.full((relevance.shape[0], num_negatives), -1, dtype=np.int32)
-    label = torch.from_numpy(np.require(ranks.gather_array(label_LD), requirements="W")).to(device)
+    label = torch.from_numpy(np.require(ranks.gather_array(label_LD), requirements="W"))
+    if len(label) <= labels_that_fit(torch.device(device or "cpu"), label.shape[1]):
+        label = label.to(device)
     # blocks are those of one rank: the bits of scores depend on their size
     block = query_block(len(label), BLOCK)
     own = slice(*(min(block * number, len(query_nD)) for number in ranks.part(-(-len(query_nD) // block))))
