@@ -48,6 +48,10 @@ SPEC = {
     "unidec-gpu": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "tokens.max_length": 32},
     "unidec-gpu-long": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "run.recompute": True,
                                          "tokens.max_length": 128, "tokens.text": "title+content"},
+    "mixup": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "queries"},
+    "label-mixup": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "labels"},
+    "decaf": OVA | {"encoder.kind": "bag", "model.clf_residual": True, "model.clf_gates": True, "model.clf_bias": True,
+                    "pool.clf_labels": "pool", "pool.eta": 6, "encoder.residual": True},
     "depsl": ENCODER_ALONE | {"loss.de": "ds"},
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
@@ -69,7 +73,8 @@ SPEC = {
     "renee": OVA | {"pool.clf_labels": "all", "pool.batches": "random", "model.clf_init": "normal",
                     "pool.gandalf": True, "label_graph.kind": "self"},
 }  # fmt: skip
-SAME_ENCODER = sorted(set(SPEC) - {"siamesexml", "unidec-long", "ngame-classifier", "unidec-gpu", "unidec-gpu-long"})
+OTHER_ENCODER = {"siamesexml", "decaf", "unidec-long", "ngame-classifier", "unidec-gpu", "unidec-gpu-long"}
+SAME_ENCODER = sorted(set(SPEC) - OTHER_ENCODER)
 
 
 def parsed(name, **overrides):
@@ -230,7 +235,8 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
 
     moved = {key for key, tensor in trainer.model.state_dict().items() if not tensor.equal(before[key])}
     heads = {"both": {"head_de", "head_clf", "table"}, "de": {"head_de"}, "clf": {"head_clf", "table"}}
-    heads["both"] |= {"bias"} if params.model.clf_bias else set()
+    for kind in ("both", "clf"):
+        heads[kind] |= ({"bias"} if params.model.clf_bias else set()) | ({"gates"} if params.model.clf_gates else set())
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected
 

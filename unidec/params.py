@@ -111,6 +111,11 @@ class Params(Section):
             fix = "run.table_place: device, or optim.clf_state: adam, which updates the rows of a step only"
             yield Conflict("run.table_place optim.clf_state model.heads", "AdamW updates all rows in each step", fix)
         if not self.model.clf_residual:
+            if self.model.clf_gates:
+                what, fix = "gates weigh the two parts of a residual row", "model.clf_residual: true"
+                yield Conflict(
+                    "model.clf_gates model.clf_residual model.heads", what, f"{fix}, or model.clf_gates: false"
+                )
             return
         or_none = "or model.clf_residual: false"
         if self.model.clf_init != "label_embedding":
@@ -138,9 +143,22 @@ class Params(Section):
                 what = "soft top-k counts the labels of a query: there is no label to query"
                 fix = f"loss.{head}_forward: 1, or another loss.{head}"
                 yield Conflict(f"loss.{head}_forward loss.{head} model.heads", what, fix)
+        if loss.mixup != "none":
+            yield from self._mixup()
         if "softtopk" in used.values() and 0 < self.pool.size <= loss.topk:
             what = "all labels of a pool are among the first k: nothing is learnt"
             yield Conflict("loss.topk pool.size", what, "loss.topk far below pool.size")
+
+    def _mixup(self) -> Iterator[Conflict]:
+        off = 'loss.mixup: "none"'
+        if self.run.devices > 1:
+            yield Conflict("loss.mixup run.devices", "queries are mixed on one device", f"run.devices: 1, or {off}")
+        if self.loss.mixup == "labels" and self.model.heads == "clf":
+            what = "a classifier alone encodes no label texts to mix with"
+            yield Conflict("loss.mixup model.heads", what, f"model.heads: both, or {off}")
+        if self.model.heads != "de" and self.loss.clf == "bce" and self.pool.clf_labels == "all":
+            what = "the loss over all labels in chunks does not know mixtures"
+            yield Conflict("loss.mixup loss.clf pool.clf_labels", what, f"pool.clf_labels: pool, or {off}")
 
     def _operations(self) -> Iterator[Conflict]:
         source = self.source

@@ -178,6 +178,7 @@ class Model(Section):
     dropout: BelowOne = key(0.1, "dropout of both heads")
     clf_init: Literal["xavier", "normal", "label_embedding"] = key("label_embedding", "start of Psi")
     clf_residual: bool = key(False, "a label's classifier row is its text's embedding plus a free vector (SiameseXML)")
+    clf_gates: bool = key(False, "learnt gates weigh the text and the free vector of such a row (DECAF)")
     clf_bias: bool = key(False, "a bias for each label in the classifier's scores")
     clf_dropout: BelowOne = key(0.0, "dropout of the classifier's rows in training")
     clf_dtype: Literal["fp32", "bf16"] = key("fp32", "of the classifier's rows; bf16: stochastic rounding")
@@ -228,6 +229,8 @@ class Loss(Section):
     triplet_top: Count = key(1, "how many are the hardest")
     topk: Count = key(5, "k of the soft top-k loss")
     weights: Literal["none", "propensity"] = key("none", "of positives: 1, or their inverse propensity")
+    mixup: Literal["none", "queries", "labels"] = key("none", "mix queries with others, or with a label's text (MixUp)")
+    mixup_alpha: Positive = key(0.4, "of the Beta distribution of a mixture's shares; small: nearly unmixed")
 
 
 class Optim(Section):

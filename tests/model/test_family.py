@@ -153,7 +153,19 @@ def siamesexml(c):
     return sum(triplets) / 2
 
 
+def mixed(c):
+    """Each head's loss of the query's own labels times the share, and of its partner's times the rest (mixup)."""
+    own = unidec_v2(c)
+    y, skip = c.pool
+    c.pool = (y[c.partner], skip[c.partner])
+    other, c.pool = unidec_v2(c), (y, skip)
+    return c.share * own + (1 - c.share) * other
+
+
 FORMULAS = {
+    "mixup": mixed,
+    "label-mixup": unidec_v2,
+    "decaf": lambda c: ova(c.clf / TAU, c.pool[0].astype(float), c.pool[1]),
     "unidec": unidec_cpu,
     "unidec-long": unidec_cpu,
     "unidec-v2": unidec_v2,
@@ -193,8 +205,8 @@ class Case:
         )
         model = self.model = trainer.model.train()
         self.trainer, self.params = trainer, params
-        for table in model.tables().values():
-            torch.nn.init.normal_(table.weight, std=0.3)
+        for weight in [table.weight for table in model.tables().values()] + [model.gates] * (model.gates is not None):
+            torch.nn.init.normal_(weight, std=0.3)
         relevance, filtered = dataset.relevance.toarray() > 0, dataset.filter_pairs.toarray()
         mined = np.flatnonzero((filtered & ~relevance).any(1) & (dataset.split_N == 0))
         rows = np.concatenate([mined[:4], np.setdiff1d(trainer.rows[:9], mined)])
@@ -229,8 +241,8 @@ class Case:
 
     def written(self, formula):
         """The same by a formula on scores that are made here."""
-        model, x, rows = self.model, self.x.clone().requires_grad_(), None
-        labels = self.batch.clf_labels
+        model, leaf, rows = self.model, self.x.clone().requires_grad_(), None
+        labels, x = self.batch.clf_labels, self.mixed(leaf)
         if model.head_de is not None:
             vectors = F.normalize(torch.tanh(linear(model.head_de[0], x)), dim=1)
             self.de = vectors[: self.own] @ vectors[self.own :].T
@@ -239,12 +251,35 @@ class Case:
             rows = (weight if labels is None else weight[labels]).clone().requires_grad_()
             psi = rows
             if self.params.model.clf_residual:
-                psi = rows + F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1)
+                text, free = F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1), rows
+                if model.gates is not None:
+                    gates = 2 / (1 + torch.exp(-model.gates.detach().double()))
+                    half = len(gates) // 2
+                    text, free = text * gates[:half], rows * gates[half:]
+                psi = text + free
             self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
             if model.bias is not None:
                 self.clf = self.clf + model.bias.weight.detach().double()[labels].T
         loss = formula(self)
-        return loss.detach(), torch.autograd.grad(loss, [x] if rows is None else [x, rows])
+        return loss.detach(), torch.autograd.grad(loss, [leaf] if rows is None else [leaf, rows])
+
+    def mixed(self, x):
+        """The encoder's outputs with the step's queries mixed, one by one, as the share and partners were drawn."""
+        loss, t = self.params.loss, self.batch.targets
+        if loss.mixup == "none":
+            return x
+        draw = np.random.default_rng([self.params.seed, 0, 0x6D6978])
+        self.share = draw.beta(loss.mixup_alpha, loss.mixup_alpha)
+        if loss.mixup == "queries":
+            self.partner = draw.permutation(self.own)
+            others = [x[self.partner[i]] for i in range(self.own)]
+        else:
+            order = draw.permutation(np.flatnonzero(t.sampled_P.numpy()))
+            picked = {int(t.row_P[pair]): int(t.col_P[pair]) for pair in order}
+            assert 0 < len(picked) <= self.own
+            others = [x[self.own + picked[i]] if i in picked else x[i] for i in range(self.own)]
+        queries = [self.share * x[i] + (1 - self.share) * others[i] for i in range(self.own)]
+        return torch.cat([torch.stack(queries), x[self.own :]])
 
 
 @pytest.fixture

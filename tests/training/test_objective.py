@@ -169,11 +169,20 @@ RESIDUAL = {"model.clf_residual": True, "loss.clf_forward": 0.4}
 
 @pytest.mark.parametrize("overrides", [
     {"model.heads": "clf"}, {}, {"pool.de_labels": "all"}, {"model.heads": "clf", "optim.encode_chunk": 5},
+    {"model.clf_gates": True},
 ], ids=str)  # fmt: skip
 def test_a_row_is_its_labels_text_and_a_free_vector(open_trainer, tiny_dataset, overrides):
     trainer = begun(open_trainer(**QUIET, **RESIDUAL, **overrides))
     with torch.no_grad():
         trainer.model.table.weight.normal_(std=0.4)
+        if trainer.model.gates is not None:
+            free_LD = trainer.model.table.weight.clone()
+            as_sum = trainer.model.classifier_table()[0]
+            trainer.model.gates.normal_(std=2.0)
+            text_LD = torch.from_numpy(as_sum) - free_LD
+            gates_2D = 2 * torch.sigmoid(trainer.model.gates).view(2, -1)
+            gated = (gates_2D[0] * text_LD + gates_2D[1] * free_LD).numpy()
+            np.testing.assert_allclose(trainer.model.classifier_table()[0], gated, rtol=1e-4, atol=1e-5)
     rows = np.sort(trainer.rows[:13])
     batch = trainer.prepare(rows, 0)
     seen = batch.clf_labels.numpy()

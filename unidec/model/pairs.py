@@ -108,6 +108,14 @@ class PoolTargets:
             ignored_col_F=self.ignored_row_F, num_positives_B=count_S, importance_P=None,
         )  # fmt: skip
 
+    def of_rows(self, row_B: Tensor) -> PoolTargets:
+        """Of the queries in another order: row i has the labels of row `row_B[i]`, int64 [B], each once."""
+        place_B = torch.empty_like(row_B).scatter_(0, row_B, torch.arange(len(row_B), device=row_B.device))
+        return replace(
+            self, row_P=place_B[self.row_P], ignored_row_F=place_B[self.ignored_row_F],
+            num_positives_B=self.num_positives_B[row_B],
+        )  # fmt: skip
+
     def pairs(self, weight_P: Tensor) -> Pairs:
         """With some weight each."""
         return Pairs(self.row_P, self.col_P, weight_P, self.ignored_row_F, self.ignored_col_F)

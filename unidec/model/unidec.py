@@ -4,7 +4,7 @@ Legend: B texts, N texts in all, L labels, D width of a head, W width of the enc
 
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
 queries, Psi an L x D table. Without `projection` g1 and g2 are the identity (DPR, NGAME, DEXML). With `clf_residual` a
-row of Psi is its label's text plus a free vector (SiameseXML).
+row of Psi is its label's text plus a free vector (SiameseXML), with `clf_gates` each entry times a learnt gate (DECAF).
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class UniDEC(nn.Module):
         self.head_clf: nn.Sequential | None = None
         self.table: RowTable | None = None
         self.bias: RowTable | None = None
+        self.gates: nn.Parameter | None = None
         if not settings.projection and settings.dim != encoder.width:
             raise ConfigError(
                 "without a projection the heads have the encoder's width", where="model.dim", got=settings.dim,
@@ -88,6 +89,7 @@ class UniDEC(nn.Module):
             self.head_clf = nn.Sequential(layer, nn.Dropout(settings.dropout))
             self.table = RowTable(num_labels, settings.dim, DTYPES[settings.clf_dtype], placement)
             self.bias = RowTable(num_labels, 1, torch.float32, placement) if settings.clf_bias else None
+            self.gates = nn.Parameter(torch.zeros(2 * settings.dim)) if settings.clf_gates else None
         self.log_scale = nn.Parameter(
             torch.full((2,), -float(np.log(settings.temperature))), requires_grad=settings.learn_temperature
         )
@@ -182,6 +184,16 @@ class UniDEC(nn.Module):
             x_SW: the encoder's outputs of the texts; in training the head's dropout is at work, as for queries.
         """
         return F.normalize(self.clf(x_SW), dim=-1)
+
+    def residual_rows(self, text_SD: Tensor, free_SD: Tensor) -> Tensor:
+        """Rows of a residual classifier, [S, D]: the sum of both parts, or gate by gate (DECAF: Mittal et al. 2021).
+
+        A gate is 2 sigmoid(g), g = 0 at first, so that a row begins as the sum (the paper: sigmoid(g)).
+        """
+        if self.gates is None:
+            return free_SD + text_SD
+        text_gate_D, free_gate_D = (2 * torch.sigmoid(self.gates)).chunk(2)
+        return text_gate_D * text_SD + free_gate_D * free_SD
 
     def _text_rows(self, x_BW: Tensor) -> Tensor:
         """The same without dropout."""
@@ -294,7 +306,8 @@ class UniDEC(nn.Module):
         for begin in range(0, len(free_LD), START_BLOCK):
             end = min(begin + START_BLOCK, len(free_LD))
             text_BD = self._text_rows(self.label_input(np.arange(first + begin, first + end)).to(self.device))
-            rows_LD[begin:end] = free_LD[begin:end] + text_BD.float().cpu().numpy()
+            free_BD = torch.from_numpy(free_LD[begin:end]).to(self.device)
+            rows_LD[begin:end] = self.residual_rows(text_BD.float(), free_BD).cpu().numpy()
         return rows_LD
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -325,7 +338,8 @@ class UniDEC(nn.Module):
         rows_LD = self.classifier_table()[0] if settings.clf_residual else None
         if rows_LD is not None:
             state["table.weight"] = torch.from_numpy(rows_LD).to(DTYPES[settings.clf_dtype])
-            settings = settings.model_copy(update={"clf_residual": False})
+            settings = settings.model_copy(update={"clf_residual": False, "clf_gates": False})
+            state.pop("gates", None)
         write_tensors(folder.path / WEIGHTS, state)
         for name, source, names in (
             ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),

@@ -23,6 +23,7 @@ from unidec.model.unidec import UniDEC
 from unidec.sections import Loss
 from unidec.training.batches import Prepared
 from unidec.training.distributed import Ranks
+from unidec.training.mixup import UNMIXED, Shares, mix
 
 
 class Objective:
@@ -53,15 +54,17 @@ class Objective:
         Returns:
             "loss_de", "loss_clf": 0-d, of the heads that the model has.
         """
-        settings, both = self.settings, self.model.heads == "both"
+        settings, both, shares = self.settings, self.model.heads == "both", UNMIXED
+        if settings.mixup != "none" and self.model.training:
+            x_BW, shares = mix(x_BW, batch, settings, self.seed, step)
         losses = {}
         if self.model.heads != "clf":
-            losses["loss_de"] = (settings.balance if both else 1.0) * self._de_loss(x_BW, batch, step)
+            losses["loss_de"] = (settings.balance if both else 1.0) * self._de_loss(x_BW, batch, step, shares)
         if self.model.heads != "de":
-            losses["loss_clf"] = (1.0 - settings.balance if both else 1.0) * self._clf_loss(x_BW, batch, step)
+            losses["loss_clf"] = (1.0 - settings.balance if both else 1.0) * self._clf_loss(x_BW, batch, step, shares)
         return losses
 
-    def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
+    def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int, shares: Shares) -> Tensor:
         """L_D: queries against the texts of the labels."""
         ranks, own, pool, settings = self.ranks, batch.num_own_queries, batch.pool, self.settings
         with self.autocast():
@@ -70,9 +73,9 @@ class Objective:
         label_SD = ranks.gather(de_BD[own:], ranks.sizes(len(pool.pool_S)))
         scale = self.model.log_scale.exp()[0]
         similarity_BS = self._products(query_BD, label_SD)
-        return self.loss(settings.de, similarity_BS, scale, batch.targets, settings.de_forward, step)
+        return self._mixed(settings.de, similarity_BS, scale, batch.targets, settings.de_forward, step, shares)
 
-    def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
+    def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int, shares: Shares) -> Tensor:
         """L_C + clf_bce * BCE: queries against the classifier's rows."""
         model, ranks, own, settings = self.model, self.ranks, batch.num_own_queries, self.settings
         scale, targets = model.log_scale.exp()[1], batch.clf_targets
@@ -85,7 +88,8 @@ class Objective:
         if model.settings.clf_residual:  # on one rank alone: it encodes all of the pool's texts
             text_SW = x_BW[own:] if batch.clf_places is None else x_BW[own:][batch.clf_places]
             with self.autocast():
-                row_SD = row_SD + model.text_rows(text_SW)
+                text_SD = model.text_rows(text_SW)
+            row_SD = model.residual_rows(text_SD, row_SD)
         bias_S1 = None
         if model.bias is not None:
             bias_S1 = ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes)
@@ -95,10 +99,19 @@ class Objective:
         logit_BS = self._products(query_BD, row_SD)
         if bias_S1 is not None:
             logit_BS = logit_BS + bias_S1.T
-        loss = self.loss(settings.clf, logit_BS, scale, targets, settings.clf_forward, step)
+        loss = self._mixed(settings.clf, logit_BS, scale, targets, settings.clf_forward, step, shares)
         if settings.clf_bce > 0:
-            loss = loss + settings.clf_bce * self.loss("bce", logit_BS, scale, targets, 1.0, step)
+            loss = loss + settings.clf_bce * self._mixed("bce", logit_BS, scale, targets, 1.0, step, shares)
         return loss
+
+    def _mixed(
+        self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int,
+        shares: Shares,
+    ) -> Tensor:  # fmt: skip
+        """`loss` by whose labels the queries have: of all of them, each with its share."""
+        given = [(share, targets if row_B is None else targets.of_rows(row_B)) for share, row_B in shares]
+        losses = [self.loss(kind, similarity_BS, scale, of_rows, forward, step) for _, of_rows in given]
+        return losses[0] if len(losses) == 1 else sum(s * x for (s, _), x in zip(given, losses, strict=True))
 
     def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:
         """Inner products of queries and labels, [B, S] of their dtype."""
