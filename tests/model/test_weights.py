@@ -223,9 +223,13 @@ def test_whole_rows_are_text_and_free_vector(residual, monkeypatch, block, rng):
     assert torch.equal(model.table.weight, free_LD), "the free vectors stay"
 
 
+@pytest.mark.parametrize("gates", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path, rng, dtype):
-    model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.clf_dtype": dtype}), 3)
+def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path, rng, dtype, gates):
+    values = {"model.clf_residual": True, "model.clf_dtype": dtype, "model.clf_gates": gates}
+    model = create(tiny_bert, tiny_params(**values), 3)
+    if gates:
+        torch.nn.init.normal_(model.gates)
     label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1])
     model.label_input = lambda rows: label_LW[rows]
     model.table.weight.data.copy_(torch.from_numpy(rng.normal(size=(7, 16))))
@@ -234,6 +238,7 @@ def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path,
         model.save_into(out)
     loaded = UniDEC.load(tmp_path / "model")
     assert not loaded.settings.clf_residual and model.settings.clf_residual
+    assert loaded.gates is None and (model.gates is not None) == gates
     got_LD = torch.from_numpy(loaded.classifier_table()[0])
     assert torch.equal(got_LD, rows_LD.to(loaded.table.weight.dtype).float())
     assert torch.equal(encode(loaded), encode(model.eval()))

@@ -54,16 +54,12 @@ def test_a_query_is_mixed_with_the_text_of_one_of_its_sampled_labels(open_traine
             if not labels:
                 assert torch.equal(mixed[row], x[row])
                 continue
-            # mixed = s x + (1 - s) z: which label z lies on the line from x through what it became
-            moves = {label: mixed[row] - x[row] for label in labels}
-            angle = {
-                label: float(torch.cosine_similarity(move, x[own + label] - x[row], dim=0))
-                for label, move in moves.items()
-                if move.norm() > 1e-3
-            }
-            if angle:
-                label = max(angle, key=lambda known: angle[known])
-                assert angle[label] == pytest.approx(1, abs=1e-3)
+            move = mixed[row] - x[row]  # towards the label's text
+            if move.norm() > 1e-3:
+                cosine = {label: float(move @ (x[own + label] - x[row])) for label in labels}
+                length = {label: float(move.norm() * (x[own + label] - x[row]).norm()) for label in labels}
+                label = max(labels, key=lambda known: cosine[known] / length[known])
+                assert cosine[label] == pytest.approx(length[label], rel=1e-3)
                 met.add((row, label))
     assert met == {(row, label) for row, labels in enumerate(sampled) for label in labels}
 

@@ -125,6 +125,7 @@ SETTINGS = {
     "bias": {"clf_bias": True},
     "bf16": {"clf_dtype": "bf16", "clf_bias": True},
     "residual": {"clf_residual": True},
+    "gates": {"clf_residual": True, "clf_gates": True},
 }
 
 
