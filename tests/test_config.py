@@ -181,6 +181,7 @@ CONFLICTING = [
     ("model.clf_residual", {"model.clf_residual": True, "pool.clf_labels": "all"}),
     ("model.clf_residual", {"model.clf_residual": True, "run.devices": 2}),
     ("model.clf_gates", {"model.clf_gates": True}),
+    ("model.clf_graph", {"model.clf_graph": True}),
     ("loss.mixup", {"loss.mixup": "queries", "run.devices": 2}),
     ("loss.mixup", {"loss.mixup": "labels", "model.heads": "clf", "index.space": "clf"}),
     ("loss.mixup", {"loss.mixup": "queries", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.clf_labels": "all"}),

@@ -52,6 +52,8 @@ SPEC = {
     "label-mixup": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "labels"},
     "decaf": OVA | {"encoder.kind": "bag", "model.clf_residual": True, "model.clf_gates": True, "model.clf_bias": True,
                     "pool.clf_labels": "pool", "pool.eta": 6, "encoder.residual": True},
+    "eclare": OVA | {"encoder.kind": "bag", "model.clf_residual": True, "model.clf_gates": True,
+                     "model.clf_graph": True, "label_graph.kind": "random-walk", "pool.clf_labels": "pool"},
     "depsl": ENCODER_ALONE | {"loss.de": "ds"},
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
@@ -73,7 +75,7 @@ SPEC = {
     "renee": OVA | {"pool.clf_labels": "all", "pool.batches": "random", "model.clf_init": "normal",
                     "pool.gandalf": True, "label_graph.kind": "self"},
 }  # fmt: skip
-OTHER_ENCODER = {"siamesexml", "decaf", "unidec-long", "ngame-classifier", "unidec-gpu", "unidec-gpu-long"}
+OTHER_ENCODER = {"siamesexml", "decaf", "eclare", "unidec-long", "ngame-classifier", "unidec-gpu", "unidec-gpu-long"}
 SAME_ENCODER = sorted(set(SPEC) - OTHER_ENCODER)
 
 
@@ -163,7 +165,7 @@ def test_no_step_waits_for_the_device(
     monkeypatch.setattr("unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"})
     golden, no_waiting = helper("training/golden"), benchmark_module("no_waiting").NoWaiting
     params = golden.small(name, tiny_bert, tmp_path)
-    graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
+    graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
     trainer = Trainer(params.training, data, tmp_path / "run", tmp_path / "cache")
     trainer.checks_each_step = False  # as on a GPU
@@ -219,7 +221,7 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
     params = golden.small(name, tiny_bert, tmp_path, **{
         "pool.gandalf": gandalf, "optim.epochs": 1, "pool.refresh": 1, "optim.warmup_epochs": 0.0,
     })  # fmt: skip
-    graph = golden.label_graph(params, tiny_dataset) if gandalf else None
+    graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     trainer = Trainer(
         params.training, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
     )
@@ -236,7 +238,8 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
     moved = {key for key, tensor in trainer.model.state_dict().items() if not tensor.equal(before[key])}
     heads = {"both": {"head_de", "head_clf", "table"}, "de": {"head_de"}, "clf": {"head_clf", "table"}}
     for kind in ("both", "clf"):
-        heads[kind] |= ({"bias"} if params.model.clf_bias else set()) | ({"gates"} if params.model.clf_gates else set())
+        parts = {"bias": "clf_bias", "gates": "clf_gates", "related_gate": "clf_graph"}
+        heads[kind] |= {part for part, key in parts.items() if getattr(params.model, key)}
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected
 
@@ -254,7 +257,7 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
     def losses(run, **options):
         params = golden.small(name, tiny_bert, tmp_path, **{"optim.epochs": 1, "pool.refresh": 1, "pool.beta": 1,
                                                             "optim.warmup_epochs": 0.0} | options)  # fmt: skip
-        graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
+        graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
         trainer = Trainer(
             params.training,
             TrainingData(tiny_dataset, *tiny_tokens.values(), graph),
@@ -282,7 +285,7 @@ def test_a_recipe_learns_its_training_queries(name, golden, tiny_dataset, tiny_t
         "optim.epochs": 10, "pool.refresh": 5, "optim.lr_bag": 1e-2, "optim.lr_heads": 1e-2, "optim.lr_clf": 3e-2,
         "model.dropout": 0.0, "encoder.dropout": 0.0, "encoder.bag_dropout": 0.0,
     })  # fmt: skip
-    graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
+    graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     trainer = Trainer(
         params.training, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
     )

@@ -236,7 +236,7 @@ def fit(
     with contextlib.chdir(place):
         share, seed = loaded.data.validation_share, loaded.data.split_seed
         write_dataset(paths.DATASET, raw, validation_share=share, split_seed=seed)
-        for stage in (pipeline.tokens, pipeline.propensity, *([pipeline.label_graph] * loaded.pool.gandalf)):
+        for stage in (pipeline.tokens, pipeline.propensity, *([pipeline.label_graph] * loaded.reads_label_graph)):
             stage(loaded)
         pipeline.train(loaded, track=False)
         pipeline.index(loaded)

@@ -69,6 +69,11 @@ class Params(Section):
             propensity=(self.data.propensity_a, self.data.propensity_b),
         )  # fmt: skip
 
+    @property
+    def reads_label_graph(self) -> bool:
+        """Training reads the label graph: as targets of label texts, or for rows that hold related labels' texts."""
+        return self.pool.gandalf or (self.model.clf_graph and self.model.heads != "de")
+
     def conflicts(self) -> Iterator[Conflict]:
         """Every conflict within a section and between sections."""
         for name in type(self).model_fields:
@@ -111,11 +116,10 @@ class Params(Section):
             fix = "run.table_place: device, or optim.clf_state: adam, which updates the rows of a step only"
             yield Conflict("run.table_place optim.clf_state model.heads", "AdamW updates all rows in each step", fix)
         if not self.model.clf_residual:
-            if self.model.clf_gates:
-                what, fix = "gates weigh the two parts of a residual row", "model.clf_residual: true"
-                yield Conflict(
-                    "model.clf_gates model.clf_residual model.heads", what, f"{fix}, or model.clf_gates: false"
-                )
+            for name in ("clf_gates", "clf_graph"):
+                if getattr(self.model, name):
+                    keys, fix = f"model.{name} model.clf_residual model.heads", f"or model.{name}: false"
+                    yield Conflict(keys, "only a residual row has a text", f"model.clf_residual: true, {fix}")
             return
         or_none = "or model.clf_residual: false"
         if self.model.clf_init != "label_embedding":

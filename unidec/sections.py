@@ -179,6 +179,7 @@ class Model(Section):
     clf_init: Literal["xavier", "normal", "label_embedding"] = key("label_embedding", "start of Psi")
     clf_residual: bool = key(False, "a label's classifier row is its text's embedding plus a free vector (SiameseXML)")
     clf_gates: bool = key(False, "learnt gates weigh the text and the free vector of such a row (DECAF)")
+    clf_graph: bool = key(False, "such a row has the texts of related labels too, by the label graph (ECLARE)")
     clf_bias: bool = key(False, "a bias for each label in the classifier's scores")
     clf_dropout: BelowOne = key(0.0, "dropout of the classifier's rows in training")
     clf_dtype: Literal["fp32", "bf16"] = key("fp32", "of the classifier's rows; bf16: stochastic rounding")

@@ -173,6 +173,7 @@ FORMULAS = {
     "unidec-gpu": unidec_v2_bce,
     "unidec-gpu-long": unidec_v2_bce,
     "unidec-v1": unidec_v1,
+    "eclare": lambda c: ova(c.clf / TAU, c.pool[0].astype(float), c.pool[1]),
     "depsl": lambda c: both_ways(decoupled, c.de / TAU, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
@@ -198,20 +199,22 @@ class Case:
     def __init__(self, recipe, golden, dataset, tokens, transformer, folder, rng):
         folder.mkdir(exist_ok=True)
         params = golden.small(recipe, transformer, folder, **{"model.dropout": 0.0})
-        graph = golden.label_graph(params, dataset) if params.pool.gandalf else None
+        graph = golden.label_graph(params, dataset) if params.reads_label_graph else None
         torch.manual_seed(int(rng.integers(2**31)))
         trainer = Trainer(
             params.training, TrainingData(dataset, *tokens.values(), graph), folder / "run", folder / "cache"
         )
         model = self.model = trainer.model.train()
         self.trainer, self.params = trainer, params
-        for weight in [table.weight for table in model.tables().values()] + [model.gates] * (model.gates is not None):
+        gates = [gate for gate in (model.gates, model.related_gate) if gate is not None]
+        for weight in [table.weight for table in model.tables().values()] + gates:
             torch.nn.init.normal_(weight, std=0.3)
         relevance, filtered = dataset.relevance.toarray() > 0, dataset.filter_pairs.toarray()
         mined = np.flatnonzero((filtered & ~relevance).any(1) & (dataset.split_N == 0))
         rows = np.concatenate([mined[:4], np.setdiff1d(trainer.rows[:9], mined)])
         target = relevance.astype(np.float32)
-        if graph is not None:  # some label texts too
+        self.graph = None if graph is None else graph.toarray()
+        if params.pool.gandalf:  # some label texts too
             rows = np.concatenate([rows, dataset.num_queries + np.array([0, 5, 11])])
             target = np.concatenate([target, graph.toarray()])
             filtered = np.concatenate([filtered, np.zeros((dataset.num_labels,) * 2, bool)])
@@ -252,16 +255,27 @@ class Case:
             psi = rows
             if self.params.model.clf_residual:
                 text, free = F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1), rows
+                related = self.related(text)
                 if model.gates is not None:
                     gates = 2 / (1 + torch.exp(-model.gates.detach().double()))
                     half = len(gates) // 2
                     text, free = text * gates[:half], rows * gates[half:]
-                psi = text + free
+                psi = text + free + related
             self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
             if model.bias is not None:
                 self.clf = self.clf + model.bias.weight.detach().double()[labels].T
         loss = formula(self)
         return loss.detach(), torch.autograd.grad(loss, [leaf] if rows is None else [leaf, rows])
+
+    def related(self, text):
+        """The texts of the labels of the pool that are related to each, times how much, at unit length; times the gate."""
+        if self.model.related_gate is None:
+            return torch.zeros_like(text)
+        pool, rows = self.batch.pool.pool_S, []
+        for i, label in enumerate(pool):
+            others = [self.graph[label, other] * text[j] for j, other in enumerate(pool) if j != i]
+            rows.append(F.normalize(sum(others), dim=0))
+        return torch.stack(rows) * self.model.related_gate.detach().double()
 
     def mixed(self, x):
         """The encoder's outputs with the step's queries mixed, one by one, as the share and partners were drawn."""

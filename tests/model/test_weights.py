@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.sparse import csr_matrix
 
 from unidec.data.storage import write_folder, write_manifest
 from unidec.data.tokens import encode_texts
@@ -221,6 +222,24 @@ def test_whole_rows_are_text_and_free_vector(residual, monkeypatch, block, rng):
         torch.testing.assert_close(got_LD, torch.stack(expected).detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model.text_rows(label_LW), got_LD - free_LD, rtol=1e-4, atol=1e-6)
     assert torch.equal(model.table.weight, free_LD), "the free vectors stay"
+
+
+@pytest.mark.parametrize("block", [2, 100])
+def test_whole_rows_have_the_texts_of_all_related_labels(tiny_bert, tiny_params, rng, monkeypatch, block):
+    monkeypatch.setattr("unidec.model.unidec.START_BLOCK", block)
+    model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.clf_graph": True}), 3).eval()
+    label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1]) + torch.from_numpy(rng.normal(size=(7, 32)).astype(np.float32))
+    graph_LL = rng.random((7, 7)) * (rng.random((7, 7)) < 0.4)
+    graph_LL[3] = 0  # related to none
+    model.label_input, model.related_LL = (lambda rows: label_LW[rows]), csr_matrix(graph_LL)
+    torch.nn.init.normal_(model.table.weight)
+    torch.nn.init.normal_(model.related_gate)
+    text = model.text_rows(label_LW).detach().numpy().astype(np.float64)
+    for label, row in enumerate(model.classifier_table()[0]):
+        related = sum(graph_LL[label, other] * text[other] for other in range(7))
+        related = related / max(np.linalg.norm(related), 1e-12) * model.related_gate.detach().numpy()
+        expected = text[label] + model.table.weight[label].numpy() + related
+        np.testing.assert_allclose(row, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gates", [False, True])

@@ -69,7 +69,7 @@ def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> l
     for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
         texts = dataset.text_batches(name, params.tokens.text)  # type: ignore[arg-type]
         tokens.append(TokenCache.open(build_token_cache(texts, transformer, 16, folder / name, size)))
-    graph = label_graph(params, dataset) if params.pool.gandalf else None
+    graph = label_graph(params, dataset) if params.reads_label_graph else None
     log_every, trainer_module.LOG_EVERY = trainer_module.LOG_EVERY, 1
     try:
         while True:

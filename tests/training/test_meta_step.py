@@ -54,7 +54,7 @@ def test_no_step_waits_for_a_copy(
         if params.pool.clf_labels == "all" or params.model.heads == "de":
             pytest.skip("this recipe requires run.table_place: device")
         params = golden.small(name, tiny_bert, tmp_path, **values, **{"run.table_place": "host"})
-    graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
+    graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
     trainer = Trainer(params.training, data, tmp_path / "run", tmp_path / "cache")
     trainer.refresh()

@@ -152,7 +152,7 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     costs: dict[str, float] = {}
     curve, run_id = [], None
     if spec["kind"] == "recipe":
-        if params.pool.gandalf and not (paths.LABEL_GRAPH / MANIFEST).is_file():
+        if params.reads_label_graph and not (paths.LABEL_GRAPH / MANIFEST).is_file():
             pipeline.label_graph(params)
         trained = pipeline.train(params)
         assert trained is not None  # one process trains it

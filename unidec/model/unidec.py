@@ -4,7 +4,8 @@ Legend: B texts, N texts in all, L labels, D width of a head, W width of the enc
 
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
 queries, Psi an L x D table. Without `projection` g1 and g2 are the identity (DPR, NGAME, DEXML). With `clf_residual` a
-row of Psi is its label's text plus a free vector (SiameseXML), with `clf_gates` each entry times a learnt gate (DECAF).
+row of Psi is its label's text plus a free vector (SiameseXML), with `clf_gates` each entry times a learnt gate (DECAF),
+with `clf_graph` plus the texts of related labels (ECLARE).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 
 from unidec.data.storage import Folder, read_manifest
@@ -53,7 +55,8 @@ class UniDEC(nn.Module):
         table: Psi, `RowTable` [L, D] (with `clf_residual` its free vectors); bias: `RowTable` [L, 1] or None.
         log_scale: float [2], log(1 / tau) of the two heads.
         label_input: gives encoder outputs [n, W] of the labels at some rows, int64 [n]; set by who trains a residual
-            classifier, whose whole rows are computed with it.
+            classifier, whose whole rows are computed with it; related_LL: csr [L, L], how much labels are related,
+            likewise with `clf_graph`.
 
     Raises:
         ConfigError: without `projection`, `dim` is not the encoder's width.
@@ -76,6 +79,7 @@ class UniDEC(nn.Module):
         self.table: RowTable | None = None
         self.bias: RowTable | None = None
         self.gates: nn.Parameter | None = None
+        self.related_gate: nn.Parameter | None = None
         if not settings.projection and settings.dim != encoder.width:
             raise ConfigError(
                 "without a projection the heads have the encoder's width", where="model.dim", got=settings.dim,
@@ -90,10 +94,12 @@ class UniDEC(nn.Module):
             self.table = RowTable(num_labels, settings.dim, DTYPES[settings.clf_dtype], placement)
             self.bias = RowTable(num_labels, 1, torch.float32, placement) if settings.clf_bias else None
             self.gates = nn.Parameter(torch.zeros(2 * settings.dim)) if settings.clf_gates else None
+            self.related_gate = nn.Parameter(torch.zeros(settings.dim)) if settings.clf_graph else None
         self.log_scale = nn.Parameter(
             torch.full((2,), -float(np.log(settings.temperature))), requires_grad=settings.learn_temperature
         )
         self.label_input: LabelInput | None = None
+        self.related_LL: csr_matrix | None = None
         # set by `create` and `load`
         self.config_folder: Path | None = None
         self.tokenizer_folder: Path = Path()
@@ -185,15 +191,18 @@ class UniDEC(nn.Module):
         """
         return F.normalize(self.clf(x_SW), dim=-1)
 
-    def residual_rows(self, text_SD: Tensor, free_SD: Tensor) -> Tensor:
-        """Rows of a residual classifier, [S, D]: the sum of both parts, or gate by gate (DECAF: Mittal et al. 2021).
+    def residual_rows(self, text_SD: Tensor, free_SD: Tensor, related_SD: Tensor | None) -> Tensor:
+        """Rows of a residual classifier, [S, D]: the sum of text and free vector, or gate by gate (DECAF: Mittal et al.
+        2021), plus gate by gate what `related_texts` gives (ECLARE: Mittal et al. 2021).
 
-        A gate is 2 sigmoid(g), g = 0 at first, so that a row begins as the sum (the paper: sigmoid(g)).
+        Gates of the first two are 2 sigmoid(g), g = 0 at first (the paper: sigmoid(g)), those of the third begin at 0
+        (the paper: a softmax over the parts): so a row begins as the sum.
         """
-        if self.gates is None:
-            return free_SD + text_SD
-        text_gate_D, free_gate_D = (2 * torch.sigmoid(self.gates)).chunk(2)
-        return text_gate_D * text_SD + free_gate_D * free_SD
+        if self.gates is not None:
+            text_gate_D, free_gate_D = (2 * torch.sigmoid(self.gates)).chunk(2)
+            text_SD, free_SD = text_gate_D * text_SD, free_gate_D * free_SD
+        row_SD = free_SD + text_SD
+        return row_SD if related_SD is None else row_SD + self.related_gate * related_SD
 
     def _text_rows(self, x_BW: Tensor) -> Tensor:
         """The same without dropout."""
@@ -302,13 +311,24 @@ class UniDEC(nn.Module):
     def _with_texts(self, free_LD: np.ndarray) -> np.ndarray:
         """Rows of a residual classifier from its free vectors, float32 [n, D]."""
         assert self.table is not None and self.label_input is not None, "a residual classifier needs its labels' texts"
-        first, rows_LD = self.table.first_row, np.empty_like(free_LD)
+        first, rows_LD, text_LD = self.table.first_row, np.empty_like(free_LD), None
+        if self.related_LL is not None:  # of all labels: a row reads those of others
+            blocks = [self._texts_of(begin, self.num_labels).cpu() for begin in range(0, self.num_labels, START_BLOCK)]
+            text_LD = torch.cat(blocks).numpy()
         for begin in range(0, len(free_LD), START_BLOCK):
-            end = min(begin + START_BLOCK, len(free_LD))
-            text_BD = self._text_rows(self.label_input(np.arange(first + begin, first + end)).to(self.device))
-            free_BD = torch.from_numpy(free_LD[begin:end]).to(self.device)
-            rows_LD[begin:end] = self.residual_rows(text_BD.float(), free_BD).cpu().numpy()
+            end, related_BD = min(begin + START_BLOCK, len(free_LD)), None
+            if self.related_LL is not None:
+                sums_BD = (self.related_LL[first + begin : first + end] @ text_LD).astype(np.float32)
+                related_BD = F.normalize(torch.from_numpy(sums_BD).to(self.device), dim=-1)
+            text_BD, free_BD = self._texts_of(first + begin, first + end), torch.from_numpy(free_LD[begin:end])
+            rows_LD[begin:end] = self.residual_rows(text_BD, free_BD.to(self.device), related_BD).cpu().numpy()
         return rows_LD
+
+    def _texts_of(self, begin: int, end: int) -> Tensor:
+        """What the texts of a block of labels, up to `end`, add to their rows, float32 [n, D]."""
+        assert self.label_input is not None
+        labels = np.arange(begin, min(begin + START_BLOCK, end))
+        return self._text_rows(self.label_input(labels).to(self.device)).float()
 
     def dense_state(self) -> dict[str, Tensor]:
         """The state without the tables' weights."""
@@ -338,8 +358,8 @@ class UniDEC(nn.Module):
         rows_LD = self.classifier_table()[0] if settings.clf_residual else None
         if rows_LD is not None:
             state["table.weight"] = torch.from_numpy(rows_LD).to(DTYPES[settings.clf_dtype])
-            settings = settings.model_copy(update={"clf_residual": False, "clf_gates": False})
-            state.pop("gates", None)
+            settings = settings.model_copy(update={"clf_residual": False, "clf_gates": False, "clf_graph": False})
+            state = {name: tensor for name, tensor in state.items() if name not in ("gates", "related_gate")}
         write_tensors(folder.path / WEIGHTS, state)
         for name, source, names in (
             ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),
@@ -389,3 +409,13 @@ class UniDEC(nn.Module):
         model.max_length, model.params = about.max_length, about.params
         model.config_folder, model.tokenizer_folder = about.config_folder, about.tokenizer_folder
         return model.to(device).eval()
+
+
+def related_texts(text_SD: Tensor, row_E: Tensor, col_E: Tensor, weight_E: Tensor) -> Tensor:
+    """Weighted sums of the texts of the labels that are related to each label, at unit length (0 where none is).
+
+    Args:
+        text_SD: [S, D]; row_E, col_E: int64 [E], places of a label and of one related to it; weight_E: how much.
+    """
+    sums_SD = torch.zeros_like(text_SD).index_add(0, row_E, text_SD[col_E] * weight_E.unsqueeze(1))
+    return F.normalize(sums_SD, dim=-1)

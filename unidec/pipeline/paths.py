@@ -61,8 +61,8 @@ def open_propensity() -> Propensity:
 
 
 def open_label_graph(params: Params, verify: bool = True) -> csr_matrix | None:
-    """Soft targets of label texts where they are trained on; raises as `open_tokens`."""
-    if not params.pool.gandalf:
+    """The label graph where training reads it; raises as `open_tokens`."""
+    if not params.reads_label_graph:
         return None
     graph = load_label_graph(LABEL_GRAPH, verify)
     return _made_of(graph, graph.shape[0], "labels", LABEL_GRAPH, "label-graph")

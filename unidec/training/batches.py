@@ -41,6 +41,8 @@ class Prepared:
         clf_sizes: how many of them are in each rank's rows.
         clf_places: int64, where they are among the encoded labels, for rows that hold their label's text; None: they
             are the encoded labels, or rows hold no texts.
+        related: with `model.clf_graph` the pairs of labels that the classifier sees and that are related: places int64
+            [E] of both among them, and how much they are, float32 [E].
         texts: what this rank encodes: its part of the queries, then its part of the labels; in chunks where
             gradients are cached.
         num_own_queries: how many of the texts are queries.
@@ -53,6 +55,7 @@ class Prepared:
     clf_labels: Tensor | None
     clf_sizes: list[int]
     clf_places: Tensor | None
+    related: tuple[Tensor, ...] | None
     texts: EncoderInput | TextChunks
     num_own_queries: int
     num_texts: int
@@ -65,12 +68,13 @@ class Batches:
     Args:
         tokens: token caches "queries" and "labels".
         build: puts texts on the device; device: of the targets.
-        label_graph: csr [L, L] of soft targets; needed, and only read, with `pool.gandalf`.
+        label_graph: csr [L, L] of soft targets; needed, and only read, with `pool.gandalf` or `model.clf_graph`.
 
     Attributes:
         rows: int64 [n], training rows: the data set's, with Gandalf those of the labels behind them.
         inverse_L: float64 [L], inverse propensities by the training queries alone, where something is weighted by
             them, else None.
+        related_LL: csr [L, L], the label graph without its diagonal, with `model.clf_graph`, else None.
         sampler: draws pools.
 
     Raises:
@@ -102,6 +106,11 @@ class Batches:
             self.inverse_L = inverse_propensity(
                 label_counts(relevance, self.rows), len(self.rows), *settings.propensity
             )
+        self.related_LL: sp.csr_matrix | None = None
+        if settings.model.clf_graph and settings.model.heads != "de":
+            assert label_graph is not None
+            self.related_LL = sp.csr_matrix(label_graph - sp.diags(label_graph.diagonal(), format="csr"))
+            self.related_LL.eliminate_zeros()
         if pool.gandalf:
             relevance, filter_pairs, chosen = _with_labels(relevance, filter_pairs, label_graph)
             self.rows = np.concatenate([self.rows, self.num_queries + chosen])
@@ -139,7 +148,7 @@ class Batches:
         size = self.settings.optim.encode_chunk
         everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded)]
         return Prepared(
-            pool, targets, clf_targets, *self._classified(clf_pool, encoded),
+            pool, targets, clf_targets, *self._classified(clf_pool, encoded), self._related(clf_pool.pool_S),
             cut_texts(own, self.build, size, self.device) if size else self.build(own), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),
@@ -167,6 +176,13 @@ class Batches:
         if self.settings.model.clf_residual and len(encoded) > len(clf_pool.pool_S):
             places = to_device(np.searchsorted(encoded, clf_pool.pool_S), self.device)
         return ids, sizes, places
+
+    def _related(self, labels_S: np.ndarray) -> tuple[Tensor, ...] | None:
+        if self.related_LL is None:
+            return None
+        pairs = self.related_LL[labels_S][:, labels_S].tocoo()
+        arrays = (pairs.row.astype(np.int64), pairs.col.astype(np.int64), pairs.data.astype(np.float32))
+        return tuple(to_device(array, self.device) for array in arrays)
 
     def ahead(
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None

@@ -44,11 +44,13 @@ def run_identity(
 
     Returns:
         `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries", "tokens.labels",
-        "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" (with `pool.gandalf`) where there is
-        one. Raises ArtifactError: there is no model at `encoder.start`.
+        "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" where there is one.
+
+    Raises:
+        ArtifactError: there is no model at `encoder.start`.
     """
-    pool = parameters["pool"]
-    deciding = {name: parameters[name] for name in (*SECTIONS, *(["label_graph"] if pool["gandalf"] else []))}
+    pool, reads_graph = parameters["pool"], parameters["pool"]["gandalf"] or parameters["model"]["clf_graph"]
+    deciding = {name: parameters[name] for name in (*SECTIONS, *(["label_graph"] if reads_graph else []))}
     if parameters["loss"]["weights"] == "propensity" or pool["positives"] == "tail":
         deciding["data"] = {key: parameters["data"][key] for key in ("propensity_a", "propensity_b")}
     identity = {"seed": json.dumps(deciding.pop("seed"))}
@@ -64,7 +66,7 @@ def run_identity(
         identity[f"tokens.{name}"] = files_sha256({name: entry["sha256"] for name, entry in files.items()})
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
     identity["code"] = code_sha256()
-    if pool["gandalf"] and label_graph is not None:
+    if reads_graph and label_graph is not None:
         digest = hashlib.sha256()
         for array in (label_graph.indptr, label_graph.indices, label_graph.data):
             digest.update(f"{array.dtype} {array.shape}".encode())

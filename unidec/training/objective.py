@@ -19,7 +19,7 @@ from torch import Tensor
 from unidec.model.full_bce import full_bce
 from unidec.model.losses import UNSCALED, loss_options, symmetric_loss
 from unidec.model.pairs import PoolTargets
-from unidec.model.unidec import UniDEC
+from unidec.model.unidec import UniDEC, related_texts
 from unidec.sections import Loss
 from unidec.training.batches import Prepared
 from unidec.training.distributed import Ranks
@@ -89,7 +89,8 @@ class Objective:
             text_SW = x_BW[own:] if batch.clf_places is None else x_BW[own:][batch.clf_places]
             with self.autocast():
                 text_SD = model.text_rows(text_SW)
-            row_SD = model.residual_rows(text_SD, row_SD)
+            related_SD = None if batch.related is None else related_texts(text_SD, *batch.related)
+            row_SD = model.residual_rows(text_SD, row_SD, related_SD)
         bias_S1 = None
         if model.bias is not None:
             bias_S1 = ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes)

@@ -52,7 +52,8 @@ LOG_EVERY = 10  # steps between two lines of history; a GPU's host waits for it 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a training reads: a data set, its token caches, and with `pool.gandalf` soft targets, csr [L, L]."""
+    """What a training reads: a data set, its token caches, and where it is needed the label graph, csr [L, L]: soft
+    targets of label texts (`pool.gandalf`), which labels are related (`model.clf_graph`)."""
 
     dataset: XMCDataset
     query_tokens: TokenCache
@@ -132,6 +133,7 @@ class Trainer:
             ranks.barrier()
         self.batches.build = self.build
         self.model.label_input = self._encode_labels if settings.model.clf_residual else None
+        self.model.related_LL = self.batches.related_LL
         self.batch_size = queries_a_batch(settings.pool, len(self.rows))
         self.steps_per_epoch = math.ceil(len(self.rows) / self.batch_size)
         if settings.pool.batches == "clustered":
