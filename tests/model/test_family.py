@@ -268,7 +268,7 @@ class Case:
         return loss.detach(), torch.autograd.grad(loss, [leaf] if rows is None else [leaf, rows])
 
     def related(self, text):
-        """The texts of the labels of the pool that are related to each, times how much, at unit length; times the gate."""
+        """Texts of the labels of the pool that are related to each, times how much, at unit length; times the gate."""
         if self.model.related_gate is None:
             return torch.zeros_like(text)
         pool, rows = self.batch.pool.pool_S, []
