@@ -12,7 +12,7 @@ A search by inner product in this space ranks labels by
 where clf(x, l) is cos(Phi_C(x), Psi_l) with `clf_normalize` (UniDEC, section "Inference": `[Phi_D(z_l);
 normalize(Psi_l)]` against `[Phi_D(x); normalize(Phi_C(x))]`, clf_weight 1), and Phi_C(x) . Psi_l + bias_l without it.
 The bias is one more dimension, in which every query has a one; a cosine has no bias. The dual encoder's vectors are
-of unit length as the model gives them.
+of unit length as the model gives them; with `model.normalize: false` their cosine is an inner product.
 """
 
 from __future__ import annotations
