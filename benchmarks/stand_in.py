@@ -91,7 +91,10 @@ def stand_in(
         at.mkdir(parents=True, exist_ok=True)
         stack.enter_context(contextlib.chdir(at))
         changed = {"data.path": "raw", "encoder.name": encoder or _small_encoder(Path("encoder"))}
-        params = published.resolve(name, method, changed | _smaller(published.resolve(name, method), num_train, batch))
+        whole = published.resolve(name, method)
+        if not whole.model.projection:
+            changed["model.dim"] = _width(changed["encoder.name"])
+        params = published.resolve(name, method, changed | _smaller(whole, num_train, batch))
         row |= {"queries a batch": params.pool.batch_size, "labels a pool": params.pool.size or "no limit"}
         memory = stack.enter_context(Memory())
         for stage, work in _stages(params, name, num_train, num_labels, steps):
@@ -114,6 +117,12 @@ def table(rows: list[Row]) -> list[str]:
         cells = [_cell(row.get(column, "-")) for column in COLUMNS]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _width(encoder: str) -> int:
+    """Of an encoder's vectors."""
+    config = json.loads((resolve_encoder(encoder) / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("hidden_size") or config["dim"])  # DistilBERT's name of it
 
 
 def _cell(value: Any) -> str:
