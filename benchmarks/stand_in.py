@@ -176,7 +176,7 @@ def _stages(
     yield "validate", lambda: _nothing(pipeline.validate(params))
     yield "tokens", tokens
     yield "propensity", lambda: _nothing(pipeline.propensity(params))
-    if params.pool.gandalf:
+    if params.reads_label_graph:
         yield "label graph", lambda: _nothing(pipeline.label_graph(params))
     yield "refresh", refresh
     yield "steps", lambda: _train(found[0], steps)

@@ -67,7 +67,7 @@ def train(params: Params, every: float) -> dict[str, Any]:
     curve, ends = Curve(params, clock), {}
     pipeline.tokens(params)
     ends["tokens"] = clock.seconds
-    if params.pool.gandalf:
+    if params.reads_label_graph:
         pipeline.label_graph(params)
     run_dir = paths.RUNS / params.recipe
     trainer = open_trainer(params, run_dir)
