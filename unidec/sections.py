@@ -194,7 +194,7 @@ class Pool(Section):
     batch_size: Count = key(512, "queries a batch; a cluster has N / 2^depth of them")
     batch_fit: Literal["most", "least"] = key("most", "batch_size is a cluster's most queries, or (papers) its least")
     cluster_start: CountOrZero = key(0, "queries a cluster at first, then doubled (NGAME); 0: a batch")
-    cluster_doublings: tuple[CountOrZero, ...] = key((), "epochs from which clusters double; empty: each refresh")
+    cluster_doublings: list[CountOrZero] = key([], "epochs from which clusters double; empty: each refresh")
     beta: Count = key(3, "positives sampled for each query")
     positives: Literal["uniform", "tail"] = key("uniform", "drawn alike, or by their inverse propensity")
     eta: CountOrZero = key(6, "hard negatives sampled for each query")

@@ -137,9 +137,10 @@ def loop_pair_loss(name, options, x_i, p, negatives, everything):
     hardest = sorted(negatives, key=lambda n: x_i[n].item(), reverse=True)[:top]
     hinges = [torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in hardest]
     if options["negatives"] == "softmax":  # what is missing counts as one that keeps the margin
-        slots = min(top, len(x_i)) - len(hardest)
-        weights = [torch.exp(x_i[n] / 0.1) if h > 0 else 1.0 for n, h in zip(hardest, hinges, strict=True)]
-        hinges = [h * w / (sum(weights) + slots) for h, w in zip(hinges, weights, strict=True)]
+        missing = [x_i.new_zeros(())] * (min(top, len(x_i)) - len(hardest))
+        scores = [x_i[n] / 0.1 if h > 0 else x_i[n] * 0 for n, h in zip(hardest, hinges, strict=True)]
+        shares = torch.stack([*scores, *missing]).softmax(0)
+        hinges = [h * share for h, share in zip(hinges, shares, strict=False)]
     return sum(hinges, x_i.sum() * 0) / top
 
 

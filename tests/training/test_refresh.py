@@ -46,7 +46,7 @@ def test_clusters_double_at_each_refresh_up_to_a_batch(start, expected):
 
 def test_clusters_double_at_the_epochs_that_are_named():
     """NGAME on LF-AmazonTitles-131K: batches of 1,600 of 294,805 queries, and clusters of 512 from epoch 200 on."""
-    epochs = (10, 20, 25, 50, 75, 100, 125, 150, 200)
+    epochs = [10, 20, 25, 50, 75, 100, 125, 150, 200]
     pool = Pool(cluster_start=1, cluster_doublings=epochs, batch_size=1600, refresh=5)
     sizes = [cluster_size(pool, epoch, 294_805) for epoch in range(300)]
     assert [sizes.count(1 << doubling) for doubling in range(10)] == [10, 10, 5, 25, 25, 25, 25, 25, 50, 100]

@@ -202,7 +202,9 @@ class UniDEC(nn.Module):
             text_gate_D, free_gate_D = (2 * torch.sigmoid(self.gates)).chunk(2)
             text_SD, free_SD = text_gate_D * text_SD, free_gate_D * free_SD
         row_SD = free_SD + text_SD
-        return row_SD if related_SD is None else row_SD + self.related_gate * related_SD
+        if related_SD is None or self.related_gate is None:
+            return row_SD
+        return row_SD + self.related_gate * related_SD
 
     def _text_rows(self, x_BW: Tensor) -> Tensor:
         """The same without dropout."""

@@ -112,7 +112,9 @@ class Objective:
         """`loss` by whose labels the queries have: of all of them, each with its share."""
         given = [(share, targets if row_B is None else targets.of_rows(row_B)) for share, row_B in shares]
         losses = [self.loss(kind, similarity_BS, scale, of_rows, forward, step) for _, of_rows in given]
-        return losses[0] if len(losses) == 1 else sum(s * x for (s, _), x in zip(given, losses, strict=True))
+        if len(losses) == 1:
+            return losses[0]
+        return torch.stack([share * loss for (share, _), loss in zip(given, losses, strict=True)]).sum()
 
     def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:
         """Inner products of queries and labels, [B, S] of their dtype."""

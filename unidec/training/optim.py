@@ -128,7 +128,7 @@ class RowMomentum(RowOptimiser):
         self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
     ) -> None:
         applies = torch.ones_like(scale) if failed is None else 1 - failed
-        velocity = state["velocity"].mul_(torch.where(applies.bool(), MOMENTUM, 1.0)).addcmul_(grad, scale)
+        velocity = state["velocity"].mul_(1 - (1 - MOMENTUM) * applies).addcmul_(grad, scale)
         if self.decay > 0:
             velocity.addcmul_(weight, applies, value=self.decay)
         weight.addcmul_(velocity, applies, value=-lr)
