@@ -282,7 +282,7 @@ class Case:
         loss, t = self.params.loss, self.batch.targets
         if loss.mixup == "none":
             return x
-        draw = np.random.default_rng([self.params.seed, 0, 0x6D6978])
+        draw = np.random.default_rng((self.params.seed, 0, 0, 0x6D6978))
         self.share = draw.beta(loss.mixup_alpha, loss.mixup_alpha)
         if loss.mixup == "queries":
             self.partner = draw.permutation(self.own)

@@ -14,7 +14,8 @@ from unidec.training.trainer import Trainer, TrainingData
 def as_on_a_gpu(monkeypatch):
     """Fused attention, copies as a GPU's, and nothing that "meta" does not have: random states, autocast."""
     monkeypatch.setattr("unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"})
-    for module in ("model.pairs", "model.row_table", "model.encoder", "training.batches", "training.gradient_cache"):
+    copying = ("batches", "gradient_cache", "mixup")
+    for module in ("model.pairs", "model.row_table", "model.encoder", *(f"training.{name}" for name in copying)):
         monkeypatch.setattr(
             f"unidec.{module}.to_device", lambda x, device: torch.as_tensor(x).to(device, non_blocking=True)
         )

@@ -1,11 +1,15 @@
 """MixUp: what is mixed with what, by how much, and whose labels count; losses are in tests/model/test_family.py."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from unidec.training.mixup import UNMIXED, mix
+from unidec.training.mixup import draw_mix
 from unidec.training.refresh import Refresh
+
+CPU = torch.device("cpu")
 
 
 def drawn(open_trainer, kind, **overrides):
@@ -13,20 +17,22 @@ def drawn(open_trainer, kind, **overrides):
     trainer.refresh()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
     batch = trainer.prepare(trainer.rows[:17], 0)
-    x = torch.randn(batch.num_texts, trainer.model.encoder.width)
-    return trainer, batch, x
+    return trainer, batch, torch.randn(batch.num_texts, trainer.model.encoder.width)
 
 
 def test_queries_are_mixed_in_pairs_and_labels_are_left(open_trainer):
     trainer, batch, x = drawn(open_trainer, "queries")
-    own, settings = batch.num_own_queries, trainer.settings.loss
-    mixed, [(share, none), (rest, partner)] = mix(x, batch, settings, 3, 7)
-    assert none is None and share + rest == pytest.approx(1) and sorted(partner.tolist()) == list(range(own))
-    torch.testing.assert_close(mixed[:own], share * x[:own] + rest * x[partner])
+    own, mix = batch.num_own_queries, batch.mix
+    (share, targets), (rest, _) = mix.targets(batch.targets)
+    assert targets is batch.targets and share + rest == pytest.approx(1) and share == mix.share
+    assert sorted(mix.partner_B.tolist()) == list(range(own))
+    mixed = mix.vectors(x)
+    torch.testing.assert_close(mixed[:own], share * x[:own] + rest * x[mix.partner_B])
     assert torch.equal(mixed[own:], x[own:])
-    again, other = mix(x, batch, settings, 3, 7), mix(x, batch, settings, 3, 8)
-    assert torch.equal(again[0], mixed) and not torch.equal(other[0], mixed)
-    shares = np.array([mix(x, batch, settings, 3, step)[1][0][0] for step in range(2000)])
+    again, next_step = trainer.prepare(trainer.rows[:17], 0), trainer.prepare(trainer.rows[:17], 1)
+    assert torch.equal(again.mix.vectors(x), mixed) and next_step.mix.share != mix.share
+    settings = trainer.settings.loss
+    shares = np.array([draw_mix(settings, batch.pool, (0, step), CPU).share for step in range(2000)])
     assert shares.mean() == pytest.approx(0.5, abs=0.05)
     assert shares.var() == pytest.approx(1 / (4 * (2 * 0.4 + 1)), rel=0.15)  # of Beta(0.4, 0.4)
 
@@ -47,35 +53,31 @@ def test_a_query_is_mixed_with_the_text_of_one_of_its_sampled_labels(open_traine
     own, pool, met = batch.num_own_queries, batch.pool, set()
     sampled = [set(pool.positive_col_P[(pool.positive_row_P == row) & pool.sampled_P].tolist()) for row in range(own)]
     assert any(not labels for labels in sampled) and any(sampled)
-    for step in range(200):
-        mixed, shares = mix(x, batch, trainer.settings.loss, 0, step)
-        assert shares is UNMIXED and torch.equal(mixed[own:], x[own:])
+    for step in range(100):
+        mix = draw_mix(trainer.settings.loss, pool, (0, step), CPU)
+        assert mix.targets(batch.targets) == [(1.0, batch.targets)]
+        mixed = mix.vectors(x)
+        assert torch.equal(mixed[own:], x[own:])
         for row, labels in enumerate(sampled):
+            other = int(mix.other_B[row])
             if not labels:
                 assert torch.equal(mixed[row], x[row])
                 continue
-            move = mixed[row] - x[row]  # towards the label's text
-            if move.norm() > 1e-3:
-                cosine = {label: float(move @ (x[own + label] - x[row])) for label in labels}
-                length = {label: float(move.norm() * (x[own + label] - x[row]).norm()) for label in labels}
-                label = max(labels, key=lambda known: cosine[known] / length[known])
-                assert cosine[label] == pytest.approx(length[label], rel=1e-3)
-                met.add((row, label))
+            assert other - own in labels
+            torch.testing.assert_close(mixed[row], mix.share * x[row] + (1 - mix.share) * x[other])
+            met.add((row, other - own))
     assert met == {(row, label) for row, labels in enumerate(sampled) for label in labels}
 
 
-def test_validation_and_refresh_see_queries_as_they_are(open_trainer):
+def test_outside_of_training_queries_are_as_they_are(open_trainer):
     trainer, batch, x = drawn(open_trainer, "queries")
-
-    def losses():
-        found = []
-        for step in range(3):
-            found.append(float(torch.stack(list(trainer.objective.losses(x, batch, step).values())).sum().detach()))
+    found = {}
+    for mode in (True, False):
+        trainer.model.train(mode)
+        for mix in (batch.mix, None):
+            given = dataclasses.replace(batch, mix=mix)
+            losses = trainer.objective.losses(x, given, 0)
+            found[mode, mix is not None] = float(torch.stack(list(losses.values())).sum().detach())
             for table in trainer.model.tables().values():
                 table.forget()
-        return found
-
-    trainer.model.train()
-    assert len(set(losses())) == 3
-    trainer.model.eval()
-    assert len(set(losses())) == 1
+    assert found[True, True] != found[True, False] == found[False, True] == found[False, False]

@@ -26,7 +26,10 @@ from unidec.model.pairs import PoolTargets, to_device
 from unidec.params import TrainingSettings
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.gradient_cache import TextChunks, TextParts, cut_texts
+from unidec.training.mixup import Mix, draw_mix
 from unidec.training.sampler import PoolBatch, PoolSampler, encoded_labels, head_labels, weighs_by_propensity
+
+_MIX = 0x6D6978  # apart from other random numbers of a step
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Prepared:
             are the encoded labels, or rows hold no texts.
         related: with `model.clf_graph` the pairs of labels that the classifier sees and that are related: places int64
             [E] of both among them, and how much they are, float32 [E].
+        mix: how the queries are mixed, with `loss.mixup`, else None.
         texts: what this rank encodes: its part of the queries, then its part of the labels; in chunks where
             gradients are cached.
         num_own_queries: how many of the texts are queries.
@@ -56,6 +60,7 @@ class Prepared:
     clf_sizes: list[int]
     clf_places: Tensor | None
     related: tuple[Tensor, ...] | None
+    mix: Mix | None
     texts: EncoderInput | TextChunks
     num_own_queries: int
     num_texts: int
@@ -149,6 +154,7 @@ class Batches:
         everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded)]
         return Prepared(
             pool, targets, clf_targets, *self._classified(clf_pool, encoded), self._related(clf_pool.pool_S),
+            self._mix(pool, epoch, step),
             cut_texts(own, self.build, size, self.device) if size else self.build(own), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),
@@ -183,6 +189,12 @@ class Batches:
         pairs = self.related_LL[labels_S][:, labels_S].tocoo()
         arrays = (pairs.row.astype(np.int64), pairs.col.astype(np.int64), pairs.data.astype(np.float32))
         return tuple(to_device(array, self.device) for array in arrays)
+
+    def _mix(self, pool: PoolBatch, epoch: int, step: int) -> Mix | None:
+        settings = self.settings
+        if settings.loss.mixup == "none":
+            return None
+        return draw_mix(settings.loss, pool, (settings.seed, epoch, step, _MIX), self.device)
 
     def ahead(
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None

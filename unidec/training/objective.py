@@ -23,7 +23,7 @@ from unidec.model.unidec import UniDEC, related_texts
 from unidec.sections import Loss
 from unidec.training.batches import Prepared
 from unidec.training.distributed import Ranks
-from unidec.training.mixup import UNMIXED, Shares, mix
+from unidec.training.mixup import Mix
 
 
 class Objective:
@@ -54,17 +54,18 @@ class Objective:
         Returns:
             "loss_de", "loss_clf": 0-d, of the heads that the model has.
         """
-        settings, both, shares = self.settings, self.model.heads == "both", UNMIXED
-        if settings.mixup != "none" and self.model.training:
-            x_BW, shares = mix(x_BW, batch, settings, self.seed, step)
+        settings, both = self.settings, self.model.heads == "both"
+        mix = batch.mix if self.model.training else None
+        if mix is not None:
+            x_BW = mix.vectors(x_BW)
         losses = {}
         if self.model.heads != "clf":
-            losses["loss_de"] = (settings.balance if both else 1.0) * self._de_loss(x_BW, batch, step, shares)
+            losses["loss_de"] = (settings.balance if both else 1.0) * self._de_loss(x_BW, batch, step, mix)
         if self.model.heads != "de":
-            losses["loss_clf"] = (1.0 - settings.balance if both else 1.0) * self._clf_loss(x_BW, batch, step, shares)
+            losses["loss_clf"] = (1.0 - settings.balance if both else 1.0) * self._clf_loss(x_BW, batch, step, mix)
         return losses
 
-    def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int, shares: Shares) -> Tensor:
+    def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
         """L_D: queries against the texts of the labels."""
         ranks, own, pool, settings = self.ranks, batch.num_own_queries, batch.pool, self.settings
         with self.autocast():
@@ -73,9 +74,9 @@ class Objective:
         label_SD = ranks.gather(de_BD[own:], ranks.sizes(len(pool.pool_S)))
         scale = self.model.log_scale.exp()[0]
         similarity_BS = self._products(query_BD, label_SD)
-        return self._mixed(settings.de, similarity_BS, scale, batch.targets, settings.de_forward, step, shares)
+        return self._mixed(settings.de, similarity_BS, scale, batch.targets, settings.de_forward, step, mix)
 
-    def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int, shares: Shares) -> Tensor:
+    def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
         """L_C + clf_bce * BCE: queries against the classifier's rows."""
         model, ranks, own, settings = self.model, self.ranks, batch.num_own_queries, self.settings
         scale, targets = model.log_scale.exp()[1], batch.clf_targets
@@ -100,21 +101,19 @@ class Objective:
         logit_BS = self._products(query_BD, row_SD)
         if bias_S1 is not None:
             logit_BS = logit_BS + bias_S1.T
-        loss = self._mixed(settings.clf, logit_BS, scale, targets, settings.clf_forward, step, shares)
+        loss = self._mixed(settings.clf, logit_BS, scale, targets, settings.clf_forward, step, mix)
         if settings.clf_bce > 0:
-            loss = loss + settings.clf_bce * self._mixed("bce", logit_BS, scale, targets, 1.0, step, shares)
+            loss = loss + settings.clf_bce * self._mixed("bce", logit_BS, scale, targets, 1.0, step, mix)
         return loss
 
     def _mixed(
         self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int,
-        shares: Shares,
+        mix: Mix | None,
     ) -> Tensor:  # fmt: skip
         """`loss` by whose labels the queries have: of all of them, each with its share."""
-        given = [(share, targets if row_B is None else targets.of_rows(row_B)) for share, row_B in shares]
-        losses = [self.loss(kind, similarity_BS, scale, of_rows, forward, step) for _, of_rows in given]
-        if len(losses) == 1:
-            return losses[0]
-        return torch.stack([share * loss for (share, _), loss in zip(given, losses, strict=True)]).sum()
+        shares = [(1.0, targets)] if mix is None else mix.targets(targets)
+        losses = [(share, self.loss(kind, similarity_BS, scale, own, forward, step)) for share, own in shares]
+        return losses[0][1] if len(losses) == 1 else torch.stack([share * loss for share, loss in losses]).sum()
 
     def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:
         """Inner products of queries and labels, [B, S] of their dtype."""

@@ -185,6 +185,7 @@ class Optimisers:
                 part = "encoder" if name.startswith("encoder.transformer.") else "heads"
                 # biases, norms and temperatures are vectors, in every architecture and whatever their names
                 groups.setdefault((part, parameter.ndim > 1), []).append(parameter)
+        groups = groups or {("heads", False): []}  # nothing dense trains: AdamW wants a group
         self.dense = [p for parameters in groups.values() for p in parameters]
         self.adamw = torch.optim.AdamW(
             [
