@@ -4,6 +4,8 @@ VENV      ?= .venv
 EXTRAS    ?= cpu,minilm,serve,dev
 # pip needs nothing else; `make train INSTALLER=uv` installs in a quarter of the time
 INSTALLER ?= pip
+# `make clean test CONSTRAINTS=/dev/null`: the newest versions that pyproject.toml allows
+CONSTRAINTS ?= constraints.txt
 # processes that run the tests: one more than the two cores, since tests wait for the processes that they start
 JOBS      ?= 3
 PORT_MLFLOW  ?= 5000
@@ -29,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-faults test-operations lint types format ui repro compare clean
+.PHONY: help setup train test test-faults test-operations lint types format docs wheel ui repro compare clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -45,9 +47,9 @@ ifeq ($(strip $(INSTALLER)),uv)
 	@command -v uv >/dev/null || test -x $(BIN)/uv || $(BIN)/python -m pip install -q uv
 	@PATH="$(CURDIR)/$(BIN):$$PATH" \
 	  UV_FIND_LINKS="$${UV_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null || true)}" \
-	  uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[$(EXTRAS)]'
+	  uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 else
-	@$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 endif
 	@# compiled here, on every core, since containers often forbid Python to do it later: start-up takes three times as long
 	@# without bytecode. Not what is never imported: it would take twice the time
@@ -87,6 +89,17 @@ types: $(STAMP)  ## mypy on the library
 format: $(STAMP)  ## rewrite in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## the pages as a site, every link checked: build/site/index.html opens without a server
+	@$(BIN)/python -c 'import furo, myst_parser' 2>/dev/null || \
+	  $(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[docs]'
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/site
+	@cp build/site/README.html build/site/index.html
+
+wheel: $(STAMP)  ## the wheel in dist/, and its tests: installed without a checkout it trains
+	rm -rf build/lib
+	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+	$(BIN)/python -m pytest -m "slow or not slow" tests/cli/test_project.py $(ARGS)
 
 repro: $(STAMP)  ## dvc repro: the same pipeline through DVC, without registration
 	$(BIN)/dvc repro $(ARGS)

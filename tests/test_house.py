@@ -82,6 +82,7 @@ def test_constraints_are_exact_free_of_hosts_and_within_the_ranges() -> None:
         *groups["minilm"],
         *groups["serve"],
         *groups["dev"],
+        *groups["docs"],
     ]:
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
@@ -136,6 +137,7 @@ def test_tests_mirror_the_library() -> None:
         "test_house",
         "test_dvc",
         "test_recipes",
+        "test_documentation",
         "conftest",
         "test_pipeline",
     }
@@ -185,7 +187,9 @@ def test_every_make_target_is_in_its_help() -> None:
     if make is None:
         pytest.skip("no make")
     shown = subprocess.run([make, "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
-    for target in ("setup", "train", "test", "test-faults", "lint", "types", "format", "ui", "repro", "clean"):
+    phony = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.M)
+    assert phony is not None
+    for target in phony[1].split():
         assert re.search(rf"^{target} ", shown, re.M), target
 
 
@@ -193,30 +197,41 @@ def test_ci_and_hooks_need_nothing_from_elsewhere() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert "exec make test" in script
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+    assert "make docs" in script
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert {repo["repo"] for repo in hooks["repos"]} == {"local"}
 
 
+def test_workflows_call_make_alone_on_every_python_that_is_supported() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    called, pythons = set(), set()
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(file.read_text())["jobs"].values():
+            matrix = job.get("strategy", {}).get("matrix", {})
+            pythons |= set(matrix.get("python", []))
+            commands = [step["run"] for step in job["steps"] if "run" in step]
+            for target in matrix.get("target", [""]):
+                called |= {command.replace("${{ matrix.target }}", target) for command in commands}
+    for command in called - {".venv/bin/pip freeze --exclude-editable"}:
+        program, target, *variables = command.split()
+        assert program == "make" and target in targets, command
+        assert all(re.search(rf"^{word.split('=')[0]} *\?=", makefile, re.M) for word in variables), command
+    assert {"make docs PYTHON=python", "make wheel PYTHON=python", "make test PYTHON=python"} <= called
+    low, high = map(int, re.findall(r"3\.(\d+)", PYPROJECT["project"]["requires-python"]))
+    assert pythons == {f"3.{minor}" for minor in range(low, high)}
+    listed = {name.split(" :: ")[-1] for name in PYPROJECT["project"]["classifiers"] if "Python :: 3." in name}
+    assert listed == pythons
+
+
+def test_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == unidec.__version__ and citation["license"] == PYPROJECT["project"]["license"]
+    assert citation["authors"] == PYPROJECT["project"]["authors"]
+
+
 def test_links_in_the_documentation_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_readme_names_commands_that_exist() -> None:
-    from typer.main import get_command
-
-    from unidec.cli import app
-
-    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    text = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-    for name in re.findall(
-        r"(?:^|[`/ ])unidec (?:--debug )?([a-z][a-z-]+)(?= |`|$)",
-        "\n".join(re.findall(r"`[^`\n]+`|^\.venv.*|^unidec .*", text, re.M)),
-        re.M,
-    ):
-        assert name in commands, f"unidec {name}"
-    for name in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M):
-        assert name in targets, f"make {name}"

@@ -85,7 +85,7 @@ class Model:
         Args:
             texts: queries.
             k: labels of each query, at most.
-            allow: uids of the only labels to choose from; None: all. deny: uids of labels to leave out.
+            allow, deny: uids of the only labels to choose from (None: all), and of labels to leave out.
             min_score: labels that score less are left out.
             tail: above 0 rare labels rank higher, below 0 lower; for models with a learnt fusion.
 
@@ -143,7 +143,7 @@ class Model:
 
         Args:
             folder: of the new bundle, which must not be this one's.
-            add, update: text by uid. remove: uids.
+            add, update, remove: text by uid; of labels to remove the uids alone.
 
         Raises:
             DataError: an unknown uid, or one that exists already.

@@ -33,8 +33,8 @@ class XMCDataset:
     Queries of all splits are one table: training and validation queries in raw order, then test queries.
 
     Attributes:
-        path: the folder. manifest: its manifest; meta holds name, format, sizes and the hash of the raw files.
-        name, num_queries (N), num_labels (L).
+        path, manifest: the folder and its manifest, whose meta holds name, format, sizes and hash of the raw files.
+        name, num_queries, num_labels: the name, N and L.
         split_N: uint8 [N], 0 train, 1 validation, 2 test.
         relevance: float32 CSR [N, L], positive, sorted indices; the arrays are memory-mapped and read-only.
         filter_pairs: bool CSR [N, L]: pairs that are neither positives nor negatives.
