@@ -185,7 +185,6 @@ CONFLICTING = [
     ("loss.mixup", {"loss.mixup": "queries", "run.devices": 2}),
     ("loss.mixup", {"loss.mixup": "labels", "model.heads": "clf", "index.space": "clf"}),
     ("loss.mixup", {"loss.mixup": "queries", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.clf_labels": "all"}),
-    ("optim.encode_chunk", {"optim.encode_chunk": 8, "run.devices": 2}),
     ("gate.confidence", {"gate.metric": "tail/coverage@5"}),
     ("source.path", {"source.kind": "folder"}),
     ("source.path", {"source.kind": "dvc"}),
@@ -246,6 +245,7 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         },  # the dual encoder is the encoder, which may be trained already
         {"optim.epochs": 1},
         {"optim.clf_decay": 0.01, "optim.clf_state": "momentum", "run.table_place": "host"},
+        {"run.devices": 8, "optim.encode_chunk": 256, "pool.de_labels": "all", "pool.clf_labels": "all"},
     ],
 )
 def test_sensible_combinations_pass(tmp_path: Path, values: dict[str, object]) -> None:

@@ -99,9 +99,6 @@ class Params(Section):
         if "auto" in (self.index.clf_weight, self.index.knn_weight) and self.data.validation_share == 0:
             what, fix = "there is no validation split to tune a weight on", "data.validation_share above 0, or a number"
             yield Conflict("data.validation_share index.clf_weight index.knn_weight", what, f"{fix} as the weight")
-        if self.optim.encode_chunk > 0 and self.run.devices > 1:
-            fix = "optim.encode_chunk: 0 (run.recompute saves memory too), or run.devices: 1"
-            yield Conflict("optim.encode_chunk run.devices", "gradients are cached on one device", fix)
 
     def _classifier(self) -> Iterator[Conflict]:
         all_labels, all_rows = self.pool.clf_labels == "all", self.optim.clf_state == "adamw"

@@ -41,8 +41,8 @@ class Work:
                 start_new_session=True,
             )  # fmt: skip
 
-    def train(self, devices: int, restarts: int = 0) -> subprocess.Popen:
-        settings = f"run.devices={devices}", f"run.restarts={restarts}"
+    def train(self, devices: int, restarts: int = 0, *other: str) -> subprocess.Popen:
+        settings = f"run.devices={devices}", f"run.restarts={restarts}", *other
         return self.begin("unidec.cli", "train", *(word for value in settings for word in ("--set", value)))
 
     def said(self) -> str:
@@ -140,6 +140,17 @@ def test_one_of_two_ranks_is_killed(work, prepared, then):
     steps = [int(number) for number in re.findall(r"resumes after epoch .*\(step (\d+)\)", work.said())]
     assert len(steps) == 1 and steps[0] >= int(before.removeprefix("step-")), work.said()
     assert_same_model(work, prepared)
+
+
+def test_killed_while_a_transformer_trains(work):
+    """Its gradients are on their way during the backward pass: torch's error there is that of a lost rank."""
+    process = work.train(2, 0, "encoder.kind=both", "encoder.trainable_layers=-1", "optim.encode_chunk=5")
+    work.wait_for_checkpoint(process)
+    work.kill_rank(1)
+    assert process.wait(60) == 5, work.said()
+    assert "another process of this training has died" in work.said(), work.said()
+    assert "RuntimeError" not in work.said(), work.said()
+    work.nothing_left()
 
 
 def test_torchrun_by_hand_starts_them_again(work, prepared):

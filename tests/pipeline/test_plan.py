@@ -146,6 +146,16 @@ def test_ranks_share_the_classifier_alone(data, tiny_params):
     assert alone == three  # 134 of 400 labels: the largest part
 
 
+def test_ranks_share_all_labels_but_not_a_pool(data, tiny_params):
+    def found(**overrides):
+        return formulas(tiny_params(**{"run.devices": 3, "pool.de_labels": "all"} | overrides), *data)
+
+    shared, gathered = found(), found(**{"loss.de": "triplet"})
+    assert (shared.de_labels, gathered.de_labels, shared.labels) == (134, 400, 400)
+    assert shared.clf_labels == gathered.clf_labels < 400
+    assert found(**{"pool.clf_labels": "all"}).clf_labels == 134
+
+
 # -- a step: an upper estimate -----------------------------------------------------------------------------------------
 
 PEAKS = {

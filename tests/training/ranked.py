@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -120,6 +121,176 @@ def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
     found["one has rows"] = ranks.gather_array(np.ones((ranks.rank, 3))).tolist() == [[1.0] * 3]
     ranks.barrier()
     return found
+
+
+# -- losses over all labels -------------------------------------------------------------------------------------------
+
+# loss, its options, reduction, share of query -> label
+LOSSES_BY_COLUMNS = [
+    ("ds", {}, "psl", 0.5), ("ds", {}, "pol", 1.0), ("supcon", {}, "pal-n", 0.3), ("supcon", {}, "psl", 0.0),
+    ("infonce", {}, "pol", 0.5), ("bce", {}, "psl", 1.0), ("bce", {"normalise": "entries"}, "psl", 1.0),
+    ("hinge", {"margin": 0.7}, "psl", 1.0), ("hinge", {"margin": 0.2, "normalise": "entries"}, "psl", 1.0),
+    ("softtopk", {"topk": 2}, "psl", 1.0), ("softtopk", {"topk": 5}, "pol", 1.0),
+    ("full bce", {}, "", 1.0), ("full bce", {"normalise": "entries"}, "", 1.0),
+]  # fmt: skip
+# queries, labels, share of positives and of ignored pairs, labels (from the first on) that may be positive
+SIZES = {
+    "many": (11, 37, 0.15, 0.1, 37), "a rank without labels": (5, 3, 0.4, 0.1, 3), "one label": (4, 1, 0.6, 0.2, 1),
+    "a rank without positives": (6, 24, 0.3, 0.1, 5), "one query": (1, 9, 0.4, 0.2, 9),
+    "no positives": (4, 9, 0.0, 0.3, 9), "all positives": (3, 8, 1.0, 0.0, 8),
+}  # fmt: skip
+
+
+def loss_inputs(rng: Any, shape: tuple[int, int, float, float, int], weighted: bool) -> tuple[Any, list[Any]]:
+    """Random targets, and query, row, bias and scale in float64."""
+    import torch
+
+    from unidec.model.pairs import PoolTargets
+
+    num_queries, num_labels, positive_share, ignored_share, until = shape
+    positive = rng.random((num_queries, num_labels)) < positive_share
+    positive[:, until:] = False
+    ignored = (rng.random(positive.shape) < ignored_share) & ~positive
+    row, col = map(torch.from_numpy, np.nonzero(positive))
+    targets = PoolTargets(
+        row, col, torch.from_numpy(rng.random(len(row)) < 0.7),
+        torch.from_numpy(rng.random(len(row)) + 0.1) if weighted else torch.ones(len(row), dtype=torch.float64),
+        torch.from_numpy(positive.sum(1) + 2), *map(torch.from_numpy, np.nonzero(ignored)),
+        torch.from_numpy(1 + 9 * rng.random(len(row))) if weighted else None,
+    )  # fmt: skip
+    shapes = [(num_queries, 4), (num_labels, 4), (num_labels, 1), ()]
+    return targets, [torch.from_numpy(np.asarray(rng.normal(size=size))) for size in shapes]
+
+
+def loss_and_gradients(case: Any, targets: Any, inputs: list[Any], ranks: Any) -> list[Any]:
+    """Of one loss as `Objective` makes it: the loss, and the gradients of this rank's query, row and bias, and of the
+    scale, whole."""
+    import torch
+
+    from unidec.model.full_bce import full_bce
+    from unidec.model.losses import symmetric_loss
+
+    (kind, options, reduction, forward), num_queries = case, len(inputs[0])
+    own = [part_of(ranks, x) if x.ndim else x for x in inputs]
+    leaves = [x.clone().requires_grad_() for x in own]
+    query_BD, row, bias, scale = leaves
+    query_BD, scale = ranks.gather(query_BD, ranks.sizes(num_queries)), scale.exp()
+    query_BD, scale = (targets.columns.sum_gradient(x) for x in (query_BD, scale))
+    if kind == "full bce":
+        loss = full_bce(query_BD, row, bias, scale, targets, chunk=3, **options)
+    else:
+        logit = (query_BD @ row.T + bias.T) * scale
+        if reduction == "pol":
+            options = options | {"generator": torch.Generator().manual_seed(3)}
+        loss = symmetric_loss(kind, logit, targets, reduction=reduction, forward=forward, **options)
+    (loss * 1.7).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def losses_by_columns(ranks: Any, folder: Path, seed: int) -> dict[str, Any]:
+    """Each loss with the labels spread over the ranks against the loss of one rank: largest relative difference."""
+    import torch
+
+    from unidec.training.distributed import ALONE, OwnColumns
+
+    found: dict[str, Any] = {}
+    rng = np.random.default_rng(seed)
+    for name, shape in SIZES.items():
+        for number, case in enumerate(LOSSES_BY_COLUMNS):
+            targets, inputs = loss_inputs(rng, shape, weighted=number % 2 == 1)
+            (begin, end), columns = ranks.part(shape[1]), (targets.col_P, targets.ignored_col_F)
+            own = [torch.nonzero((column >= begin) & (column < end)).squeeze(1) for column in columns]
+            own_columns = OwnColumns(ranks, begin, shape[1], *own, len(targets.col_P))
+            ours = loss_and_gradients(case, replace(targets, columns=own_columns), inputs, ranks)
+            loss, *grads = loss_and_gradients(case, targets, inputs, ALONE)
+            theirs = [loss, *(part_of(ranks, grad) if grad.ndim else grad for grad in grads)]
+            assert all(x.shape == y.shape and torch.isfinite(x).all() for x, y in zip(ours, theirs, strict=True))
+            found[f"loss {name}: {number} {case[0]}"] = max(
+                float(((x - y).abs() / y.abs().max().clamp_min(1)).max()) if y.numel() else 0.0
+                for x, y in zip(ours, theirs, strict=True)
+            )
+    return found
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def encoder_gradients(ranks: Any, folder: Path) -> dict[str, Any]:
+    """`data_parallel` on a small network, one of whose parameters nobody uses."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for unused in (False, True):
+        torch.manual_seed(1)
+        network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        network[2].bias.requires_grad_(False)
+        if unused:
+            network.register_parameter("idle", torch.nn.Parameter(torch.ones(2)))
+        parallel = ranks.data_parallel(network, torch.zeros(0, 3))
+        assert all(p.grad is None for p in network.parameters()) and network.training
+        x = torch.randn(13, 3)
+        network(x).pow(2).sum().backward()
+        expected = [2 * p.grad for p in network.parameters() if p.grad is not None]
+        network.zero_grad()
+        for _ in range(3):
+            network(part_of(ranks, x)).pow(2).sum().backward()  # not seen by the others
+            parallel(part_of(ranks, x)).pow(2).sum().backward()
+            grads = [p.grad for p in network.parameters() if p.grad is not None]
+            found.setdefault(f"sum, unused {unused}", []).extend(
+                torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for ours, theirs in zip(grads, expected, strict=True)
+            )
+            network.zero_grad()
+        found[f"names, unused {unused}"] = list(network.state_dict()) == [
+            *(["idle"] if unused else []), "0.weight", "0.bias", "2.weight", "2.bias"
+        ]  # fmt: skip
+    return found
+
+
+def all_gradients(case: str, trainer: Any, ranks: Any) -> dict[str, Any]:
+    """Of all parameters and of the rows of tables, which are then dropped."""
+    found: dict[str, Any] = {}
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    for parameter in trainer.optimisers.dense:
+        if parameter.grad is not None:
+            found[f"{case}: {names[parameter]}"] = parameter.grad.numpy().copy()
+    for name, row in trainer.optimisers.row.items():
+        rows, leaf = row.table.used
+        own = slice(row.table.first_row, row.table.first_row + row.table.own_rows)
+        whole = np.zeros((row.table.num_rows, leaf.shape[1]), np.float32)
+        whole[own if rows is None else rows.numpy()] = leaf.grad.numpy()
+        found[f"{case}: rows of {name}"] = whole
+        if not name.startswith("encoder."):
+            found[f"{case}: rows of {name}"] = ranks.gather_array(whole[None]).sum(0)
+    trainer.optimisers.zero_grad()
+    return found
+
+
+def step_gradients(ranks: Any, folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of a step on the first queries, {case: parameters, "queries": how many}; the folder is that of
+    `train`."""
+    from unidec.data.dataset import XMCDataset
+    from unidec.data.tokens import TokenCache
+    from unidec.training.trainer import Trainer, TrainingData
+
+    found: dict[str, Any] = {}
+    dataset = XMCDataset.open(folder / "dataset", verify=False)
+    tokens = [TokenCache.open(folder / name, verify=False) for name in ("queries", "labels")]
+    for case, overrides in cases.items():
+        overrides = dict(overrides)
+        queries = overrides.pop("queries")
+        params = tiny_params(folder / "bert", **{"pool.batches": "random", "pool.eta": 0} | overrides)
+        run_dir, cache = folder / f"gradients {case} {ranks.world}", folder / f"gradients-cache-{ranks.world}"
+        trainer = Trainer(params.training, TrainingData(dataset, *tokens), run_dir, cache, ranks=ranks)
+        trainer.model.train()
+        trainer.optimisers.step = lambda *_, each=(case, trainer): found.update(all_gradients(*each, ranks))
+        for trainer.step in (1, 2):  # the second with the buckets that the first has left
+            trainer.train_step(trainer.prepare(np.sort(trainer.rows)[:queries], 0))
+    return found
+
+
+def several(ranks: Any, folder: Path, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What several functions return, in one start of processes."""
+    return {k: v for name, options in calls.items() for k, v in globals()[name](ranks, folder, **options).items()}
 
 
 def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Two ranks on gloo: what they exchange, and that clusters and hard negatives are those of one rank."""
+"""Ranks on gloo: what they exchange and add up; losses over all labels, clusters and hard negatives are those of one
+rank."""
 
 import numpy as np
 import pytest
@@ -41,11 +42,30 @@ def test_parts_cover_everything_once(count, world):
     assert among == [sum(begin <= i < end for i in ids) for begin, end in parts]
 
 
-def test_collectives(ranked, tmp_path):
-    found = ranked.run(2, "collectives", tmp_path)
+def assert_sums(ranked, values):
+    """Of `losses_by_columns` and `encoder_gradients`."""
+    losses = {key: float(value) for key, value in values.items() if key.startswith("loss ")}
+    assert len(losses) == len(ranked.SIZES) * len(ranked.LOSSES_BY_COLUMNS)
+    assert {key: value for key, value in losses.items() if not value <= 1e-9} == {}
+    for unused in (False, True):
+        assert len(values[f"sum, unused {unused}"]) == 3 * 3 and values[f"sum, unused {unused}"].all()
+        assert values[f"names, unused {unused}"]
+
+
+@pytest.mark.slow
+def test_losses_over_all_labels_on_four_ranks(ranked, rng, tmp_path):
+    calls = {"losses_by_columns": {"seed": int(rng.integers(2**31))}, "encoder_gradients": {}}
+    for values in ranked.run(4, "several", tmp_path, calls=calls):
+        assert_sums(ranked, values)
+
+
+def test_collectives_and_losses_over_all_labels(ranked, rng, tmp_path):
+    calls = {"collectives": {}, "losses_by_columns": {"seed": int(rng.integers(2**31))}, "encoder_gradients": {}}
+    found = ranked.run(2, "several", tmp_path, calls=calls)
     for rank, values in enumerate(found):
+        assert_sums(ranked, values)
         facts = {key: value for key, value in values.items() if value.shape == () and value.dtype == bool}
-        assert len(facts) == 22 and all(facts.values()), (rank, [k for k, v in facts.items() if not v])
+        assert len(facts) == 24 and all(facts.values()), (rank, [k for k, v in facts.items() if not v])
         assert values["sums"].tolist() == [3] * 6 + [0, 1, 2, 3] + [5] * 2 + [2] * 3
         for width in (3, 1):
             assert values[f"rows of {width}"].tolist() == [0, 1, 4, 7]

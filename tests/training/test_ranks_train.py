@@ -1,4 +1,5 @@
-"""Two ranks train as one does: losses and weights over 20 steps, with refreshes in between; resumed by any number."""
+"""Several ranks train as one does: gradients of a step; losses and weights over 20 steps, with refreshes in between;
+resumed by any number."""
 
 from __future__ import annotations
 
@@ -34,6 +35,28 @@ CASES = {
     "frozen, growing clusters, tail": {
         "encoder.kind": "both", "encoder.frozen": True, "pool.cluster_start": 2, "pool.positives": "tail",
     },
+}  # fmt: skip
+CASES |= {
+    "all layers, in chunks": CASES["all layers"] | {"optim.encode_chunk": 7},
+    "every label, in chunks": {
+        "encoder.kind": "transformer", "encoder.trainable_layers": 2, "pool.de_labels": "all", "pool.clf_labels": "all",
+        "optim.encode_chunk": 5, "run.recompute": True, "loss.de": "softtopk", "loss.de_forward": 1.0,
+        "loss.clf": "hinge", "loss.bce_normalise": "entries",
+    },
+}  # fmt: skip
+TRANSFORMER = {"encoder.kind": "transformer", "encoder.trainable_layers": 1}
+# of one step; with one query and its two labels four ranks have fewer texts than ranks
+STEPS_OF_ONE = {
+    "layers": TRANSFORMER | {"queries": 9, "model.learn_temperature": True},
+    "layers, in chunks": TRANSFORMER | {"queries": 9, "optim.encode_chunk": 2, "model.learn_temperature": True},
+    "residual, one query": TRANSFORMER | {"queries": 1, "encoder.trainable_layers": -1, "encoder.residual": True},
+    "one query, in chunks": {
+        "queries": 1, "encoder.kind": "both", "encoder.trainable_layers": -1, "optim.encode_chunk": 1,
+        "run.recompute": True,
+    },
+    "bag, one query, in chunks": {"queries": 1, "optim.encode_chunk": 1, "encoder.bag_words": 16},
+    "every label, in chunks": CASES["every label, in chunks"] | {"queries": 9},
+    "every label, temperatures": CASES["every label for both heads, weighted"] | {"queries": 5},
 }  # fmt: skip
 COMMON = {"optim.epochs": 5, "optim.lr_clf": 3e-3, "optim.lr_bag": 3e-3, "optim.lr_heads": 3e-3}
 
@@ -72,15 +95,38 @@ def worst_differences(found, alone):
     return worst
 
 
+def gradients_alone(ranked, place):
+    """Of the steps of `STEPS_OF_ONE`; in chunks or not, they are the same."""
+    alone = ranked.step_gradients(ALONE, place, STEPS_OF_ONE)
+    assert sum(": rows of table" in key for key in alone) == len(STEPS_OF_ONE)
+    for key, value in alone.items():
+        if key.startswith("layers: "):
+            np.testing.assert_allclose(alone[key.replace("layers", "layers, in chunks", 1)], value, atol=1e-5)
+    return alone
+
+
+@pytest.mark.slow
+def test_gradients_of_a_step_on_four_ranks(ranked, place):
+    alone = gradients_alone(ranked, place)
+    for values in ranked.run(4, "step_gradients", place, cases=STEPS_OF_ONE):
+        worst = worst_differences(values, alone)
+        assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
+
+
 @pytest.mark.parametrize("names", [
     ["unidec", "all labels, bias, temperatures", "one layer"],
     pytest.param(["depsl", "classifier", "frozen beside", "all layers", "gandalf"], marks=pytest.mark.slow),
     pytest.param(["frozen, growing clusters, tail", "every label for both heads, weighted"], marks=pytest.mark.slow),
-], ids=["three", "five more", "two more"])  # fmt: skip
+    pytest.param(["all layers, in chunks", "every label, in chunks"], marks=pytest.mark.slow),
+], ids=["three", "five more", "two more", "in chunks"])  # fmt: skip
 def test_two_ranks_train_as_one(ranked, place, names):
     cases = {name: COMMON | CASES[name] for name in names}
     alone = ranked.train(ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS)
-    for values in ranked.run(2, "train", place, cases=cases, steps=STEPS):
+    calls = {"train": {"cases": cases, "steps": STEPS}}
+    if "unidec" in names:  # in the same processes
+        calls["step_gradients"] = {"cases": STEPS_OF_ONE}
+        alone |= gradients_alone(ranked, place)
+    for values in ranked.run(2, "several", place, calls=calls):
         worst = worst_differences(values, alone)
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
         assert sum(key.endswith(": loss") for key in worst) == len(names)
@@ -92,31 +138,40 @@ def test_two_ranks_train_as_one(ranked, place, names):
 @pytest.mark.slow
 def test_resumed_by_another_number_of_ranks(ranked, place):
     """In the middle of a round: two ranks stop, one and three go on; one stops, two go on."""
-    case = COMMON | CASES["all labels, bias, temperatures"] | {"optim.clf_state": "adagrad", "model.clf_dtype": "fp32"}
-    alone = ranked.train(ALONE, place, {"whole": dict(case)}, STEPS)
-    begun = {"begun": case | {"until": 11, "run": "by two"}}
-    ranked.run(2, "train", place, cases=begun, steps=STEPS)
-    ranked.train(ALONE, place, {"begun": case | {"until": 11, "run": "by one"}}, STEPS)
+    row_state = {"optim.clf_state": "adagrad", "model.clf_dtype": "fp32"}
+    cases = {
+        "labels": COMMON | CASES["all labels, bias, temperatures"] | row_state,
+        "layers": COMMON | CASES["one layer"] | {"optim.encode_chunk": 7},
+    }
+
+    def begun(by):
+        return {name: case | {"until": 11, "run": f"{name} by {by}"} for name, case in cases.items()}
+
+    alone = ranked.train(ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS)
+    ranked.run(2, "train", place, cases=begun("two"), steps=STEPS)
+    ranked.train(ALONE, place, begun("one"), STEPS)
     for world, before in ((1, "two"), (3, "two"), (2, "one")):
-        shutil.copytree(place / f"by {before}", place / f"{before} to {world}")
-        cases = {"whole": case | {"run": f"{before} to {world}"}}
-        results = ranked.run(world, "train", place, cases=cases, steps=STEPS) if world > 1 else [
-            ranked.train(ALONE, place, cases, STEPS)
+        resumed = {name: case | {"run": f"{name} by {before}, then {world}"} for name, case in cases.items()}
+        for name, case in resumed.items():
+            shutil.copytree(place / f"{name} by {before}", place / case["run"])
+        results = ranked.run(world, "train", place, cases=resumed, steps=STEPS) if world > 1 else [
+            ranked.train(ALONE, place, resumed, STEPS)
         ]  # fmt: skip
         for values in results:
-            assert values["whole: begins at"] == 11
+            assert [values[f"{name}: begins at"] for name in cases] == [11, 11]
             worst = worst_differences(values, alone)
             assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}, (world, before)
 
 
 @pytest.mark.slow
 def test_with_dropout_the_same_ranks_resume_to_the_same_bits(ranked, place):
+    """Of three ranks: the sum of two numbers has no order."""
     case = COMMON | {"model.dropout": 0.2, "encoder.bag_dropout": 0.3, "encoder.dropout": 0.1}
+    case |= {"encoder.kind": "both", "encoder.trainable_layers": -1}
     cases = {"whole": case, "begun": case | {"until": 11, "run": "dropped out"}}
-    whole, second = ranked.run(2, "train", place, cases=cases, steps=STEPS)
-    resumed = ranked.run(2, "train", place, cases={"whole": case | {"run": "dropped out"}}, steps=STEPS)
-    assert resumed[0]["whole: begins at"] == 11
-    for key, values in resumed[0].items():
-        if not key.endswith("begins at"):
-            assert np.array_equal(values, whole[key]) and np.array_equal(resumed[1][key], second[key]), key
-    assert not np.array_equal(whole["whole: loss"], whole["begun: loss"])
+    whole = ranked.run(3, "train", place, cases=cases, steps=STEPS)
+    resumed = ranked.run(3, "train", place, cases={"whole": case | {"run": "dropped out"}}, steps=STEPS)
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours.pop("whole: begins at") == 11
+        assert [key for key, values in ours.items() if not np.array_equal(values, theirs[key])] == []
+    assert not np.array_equal(whole[0]["whole: loss"], whole[0]["begun: loss"])

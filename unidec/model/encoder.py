@@ -258,8 +258,9 @@ class TextEncoder(nn.Module):
     def transformer_vectors(self, batch: EncoderInput) -> Tensor:
         """The transformer's pooled vectors, float32 [B, D]."""
         assert self.transformer is not None
-        if not batch.chunks:  # fewer texts than ranks: none for this one
-            return torch.zeros(0, self.transformer.width, device=next(self.transformer.parameters()).device)
+        if not batch.chunks:  # fewer texts than ranks: none for this one, whose gradients are 0, not missing
+            no_text = torch.zeros(1, 1, dtype=torch.int64, device=next(self.transformer.parameters()).device)
+            return self.transformer(no_text, no_text == 0)[:0]
         transformer: Callable[..., Tensor] = self.transformer
         if self.recompute and torch.is_grad_enabled():
             transformer = functools.partial(checkpoint, self.transformer, use_reentrant=False)

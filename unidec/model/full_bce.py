@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unidec.model.pairs import PoolTargets, entry_count
+from unidec.model.pairs import Pairs, PoolTargets, entry_count
 
 CHUNK = 8192  # labels at once
 
@@ -85,8 +85,8 @@ class _FullBCE(torch.autograd.Function):
         row_LD: Tensor,
         bias_L1: Tensor | None,
         scale: Tensor,
-        pairs: PoolTargets,
-        target_P: Tensor,
+        pairs: Pairs,
+        extra_P: Tensor,
         active_B: Tensor,
         chunk: int,
         grad: bool,
@@ -95,19 +95,16 @@ class _FullBCE(torch.autograd.Function):
         sums = _Sums(query_BD, row_LD, bias_L1, scale, wanted)
         for begin in range(0, len(row_LD), chunk):
             sums.add_chunk(begin, min(begin + chunk, len(row_LD)), active_B)
-        extra_P = torch.zeros_like(target_P)
-        if pairs.importance_P is not None:
-            extra_P = (pairs.importance_P.to(target_P.dtype) - 1) * target_P
         # blocks of pairs take no more memory than a chunk
         block = max(1, chunk * len(query_BD) // max(2 * query_BD.shape[1], 1))
-        zero = target_P.new_zeros(())
-        for begin in range(0, len(target_P), block):
+        zero = extra_P.new_zeros(())
+        for begin in range(0, len(extra_P), block):
             some = slice(begin, begin + block)
-            sums.add_pairs(pairs.row_P[some], pairs.col_P[some], zero, target_P[some], extra_P[some])
-        for begin in range(0, len(pairs.ignored_row_F), block):
+            sums.add_pairs(pairs.row_P[some], pairs.col_P[some], zero, pairs.weight_P[some], extra_P[some])
+        for begin in range(0, len(pairs.row_F), block):
             some = slice(begin, begin + block)
-            row_E = pairs.ignored_row_F[some]
-            sums.add_pairs(row_E, pairs.ignored_col_F[some], -active_B[row_E], zero, zero)
+            row_E = pairs.row_F[some]
+            sums.add_pairs(row_E, pairs.col_F[some], -active_B[row_E], zero, zero)
         ctx.grads = sums.grads
         return sums.loss
 
@@ -135,17 +132,21 @@ def full_bce(
 
     Args:
         query_BD: float32 or float64 [B, D], the classifier head's vectors.
-        row_LD: float [L, D], rows of all labels; bfloat16 ones are computed in the queries' type.
+        row_LD: float [L, D], rows of all labels (of `targets.columns`), in bfloat16 computed in the queries' type.
         scale: 0-d, 1 / tau.
         targets: pairs, columns being label ids; they and `normalise` count as in `unidec.model.losses.bce`.
 
     Returns:
         0-d, of the queries' dtype; backward can run through it once.
     """
-    target_P = targets.relevance_P.to(query_BD.dtype).clamp(0, 1)
-    shape = (len(query_BD), len(row_LD))
-    active_B, count = entry_count(target_P, targets.row_P, shape, targets.ignored_row_F, normalise)
+    pairs, columns = targets.pairs(targets.relevance_P.to(query_BD.dtype).clamp(0, 1)), targets.columns
+    shape = (len(query_BD), columns.total(len(row_LD)))
+    active_B, count = entry_count(pairs.weight_P, pairs.row_P, shape, pairs.row_F, normalise)
+    extra_P = torch.zeros_like(pairs.weight_P)
+    if targets.importance_P is not None:
+        extra_P = (targets.importance_P.to(extra_P.dtype) - 1) * pairs.weight_P
     total: Tensor = _FullBCE.apply(
-        query_BD, row_LD, bias_L1, scale, targets, target_P, active_B, chunk, torch.is_grad_enabled()
-    )
-    return total / count
+        query_BD, row_LD, bias_L1, scale, columns.own(pairs), columns.own_values(extra_P), active_B, chunk,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return columns.sum(total) / count

@@ -27,7 +27,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from unidec.model.pairs import (
+    ALL_COLUMNS,
     MASKED,
+    Columns,
     Pairs,
     PoolTargets,
     entry_count,
@@ -93,20 +95,24 @@ class _PoolTerms(torch.autograd.Function):
         return grad_BS.to(ctx.dtype), None, None, None, None
 
 
-def _softmax_loss(kind: str, logit_BS: Tensor, directions: Sequence[Direction]) -> Tensor:
+def _softmax_loss(
+    kind: str, logit_BS: Tensor, directions: Sequence[Direction], columns: Columns = ALL_COLUMNS
+) -> Tensor:
     """Sum over directions; the logits are read once for both."""
     _, is_forward, pairs = directions[0]
     wanted = [each[1] for each in directions]
-    s_P, lse_B, lse_S = _PoolTerms.apply(
-        logit_BS, pairs if is_forward else pairs.t(), kind, True in wanted, False in wanted
-    )
+    own = columns.own(pairs if is_forward else pairs.t())
+    s_P, lse_B, lse_S = _PoolTerms.apply(logit_BS, own, kind, True in wanted, False in wanted)
+    s_P = columns.of_all_pairs(s_P)
     losses = []
     for share, is_forward, pairs in directions:
-        lse = lse_B if is_forward else lse_S
-        lse_P = lse[pairs.row_P]
+        if is_forward:
+            num_rows, lse_P = logit_BS.shape[0], columns.logsumexp(lse_B)[pairs.row_P]
+        else:
+            num_rows, lse_P = columns.total(logit_BS.shape[1]), columns.of_all_pairs(lse_S[own.col_P])
         # ds: -log(e^s / (e^s + sum over negatives)) = softplus(lse - s); logsigmoid is exact at both ends.
         loss_P = -F.logsigmoid(s_P - lse_P) if kind == "ds" else lse_P - s_P
-        losses.append(share * mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, len(lse)))
+        losses.append(share * mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, num_rows))
     return sum(losses[1:], losses[0])
 
 
@@ -161,7 +167,14 @@ class _BinaryRows(torch.autograd.Function):
         return grad_BS.to(ctx.dtype), None, None, None
 
 
-def bce(logit_BS: Tensor, pairs: Pairs, *, normalise: str = "rows", importance_P: Tensor | None = None) -> Tensor:
+def bce(
+    logit_BS: Tensor,
+    pairs: Pairs,
+    *,
+    normalise: str = "rows",
+    importance_P: Tensor | None = None,
+    columns: Columns = ALL_COLUMNS,
+) -> Tensor:
     """OvA binary cross entropy on each (query, pool label) entry; `pairs.weight_P` are the targets in [0, 1]
     (clipped), 0 elsewhere.
 
@@ -175,11 +188,15 @@ def bce(logit_BS: Tensor, pairs: Pairs, *, normalise: str = "rows", importance_P
         importance_P: float [P], factor of each pair's positive side, `target * importance * softplus(-x)`; None: 1.
             With inverse propensities these are the weighted positives of Jain et al. 2016 and Qaraei et al. 2021; what
             is not relevant keeps weight 1, so nothing is rescaled.
+        columns: which of the pool's columns the logits are.
     """
     pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_dtype(logit_BS)).clamp(0, 1))
-    active_B, count = entry_count(pairs.weight_P, pairs.row_P, logit_BS.shape, pairs.row_F, normalise)
-    extra_P = None if importance_P is None else (importance_P.to(pairs.weight_P.dtype) - 1) * pairs.weight_P
-    return _BinaryRows.apply(logit_BS, pairs, active_B, extra_P) / count
+    shape = (logit_BS.shape[0], columns.total(logit_BS.shape[1]))
+    active_B, count = entry_count(pairs.weight_P, pairs.row_P, shape, pairs.row_F, normalise)
+    extra_P = None
+    if importance_P is not None:
+        extra_P = columns.own_values((importance_P.to(pairs.weight_P.dtype) - 1) * pairs.weight_P)
+    return columns.sum(_BinaryRows.apply(logit_BS, columns.own(pairs), active_B, extra_P)) / count
 
 
 def _hinges(x_BS: Tensor, s_P: Tensor, row_P: Tensor, weight_P: Tensor, margin: float) -> Tensor:
@@ -229,7 +246,13 @@ def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: s
 
 
 def squared_hinge(
-    logit_BS: Tensor, pairs: Pairs, *, margin: float = 1.0, normalise: str = "rows", importance_P: Tensor | None = None
+    logit_BS: Tensor,
+    pairs: Pairs,
+    *,
+    margin: float = 1.0,
+    normalise: str = "rows",
+    importance_P: Tensor | None = None,
+    columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
     """Squared hinge one-vs-all: `sum_l [margin - y_il s_il]_+^2`, y = 1 for positives, -1 for the other pool labels.
 
@@ -242,18 +265,21 @@ def squared_hinge(
         margin: 1 for free scores; below 1 for cosines.
         normalise: "rows" or "entries", as in `bce`.
         importance_P: float [P], factor of each pair's positive side; None: 1.
+        columns: which of the pool's columns the logits are.
     """
     pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_dtype(logit_BS)).clamp(0, 1))
     up_P = torch.ones_like(pairs.weight_P) if importance_P is None else importance_P.to(pairs.weight_P.dtype)
-    active_B, count = entry_count(pairs.weight_P, pairs.row_P, logit_BS.shape, pairs.row_F, normalise)
+    shape = (logit_BS.shape[0], columns.total(logit_BS.shape[1]))
+    active_B, count = entry_count(pairs.weight_P, pairs.row_P, shape, pairs.row_F, normalise)
+    pairs, up_P = columns.own(pairs), columns.own_values(up_P)
     x_BS = mask_(logit_BS.to(pairs.weight_P.dtype, copy=True), pairs.row_F, pairs.col_F)
     x_P = x_BS[pairs.row_P, pairs.col_P]
     every = ((x_BS + margin).clamp_min(0).square().sum(1) * active_B).sum()  # the mask's share is exactly 0
     instead_P = up_P * (margin - x_P).clamp_min(0).square() - (x_P + margin).clamp_min(0).square()
-    return (every + (pairs.weight_P * instead_P).sum()) / count
+    return columns.sum(every + (pairs.weight_P * instead_P).sum()) / count
 
 
-def thresholds(x_BS: Tensor, k: int) -> Tensor:
+def thresholds(x_BS: Tensor, k: int, columns: Columns = ALL_COLUMNS) -> Tensor:
     """t of each row with `sum_j sigmoid(x_j + t) = k`, float [B]; -`MASKED` where k labels or fewer are unmasked.
 
     Solved as `log R(t) = log T(t)`, R the sum of sigmoid(x + t) over all but the k highest entries, T the sum of
@@ -263,14 +289,12 @@ def thresholds(x_BS: Tensor, k: int) -> Tensor:
     Args:
         x_BS: float32 or float64 [B, S], `MASKED` where an entry takes no part; changed and restored.
         k: at least 1.
+        columns: which columns these are.
     """
-    num_rows, num_cols = x_BS.shape
+    num_rows, num_cols = x_BS.shape[0], columns.total(x_BS.shape[1])
     if num_cols <= k:
         return x_BS.new_full((num_rows,), -MASKED)
-    top_BK, index_BK = x_BS.topk(k + 1, dim=1)
-    next_B1 = top_BK[:, k:].clone()
-    top_BK, index_BK = top_BK[:, :k], index_BK[:, :k]
-    x_BS.scatter_(1, index_BK, MASKED)
+    top_BK, next_B1, removed = columns.remove_top(x_BS, k)
     # at `low` T exceeds R, at `high` R exceeds T: bounds by the k-th and the next entry alone
     low_B1, high_B1 = -top_BK[:, k - 1 :] - math.log(2 * num_cols), math.log(2 * k) - next_B1
     t_B1 = -(top_BK[:, k - 1 :] + next_B1) / 2
@@ -279,12 +303,12 @@ def thresholds(x_BS: Tensor, k: int) -> Tensor:
     for _ in range(STEPS):
         torch.sigmoid(torch.add(x_BS, t_B1, out=rest_BS), out=rest_BS)
         head_BK = torch.sigmoid(-(top_BK + t_B1))
-        above_B1, below_B1 = rest_BS.sum(1, keepdim=True), head_BK.sum(1, keepdim=True)
+        above_B1, below_B1 = columns.sum(rest_BS.sum(1, keepdim=True)), head_BK.sum(1, keepdim=True)
         low_B1, high_B1 = (
             torch.where(above_B1 < below_B1, t_B1, low_B1),
             torch.where(above_B1 < below_B1, high_B1, t_B1),
         )
-        squares_B1 = torch.linalg.vector_norm(rest_BS, dim=1, keepdim=True).square()
+        squares_B1 = columns.sum(torch.linalg.vector_norm(rest_BS, dim=1, keepdim=True).square())
         slope_B1 = 2 - squares_B1 / above_B1 - head_BK.square().sum(1, keepdim=True) / below_B1
         next_t_B1 = t_B1 - (above_B1 / below_B1).log() / slope_B1
         inside_B1 = (low_B1 <= next_t_B1) & (next_t_B1 <= high_B1)  # false for what is not finite
@@ -294,9 +318,10 @@ def thresholds(x_BS: Tensor, k: int) -> Tensor:
         next_t_B1 = torch.where(solved_B1, t_B1, next_t_B1)
         solved_B1 |= inside_B1 & ((next_t_B1 - t_B1).abs() <= close)
         t_B1 = next_t_B1
-        if x_BS.device.type == "cpu" and bool(solved_B1.all()):
+        # processes that add up together take the same number of steps
+        if x_BS.device.type == "cpu" and not columns.partial and bool(solved_B1.all()):
             break
-    x_BS.scatter_(1, index_BK, top_BK)
+    x_BS.scatter_(1, *removed)
     return torch.where(next_B1 > MASKED / 2, t_B1, torch.full_like(t_B1, -MASKED)).squeeze(1)
 
 
@@ -306,14 +331,14 @@ class _SoftTopK(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, k: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, k: int, columns: Columns) -> tuple[Tensor, Tensor]:
         row_P, col_P, _, *ignored = pairs
         dtype = loss_dtype(logit_BS)
         s_P = logit_BS[row_P, col_P].to(dtype)
         x_BS = mask_(logit_BS.to(dtype, copy=True), *ignored)
-        t_B = thresholds(x_BS, k)
+        t_B = thresholds(x_BS, k, columns)
         ctx.save_for_backward(x_BS, t_B, row_P, col_P)
-        ctx.dtype = logit_BS.dtype
+        ctx.dtype, ctx.columns = logit_BS.dtype, columns
         return s_P, t_B
 
     @staticmethod
@@ -322,13 +347,13 @@ class _SoftTopK(torch.autograd.Function):
         x_BS, t_B, row_P, col_P = ctx.saved_tensors
         e_BS = (x_BS + t_B.unsqueeze(1)).abs_().neg_().exp_()
         v_BS = e_BS.div_((1 + e_BS).square_())  # sigmoid' from its small side: nothing cancels
-        total_B1 = v_BS.sum(1, keepdim=True).clamp_min(torch.finfo(v_BS.dtype).tiny)
+        total_B1 = ctx.columns.sum(v_BS.sum(1, keepdim=True)).clamp_min(torch.finfo(v_BS.dtype).tiny)
         grad_BS = v_BS.mul_(-grad_t_B.unsqueeze(1) / total_B1)
         grad_BS.index_put_((row_P, col_P), grad_s_P, accumulate=True)
-        return grad_BS.to(ctx.dtype), None, None
+        return grad_BS.to(ctx.dtype), None, None, None
 
 
-def soft_topk(logit_BS: Tensor, pairs: Pairs, *, topk: int = 5) -> Tensor:
+def soft_topk(logit_BS: Tensor, pairs: Pairs, *, topk: int = 5, columns: Columns = ALL_COLUMNS) -> Tensor:
     """Soft top-k: `-log sigmoid(s_ip + t_i)`, t_i such that `sum_{l in L_B} sigmoid(s_il + t_i) = k`.
 
     A positive costs nothing once it is among the k labels that the row lets through, however they are ordered. Other
@@ -340,9 +365,10 @@ def soft_topk(logit_BS: Tensor, pairs: Pairs, *, topk: int = 5) -> Tensor:
 
     Args:
         topk: k, at least 1; the k of the P@k or R@k that matters.
+        columns: which of the pool's columns the logits are.
     """
-    s_P, t_B = _SoftTopK.apply(logit_BS, pairs, topk)
-    loss_P = -F.logsigmoid(s_P + t_B[pairs.row_P])
+    s_P, t_B = _SoftTopK.apply(logit_BS, columns.own(pairs), topk, columns)
+    loss_P = -F.logsigmoid(columns.of_all_pairs(s_P) + t_B[pairs.row_P])
     return mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, logit_BS.shape[0])
 
 
@@ -358,6 +384,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 SOFTMAX = frozenset({"ds", "supcon", "infonce"})  # read the logits once for both directions
 ENTRYWISE = frozenset({"bce", "hinge"})  # a term for each entry: no direction, no reduction
 NGAME_TAU = 0.1  # temperature of the softmax over a triplet's negatives, in NGAME's published code
+BY_COLUMNS = SOFTMAX | ENTRYWISE | {"softtopk"}  # several processes may have a part of the columns each
 UNSCALED = frozenset({"triplet", "hinge"})  # a margin in units of the similarities: not divided by a temperature
 
 
@@ -401,13 +428,16 @@ def symmetric_loss(
         reduction: one of `unidec.model.pairs.REDUCTIONS`; generator: for "pol".
         forward: weight of query -> label, 0 to 1.
     """
+    shape = (logit_BS.shape[0], targets.columns.total(logit_BS.shape[1]))
+    if kind in BY_COLUMNS:
+        options["columns"] = targets.columns
     if kind in ENTRYWISE:
         return LOSSES[kind](logit_BS, targets.pairs(targets.relevance_P), importance_P=targets.importance_P, **options)
     directions: list[Direction] = []
     for share, is_forward in ((forward, True), (1 - forward, False)):
         if share > 0:
-            given, rows = (targets, 0) if is_forward else (targets.t(logit_BS.shape[1]), 1)
-            pairs = given.pairs(target_weights(reduction, given, logit_BS.shape[rows], generator))
+            given, rows = (targets, 0) if is_forward else (targets.t(shape[1]), 1)
+            pairs = given.pairs(target_weights(reduction, given, shape[rows], generator))
             directions.append((share, is_forward, pairs))
     if kind in SOFTMAX:
         return _softmax_loss(kind, logit_BS, directions, **options)

@@ -9,7 +9,7 @@ Nothing here waits for the device: no `.item()`, no boolean indexing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +57,59 @@ class Pairs(NamedTuple):
         return torch.cat([self.row_P, self.row_F]), torch.cat([self.col_P, self.col_F])
 
 
+class Columns:
+    """Which columns of a pool's logits [B, S] a loss is given: all of them.
+
+    Of several processes each may have a part (`unidec.training.distributed.OwnColumns`). Targets, and the pairs made of
+    them, are those of all columns on every process, and so are a loss and what it is divided by.
+    """
+
+    partial = False
+
+    def total(self, num_columns: int) -> int:
+        """S, where so many columns are given."""
+        return num_columns
+
+    def own(self, pairs: Pairs) -> Pairs:
+        """The pairs in the given columns, counted from the first of these."""
+        return pairs
+
+    def own_values(self, x_P: Tensor) -> Tensor:
+        """Of values of all positive pairs those of the pairs in the given columns."""
+        return x_P
+
+    def of_all_pairs(self, x_P: Tensor) -> Tensor:
+        """The reverse: values of all positive pairs, from each process those of its own; differentiable."""
+        return x_P
+
+    def sum(self, x: Tensor) -> Tensor:
+        """What each process has summed over its columns becomes the sum over all columns; differentiable."""
+        return x
+
+    def sum_gradient(self, x: Tensor) -> Tensor:
+        """x, which all processes have, for the scores of each: its gradient becomes the sum of theirs."""
+        return x
+
+    def logsumexp(self, lse_B: Tensor) -> Tensor:
+        """The same of a logsumexp over columns."""
+        return lse_B
+
+    def remove_top(self, x_BS: Tensor, k: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Set the k highest of S > k entries of each row to `MASKED`, in place.
+
+        Returns:
+            these entries [B, k], the next one [B, 1], and (places, values) to scatter along dim 1, which restores them.
+        """
+        top_BK, place_BK = x_BS.topk(k + 1, dim=1)
+        next_B1 = top_BK[:, k:].clone()
+        top_BK, place_BK = top_BK[:, :k], place_BK[:, :k]
+        x_BS.scatter_(1, place_BK, MASKED)
+        return top_BK, next_B1, (place_BK, top_BK)
+
+
+ALL_COLUMNS = Columns()
+
+
 @dataclass(frozen=True)
 class PoolTargets:
     """The pairs of a pool as tensors on the device of the logits; see `unidec.training.sampler.PoolBatch` for the
@@ -66,6 +119,7 @@ class PoolTargets:
         relevance_P: float [P], soft targets, or 1 each.
         num_positives_B: number [B], |P_i|, in the pool or not (soft targets: the row's sum).
         importance_P: float [P], inverse propensity of each pair's label, or None: 1 each.
+        columns: which of the pool's columns the logits are.
     """
 
     row_P: Tensor
@@ -76,6 +130,7 @@ class PoolTargets:
     ignored_row_F: Tensor
     ignored_col_F: Tensor
     importance_P: Tensor | None = None
+    columns: Columns = field(default=ALL_COLUMNS, kw_only=True)
 
     @classmethod
     def from_batch(

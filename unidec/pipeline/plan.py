@@ -27,6 +27,7 @@ from unidec.data.tokens import CHUNK_TEXTS
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
 from unidec.model.encoder import TextEncoder, transformer_options
+from unidec.model.losses import BY_COLUMNS
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
@@ -235,7 +236,13 @@ class Formulas:
         sampled = math.ceil(self.queries * (positives + pool.eta * mines))
         count = {"none": 0, "pool": max(1, min(sampled, sizes.num_labels, pool.size or sampled))}
         count["all"] = sizes.num_labels
-        self.de_labels, self.clf_labels = (count[labels] for labels in head_labels(model, pool))
+        of_heads = head_labels(model, pool)
+        self.labels = max(count[labels] for labels in of_heads)
+        # those that one rank compares with the queries
+        self.de_labels, self.clf_labels = (
+            math.ceil(count[labels] / (ranks if labels == "all" and loss in BY_COLUMNS else 1))
+            for labels, loss in zip(of_heads, (params.loss.de, params.loss.clf), strict=True)
+        )
         # texts that one rank encodes; sorted by length, a chunk is padded to no more than the next one's shortest
         counts = (math.ceil(self.queries / ranks), math.ceil(count[encoded_labels(model, pool)] / ranks))
         most = params.tokens.max_length
@@ -404,8 +411,7 @@ def plan_memory(
         # ranks are processes on one machine, a device each
         amounts = [replace(a, num_bytes=ranks * a.num_bytes) if a.place == "host" else a for a in amounts]
         kept = tuple(a for a in amounts if a.num_bytes and not (training_only and a.phase == "index"))
-        labels = max(found.de_labels, found.clf_labels)
-        step = f"{found.queries:,} queries, {labels:,} labels, {'bf16' if half else 'fp32'}"
+        step = f"{found.queries:,} queries, {found.labels:,} labels, {'bf16' if half else 'fp32'}"
         return Plan(kept, "cuda" if cuda else "cpu", step, there)
 
     found = plan_of(params)

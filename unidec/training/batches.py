@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import scipy.sparse as sp
@@ -22,9 +22,10 @@ from unidec.data.propensity import inverse_propensity, label_counts
 from unidec.data.tokens import TokenCache
 from unidec.errors import DataError
 from unidec.model.encoder import EncoderInput, InputBuilder
-from unidec.model.pairs import PoolTargets, to_device
+from unidec.model.losses import BY_COLUMNS
+from unidec.model.pairs import ALL_COLUMNS, Columns, PoolTargets, to_device
 from unidec.params import TrainingSettings
-from unidec.training.distributed import ALONE, Ranks
+from unidec.training.distributed import ALONE, OwnColumns, Ranks
 from unidec.training.gradient_cache import TextChunks, TextParts, cut_texts
 from unidec.training.mixup import Mix, draw_mix
 from unidec.training.sampler import PoolBatch, PoolSampler, encoded_labels, head_labels, weighs_by_propensity
@@ -152,9 +153,11 @@ class Batches:
         own = self.parts(own_rows) + self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))])
         size = self.settings.optim.encode_chunk
         everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded)]
+        losses = self.settings.loss
         return Prepared(
-            pool, targets, clf_targets, *self._classified(clf_pool, encoded), self._related(clf_pool.pool_S),
-            self._mix(pool, epoch, step),
+            pool, replace(targets, columns=self._columns(pool, self.de_labels, losses.de)),
+            replace(clf_targets, columns=self._columns(clf_pool, self.clf_labels, losses.clf)),
+            *self._classified(clf_pool, encoded), self._related(clf_pool.pool_S), self._mix(pool, epoch, step),
             cut_texts(own, self.build, size, self.device) if size else self.build(own), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),
@@ -167,6 +170,17 @@ class Batches:
         pool = self.sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives, all_labels=every)
         weighted = {"importance_L": self.inverse_L} if self.settings.loss.weights == "propensity" else {}
         return pool, PoolTargets.from_batch(pool, self.device, soft=self.settings.pool.gandalf, **weighted)
+
+    def _columns(self, pool: PoolBatch, labels: str, loss: str) -> Columns:
+        """Which of a head's labels this rank scores."""
+        if self.ranks.alone or labels != "all" or loss not in BY_COLUMNS:
+            return ALL_COLUMNS
+        begin, end = self.ranks.part(self.sampler.num_labels)
+        own_P, own_F = (
+            to_device(np.flatnonzero((begin <= column) & (column < end)), self.device)
+            for column in (pool.positive_col_P, pool.ignored_col_F)
+        )
+        return OwnColumns(self.ranks, begin, self.sampler.num_labels, own_P, own_F, len(pool.positive_col_P))
 
     def _classified(self, clf_pool: PoolBatch, encoded: np.ndarray) -> tuple[Tensor | None, list[int], Tensor | None]:
         """Ids of this rank's rows among those that the classifier sees, each rank's number of them, and their places

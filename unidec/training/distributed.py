@@ -1,11 +1,16 @@
 """Ranks: the processes of one training on torch's own engine (`torchrun`), or this process alone.
 
-Legend: R rows held by one rank, G rows of all ranks together, D width, U table rows used in a step, P parameters.
+Legend: R rows held by one rank, G rows of all ranks together, D width, U table rows used in a step, B queries, S labels
+that a loss compares with them, P positive pairs, F ignored pairs.
 
 Every rank draws the same batch and the same pool, encodes its part of both, and gathers the others' embeddings: the
 loss, computed by each rank over the whole pool, is the loss of one rank alone. What is behind the gather (classifier
 rows, temperatures) therefore has its whole gradient on every rank, what is before it (encoder, heads, bag) has a part
-of it on each: `sum_gradients` and `sum_rows` add those up. Backward itself communicates nothing.
+of it on each: `data_parallel`, `sum_gradients` and `sum_rows` add those up.
+
+A loss over all labels gathers the queries only. Each rank compares them with its own labels (`OwnColumns`); sums over
+labels are added up over the ranks, so that the loss is again the whole one on each, and so are the gradients of what
+all ranks used; those of a label's row stay where the row is.
 
 Steps have a short timeout, so that a rank that hangs ends the job; everything between rounds has a long one, since
 ranks may take unequal time there. A rank that dies closes its connections, which the others notice at once.
@@ -17,6 +22,7 @@ import contextlib
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,9 +31,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from unidec.errors import ConfigError, TrainingError
+from unidec.model.pairs import MASKED, Columns, Pairs
 from unidec.model.row_table import RowTable
 from unidec.training.precision import choose_device
 
@@ -125,6 +133,49 @@ class Ranks:
             return x_RD
         return _Gather.apply(x_RD, self, list(sizes))
 
+    def data_parallel(self, encoder: nn.Module, no_texts: Any) -> nn.Module:
+        """The encoder with torch's DistributedDataParallel around it: a backward pass through its output adds up the
+        gradients of its trained parameters over the ranks, in buckets, while it computes the next ones.
+
+        A backward pass through the encoder itself adds nothing to the others': the next one that comes through this
+        module brings it along. Parameters keep their names, which are those of the encoder.
+
+        Args:
+            encoder: some of it trains; its weights are the same on all ranks.
+            no_texts: its input for no texts.
+        """
+        trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+        was_training = encoder.training
+        encoder.eval()  # no dropout draws random numbers
+        grads = torch.autograd.grad(encoder(no_texts).sum(), trained, allow_unused=True)
+        with warnings.catch_warnings():
+            # since torch 2.13 there is another name for one half of it
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            parallel = DistributedDataParallel(
+                encoder, process_group=self._steps, init_sync=False, broadcast_buffers=False,
+                gradient_as_bucket_view=True, find_unused_parameters=any(grad is None for grad in grads),
+            )  # fmt: skip
+        parallel.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket))
+        # the first backward pass settles the buckets: always this one, so that a resumed run adds in the same order
+        self.barrier()
+        with self.exchanging():
+            parallel(no_texts).sum().backward()
+        encoder.train(was_training)
+        for parameter in trained:
+            parameter.grad = None
+        return parallel
+
+    def exchanging(self) -> contextlib.AbstractContextManager[None]:
+        """Around a backward pass of several ranks: within, torch's error of a rank that cannot be reached becomes
+        `LostRank`."""
+        return contextlib.nullcontext() if self.alone else _translated()
+
+    def _sum_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The sum, where DistributedDataParallel would take the mean: each rank has a part of the loss's gradient."""
+        work = dist.all_reduce(bucket.buffer(), group=self._steps, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()) -> None:
         """Add the ranks' gradients of replicated parameters: one all-reduce for each dtype.
 
@@ -200,9 +251,10 @@ class Ranks:
         self._all_reduce(own, self._flags)
         return [bool(count) for count in own.tolist()]
 
-    def _all_reduce(self, tensor: Tensor, group: Any = None) -> None:
-        with _translated():
-            dist.all_reduce(tensor, group=group or self._steps)
+    def _all_reduce(self, tensor: Tensor, group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
+        if tensor.numel():
+            with _translated():
+                dist.all_reduce(tensor, op, group=group or self._steps)
 
     def _gather(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
         padded = x_RD.new_zeros(max(sizes), x_RD.shape[1])
@@ -252,6 +304,90 @@ class Ranks:
         """Leave the process group."""
         if not self.alone:
             dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class OwnColumns(Columns):
+    """This rank's columns of logits [B, S], the other ranks having the others.
+
+    Attributes:
+        first: number of its first column; num_columns: S.
+        own_P, own_F: int64, which of the positive and of the ignored pairs are in its columns.
+        num_pairs: P.
+    """
+
+    ranks: Ranks
+    first: int
+    num_columns: int
+    own_P: Tensor
+    own_F: Tensor
+    num_pairs: int
+
+    partial = True
+
+    def total(self, num_columns: int) -> int:
+        return self.num_columns
+
+    def own(self, pairs: Pairs) -> Pairs:
+        row_P, col_P, weight_P = (x_P[self.own_P] for x_P in pairs[:3])
+        row_F, col_F = (x_F[self.own_F] for x_F in pairs[3:])
+        return Pairs(row_P, col_P - self.first, weight_P, row_F, col_F - self.first)
+
+    def own_values(self, x_P: Tensor) -> Tensor:
+        return x_P[self.own_P]
+
+    def of_all_pairs(self, x_P: Tensor) -> Tensor:
+        return self.sum(x_P.new_zeros(self.num_pairs).index_copy(0, self.own_P, x_P))
+
+    def sum(self, x: Tensor) -> Tensor:
+        return _Sum.apply(x, self.ranks)
+
+    def sum_gradient(self, x: Tensor) -> Tensor:
+        return _SumGradient.apply(x, self.ranks)
+
+    def logsumexp(self, lse_B: Tensor) -> Tensor:
+        top_B = lse_B.detach().clone()
+        self.ranks._all_reduce(top_B, op=dist.ReduceOp.MAX)
+        return top_B + self.sum((lse_B - top_B).exp()).log()
+
+    def remove_top(self, x_BS: Tensor, k: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        # each rank gathers the k + 1 highest of all, and so finds those among them that are its own
+        num_rows, world = len(x_BS), self.ranks.world
+        value_BJ, place_BJ = x_BS.topk(min(k + 1, x_BS.shape[1]), dim=1)
+        best_BK = x_BS.new_full((num_rows, k + 1), -torch.inf)
+        best_BK[:, : value_BJ.shape[1]] = value_BJ
+        every_BG = self.ranks.gather(best_BK, [num_rows] * world).view(world, num_rows, k + 1).transpose(0, 1)
+        top_BK, found_BK = every_BG.flatten(1).topk(k + 1, dim=1)
+        is_top_BG = torch.zeros_like(every_BG.flatten(1), dtype=torch.bool).scatter_(1, found_BK[:, :k], True)
+        mine = self.ranks.rank * (k + 1)
+        is_top_BJ = is_top_BG[:, mine : mine + value_BJ.shape[1]]
+        x_BS.scatter_(1, place_BJ, value_BJ.masked_fill(is_top_BJ, MASKED))
+        return top_BK[:, :k], top_BK[:, k:], (place_BJ, value_BJ)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        result = x.clone(memory_format=torch.contiguous_format)
+        ranks._all_reduce(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        result = grad.clone(memory_format=torch.contiguous_format)
+        ctx.ranks._all_reduce(result)
+        return result, None
 
 
 class _Gather(torch.autograd.Function):

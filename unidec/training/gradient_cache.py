@@ -54,6 +54,8 @@ def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.de
         cut = length_chunks(tokens.lengths(rows), size)
         chunks += [(to_device(places + first, device), build([(name, tokens, rows[places])])) for places in cut]
         first += len(rows)
+    if not chunks:  # fewer texts than ranks: none for this one, which takes part in the others' sums all the same
+        chunks.append((to_device(np.empty(0, dtype=np.int64), device), build(parts)))
     if all(given.unique_U is None for _, given in chunks):
         return TextChunks(first, tuple(chunks))
     # found on the host once more: on the device the host would have to wait for how many there are
@@ -64,13 +66,17 @@ def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.de
 
 
 def encode_texts(
-    encoder: TextEncoder, texts: EncoderInput | TextChunks, context: Context
+    encoder: TextEncoder,
+    texts: EncoderInput | TextChunks,
+    context: Context,
+    parallel: Callable[[EncoderInput], Tensor] | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], None]]:
     """Vectors of a step's texts, in one pass or in chunks, and what computes all gradients of a loss on them.
 
     Args:
         context: entered around each pass (autocast), a new one for each: it keeps casts of the weights until it ends,
             and those of a pass without a graph have none (some versions of torch would take them for the other pass).
+        parallel: the encoder as `Ranks.data_parallel` gives it, of several ranks: it makes the last pass with a graph.
 
     Returns:
         float32 [B, W], in chunks a leaf; and what is called with the loss, 0-d. Chunk by chunk that leaves the random
@@ -78,7 +84,7 @@ def encode_texts(
     """
     if not isinstance(texts, TextChunks):
         with context():
-            return encoder(texts), Tensor.backward
+            return (parallel or encoder)(texts), Tensor.backward
     device, states = next(encoder.parameters()).device, []
     x_BW = torch.empty(texts.num_texts, encoder.width, device=device)
     with torch.no_grad(), context():
@@ -96,10 +102,10 @@ def encode_texts(
             if texts.unique_U is not None:  # chunks gather parts of the rows of all texts
                 for table in [module for module in encoder.modules() if isinstance(module, RowTable)]:
                     stack.enter_context(table.parts(texts.unique_U))
-            for state, (places, chunk) in zip(states, texts.chunks, strict=True):
+            for number, (state, (places, chunk)) in enumerate(zip(states, texts.chunks, strict=True), 1):
                 restore_random_state(state, device)
                 with context():
-                    x_CW = encoder(chunk)
+                    x_CW = (parallel if parallel and number == len(states) else encoder)(chunk)
                 if not x_CW.requires_grad:  # nothing of the encoder trains
                     return
                 x_CW.backward(x_BW.grad[places].to(x_CW.dtype))

@@ -27,7 +27,7 @@ from unidec.training.mixup import Mix
 
 
 class Objective:
-    """The losses of a model; each rank computes the whole loss.
+    """The losses of a model; each rank has the whole loss.
 
     Args:
         seed: of what a loss draws at random.
@@ -67,25 +67,23 @@ class Objective:
 
     def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
         """L_D: queries against the texts of the labels."""
-        ranks, own, pool, settings = self.ranks, batch.num_own_queries, batch.pool, self.settings
+        own, settings, targets = batch.num_own_queries, self.settings, batch.targets
         with self.autocast():
             de_BD = self.model.de(x_BW)
-        query_BD = ranks.gather(de_BD[:own], ranks.sizes(len(pool.rows_B)))
-        label_SD = ranks.gather(de_BD[own:], ranks.sizes(len(pool.pool_S)))
-        scale = self.model.log_scale.exp()[0]
+        query_BD, scale = self._queries(de_BD[:own], self.model.log_scale.exp()[0], batch, targets)
+        label_SD = self._labels(de_BD[own:], self.ranks.sizes(len(batch.pool.pool_S)), targets)
         similarity_BS = self._products(query_BD, label_SD)
-        return self._mixed(settings.de, similarity_BS, scale, batch.targets, settings.de_forward, step, mix)
+        return self._mixed(settings.de, similarity_BS, scale, targets, settings.de_forward, step, mix)
 
     def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
         """L_C + clf_bce * BCE: queries against the classifier's rows."""
-        model, ranks, own, settings = self.model, self.ranks, batch.num_own_queries, self.settings
-        scale, targets = model.log_scale.exp()[1], batch.clf_targets
+        model, own, settings, targets = self.model, batch.num_own_queries, self.settings, batch.clf_targets
         with self.autocast():
             own_BD = model.clf(x_BW[:own])
-        query_BD = ranks.gather(own_BD, ranks.sizes(len(batch.pool.rows_B)))
+        query_BD, scale = self._queries(own_BD, model.log_scale.exp()[1], batch, targets)
         assert model.table is not None
         kept_SD = F.dropout(model.table.gather(batch.clf_labels), model.settings.clf_dropout, model.training)
-        row_SD = ranks.gather(kept_SD, batch.clf_sizes)
+        row_SD = self._labels(kept_SD, batch.clf_sizes, targets)
         if model.settings.clf_residual:  # on one rank alone: it encodes all of the pool's texts
             text_SW = x_BW[own:] if batch.clf_places is None else x_BW[own:][batch.clf_places]
             with self.autocast():
@@ -94,7 +92,7 @@ class Objective:
             row_SD = model.residual_rows(text_SD, row_SD, related_SD)
         bias_S1 = None
         if model.bias is not None:
-            bias_S1 = ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes)
+            bias_S1 = self._labels(model.bias.gather(batch.clf_labels), batch.clf_sizes, targets)
         if settings.clf == "bce" and batch.clf_labels is None:  # of all labels: no logits of all of them are held
             with self.autocast():
                 return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise)
@@ -114,6 +112,16 @@ class Objective:
         shares = [(1.0, targets)] if mix is None else mix.targets(targets)
         losses = [(share, self.loss(kind, similarity_BS, scale, own, forward, step)) for share, own in shares]
         return losses[0][1] if len(losses) == 1 else torch.stack([share * loss for share, loss in losses]).sum()
+
+    def _queries(self, own_BD: Tensor, scale: Tensor, batch: Prepared, targets: PoolTargets) -> tuple[Tensor, Tensor]:
+        """The queries of all ranks, and the scale; gradients of both are whole on every rank."""
+        sum_gradient = targets.columns.sum_gradient
+        query_BD = self.ranks.gather(own_BD, self.ranks.sizes(len(batch.pool.rows_B)))
+        return sum_gradient(query_BD), sum_gradient(scale)
+
+    def _labels(self, own_SD: Tensor, sizes: list[int], targets: PoolTargets) -> Tensor:
+        """What this rank compares with the queries: its own labels, or those of all ranks."""
+        return own_SD if targets.columns.partial else self.ranks.gather(own_SD, sizes)
 
     def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:
         """Inner products of queries and labels, [B, S] of their dtype."""

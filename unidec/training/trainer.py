@@ -152,6 +152,10 @@ class Trainer:
         self.notes: dict[str, Any] = {}
         self._saved_step, self._saved_at = 0, time.monotonic()
         self._restore(accept)
+        encoder = self.model.encoder
+        self.parallel: torch.nn.Module | None = None  # the encoder of several ranks that train a transformer
+        if not ranks.alone and encoder.transformer is not None and not encoder.takes_vectors:
+            self.parallel = ranks.data_parallel(encoder, self.build(self.batches.parts(self.rows[:0])))
 
     @property
     def rows(self) -> np.ndarray:
@@ -363,10 +367,11 @@ class Trainer:
             stream = np.random.SeedSequence([self.settings.seed % 2**63, self.ranks.rank, self.step])
             torch.manual_seed(int(stream.generate_state(1, np.uint64)[0]))
         try:
-            x_BW, backward = encode_texts(self.model.encoder, batch.texts, self._autocast)
+            x_BW, backward = encode_texts(self.model.encoder, batch.texts, self._autocast, self.parallel)
             losses = self.objective.losses(x_BW, batch, self.step)
             loss = torch.stack(list(losses.values())).sum()
-            backward(loss)
+            with self.ranks.exchanging():
+                backward(loss)
         except torch.OutOfMemoryError as error:
             raise self._no_memory(batch) from error
         norm = self._complete_gradients()
@@ -393,7 +398,8 @@ class Trainer:
         """Add what the ranks have of the gradients; their norm, 0-d."""
         optimisers, ranks = self.optimisers, self.ranks
         tables = {name: row.table for name, row in optimisers.row.items()}
-        ranks.sum_gradients(optimisers.dense, complete=[self.model.log_scale])
+        summed = set() if self.parallel is None else set(self.parallel.parameters())  # in the backward pass
+        ranks.sum_gradients([p for p in optimisers.dense if p not in summed], complete=[self.model.log_scale])
         ranks.sum_rows([table for name, table in tables.items() if name.startswith("encoder.")])
         sharded = [t.used[1].grad for name, t in tables.items() if not name.startswith("encoder.") and t.used]
         return ranks.norm(optimisers.gradients(), [grad for grad in sharded if grad is not None])
