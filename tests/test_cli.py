@@ -165,7 +165,7 @@ def test_wrong_parameters_never_reach_a_stage(run, stages: Stages) -> None:
     assert run("nonsense")[0] == 2
 
 
-@pytest.mark.parametrize("command", [*SIMPLE, "train", "runs list", "runs doctor", "plan", "predict", "init"])
+@pytest.mark.parametrize("command", [*SIMPLE, "train", "runs list", "runs doctor", "plan", "tune", "predict", "init"])
 def test_every_command_explains_itself_with_an_example(run, command: str) -> None:
     code, out, _ = run(*command.split(), "--help")
     assert code == 0

@@ -14,7 +14,7 @@ from unidec.config import Params, load_params, nested, recipe_names
 from unidec.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = sorted(path for path in (ROOT / "comparison").glob("*.yaml") if path.name != "dvc.yaml")
+SHIPPED = sorted(path for path in (ROOT / "comparison").glob("*.yaml") if path.name not in ("dvc.yaml", "tune.yaml"))
 
 Write = Callable[[str], Path]
 

@@ -105,6 +105,29 @@ def compare(
 
 
 @command(
+    app,
+    "comparison/tune.yaml --trials 20",
+    "comparison/tune.yaml --metric PSP@5 --set optim.epochs=6 --out runs/tune/tail",
+)
+def tune(
+    params: Params,
+    space: Annotated[str, Argument(metavar="SPACE", help="file of ranges: key path: {low, high, log}, or [choices]")],
+    trials: Annotated[int, Option(min=1, help="trainings in all, those of an earlier call counted")] = 20,
+    metric: Annotated[str, Option(help="of the validation split, after a training's last epoch")] = "nDCG@5",
+    out: Annotated[
+        str | None, Option(metavar="FOLDER", help="of the search, instead of runs/tune/<name of SPACE>")
+    ] = None,
+) -> Any:
+    """Search parameters by a validation metric; a trial is a training, a bad one ends after a round.
+
+    best.yaml has the best parameters. Stopped or killed, the same command continues. The test split is not looked at.
+    """
+    from unidec.comparison import tune as tuning
+
+    return tuning.tune(params, space, trials, metric, out)
+
+
+@command(
     app, "", "--set run.table_place=host --json",
     "--set recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB",
 )  # fmt: skip

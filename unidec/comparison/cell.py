@@ -113,15 +113,23 @@ def _make(step: Step) -> None:
     else:
         from unidec.pipeline.evaluation import data_card
 
-        result |= _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
+        if spec["kind"] == "trial":
+            result |= _trained(params)
+        else:
+            result |= _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
         result["dataset"], result["lineage"] = data_card(params), _lineage() | result.get("lineage", {})
         # an attempt that was cut off before left the seconds of its training only
         recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
         result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
         result["costs"]["cpu_seconds"] = time.process_time()  # what it took of a machine that others work on too
     write_json(RESULT, result)
-    models = [] if spec["keep"] else [Path(MODEL), Path("outputs/bundle")]
-    _remove([*Path("runs").glob("*/checkpoints"), *Path("runs").glob("*/refresh"), *models])
+    _remove([] if spec["keep"] else [Path(MODEL), Path("outputs/bundle")])
+    remove_checkpoints(Path())
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove what only an unfinished training needs from a step's folder."""
+    _remove([*folder.glob("runs/*/checkpoints"), *folder.glob("runs/*/refresh")])
 
 
 def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
@@ -141,27 +149,31 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
     pipeline.propensity(params)
 
 
+def _trained(params: Params) -> dict[str, Any]:
+    """Train; costs and curve of the training, and its MLflow run. The test split is not looked at."""
+    from unidec import pipeline
+    from unidec.tracking.run import tracking_state
+
+    if params.reads_label_graph and not (paths.LABEL_GRAPH / MANIFEST).is_file():
+        pipeline.label_graph(params)
+    trained = pipeline.train(params)
+    assert trained is not None  # one process trains it
+    curve = read_json_lines(Path(trained.run_dir) / "rounds.jsonl")
+    costs = {
+        "peak_memory_bytes": float(host_peak()), "train_seconds": sum(line["train_seconds"] for line in curve),
+        "refresh_seconds": sum(line.get("refresh", {}).get("refresh_seconds", 0.0) for line in curve),
+    }  # fmt: skip
+    return {"costs": costs, "curve": curve, "mlflow_run": tracking_state(Path(trained.run_dir)).get("run_id")}
+
+
 def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     """Train (or take another cell's model), index, evaluate; metrics, costs and curve of the bundle in outputs/."""
     import pyarrow.parquet as pq
 
     from unidec import pipeline
     from unidec.retrieval.bundle import Bundle
-    from unidec.tracking.run import tracking_state
 
-    costs: dict[str, float] = {}
-    curve, run_id = [], None
-    if spec["kind"] == "recipe":
-        if params.reads_label_graph and not (paths.LABEL_GRAPH / MANIFEST).is_file():
-            pipeline.label_graph(params)
-        trained = pipeline.train(params)
-        assert trained is not None  # one process trains it
-        run_dir = Path(trained.run_dir)
-        curve, run_id = read_json_lines(run_dir / "rounds.jsonl"), tracking_state(run_dir).get("run_id")
-        costs = {
-            "peak_memory_bytes": float(host_peak()), "train_seconds": sum(line["train_seconds"] for line in curve),
-            "refresh_seconds": sum(line.get("refresh", {}).get("refresh_seconds", 0.0) for line in curve),
-        }  # fmt: skip
+    trained = _trained(params) if spec["kind"] == "recipe" else {"costs": {}, "curve": [], "mlflow_run": None}
     pipeline.index(params)
     pipeline.evaluate(params)
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8"))
@@ -174,14 +186,14 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     heads = [head for head in (bundle.model.head_de, bundle.model.head_clf) if head is not None]
     weights = [parameter for part in (bundle.model.encoder, *heads) for parameter in part.parameters()]
     classifier = [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
-    costs |= {
+    costs = trained["costs"] | {
         "search_ms": _search_ms(bundle, params),
         "parameters": float(sum(weight.numel() for weight in weights) + sum(classifier)),
         "bundle_bytes": float(sum(file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file())),
     }
-    return {
-        "metrics": metrics["test"], "validation": metrics.get("validation", {}), "costs": costs, "curve": curve,
-        "params": flatten(params), "mlflow_run": run_id,
+    return trained | {
+        "metrics": metrics["test"], "validation": metrics.get("validation", {}), "costs": costs,
+        "params": flatten(params),
     }  # fmt: skip
 
 

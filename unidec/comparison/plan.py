@@ -30,7 +30,7 @@ from unidec.config import (
 from unidec.errors import ConfigError
 from unidec.sections import Count, Section, Seed
 
-Kind = Literal["recipe", "model_of", "peer"]
+Kind = Literal["recipe", "model_of", "peer", "trial"]
 SOURCES = ("recipe", "like", "model_of", "peer")
 ALIKE = ("data", "tokens", "recipe", "seed", "tracking")  # for every cell: else a table would compare data, not systems
 EXPERIMENT = "unidec-compare"
@@ -137,7 +137,7 @@ class Job:
     """One run: a cell on a data set with a seed; data, cell and seed as in the file.
 
     Attributes:
-        kind: trained by us, another cell's model served otherwise, or a peer.
+        kind: trained by us, another cell's model served otherwise, a peer, or a trial of `unidec tune`.
         params: all of them; of a peer those that it shares with the recipes (data, texts, encoder, epochs).
         settings: what is set beyond the recipe and the common settings, and the cell that it builds on.
         needs: key of the job whose model this one starts from or serves; "": none.

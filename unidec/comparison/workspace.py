@@ -100,7 +100,7 @@ def load_comparison(
     file, origin = read_file(path)
     jobs, root = Planner(file, origin, overrides or {}).jobs(path), Path(folder or ROOT / file.name)
     common = flat(file.common) | dict(overrides or {})
-    return Comparison(Path(path), file, common, root, jobs, _steps(jobs, root))
+    return Comparison(Path(path), file, common, root, jobs, steps_of(jobs, root))
 
 
 def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
@@ -134,7 +134,7 @@ def _matches(job: Job, pattern: str) -> bool:
     return False
 
 
-def _steps(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
+def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
     """The steps of all jobs, each data set before the first job that uses it."""
     steps: dict[str, Step] = {}
     needed = {job.needs for job in jobs.values()}

@@ -1,0 +1,291 @@
+"""`unidec tune`: search of parameters by a validation metric; a trial is a training in a process and folder of its own.
+
+    runs/tune/<name>/
+      study.db                   Optuna's records: trials, and their metric after each round
+      shared/                    data set, tokens and vectors of frozen encoders, computed once
+      cells/<data>/trial/        a folder for each training, named by its parameters
+      trials.md, best.yaml       what was tried, and the best parameters; written after each trial
+
+Killed or stopped, the same command continues. Trials that ended are kept. The one that was interrupted is drawn again:
+it follows from the seed and the trials before it, so it has the same folder, where its training resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step
+from unidec.comparison.plan import DataEntry, Job
+from unidec.comparison.tuning_space import SECTIONS, holds, import_optuna, read_space
+from unidec.comparison.workspace import Step, steps_of
+from unidec.config import Params, build_params, fingerprint, leaves, nearest, to_yaml
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import read_json_lines, write_bytes_atomic
+from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
+from unidec.interrupt import signals_raise
+from unidec.metric_names import metric_names
+from unidec.pipeline.lock import one_at_a_time
+from unidec.pipeline.runs import tracked
+from unidec.progress import Progress, progress
+from unidec.tracking.provenance import code_tags
+from unidec.tracking.run import RUN_TAGS, Tracker, run_tags
+from unidec.tracking.store import tracking_uri
+
+ROOT, EXPERIMENT = Path("runs/tune"), "unidec-tune"
+STUDY, TABLE, BEST = "study.db", "trials.md", "best.yaml"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best trial: its number, its metric (percent, validation split) after the last epoch, what it set; how many
+    trials there are; the files with its parameters and with all trials."""
+
+    trial: int
+    metric: float
+    settings: Mapping[str, Any]
+    trials: int
+    best: str
+    table: str
+
+
+def tune(
+    params: Params, file: str | Path, trials: int = 20, metric: str = "nDCG@5", folder: str | Path | None = None
+) -> Tuned:
+    """Search the parameters that a file gives ranges for: Optuna's TPE; its median rule ends bad trials after a round.
+
+    The first trial has the parameters as they are, where these lie in the ranges.
+
+    Args:
+        params: all others, and the seed of the search.
+        file: see `read_space`.
+        trials: in all; a search that is continued with more of them adds the rest.
+        metric: of the validation split, by the heads alone, after a trial's last epoch.
+        folder: of the search; None: runs/tune/<name of the file>.
+
+    Raises:
+        Stopped: by SIGINT or SIGTERM, with the running trial's checkpoint written.
+        ConfigError: wrong file or metric, no validation split, a folder of another search, Optuna is missing.
+        TrainingError: another process is at it, the first trial fails with the parameters as they are, or all fail.
+    """
+    if metric not in metric_names():
+        near = nearest(metric, metric_names())
+        raise ConfigError("no such metric", where="--metric", got=metric, expected="nDCG@5, PSP@5, tail/R@100, ...",
+                          fix=near and f"--metric {near}")  # fmt: skip
+    space, root = read_space(file, params), Path(folder or ROOT / Path(file).stem)
+    if root.is_dir() and not (root / STUDY).exists() and any(path.name[0] != "." for path in root.iterdir()):
+        raise ConfigError("holds other things than a search", where=str(root), fix="another folder with --out")
+    again, farewell = "run the same command again to continue", "stopped at once; trials that ended are kept"
+    with (
+        signals_raise(again, farewell),
+        one_at_a_time(root),
+        contextlib.closing(Search(params, space, metric, root)) as search,
+    ):
+        return search.run(trials)
+
+
+class Search:
+    """A search in its folder. Optuna draws and prunes; the comparison's engine trains (`unidec.comparison.cell`)."""
+
+    def __init__(self, params: Params, space: Mapping[str, Any], metric: str, root: Path) -> None:
+        self.optuna = import_optuna()
+        self.states = self.optuna.trial.TrialState
+        self.params, self.space, self.metric, self.root = params, space, metric, root
+        values = dict(leaves(params))
+        self.unchanged = {key: values[key] for key, ranged in space.items() if holds(ranged, values[key])}
+        self.data, trial = self._steps({})
+        about = {
+            "ranges": {key: str(ranged) for key, ranged in space.items()},
+            "metric": metric, "data": self.data.key, "code": trial.spec["code"],
+            "parameters": fingerprint(params, "seed", "tokens", "index", *SECTIONS),
+        }  # fmt: skip
+        self._open(about)
+        self.tracker = Tracker(EXPERIMENT)
+        self.tracker.start(root, {"metric": metric, **about["ranges"]}, code_tags(), None, f"tune {root.name}")
+
+    def _open(self, about: Mapping[str, Any]) -> None:
+        """Open Optuna's records, or begin them; those of another search are refused."""
+        from sqlalchemy.exc import DatabaseError
+
+        place = str(self.root / STUDY)
+        try:
+            self.storage = self.optuna.storages.RDBStorage(f"sqlite:///{place}")
+            self.study = self.optuna.create_study(
+                storage=self.storage, study_name="tune", direction="maximize", load_if_exists=True,
+                pruner=self.optuna.pruners.MedianPruner(),
+            )  # fmt: skip
+        except (DatabaseError, RuntimeError, self.optuna.exceptions.OptunaError) as error:
+            fix = "remove the folder, or name another with --out"
+            raise ArtifactError("the search's records cannot be read", where=place, got=error, fix=fix) from error
+        known = self.study.user_attrs.get("about", about)
+        if others := [name for name in about if known.get(name) != about[name]]:
+            self.close()
+            raise ConfigError("the folder of another search", where=str(self.root), got=f"other {', '.join(others)}",
+                              fix="another folder with --out, or remove this one")  # fmt: skip
+        self.study.set_user_attr("about", about)
+
+    def close(self) -> None:
+        """Close Optuna's records."""
+        self.storage.remove_session()
+        self.storage.engine.dispose()
+
+    @property
+    def ended(self) -> list[Any]:
+        """Trials that count: trained, pruned, or failed by themselves; oldest first."""
+        trials = self.study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.state.name in ("COMPLETE", "PRUNED") or "failed" in trial.user_attrs]
+
+    def run(self, trials: int) -> Tuned:
+        """Run trials until there are so many; the best of them."""
+        with tracked(self.root):
+            for _ in self._rounds(self.data, "data"):
+                pass
+            dataset = XMCDataset.open(self.data.folder / "data" / "dataset", verify=False)
+            if not len(dataset.rows("validation")):
+                share = self.params.data.validation_share
+                raise ConfigError("there is no validation split to tune on", where="data.validation_share", got=share,
+                                  fix="--set data.validation_share=0.05")  # fmt: skip
+            for trial in self.study.get_trials(deepcopy=False):
+                if trial.state.name == "RUNNING":  # interrupted: it is drawn again
+                    self.study.tell(trial.number, state=self.states.FAIL)
+            left, epochs = range(len(self.ended), trials), self.params.optim.epochs
+            with progress(total=len(left) * epochs, desc="tune", unit="epoch") as bar:
+                for number in left:
+                    done = self._try(number, bar)
+                    bar.total = (bar.total or 0) + done - epochs  # it was pruned, or its epochs are tuned
+                    self._record()
+            return self._write_best()
+
+    def _try(self, number: int, bar: Progress[Any]) -> int:
+        """Draw a trial and train it to its end, or to the round after which it is pruned; returns its epochs."""
+        trial, line, state = self._draw(number), dict[str, Any](), self.states.COMPLETE
+        seconds, failed = 0.0, ""
+        try:
+            _, step = self._steps(trial.params)
+            with contextlib.closing(self._rounds(step, f"trial {number}")) as rounds:
+                for new in rounds:
+                    value, epoch = new["validation"][self.metric], new["epoch"]
+                    seconds += new["seconds"] + new.get("refresh", {}).get("refresh_seconds", 0.0)
+                    trial.report(value, epoch)
+                    bar.note(f"trial {number}: {self.metric} {value:.2f} after epoch {epoch}")
+                    bar.update(epoch - line.get("epoch", 0))
+                    line = new
+                    if not line["finished"] and trial.should_prune():
+                        state = self.states.PRUNED
+                        break
+            if state == self.states.PRUNED:
+                self._end_pruned(step, line["round"])
+        except UnidecError as error:
+            if number == 0 and len(self.unchanged) == len(self.space):
+                raise  # no matter of what is tuned: repeated when the search is continued
+            state, failed = self.states.FAIL, str(error)
+        trial.set_user_attr("seconds", seconds)
+        trial.set_user_attr("rounds", line.get("round", 0))
+        if failed:
+            trial.set_user_attr("failed", failed)
+        self.study.tell(trial, line["validation"][self.metric] if state == self.states.COMPLETE else None, state)
+        return line.get("epoch", 0)
+
+    def _draw(self, number: int) -> Any:
+        """The trial of a number; the same in every attempt, after the same trials before it."""
+        seed = random.Random(f"{self.params.seed}/{number}").getrandbits(32)
+        self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
+        waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
+        if number == 0 and len(self.unchanged) == len(self.space) and not waiting:
+            self.study.enqueue_trial(self.unchanged)
+        return self.study.ask(self.space)
+
+    def _steps(self, settings: Mapping[str, Any]) -> tuple[Step, Step]:
+        """What makes the data set, and the training with some other settings.
+
+        Raises:
+            ParamsError: settings that are right one by one are in conflict.
+        """
+        values = dict(leaves(self.params)) | dict(settings) | {"tracking.experiment": EXPERIMENT}
+        start = values["encoder.start"]  # for a process in another folder
+        params = build_params(values | {"encoder.start": start and str(Path(start).resolve())}, {}, "trial")
+        data = DataEntry(path=params.data.path, text=params.tokens.text, max_length=params.tokens.max_length)
+        job = Job(Path(data.path).name, "trial", params.seed, "trial", params, data, settings)
+        made, training = steps_of({job.key: job}, self.root).values()
+        return made, training
+
+    def _rounds(self, step: Step, name: str) -> Generator[dict[str, Any], None, None]:
+        """Make a step in a child process, and yield the record of each round as soon as it is there; those of an
+        interrupted attempt first. Closed before its end, it stops the child, which writes a checkpoint."""
+        parent = {"mlflow.parentRunId": self.tracker.run_id} if self.tracker.run_id else {}
+        tags = run_tags() | parent | {"tuning": self.root.name, "mlflow.runName": f"{self.root.name} {name}"}
+        environment = {"MLFLOW_TRACKING_URI": tracking_uri("."), RUN_TAGS: json.dumps(tags)}
+        stopping, seen = threading.Event(), 0
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                work = None if step.is_done() else pool.submit(run_step, step, environment, stopping)
+                while True:
+                    ended = work is None or work.done()  # before the last look at the records
+                    lines = [line for file in step.folder.glob("runs/*/rounds.jsonl") for line in read_json_lines(file)]
+                    yield from lines[seen:]
+                    seen = max(seen, len(lines))
+                    if ended:
+                        break
+                    time.sleep(POLL_S)
+                if work is not None:
+                    work.result()
+            finally:
+                stopping.set()
+
+    def _end_pruned(self, step: Step, number: int) -> None:
+        """The MLflow run of a pruned trial ended as planned; its training is not resumed."""
+        for run_dir in step.folder.glob("runs/*"):
+            tracker = Tracker.resume(run_dir)
+            tracker.set_tags({"tuning.pruned": f"after round {number}"})
+            tracker.finish("FINISHED")
+        remove_checkpoints(step.folder)
+
+    def _record(self) -> None:
+        """After a trial: trials.md, best.yaml, and the metric in the parent's MLflow run."""
+        rows = [["trial", "state", self.metric, "seconds", *self.space]]
+        rows.append(["---"] * len(rows[0]))
+        ended = self.ended
+        for number, trial in enumerate(ended):
+            noted, value = trial.user_attrs, "" if trial.value is None else f"{trial.value:.2f}"
+            state = f"pruned after round {noted['rounds']}" if trial.state == self.states.PRUNED else "trained"
+            if "failed" in noted:
+                state = f"failed: {noted['failed'].splitlines()[0]}".replace("|", "/")
+            chosen = [trial.params[key] for key in self.space]
+            settings = [f"{one:.4g}" if isinstance(one, float) else str(one) for one in chosen]
+            rows.append([str(number), state, value, f"{noted['seconds']:.0f}", *settings])
+        write_bytes_atomic(self.root / TABLE, "".join(f"| {' | '.join(row)} |\n" for row in rows).encode())
+        if ended[-1].value is not None:
+            self.tracker.log(len(ended), {f"validation/{self.metric}": ended[-1].value})
+        if any(trial.state == self.states.COMPLETE for trial in ended):
+            self._write_best()
+
+    def _write_best(self) -> Tuned:
+        """best.yaml: all parameters, with those of the best trial.
+
+        Raises:
+            TrainingError: no trial has come to its end.
+        """
+        ended, path, table = self.ended, self.root / BEST, self.root / TABLE
+        trained = [(trial.value, -number) for number, trial in enumerate(ended) if trial.state == self.states.COMPLETE]
+        if not trained:
+            raise TrainingError("no trial has come to its end", where=str(table), fix="narrower ranges, or --trials")
+        value, number = max(trained)[0], -max(trained)[1]
+        settings = {key: ended[number].params[key] for key in self.space}
+        best = build_params(dict(leaves(self.params)) | settings, {}, str(path))
+        words = " ".join(f"--set {key}={json.dumps(chosen)}" for key, chosen in settings.items())
+        head = [
+            f"trial {number} of {len(ended)}, the best by {self.metric} of the validation split: {value:.2f}",
+            f"unidec train --params {path}", f"make train ARGS='{words}'",
+        ]  # fmt: skip
+        write_bytes_atomic(path, ("".join(f"# {line}\n" for line in head) + to_yaml(best)).encode())
+        self.tracker.log_final({f"best/{self.metric}": value})
+        self.tracker.log_files([path, table])
+        return Tuned(number, value, settings, len(ended), str(path), str(table))
