@@ -34,6 +34,7 @@ OPTION_KEYS = {
     "probes": "ivf_probes", "code_dims": "pq_dims", "rescore": "rescore",
 }  # fmt: skip
 """Fields of `IndexOptions`, and their keys in the section `index`."""
+CALIBRATED = 10  # best labels of a query that probabilities are measured on: those that people look at
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,10 @@ def index(params: Params) -> Indexed:
     if neighbours is not None and settings.fuses:
         blend = fused(ranking, params, neighbours, blend)
     metrics = headline(blend.metrics) if len(ranking.rows) else {}
-    calibration = fit_calibration(blend.ranked.scores, ranking.relevant(blend.ranked.rows))
+    relevant = ranking.relevant(blend.ranked.rows[:, :CALIBRATED])
+    calibration = fit_calibration(blend.ranked.scores[:, :CALIBRATED], relevant)
     if calibration is None:
-        print(f"no probabilities: the validation queries are answered with fewer than {LEAST_RELEVANT} relevant labels")
+        print(f"no probabilities: fewer than {LEAST_RELEVANT} of the validation queries' answers are relevant labels")
     vectors = ranking.vectors
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
