@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import requests
+import yaml
 
 pytest.importorskip("prometheus_client")
 
@@ -24,6 +25,7 @@ from unidec.serving.metrics import follow_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "serving.md").read_text()
+PROMISED = yaml.safe_load((ROOT / "tests" / "cli" / "promised.yaml").read_text())["server"]  # until 2.0.0
 
 
 def table(heading: str) -> list[list[str]]:
@@ -38,12 +40,14 @@ def test_every_route_is_there_and_on_the_page() -> None:
     paths = create_app(Service(Serve()), Serve(), "key").openapi()["paths"]
     served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     written = {re.sub(r"\?.*", "", row[0].strip("`")) for row in table("| route")}
+    assert set(PROMISED["routes"]) <= written
     assert {path.replace("{uid:path}", "{uid}") for path in served} | {"GET /openapi.json"} == written
 
 
 def test_every_key_of_a_request_and_its_default() -> None:
     fields = schemas.request_models(Serve()).predict.model_fields
     rows = {row[0].strip("`"): row[1].strip("`") for row in table("| key | default")}
+    assert set(PROMISED["keys"]) <= set(fields)
     assert set(rows) == set(fields) - {"queries"}
     assert rows["k"] == str(fields["k"].default) and rows["head"] == fields["head"].default
     body = re.search(r"-d '(\{.*\})'", TEXT)
@@ -79,6 +83,7 @@ def test_every_metric_on_the_page_exists() -> None:
         name for name in known if name.startswith("unidec_") and "follow" not in name and not name.endswith("_created")
     }
     assert mine - names == set(), "not on the page"
+    assert set(PROMISED["metrics"]) <= known
 
 
 def test_pictures_are_there() -> None:
