@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from unidec.training.distributed import ALONE, Ranks
+from unidec.training.distributed import ALONE, LostRank, Ranks
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,15 @@ def test_alone_everything_is_free():
     ALONE.barrier()
     ALONE.close()
     assert Ranks.from_environment("cpu") is ALONE
+
+
+def test_an_error_of_the_backward_pass_is_its_own_unless_a_sum_failed():
+    ranks = Ranks(0, 2)
+    with pytest.raises(RuntimeError, match="a bug"), ranks.exchanging():
+        raise RuntimeError("a bug")
+    ranks._failures.append(RuntimeError("connection closed"))
+    with pytest.raises(LostRank, match="connection closed"), ranks.exchanging():
+        raise RuntimeError("of a callback")
 
 
 @pytest.mark.parametrize(("count", "world"), [(10, 3), (2, 5), (0, 2), (7, 1)])

@@ -62,6 +62,7 @@ class Ranks:
     _steps: Any = field(default=None, compare=False, repr=False)  # group of the tensors of a step, on the device
     _flags: Any = field(default=None, compare=False, repr=False)  # group of the host's flags of a step
     _patient: Any = field(default=None, compare=False, repr=False)  # group of the host's arrays between rounds
+    _failures: list[RuntimeError] = field(default_factory=list, compare=False, repr=False)  # of sums in a backward pass
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> Ranks:
@@ -165,16 +166,30 @@ class Ranks:
             parameter.grad = None
         return parallel
 
-    def exchanging(self) -> contextlib.AbstractContextManager[None]:
-        """Around a backward pass of several ranks: within, torch's error of a rank that cannot be reached becomes
-        `LostRank`."""
-        return contextlib.nullcontext() if self.alone else _translated()
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Around a backward pass: a sum of `data_parallel` that cannot reach a rank becomes `LostRank`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not self._failures:
+                raise
+            with _translated():
+                raise self._failures[0] from error  # which has its text alone
 
     def _sum_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """The sum, where DistributedDataParallel would take the mean: each rank has a part of the loss's gradient."""
+
+        def total(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            try:
+                return done.value()[0]
+            except RuntimeError as error:
+                self._failures.append(error)
+                raise
+
         work = dist.all_reduce(bucket.buffer(), group=self._steps, async_op=True)
         assert work is not None
-        return work.get_future().then(lambda done: done.value()[0])
+        return work.get_future().then(total)
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()) -> None:
         """Add the ranks' gradients of replicated parameters: one all-reduce for each dtype.
