@@ -60,7 +60,7 @@ def test_the_shipped_file_holds_the_default_recipe() -> None:
     ("line", "told"),
     [
         ("optim.lr_bagg: {low: 0.1, high: 0.2}", ["unknown key", "nearest: optim.lr_bag"]),
-        ("optim: {lr_bag: {low: 0.1, high: 0.2}}", ["optim", "keys under it"]),
+        ("optim: {lr_bag: {low: 0.1, high: 0.2}}", ["key paths, not sections"]),
         ("optim.lr_bag: 0.1", ["expected: {low: 0.001"]),
         ("optim.lr_bag: {low: 0.1}", ["expected: {low: 0.001"]),
         ("optim.lr_bag: {low: 0.1, high: 0.2, step: 0.1}", ["expected: {low: 0.001"]),

@@ -52,6 +52,8 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
     space, problems = dict[str, Any](), list[str]()
     for key, entry in raw.items():
         try:
+            if isinstance(entry, dict) and key in Params.model_fields:
+                raise ValueError(f"key paths, not sections: {key}.<key>: {{low: 0.001, high: 0.01}}")
             of_range = [entry[end] for end in ("low", "high") if end in entry] if isinstance(entry, dict) else []
             for value in (entry if isinstance(entry, list) else of_range) if key in takes else [entry]:
                 build_params(base | {key: value}, origin, str(path))  # an unknown key, out of bounds, in conflict
