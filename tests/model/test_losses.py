@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from scipy.sparse import csr_matrix
 
+from unidec.model import pairs
 from unidec.model.losses import (
     ENTRYWISE,
     LOSSES,
@@ -406,6 +407,32 @@ def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
     assert len(pinned) == 1 and sent == [((torch.device("cuda", 1),), {"non_blocking": True})]
     to_device(np.arange(3), "cpu")
     assert len(pinned) == 1 and sent[1] == (("cpu",), {})
+
+
+def test_what_comes_from_a_gpu_is_waited_for_one_later(monkeypatch):
+    done = []
+
+    def computed():
+        for number in range(3):
+            done.append(f"compute {number}")
+            yield number
+
+    def to_host(number):
+        done.append(f"copy {number}")
+        return lambda: done.append(f"wait {number}") or number
+
+    monkeypatch.setattr(pairs, "to_host", to_host)
+    assert list(pairs.all_to_host(computed())) == [0, 1, 2]
+    assert done == ["compute 0", "copy 0", "compute 1", "copy 1", "wait 0", "compute 2", "copy 2", "wait 1", "wait 2"]
+    assert list(pairs.all_to_host(iter(()))) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_many_copies_from_a_gpu_arrive_whole():
+    """More and larger ones than a copy takes: none is read before it is there, none is overwritten by the next."""
+    values = [torch.full((1 << 22,), float(number), device="cuda") for number in range(8)]
+    for number, found in enumerate(pairs.all_to_host(value * 2 for value in values)):
+        assert (found == 2 * number).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -13,10 +13,11 @@ from unidec.data.storage import write_folder, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model import unidec as module
-from unidec.model.encoder import load_transformer
+from unidec.model.encoder import InputBuilder, load_transformer
 from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
 
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 NUM_LABELS = 11
 TEXTS = ["river query w3", "", "bread bread", "an unknown wörd 🍞", "music label w10 w11 planet"]
 
@@ -163,6 +164,26 @@ def test_rows_and_batch_size_do_not_show(tiny_bert, tiny_params, rng):
     assert de.shape == clf.shape == (0, 16)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_outputs_that_are_copied_later_are_those_of_a_plain_loop(tiny_bert, tiny_params, rng, monkeypatch, device):
+    """Bit for bit, where a batch, or a block of two, is on its way to the host while the next is computed."""
+    monkeypatch.setattr(module, "PROJECT_BLOCK", 8)
+    model = make_model(tiny_bert, tiny_params(**{"encoder.kind": "both", "encoder.trainable_layers": -1})).to(device)
+    model.eval()
+    tokens = encode_texts(TEXTS * 5, tiny_bert, 16)
+    rows, build = rng.permutation(25), InputBuilder(model.encoder, model.device)
+    heads = []
+    with torch.no_grad():
+        inputs = [build([("queries", tokens, rows[start : start + 4])]) for start in range(0, 25, 4)]
+        batches = [model.encoder(given).cpu().numpy() for given in inputs]
+        for start in range(0, 7, 2):
+            x_BW = torch.from_numpy(np.concatenate(batches[start : start + 2])).to(device)
+            heads.append((model.de(x_BW).cpu().numpy(), model.clf(x_BW).cpu().numpy()))
+    assert np.array_equal(model.encode("queries", tokens, rows, batch_size=4), np.concatenate(batches))
+    expected = [np.concatenate(part) for part in zip(*heads, strict=True)]
+    assert same(expected, model.vectors("queries", tokens, rows, batch_size=4))
+
+
 def test_vectors_in_blocks_are_those_of_all_at_once(tiny_bert, tiny_params, rng, monkeypatch):
     """Bit for bit, and without the encoder's outputs of more than a block."""
     model = make_model(tiny_bert, tiny_params()).eval()
@@ -172,11 +193,10 @@ def test_vectors_in_blocks_are_those_of_all_at_once(tiny_bert, tiny_params, rng,
     parts = [model.vectors("queries", tokens, block, batch_size=2) for block in blocks]
     expected = [np.concatenate(part) for part in zip(*parts, strict=True)]
     monkeypatch.setattr(module, "PROJECT_BLOCK", 9)
-    seen = []
-    encode = model.encode
-    monkeypatch.setattr(model, "encode", lambda *a, **k: seen.append(encode(*a, **k)) or seen[-1])
+    seen, clf = [], model.clf
+    monkeypatch.setattr(model, "clf", lambda x_BW: seen.append(len(x_BW)) or clf(x_BW))
     assert same(expected, model.vectors("queries", tokens, rows, batch_size=2, desc="encode"))
-    assert [len(x) for x in seen] == [8, 8, 8, 1]
+    assert seen == [8, 8, 8, 1]
     de, none = model.vectors("queries", tokens, rows, batch_size=2, only="de")
     assert none is None and np.array_equal(de, expected[0])
     none, clf = model.vectors("queries", tokens, rows, batch_size=2, only="clf")
@@ -374,7 +394,7 @@ def test_a_newer_format_is_refused_naming_it(stored):
 def test_heads_are_in_float32_also_under_autocast(tiny_bert, tiny_params, rng, monkeypatch):
     model = make_model(tiny_bert, tiny_params())
     tokens, x_NW = encode_texts(TEXTS, tiny_bert, 16), rng.normal(size=(len(TEXTS), 32)).astype(np.float32)
-    monkeypatch.setattr(model, "encode", lambda *_: x_NW)
+    monkeypatch.setattr(model, "_outputs", lambda *_: iter([torch.from_numpy(x_NW)]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = model.vectors("queries", tokens)
     assert same(model.vectors("queries", tokens), ours)

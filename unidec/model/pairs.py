@@ -9,6 +9,7 @@ Nothing here waits for the device: no `.item()`, no boolean indexing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +30,34 @@ def to_device(array: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Callable[[], np.ndarray]:
+    """Begin to copy a tensor to the host; what is returned waits until it is there. From a GPU into pinned memory: else
+    the host would wait at once."""
+    if not tensor.is_cuda:
+        return tensor.cpu().numpy
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def arrived() -> np.ndarray:
+        copied.synchronize()
+        return copy.numpy()
+
+    return arrived
+
+
+def all_to_host(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:
+    """Tensors on the host, in order. One is waited for after the next has been asked for: while the host waits, a GPU
+    computes that one."""
+    earlier: Callable[[], np.ndarray] | None = None
+    for tensor in tensors:
+        arrived = to_host(tensor)
+        if earlier is not None:
+            yield earlier()
+        earlier = arrived
+    if earlier is not None:
+        yield earlier()
 
 
 class Pairs(NamedTuple):

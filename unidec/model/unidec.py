@@ -14,7 +14,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import CLASSIFIER, CONFIG, KIND, VERSION, WEIGHTS, ModelConfig, misfit
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
+from unidec.model.pairs import all_to_host
 from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import copy_into, take_start
 from unidec.model.words import continuing_pieces
@@ -244,17 +245,26 @@ class UniDEC(nn.Module):
             bar: counts the texts.
         """
         rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
-        build = build or InputBuilder(self.encoder, self.device)
         was_training = self.training
         self.eval()
         x_NW = np.empty((len(rows), self.encoder.width), dtype=np.float32)
-        for start in range(0, len(rows), batch_size):
-            batch = build([(name, tokens, rows[start : start + batch_size])])
-            x_NW[start : start + batch_size] = self.encoder(batch).float().cpu().numpy()
-            if bar is not None:
-                bar.update(batch.num_texts)
+        outputs = self._outputs(name, tokens, rows, build, batch_size, bar)
+        for start, x_BW in zip(range(0, len(rows), batch_size), all_to_host(outputs), strict=True):
+            x_NW[start : start + batch_size] = x_BW
         self.train(was_training)
         return x_NW
+
+    def _outputs(
+        self, name: str, tokens: Tokens, rows: np.ndarray, build: InputBuilder | None, batch_size: int,
+        bar: Progress[Any] | None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """The encoder's outputs of each batch, float32 on the device."""
+        build = build or InputBuilder(self.encoder, self.device)
+        for start in range(0, len(rows), batch_size):
+            batch = build([(name, tokens, rows[start : start + batch_size])])
+            yield self.encoder(batch).float()
+            if bar is not None:
+                bar.update(batch.num_texts)
 
     @torch.no_grad()
     def vectors(
@@ -273,16 +283,24 @@ class UniDEC(nn.Module):
         block = max(PROJECT_BLOCK // batch_size, 1) * batch_size
         of_name = {"de": self.de, "clf": self.clf}
         heads = {key: head for key, head in of_name.items() if self.heads in ("both", key) and only in (None, key)}
+        if not heads:
+            return None, None
         out = {key: np.empty((len(rows), self.settings.dim), dtype=np.float32) for key in heads}
         was_training = self.training
         self.eval()
         with progress(total=len(rows), desc=desc, unit="text") if desc else contextlib.nullcontext() as bar:
-            for start in range(0, len(rows), block):
-                some = slice(start, start + block)
-                x_BW = torch.from_numpy(self.encode(name, tokens, rows[some], build, batch_size, bar)).to(self.device)
-                with torch.autocast(self.device.type, enabled=False):
-                    for key, head in heads.items():
-                        out[key][some] = head(x_BW).cpu().numpy()
+
+            def projected() -> Iterator[Tensor]:
+                for start in range(0, len(rows), block):
+                    outputs = self._outputs(name, tokens, rows[start : start + block], build, batch_size, bar)
+                    x_BW = torch.cat(list(outputs))
+                    with torch.autocast(self.device.type, enabled=False):
+                        heads_BD = torch.cat([head(x_BW) for head in heads.values()], dim=-1)
+                    yield heads_BD
+
+            for start, found in zip(range(0, len(rows), block), all_to_host(projected()), strict=True):
+                for key, own in zip(heads, np.split(found, len(heads), axis=1), strict=True):
+                    out[key][start : start + block] = own
         self.train(was_training)
         return out.get("de"), out.get("clf")
 
