@@ -64,12 +64,14 @@ def groups(name: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if method not in own["methods"]:
         fix = f"another --method; {NOT_PUBLISHED} for {name}: {', '.join(own['not_published']) or 'none of them'}"
         raise ConfigError("no such method", where=name, got=method, expected=", ".join(own["methods"]), fix=fix)
-    for group in [*methods()["settings"], *own["settings"]]:
-        if method in group.get("methods", [method]):
-            yield (
-                group["source"],
-                {f"{at}.{key}": value for at, keys in group["set"].items() for key, value in keys.items()},
-            )
+    every = [*methods()["settings"], *own["settings"]]
+    base = methods()["methods"][method].get("settings_of", method)
+    chosen = [group for group in every if base in group.get("methods", [base])]
+    if base != method:
+        chosen += [group for group in every if method in group.get("methods", [])]
+    for group in chosen:
+        values = {f"{at}.{key}": value for at, keys in group["set"].items() for key, value in keys.items()}
+        yield group["source"], values
 
 
 def resolve(name: str, method: str, others: Mapping[str, Any] | None = None) -> Params:

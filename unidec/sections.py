@@ -200,6 +200,7 @@ class Pool(Section):
     eta: CountOrZero = key(6, "hard negatives sampled for each query")
     mining: Mining = key("exact", "search for hard negatives; faiss: approximate, for millions of labels without a GPU")
     size: CountOrZero = key(3000, "at most so many labels in a pool; 0: no limit")
+    fill: bool = key(False, "further positives of the batch's queries take the room left in a pool; size 0: all")
     de_labels: Literal["pool", "all"] = key("pool", "labels of the encoder's loss; all: DEXML")
     clf_labels: Literal["pool", "all"] = key("pool", "the same for the classifier")
     gandalf: bool = key(False, "label texts train as queries too, the label graph as soft targets (Gandalf)")
@@ -304,6 +305,7 @@ class Run(Section):
     checkpoint_minutes: NonNegative = key(5.0, "minutes between two checkpoints within a round; 0: only at its end")
     checkpoint_steps: CountOrZero = key(0, "the same in steps; 0: by the clock only")
     recompute: bool = key(False, "activations again in backward: less memory, a third more work")
+    compile: bool = key(False, "torch.compile of the transformer: a minute or two at the start, faster steps on a GPU")
     check_memory: bool = key(True, "refuse to start what by `unidec plan` does not fit")
 
 

@@ -161,6 +161,7 @@ def test_ranks_share_all_labels_but_not_a_pool(data, tiny_params):
 PEAKS = {
     "bag": {},
     "bag, dual encoder": {"model.heads": "de"},
+    "bag, filled": {"pool.eta": 0, "pool.beta": 1, "pool.fill": True, "pool.size": 0},
     "bag, all labels": {"pool.clf_labels": "all", "model.heads": "clf", "pool.eta": 0},
     "frozen": FROZEN,
     "both": {"encoder.kind": "both", "encoder.trainable_layers": -1},
@@ -187,7 +188,7 @@ PEAKS = {
 }
 
 SLOW_PEAKS = {"bert", "bert, one layer", "all labels' texts", "bert, cached", "residual", "hinge", "triplet", "hardest",
-              "bag, dual encoder", "residual rows", "frozen bag"}  # fmt: skip
+              "bag, dual encoder", "bag, filled", "residual rows", "frozen bag"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,17 @@ def test_a_batch_encodes_its_queries_then_its_pool(make, tiny_tokens):
     assert (batch.targets.relevance_P == 1).all()
 
 
+@pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 7])
-def test_ranks_share_the_texts_of_one_batch(make, tiny_tokens, world):
+def test_ranks_share_the_texts_of_one_batch(make, tiny_tokens, world, fill):
     """All draw the same pool; together they encode each text once."""
-    alone = make()
+    values = {"pool.eta": 0, "pool.beta": 1, "pool.fill": fill}
+    alone = make(**values)
     rows = alone.rows[:10]
     whole = alone.prepare(rows, 1, 2, None)
-    parts = [make(Ranks(rank, world)).prepare(rows, 1, 2, None) for rank in range(world)]
+    parts = [make(Ranks(rank, world), **values).prepare(rows, 1, 2, None) for rank in range(world)]
     assert all(np.array_equal(part.pool.pool_S, whole.pool.pool_S) for part in parts)
+    assert (len(whole.pool.positive_row_P) == whole.pool.num_positives_B.sum()) == fill, "all of them are in the pool"
     queries = [text for part in parts for text in texts(part, tiny_tokens)[: part.num_own_queries]]
     labels = [text for part in parts for text in texts(part, tiny_tokens)[part.num_own_queries :]]
     assert queries + labels == texts(whole, tiny_tokens)

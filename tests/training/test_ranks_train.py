@@ -22,7 +22,10 @@ CASES = {
         "pool.clf_labels": "all", "model.clf_bias": True, "model.learn_temperature": True, "loss.de": "supcon",
         "loss.clf": "supcon", "model.clf_init": "normal",
     },
-    "depsl": {"model.heads": "de", "pool.eta": 0, "pool.batches": "random", "pool.batch_size": 10},
+    "depsl": {
+        "model.heads": "de", "pool.eta": 0, "pool.beta": 1, "pool.fill": True, "pool.size": 15,
+        "pool.batches": "random", "pool.batch_size": 10,
+    },
     "classifier": {"model.heads": "clf", "model.clf_bias": True, "model.clf_init": "xavier"},
     "frozen beside": {"encoder.kind": "both", "loss.reduction": "pol", "optim.clf_state": "adagrad"},
     "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "model.learn_temperature": True},

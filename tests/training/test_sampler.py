@@ -92,6 +92,8 @@ def test_pairs_of_the_pool_equal_set_intersections(rng):
         world.sampler(size=9),
         world.sampler(size=3),
         world.sampler(eta=0),
+        world.sampler(fill=True),
+        world.sampler(size=20, fill=True),
     ]
     for step in range(6):
         rows = rng.choice(40, size=rng.integers(1, 15), replace=False)
@@ -148,8 +150,9 @@ def frequency_cut(counts, room):
     return {k for k, n in counts.items() if n > border}, {k for k, n in counts.items() if n >= border}
 
 
+@pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 8, 12, 16, 20, 24, 28, 100])
-def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, rng):
+def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill, rng):
     world = World(rng)
     rows = rng.choice(40, size=10, replace=False)
     # eta beyond the shortlist: every allowed entry is drawn, so frequencies are known.
@@ -157,7 +160,9 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, rng)
     sampled = sampled_labels(unlimited)
     groups = [Counter(label for labels in sampled.values() for label in labels)]
     groups.append(Counter(label for row in rows for label in world.allowed(row)))
-    limited = world.sampler(eta=8, size=size).batch(rows, epoch=3, step=4, shortlist_NH=world.shortlist)
+    if fill:
+        groups.append(Counter(further_positives(world, rows, sampled)))
+    limited = world.sampler(eta=8, size=size, fill=fill).batch(rows, epoch=3, step=4, shortlist_NH=world.shortlist)
     check_pairs(world, limited)
     pool = set(limited.pool_S.tolist())
     earlier, room = set(), size
@@ -172,6 +177,49 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, rng)
     assert pool <= earlier and len(pool) <= size
     for i, labels in sampled_labels(limited).items():  # the draws are those of the unlimited batch, as far as they fit
         assert labels == sampled[i] & pool
+
+
+def further_positives(world, rows, sampled):
+    """Each query's positives that were not drawn, query after query."""
+    left = [set(np.flatnonzero(world.positive[row]).tolist()) - sampled[i] for i, row in enumerate(rows)]
+    return [label for labels in left for label in labels]
+
+
+@pytest.mark.parametrize("eta", [0, 3])
+@pytest.mark.parametrize("size", [0, 2, 15, 25, 100])
+def test_a_filled_pool_is_the_one_without_and_further_positives(size, eta, rng):
+    """Nothing else of the batch is drawn differently, and the room is used as far as there are positives."""
+    world = World(rng)
+    for step in range(5):
+        rows = rng.choice(40, size=10, replace=False)
+        plain, filled = (
+            world.sampler(eta=eta, size=size, fill=fill).batch(rows, epoch=1, step=step, shortlist_NH=world.shortlist)
+            for fill in (False, True)
+        )
+        check_pairs(world, filled)
+        assert sampled_labels(filled) == sampled_labels(plain), "further positives are not marked as sampled"
+        before, after = set(plain.pool_S.tolist()), set(filled.pool_S.tolist())
+        unlimited = world.sampler(eta=0).batch(rows, epoch=1, step=step, shortlist_NH=None)
+        left = set(further_positives(world, rows, sampled_labels(unlimited))) - before
+        assert before <= after and after - before <= left
+        assert len(after - before) == (len(left) if size == 0 else min(len(left), size - len(before)))
+        if size == 0:
+            assert np.bincount(filled.positive_row_P, minlength=10).tolist() == filled.num_positives_B.tolist()
+
+
+def test_a_fill_that_finds_nothing_changes_nothing(rng):
+    """Every positive is sampled, the limit cuts sampled positives already, or no query has a positive."""
+    world = World(rng)
+    none = sp.csr_matrix(world.relevance.shape, dtype=np.float32)
+    for relevance, options in ((world.relevance, {"beta": 30, "size": 25}), (world.relevance, {"beta": 2, "size": 1}),
+                               (none, {"beta": 2, "size": 5}), (none, {"beta": 2, "size": 0})):  # fmt: skip
+        one, other = (
+            PoolSampler(relevance, world.filter_pairs, eta=0, seed=1, fill=fill, **options).batch(
+                np.arange(40), epoch=0, step=0, shortlist_NH=None
+            )
+            for fill in (False, True)
+        )
+        assert as_bytes(one) == as_bytes(other)
 
 
 def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
@@ -193,12 +241,13 @@ def test_a_batch_depends_on_seed_epoch_and_step_only(rng):
     def draw(sampler, epoch, step):
         return as_bytes(sampler.batch(rows, epoch=epoch, step=step, shortlist_NH=world.shortlist))
 
-    one, other = world.sampler(size=12), world.sampler(size=12)
+    limits = {"size": 25, "fill": True}
+    one, other = world.sampler(**limits), world.sampler(**limits)
     first = draw(one, 2, 5)
     for epoch, step in ((0, 0), (2, 6), (3, 5)):
         draw(other, epoch, step)
     assert draw(other, 2, 5) == first
-    different = [draw(one, 2, 6), draw(one, 3, 5), draw(one, 5, 2), draw(world.sampler(size=12, seed=8), 2, 5)]
+    different = [draw(one, 2, 6), draw(one, 3, 5), draw(one, 5, 2), draw(world.sampler(**limits, seed=8), 2, 5)]
     assert all(another != first for another in different)
     assert draw(world.sampler(seed=-1), 0, 0) == draw(world.sampler(seed=-1), 0, 0)
 
@@ -253,6 +302,7 @@ def test_a_filtered_pair_is_never_a_negative(data):
         eta=data.draw(st.integers(0, 4)),
         size=data.draw(st.integers(0, 6)),
         seed=data.draw(st.integers(0, 5)),
+        fill=data.draw(st.booleans()),
     )
     rows = np.array(data.draw(st.lists(st.integers(0, num_queries - 1), min_size=1, max_size=6)))
     full = data.draw(st.booleans())

@@ -232,6 +232,27 @@ class TextEncoder(nn.Module):
                 part.eval()  # no dropout but of the output
         return self
 
+    def compile_transformer(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile the transformer and its pooling in place (torch.compile): names of weights stay as they are, dropout
+        draws the same numbers. How many texts and tokens there are is a symbol in a graph, so that chunks of all sizes
+        share it (a chunk of one text has its own). Nothing without a transformer.
+
+        Raises:
+            ConfigError: nothing can be compiled on this machine.
+        """
+        if self.transformer is None:
+            return
+        options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
+        device = next(self.transformer.parameters()).device
+        try:
+            torch.compile(lambda x: x + 1, backend=backend, options=options)(torch.ones(2, device=device))
+        except (RuntimeError, ImportError, OSError) as error:
+            raise ConfigError(
+                "torch.compile does not work on this machine", where="run.compile", got=str(error).strip()[:500],
+                fix="install a C++ compiler (g++), for a GPU triton as well; or run.compile: false",
+            ) from error  # fmt: skip
+        self.transformer.compile(dynamic=True, backend=backend, options=options)
+
     def forward(self, batch: EncoderInput) -> Tensor:
         """Texts to float32 [B, W]."""
         if batch.output_BW is not None:

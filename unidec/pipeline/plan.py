@@ -232,7 +232,9 @@ class Formulas:
         self.queries = min(queries_a_batch(pool, self.rows), self.rows)
         mines = pool.eta > 0 and draws_pools(model, pool)
         self.shortlist = INT32 * (sizes.num_queries + sizes.num_labels * pool.gandalf) * pool.eta * pool.refresh * mines
-        positives = pool.beta if pool.gandalf else min(pool.beta, sizes.num_pairs / sizes.num_queries)
+        mean = sizes.num_pairs / sizes.num_queries
+        most = max(pool.beta, mean) if pool.fill else pool.beta
+        positives = most if pool.gandalf else min(most, mean)
         sampled = math.ceil(self.queries * (positives + pool.eta * mines))
         count = {"none": 0, "pool": max(1, min(sampled, sizes.num_labels, pool.size or sampled))}
         count["all"] = sizes.num_labels

@@ -122,7 +122,7 @@ class Batches:
             self.rows = np.concatenate([self.rows, self.num_queries + chosen])
         self.sampler = PoolSampler(
             relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=settings.seed,
-            weight_L=self.inverse_L if pool.positives == "tail" else None,
+            fill=pool.fill, weight_L=self.inverse_L if pool.positives == "tail" else None,
         )  # fmt: skip
 
     def parts(self, rows: np.ndarray) -> TextParts:

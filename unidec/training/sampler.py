@@ -8,6 +8,7 @@ Nothing keeps a random state: every draw comes from (seed, epoch, step), so a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,12 +71,13 @@ class PoolSampler:
 
     Up to `beta` positives a query without replacement, all alike or in proportion to a weight of the label, and `eta`
     hard negatives a query, uniformly from its shortlist; never one of its positives, never one of its filter pairs.
-    With a size limit (detail 5 of the published implementations): sampled positives first, then hard
-    negatives; within each, the most frequent in the batch first, ties at random.
+    With a size limit (detail 5 of the published implementations): sampled positives first, then hard negatives, then
+    with `fill` further positives; within each, the most frequent in the batch first, ties at random.
 
     Args:
         relevance, filter_pairs: csr [N, L] in canonical format, the positives, and pairs never to be used as negatives.
         size: at most so many labels in a pool; 0: no limit.
+        fill: the other positives of the batch's queries take the room that is left; without a limit all of them do.
         weight_L: float [L], finite and above 0: each of a query's positives that are left is the next one drawn with a
             chance in proportion to its weight (inverse propensities: tail labels more often); None: all alike.
     """
@@ -89,10 +91,12 @@ class PoolSampler:
         eta: int,
         size: int,
         seed: int,
+        fill: bool = False,
         weight_L: np.ndarray | None = None,
     ) -> None:
         self.relevance, self.filter_pairs, self.num_labels = relevance, filter_pairs, relevance.shape[1]
         self.beta, self.eta, self.size, self.seed, self.weight_L = beta, eta, size, seed, weight_L
+        self.fill = fill
 
     def batch(
         self,
@@ -123,7 +127,8 @@ class PoolSampler:
             banned_Q = np.concatenate([row_Q, filter_row_Q]) * self.num_labels
             banned_Q += np.concatenate([label_Q, filter_label_Q])
             hard_C = self._sample_hard(rows_B, shortlist_NH, banned_Q, rng)
-            pool_S = self._choose_pool(label_Q[sampled_Q], hard_C, rng)
+            further_C = label_Q[~sampled_Q] if self.fill else label_Q[:0]
+            pool_S = self._choose_pool((label_Q[sampled_Q], hard_C, further_C), rng)
         kept_Q = contains(pool_S, label_Q)
         # a pair that is filtered and a positive is a positive
         kept_F = contains(pool_S, filter_label_Q) & ~contains(
@@ -176,12 +181,12 @@ class PoolSampler:
             label_BH, allowed_BH = label_BH[row_B1, pick_BE], allowed_BH[row_B1, pick_BE]
         return label_BH[allowed_BH]
 
-    def _choose_pool(self, positive_C: np.ndarray, hard_C: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Label ids of the pool, ascending: positives before negatives, each cut to the room that is left."""
+    def _choose_pool(self, groups: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+        """Label ids of the pool, ascending: group after group, each cut to the room that is left."""
         if self.size == 0:
-            return np.unique(np.concatenate([positive_C, hard_C]))
+            return np.unique(np.concatenate(groups))
         pool_S = np.empty(0, dtype=np.int64)
-        for group in (positive_C, hard_C):
+        for group in groups:
             label_C, frequency_C = np.unique(group, return_counts=True)
             new_C = ~contains(pool_S, label_C)
             label_C, frequency_C = label_C[new_C], frequency_C[new_C]

@@ -117,6 +117,8 @@ class Trainer:
             placement=Placement(settings.run.table_place, scratch, begin, end - begin, self.device),
         ).to(self.device)  # fmt: skip
         self.model.encoder.recompute = settings.run.recompute
+        if settings.run.compile:
+            self.model.encoder.compile_transformer()
         self.objective = Objective(settings.loss, settings.seed, self.model, ranks, self._autocast)
         not_cached = InputBuilder(self.model.encoder, self.device)
         self.batches = Batches(
