@@ -393,7 +393,7 @@ def test_probabilities_are_measured_on_the_answers_to_validation_queries(
     done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(indexing, "CALIBRATED", 100)  # of the ten best labels too few are relevant here
-    assert pipeline.index(done.params()).calibrated and "no probabilities" not in capsys.readouterr().out
+    assert pipeline.index(done.params()).calibrated and "no probabilities" not in capsys.readouterr().err
     bundle = Bundle.load(paths.BUNDLE)
     ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
     found = bundle.rank(Encoded(ranking.query_de, ranking.query_clf), 100, pair_keys(ranking.filter_pairs))
@@ -404,7 +404,7 @@ def test_probabilities_are_measured_on_the_answers_to_validation_queries(
     np.testing.assert_allclose(bundle.info.calibration.of(at), again.of(at), atol=0.02)  # ties
     monkeypatch.setattr(indexing, "CALIBRATED", 1)
     assert not pipeline.index(done.params()).calibrated
-    assert "no probabilities: fewer than 50 " in capsys.readouterr().out
+    assert "no probabilities: fewer than 50 " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("other_bundle")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,8 @@ def index(params: Params) -> Indexed:
     relevant = ranking.relevant(blend.ranked.rows[:, :CALIBRATED])
     calibration = fit_calibration(blend.ranked.scores[:, :CALIBRATED], relevant)
     if calibration is None:
-        print(f"no probabilities: fewer than {LEAST_RELEVANT} of the validation queries' answers are relevant labels")
+        what = f"fewer than {LEAST_RELEVANT} of the validation queries' answers are relevant labels"
+        print(f"no probabilities: {what}", file=sys.stderr)  # a result's own lines go to the other stream
     vectors = ranking.vectors
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
