@@ -190,6 +190,7 @@ def loss_and_gradients(case: Any, targets: Any, inputs: list[Any], ranks: Any) -
 def losses_by_columns(ranks: Any, folder: Path, seed: int) -> dict[str, Any]:
     """Each loss with the labels spread over the ranks against the loss of one rank: largest relative difference."""
     import torch
+    import torch.distributed as dist
 
     from unidec.training.distributed import ALONE, OwnColumns
 
@@ -201,7 +202,14 @@ def losses_by_columns(ranks: Any, folder: Path, seed: int) -> dict[str, Any]:
             (begin, end), columns = ranks.part(shape[1]), (targets.col_P, targets.ignored_col_F)
             own = [torch.nonzero((column >= begin) & (column < end)).squeeze(1) for column in columns]
             own_columns = OwnColumns(ranks, begin, shape[1], *own, len(targets.col_P))
-            ours = loss_and_gradients(case, replace(targets, columns=own_columns), inputs, ranks)
+            with (
+                mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed,
+                mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered,
+            ):
+                ours = loss_and_gradients(case, replace(targets, columns=own_columns), inputs, ranks)
+            sent = [call.args[0] for call in summed.call_args_list] + [call.args[1] for call in gathered.call_args_list]
+            # no rows and no logits of all labels: 37 x 4 and 11 x 37
+            assert name != "many" or 0 < max(x.numel() for x in sent) < 37 * 4
             loss, *grads = loss_and_gradients(case, targets, inputs, ALONE)
             theirs = [loss, *(part_of(ranks, grad) if grad.ndim else grad for grad in grads)]
             assert all(x.shape == y.shape and torch.isfinite(x).all() for x, y in zip(ours, theirs, strict=True))
@@ -282,6 +290,8 @@ def step_gradients(ranks: Any, folder: Path, cases: dict[str, Any]) -> dict[str,
         run_dir, cache = folder / f"gradients {case} {ranks.world}", folder / f"gradients-cache-{ranks.world}"
         trainer = Trainer(params.training, TrainingData(dataset, *tokens), run_dir, cache, ranks=ranks)
         trainer.model.train()
+        trains = params.encoder.kind != "bag" and params.encoder.trainable_layers != 0
+        assert (trainer.parallel is not None) == (trains and not ranks.alone)
         trainer.optimisers.step = lambda *_, each=(case, trainer): found.update(all_gradients(*each, ranks))
         for trainer.step in (1, 2):  # the second with the buckets that the first has left
             trainer.train_step(trainer.prepare(np.sort(trainer.rows)[:queries], 0))
