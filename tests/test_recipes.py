@@ -38,6 +38,8 @@ ONE_POSITIVE = {"model.heads": "de", "loss.reduction": "pol", "pool.beta": 1, "l
 PAPER = {"encoder.trainable_layers": -1, "optim.lr_encoder": 1e-4, "optim.lr_heads": 2e-4, "optim.lr_clf": 1e-3,
          "optim.warmup_epochs": 3, "optim.weight_decay": 0.05, "pool.refresh": 5, "model.dim": 384}  # fmt: skip
 OVA = {"model.heads": "clf", "loss.clf": "bce", "loss.clf_bce": 0.0, "index.space": "clf"}
+DECAF = OVA | {"encoder.kind": "bag", "encoder.residual": True, "model.clf_residual": True, "model.clf_gates": True,
+               "model.clf_bias": True, "pool.clf_labels": "pool", "loss.clf": "ds"}  # fmt: skip  # the papers: BCE
 SPEC = {
     "unidec": {"model.heads": "both", "loss.reduction": "psl", "loss.de": "ds", "loss.clf": "ds"},
     "unidec-long": {"model.heads": "both", "loss.reduction": "psl", "loss.de": "ds", "loss.clf": "ds",
@@ -50,10 +52,8 @@ SPEC = {
                                          "tokens.max_length": 128, "tokens.text": "title+content"},
     "mixup": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "queries"},
     "label-mixup": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "labels"},
-    "decaf": OVA | {"encoder.kind": "bag", "model.clf_residual": True, "model.clf_gates": True, "model.clf_bias": True,
-                    "pool.clf_labels": "pool", "pool.eta": 6, "encoder.residual": True},
-    "eclare": OVA | {"encoder.kind": "bag", "model.clf_residual": True, "model.clf_gates": True,
-                     "model.clf_graph": True, "label_graph.kind": "random-walk", "pool.clf_labels": "pool"},
+    "decaf": DECAF,
+    "eclare": DECAF | {"model.clf_graph": True, "label_graph.kind": "random-walk"},
     "depsl": ENCODER_ALONE | {"loss.de": "ds"},
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},

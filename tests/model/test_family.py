@@ -165,7 +165,7 @@ def mixed(c):
 FORMULAS = {
     "mixup": mixed,
     "label-mixup": unidec_v2,
-    "decaf": lambda c: ova(c.clf / TAU, c.pool[0].astype(float), c.pool[1]),
+    "decaf": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "unidec": unidec_cpu,
     "unidec-long": unidec_cpu,
     "unidec-v2": unidec_v2,
@@ -173,7 +173,7 @@ FORMULAS = {
     "unidec-gpu": unidec_v2_bce,
     "unidec-gpu-long": unidec_v2_bce,
     "unidec-v1": unidec_v1,
-    "eclare": lambda c: ova(c.clf / TAU, c.pool[0].astype(float), c.pool[1]),
+    "eclare": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "depsl": lambda c: both_ways(decoupled, c.de / TAU, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
