@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 
 from unidec.errors import DataError
 from unidec.model import search
@@ -81,6 +82,20 @@ def test_tiles_of_labels_change_nothing(tile, rng, monkeypatch):
     np.testing.assert_array_equal(tiled[0], whole[0])
     del whole[1]["seconds"], tiled[1]["seconds"]
     assert tiled[1] == whole[1]
+
+
+def test_in_bfloat16_nearly_the_same_labels_are_found(rng):
+    world = World(rng, mined=30)
+    world.rows = rng.choice(60, size=30, replace=False)
+    world.query, world.label = (rng.normal(size=(n, 32)).astype(np.float32) for n in (30, 3000))
+    world.positive, world.filtered = (rng.random((60, 3000)) < 0.01 for _ in range(2))
+    whole, _ = world.mine(20)
+    with torch.autocast("cpu", torch.bfloat16):
+        half, report = world.mine(20)
+    same = [len(set(ours) & set(theirs)) / 20 for ours, theirs in zip(half[world.rows], whole[world.rows], strict=True)]
+    assert np.mean(same) > 0.9 and not np.array_equal(half, whole)
+    assert not (world.positive | world.filtered)[world.rows[:, None], half[world.rows]].any()
+    assert report["positives_found"] == pytest.approx(world.mine(20)[1]["positives_found"], abs=0.02)
 
 
 def test_no_queries(rng):

@@ -47,7 +47,7 @@ def exact_search(
     device: str | torch.device | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The k labels with the largest inner product, best first: score_NK float32, label_NK int64; -inf and -1 where a
-    query has fewer than k labels.
+    query has fewer than k labels. Under autocast the products are of its type.
 
     Args:
         query_ND, label_LD: finite.
@@ -93,7 +93,7 @@ def _best(
 ) -> tuple[Tensor, ...]:
     """Scores and labels [B, K], best first, of the labels from `first` on and of those found before them."""
     for begin in range(0, len(label_TD), LABELS_AT_ONCE):
-        score_BT = query_BD @ label_TD[begin : begin + LABELS_AT_ONCE].T
+        score_BT = (query_BD @ label_TD[begin : begin + LABELS_AT_ONCE].T).float()
         if exclude is not None:
             _leave_out(score_BT, exclude, first + begin)
         score_BK, label_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)

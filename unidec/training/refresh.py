@@ -31,6 +31,7 @@ from unidec.sections import Mining, Pool
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures
+from unidec.training.precision import autocast_type
 from unidec.training.sampler import (
     PoolSampler,
     clustered_batches,
@@ -155,14 +156,17 @@ def make_refresh(
     device: torch.device,
     ranks: Ranks = ALONE,
 ) -> tuple[Refresh, Figures]:
-    """Mine hard negatives where a loss runs over pools; with the clusters that is the refresh, and figures of both.
+    """Mine hard negatives where a loss runs over pools, by products in the type that steps compute in; with the
+    clusters that is the refresh, and figures of both.
     `label_vectors` gives float32 [L, D], with several ranks this rank's part of it; called only when needed."""
     begin, pool, (refresh, query_ND, report) = time.perf_counter(), settings.pool, clusters
     if query_ND is not None and pool.eta > 0 and draws_pools(settings.model, pool):
         label_LD = label_vectors()
         report["encode_labels_seconds"] = time.perf_counter() - begin
         pairs, count = (sampler.relevance, sampler.filter_pairs), pool.eta * pool.refresh
-        negatives, mined = mine_hard_negatives(query_ND, rows, label_LD, pairs, count, device, ranks, pool.mining)
+        half = autocast_type(settings.optim.precision, device)
+        with torch.autocast(device.type, dtype=half or torch.bfloat16, enabled=half is not None):
+            negatives, mined = mine_hard_negatives(query_ND, rows, label_LD, pairs, count, device, ranks, pool.mining)
         report = report | {f"mine_{key}": value for key, value in mined.items()}
         refresh = replace(refresh, negatives=negatives)
     return refresh, report | {"refresh_seconds": report["refresh_seconds"] + time.perf_counter() - begin}
@@ -268,7 +272,7 @@ def _scores(query_nD: np.ndarray, label_LD: torch.Tensor, pairs: sp.csr_matrix) 
     label_E = torch.from_numpy(pairs.indices.astype(np.int64)).to(label_LD.device)
     query = torch.from_numpy(np.require(query_nD, requirements=["C", "W"])).to(label_LD)
     pieces = zip(row_E.split(_PAIRS), label_E.split(_PAIRS), strict=True)
-    return torch.cat([torch.linalg.vecdot(query[row], label_LD[label]) for row, label in pieces]).cpu().numpy()
+    return torch.cat([torch.linalg.vecdot(query[row], label_LD[label]) for row, label in pieces]).float().cpu().numpy()
 
 
 def _pattern(matrix: sp.csr_matrix) -> sp.csr_matrix:
