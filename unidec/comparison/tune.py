@@ -31,7 +31,7 @@ from unidec.config import Params, build_params, fingerprint, leaves, nearest, to
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
-from unidec.interrupt import signals_raise
+from unidec.interrupt import signals_raise, stop_signals
 from unidec.metric_names import metric_names
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
@@ -93,7 +93,11 @@ def tune(
 
 
 class Search:
-    """A search in its folder. Optuna draws and prunes; the comparison's engine trains (`unidec.comparison.cell`)."""
+    """A search in its folder. Optuna draws and prunes; the comparison's engine trains (`unidec.comparison.cell`).
+
+    Optuna's records are read and written within `stop_signals`: a signal in the middle of a transaction would leave
+    them locked.
+    """
 
     def __init__(self, params: Params, space: Mapping[str, Any], metric: str, root: Path) -> None:
         self.optuna = import_optuna()
@@ -140,7 +144,8 @@ class Search:
     @property
     def ended(self) -> list[Any]:
         """Trials that count: trained, pruned, or failed by themselves; oldest first."""
-        trials = self.study.get_trials(deepcopy=False)
+        with stop_signals():
+            trials = self.study.get_trials(deepcopy=False)
         return [trial for trial in trials if trial.state.name in ("COMPLETE", "PRUNED") or "failed" in trial.user_attrs]
 
     def run(self, trials: int) -> Tuned:
@@ -153,9 +158,10 @@ class Search:
                 share = self.params.data.validation_share
                 raise ConfigError("there is no validation split to tune on", where="data.validation_share", got=share,
                                   fix="--set data.validation_share=0.05")  # fmt: skip
-            for trial in self.study.get_trials(deepcopy=False):
-                if trial.state.name == "RUNNING":  # interrupted: it is drawn again
-                    self.study.tell(trial.number, state=self.states.FAIL)
+            with stop_signals():
+                for trial in self.study.get_trials(deepcopy=False):
+                    if trial.state.name == "RUNNING":  # interrupted: it is drawn again
+                        self.study.tell(trial.number, state=self.states.FAIL)
             left, epochs = range(len(self.ended), trials), self.params.optim.epochs
             with progress(total=len(left) * epochs, desc="tune", unit="epoch") as bar:
                 for number in left:
@@ -174,11 +180,13 @@ class Search:
                 for new in rounds:
                     value, epoch = new["validation"][self.metric], new["epoch"]
                     seconds += new["seconds"] + new.get("refresh", {}).get("refresh_seconds", 0.0)
-                    trial.report(value, epoch)
+                    with stop_signals():
+                        trial.report(value, epoch)
+                        prune = not new["finished"] and trial.should_prune()
                     bar.note(f"trial {number}: {self.metric} {value:.2f} after epoch {epoch}")
                     bar.update(epoch - line.get("epoch", 0))
                     line = new
-                    if not line["finished"] and trial.should_prune():
+                    if prune:
                         state = self.states.PRUNED
                         break
             if state == self.states.PRUNED:
@@ -187,21 +195,23 @@ class Search:
             if number == 0 and len(self.unchanged) == len(self.space):
                 raise  # no matter of what is tuned: repeated when the search is continued
             state, failed = self.states.FAIL, str(error)
-        trial.set_user_attr("seconds", seconds)
-        trial.set_user_attr("rounds", line.get("round", 0))
-        if failed:
-            trial.set_user_attr("failed", failed)
-        self.study.tell(trial, line["validation"][self.metric] if state == self.states.COMPLETE else None, state)
+        with stop_signals():
+            trial.set_user_attr("seconds", seconds)
+            trial.set_user_attr("rounds", line.get("round", 0))
+            if failed:
+                trial.set_user_attr("failed", failed)
+            self.study.tell(trial, line["validation"][self.metric] if state == self.states.COMPLETE else None, state)
         return line.get("epoch", 0)
 
     def _draw(self, number: int) -> Any:
         """The trial of a number; the same in every attempt, after the same trials before it."""
         seed = random.Random(f"{self.params.seed}/{number}").getrandbits(32)
-        self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
-        waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
-        if number == 0 and len(self.unchanged) == len(self.space) and not waiting:
-            self.study.enqueue_trial(self.unchanged)
-        return self.study.ask(self.space)
+        with stop_signals():
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
+            waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
+            if number == 0 and len(self.unchanged) == len(self.space) and not waiting:
+                self.study.enqueue_trial(self.unchanged)
+            return self.study.ask(self.space)
 
     def _steps(self, settings: Mapping[str, Any]) -> tuple[Step, Step]:
         """What makes the data set, and the training with some other settings.
