@@ -40,10 +40,10 @@ def quality(params: Params, epoch: int) -> float:
 
 
 class Trainings:
-    """Stands for `run_step`: writes what a child would.
+    """Replaces `run_step`: writes what the child process would write.
 
     Attributes:
-        trained: settings of each training that was begun. tags: of the MLflow run of each step.
+        trained: settings of each training that was started. tags: of the MLflow run of each step.
         stop_at: number of the training at which SIGTERM comes, after a round. fails: whether a training fails.
     """
 
@@ -179,7 +179,7 @@ def test_a_trial_that_fails_is_noted_and_the_first_one_ends_the_search(params: P
     trainings.fails = lambda tried: True
     with pytest.raises(TrainingError, match="not finite"):
         tune.tune(params, "space.yaml", 3, folder="hopeless")
-    trainings.fails = lambda tried: False  # the cause is mended: the first trial is repeated
+    trainings.fails = lambda tried: False  # the cause is fixed: the first trial runs again
     assert tune.tune(params, "space.yaml", 1, folder="hopeless").trial == 0
     outside = params.model_copy(update={"pool": params.pool.model_copy(update={"beta": 5})})
     trainings.fails = lambda tried: True

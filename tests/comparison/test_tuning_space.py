@@ -1,4 +1,4 @@
-"""Files of ranges: what is right becomes values that a trial may set; what is wrong is told at once, with lines."""
+"""Search space files: valid entries become the values a trial may draw; all errors are reported at once, with lines."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_all_that_is_wrong_is_told_together(params: Params) -> None:
 
 
 def test_no_file_and_nothing_in_it(params: Params) -> None:
-    with pytest.raises(ConfigError, match="no such file of ranges"):
+    with pytest.raises(ConfigError, match="no such search space file"):
         read_space("nowhere.yaml", params)
     for text in ("", "# nothing yet\n"):
         assert "nothing to tune" in problems(text, params)

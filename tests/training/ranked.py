@@ -224,7 +224,7 @@ def losses_by_columns(ranks: Any, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def encoder_gradients(ranks: Any, folder: Path) -> dict[str, Any]:
-    """`data_parallel` on a small network, one of whose parameters nobody uses."""
+    """`data_parallel` on a small network with a parameter that the loss does not use."""
     import torch
 
     found: dict[str, Any] = {}

@@ -111,7 +111,7 @@ def compare(
 )
 def tune(
     params: Params,
-    space: Annotated[str, Argument(metavar="SPACE", help="file of ranges: key path: {low, high, log}, or [choices]")],
+    space: Annotated[str, Argument(metavar="SPACE", help="search space: key path: {low, high, log}, or [choices]")],
     trials: Annotated[int, Option(min=1, help="trainings in all, those of an earlier call counted")] = 20,
     metric: Annotated[str, Option(help="of the validation split, after a training's last epoch")] = "nDCG@5",
     out: Annotated[

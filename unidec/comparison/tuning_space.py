@@ -31,7 +31,7 @@ def import_optuna() -> Any:
 
 
 def read_space(path: str | Path, params: Params) -> dict[str, Any]:
-    """Read a file of ranges, and check each end and each choice with all other parameters as they are.
+    """Read a search space file, and check each end and each choice with all other parameters as they are.
 
     Args:
         path: YAML: `optim.lr_bag: {low: 0.0003, high: 0.003, log: true}`, `pool.beta: [1, 2, 3]`.
@@ -43,7 +43,7 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
         ConfigError: no such file, not YAML, or nothing in it. ParamsError: everything that is wrong, with lines.
     """
     if not Path(path).is_file():
-        raise ConfigError("no such file of ranges", where=str(path), fix="comparison/tune.yaml is an example")
+        raise ConfigError("no such search space file", where=str(path), fix="comparison/tune.yaml is an example")
     raw, lines = read_yaml(Path(path))
     if not raw:
         raise ConfigError("nothing to tune", where=str(path), expected="optim.lr_bag: {low: 0.0003, high: 0.003}")
@@ -63,7 +63,7 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
         except ValueError as error:
             problems.append(problem(key, "not to be tuned so", short(entry), str(error), origin))
     if problems:
-        raise ParamsError(problems, str(path), "file of ranges")
+        raise ParamsError(problems, str(path), "search space")
     return space
 
 
