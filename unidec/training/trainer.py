@@ -158,6 +158,8 @@ class Trainer:
         self.parallel: torch.nn.Module | None = None  # the encoder of several ranks that train a transformer
         if not ranks.alone and encoder.transformer is not None and not encoder.takes_vectors:
             self.parallel = ranks.data_parallel(encoder, self.build(self.batches.parts(self.rows[:0])))
+        in_backward = set() if self.parallel is None else set(self.parallel.parameters())
+        self._summed_after = [p for p in self.optimisers.dense if p not in in_backward]  # gradients, over the ranks
 
     @property
     def rows(self) -> np.ndarray:
@@ -400,8 +402,7 @@ class Trainer:
         """Add what the ranks have of the gradients; their norm, 0-d."""
         optimisers, ranks = self.optimisers, self.ranks
         tables = {name: row.table for name, row in optimisers.row.items()}
-        summed = set() if self.parallel is None else set(self.parallel.parameters())  # in the backward pass
-        ranks.sum_gradients([p for p in optimisers.dense if p not in summed], complete=[self.model.log_scale])
+        ranks.sum_gradients(self._summed_after, complete=[self.model.log_scale])
         ranks.sum_rows([table for name, table in tables.items() if name.startswith("encoder.")])
         sharded = [t.used[1].grad for name, t in tables.items() if not name.startswith("encoder.") and t.used]
         return ranks.norm(optimisers.gradients(), [grad for grad in sharded if grad is not None])
