@@ -154,6 +154,7 @@ def test_strict_types(tmp_path: Path) -> None:
     assert load(tmp_path, "index: {clf_weight: 2}").index.clf_weight == 2
 
 
+SIMCSE = {"pool.simcse": True, "pool.eta": 0, "model.heads": "de", "index.space": "de"}
 CONFLICTING = [
     ("index.space", {"model.heads": "de", "index.space": "clf"}),
     ("index.space", {"model.heads": "de"}),
@@ -185,6 +186,13 @@ CONFLICTING = [
     ("loss.mixup", {"loss.mixup": "queries", "run.devices": 2}),
     ("loss.mixup", {"loss.mixup": "labels", "model.heads": "clf", "index.space": "clf"}),
     ("loss.mixup", {"loss.mixup": "queries", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.clf_labels": "all"}),
+    ("model.heads", {"pool.simcse": True, "pool.eta": 0}),
+    ("pool.eta", SIMCSE | {"pool.eta": 1}),
+    ("pool.de_labels", SIMCSE | {"pool.de_labels": "all"}),
+    ("pool.positives", SIMCSE | {"pool.positives": "tail"}),
+    ("pool.gandalf", SIMCSE | {"pool.gandalf": True}),
+    ("loss.weights", SIMCSE | {"loss.weights": "propensity"}),
+    ("loss.mixup", SIMCSE | {"loss.mixup": "queries"}),
     ("gate.confidence", {"gate.metric": "tail/coverage@5"}),
     ("source.path", {"source.kind": "folder"}),
     ("source.path", {"source.kind": "dvc"}),
@@ -224,7 +232,7 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         found |= set(config.Params.model_construct(**made).conflicts())
     assert all(set(conflict.keys.split()) <= set(config.known_keys()) for conflict in found)
     written = sum(inspect.getsource(module).count("yield Conflict(") for module in (params, sections))
-    in_loops = 2  # soft top-k, of both heads; gates and graph of a residual row
+    in_loops = 2 + 6  # soft top-k, of both heads; gates and graph of a residual row; seven keys of SimCSE
     assert len({(conflict.keys, conflict.what) for conflict in found}) == written + in_loops
 
 

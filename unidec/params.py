@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Params(Section):
         if self.model.heads != "de":
             yield from self._classifier()
         yield from self._losses()
+        if self.pool.simcse:
+            yield from self._simcse()
         yield from self._operations()
 
     def _heads(self) -> Iterator[Conflict]:
@@ -149,6 +152,18 @@ class Params(Section):
         if "softtopk" in used.values() and 0 < self.pool.size <= loss.topk:
             what = "all labels of a pool are among the first k: nothing is learnt"
             yield Conflict("loss.topk pool.size", what, "loss.topk far below pool.size")
+
+    def _simcse(self) -> Iterator[Conflict]:
+        needed = {
+            "model.heads": "de", "pool.eta": 0, "pool.de_labels": "pool", "pool.positives": "uniform",
+            "pool.gandalf": False, "loss.weights": "none", "loss.mixup": "none",
+        }  # fmt: skip
+        for path, value in needed.items():
+            section, name = path.split(".")
+            if getattr(getattr(self, section), name) != value:
+                what = "texts without relevance train a dual encoder, against the batch's other texts"
+                fix = f"{path}: {json.dumps(value)}, or pool.simcse: false"
+                yield Conflict(f"{path} pool.simcse", what, fix)
 
     def _mixup(self) -> Iterator[Conflict]:
         off = 'loss.mixup: "none"'

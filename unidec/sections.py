@@ -204,6 +204,7 @@ class Pool(Section):
     de_labels: Literal["pool", "all"] = key("pool", "labels of the encoder's loss; all: DEXML")
     clf_labels: Literal["pool", "all"] = key("pool", "the same for the classifier")
     gandalf: bool = key(False, "label texts train as queries too, the label graph as soft targets (Gandalf)")
+    simcse: bool = key(False, "each text, of a query or a label, has itself as its only positive (SimCSE)")
     refresh: Count = key(5, "T: epochs between two refreshes of clusters and hard negatives")
 
     def conflicts(self) -> Iterator[Conflict]:

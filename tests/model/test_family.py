@@ -177,6 +177,7 @@ FORMULAS = {
     "depsl": lambda c: both_ways(decoupled, c.de / TAU, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
+    "simcse": lambda c: infonce(c.de / DEXML_TAU, *c.pool),
     "ance": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
     "ngame": lambda c: triplet_softmax(c.de, *c.pool, c.picked, margin=0.3, top=10),
     "ngame-classifier": lambda c: triplet_softmax(c.clf, *c.pool, c.pool[0], margin=0.2, top=3),
@@ -218,6 +219,12 @@ class Case:
             rows = np.concatenate([rows, dataset.num_queries + np.array([0, 5, 11])])
             target = np.concatenate([target, graph.toarray()])
             filtered = np.concatenate([filtered, np.zeros((dataset.num_labels,) * 2, bool)])
+        if params.pool.simcse:  # texts of queries and labels, among them such as are filtered pairs
+            num_queries, num_labels = filtered.shape
+            rows = np.concatenate([rows, num_queries + filtered[rows[:4]].argmax(1)])
+            target = np.eye(num_queries + num_labels, dtype=np.float32)
+            filtered = np.block([[np.zeros((num_queries,) * 2, bool), filtered],
+                                 [filtered.T, np.zeros((num_labels,) * 2, bool)]])  # fmt: skip
         hard = rng.integers(0, dataset.num_labels, (len(target), 6)).astype(np.int32)
         self.batch = trainer.batches.prepare(rows, 0, 0, hard)
         own, pool = self.batch.num_own_queries, self.batch.pool.pool_S

@@ -268,6 +268,7 @@ def test_sizes_follow_what_the_heads_see(data, tiny_params):
     assert part.held_padded == 50 * max(int(lengths.lengths().max()) for lengths in data[1])
     half = found(**{"pool.gandalf": True, "label_graph.share": 0.5})
     assert half.rows == plain.rows + num_labels // 2
+    assert found(**{"model.heads": "de", "pool.eta": 0, "pool.simcse": True}).rows == plain.rows + num_labels
 
 
 def test_degenerate_sizes(tiny_params):

@@ -227,7 +227,8 @@ class Formulas:
         self.intermediate = getattr(self.config, "intermediate_size", None) or self.config.hidden_dim  # DistilBERT's
         self.scored_heads = 0 if cuda else self.config.num_attention_heads  # attention is not fused on a processor
         self.row_bytes = bytes_per_row(model.clf_dtype, params.optim.clf_state, model.dim)
-        self.rows = sizes.num_train + math.ceil(params.label_graph.share * sizes.num_labels) * pool.gandalf
+        of_labels = params.label_graph.share * pool.gandalf + pool.simcse  # labels whose texts are queries
+        self.rows = sizes.num_train + math.ceil(of_labels * sizes.num_labels)
         # the largest step
         self.queries = min(queries_a_batch(pool, self.rows), self.rows)
         mines = pool.eta > 0 and draws_pools(model, pool)
@@ -352,7 +353,8 @@ class Formulas:
         vectors = FP32 * (labels * model.dim * heads + _BLOCK * (512 + self.width + model.dim))
         names = math.ceil(labels * (57 + 8 * sizes.label_tokens[0]))  # 57: a Python string; 8: characters of a token
         texts = sizes.num_queries + labels
-        sampler = INT64 * 2 * (labels + self.rows) + 16 * (sizes.num_pairs + texts) * self.params.pool.gandalf
+        with_texts = self.params.pool.gandalf or self.params.pool.simcse
+        sampler = INT64 * 2 * (labels + self.rows) + 16 * (sizes.num_pairs + texts) * with_texts
         state, table, rows = (amount.num_bytes for amount in self.state())
         whole = state + table + rows * self.params.run.devices
         frozen = self.params.encoder.frozen or (self.params.encoder.kind != "bag" and not self.trained_layers)

@@ -3,7 +3,8 @@
 Legend: B queries in a batch, S pool labels, N queries of the data set, n training queries, L labels.
 
 With Gandalf (Gandalf, section 3) label texts are training queries too: label l is row N + l, and its relevance is row
-l of the label graph, soft targets in (0, 1]. A label whose row is empty is no query.
+l of the label graph, soft targets in (0, 1]. A label whose row is empty is no query. With SimCSE (Gao et al. 2021)
+these rows are the labels as well, each its own only positive: a step encodes its texts twice, by two dropout masks.
 """
 
 from __future__ import annotations
@@ -120,6 +121,9 @@ class Batches:
         if pool.gandalf:
             relevance, filter_pairs, chosen = _with_labels(relevance, filter_pairs, label_graph)
             self.rows = np.concatenate([self.rows, self.num_queries + chosen])
+        if pool.simcse:
+            self.rows = np.concatenate([self.rows, self.num_queries + np.arange(dataset.num_labels)])
+            relevance, filter_pairs = _texts_alone(filter_pairs)
         self.sampler = PoolSampler(
             relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=settings.seed,
             fill=pool.fill, weight_L=self.inverse_L if pool.positives == "tail" else None,
@@ -129,10 +133,14 @@ class Batches:
         """Texts of training rows; rows of labels follow those of queries."""
         of_query = rows[rows < self.num_queries]
         parts: TextParts = [("queries", self.tokens["queries"], of_query)]
-        return parts + self._label_parts(rows[len(of_query) :] - self.num_queries)
+        return parts + self._texts_of(rows[len(of_query) :] - self.num_queries)
+
+    def _texts_of(self, labels: np.ndarray) -> TextParts:
+        return [("labels", self.tokens["labels"], labels)] if len(labels) else []
 
     def _label_parts(self, labels: np.ndarray) -> TextParts:
-        return [("labels", self.tokens["labels"], labels)] if len(labels) else []
+        """Texts of pool labels."""
+        return self.parts(labels) if self.settings.pool.simcse else self._texts_of(labels)
 
     def prepare(self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None) -> Prepared:
         """Draw the pool of some queries and put it, and the texts to encode, on the device.
@@ -142,7 +150,7 @@ class Batches:
             epoch: from 0; step: unique within it. Both name the batch's random numbers.
             negatives: int32 [rows, H] mined hard negatives by training row, or None.
         """
-        if self.settings.pool.gandalf:  # queries first, then label texts, as `parts` has them
+        if self.num_queries < self.sampler.relevance.shape[0]:  # queries first, then label texts, as `parts` has them
             rows_B = rows_B[np.argsort(rows_B >= self.num_queries, kind="stable")]
         kind = "all" if self.de_labels == "all" else "pool"
         of_clf = kind if self.clf_labels == "none" else self.clf_labels
@@ -238,3 +246,11 @@ def _with_labels(
     nothing = sp.csr_matrix((num_labels, num_labels), dtype=filter_pairs.dtype)
     chosen = np.flatnonzero(np.diff(label_graph.indptr))
     return sp.vstack([ones, label_graph], format="csr"), sp.vstack([filter_pairs, nothing], format="csr"), chosen
+
+
+def _texts_alone(filter_pairs: sp.csr_matrix) -> tuple[sp.csr_matrix, sp.csr_matrix]:
+    """Relevance and filter pairs of N + L texts: each is its own positive; a filtered query and label (the same thing,
+    as a rule the same text) are no negatives of each other."""
+    num_texts = sum(filter_pairs.shape)
+    filtered = sp.bmat([[None, filter_pairs], [filter_pairs.T, None]], format="csr")
+    return sp.eye_array(num_texts, dtype=np.float32, format="csr"), filtered
