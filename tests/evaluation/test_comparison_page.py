@@ -98,7 +98,7 @@ def test_all_parts_are_there(undrawn):
     assert anchors == ["results", "time", "costs", "frequency", "ablations", "tests", "failures",
                        "settings", "data", "lineage"]  # fmt: skip
     assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
-    assert page.tags.count("img") == 2 * (3 + 3)  # ranges and curves of 3 metrics, for each task
+    assert page.tags.count("svg") == 2 * (3 + 3)  # ranges and curves of 3 metrics, for each task
 
 
 def test_the_headline_table(undrawn):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import base64
+import dataclasses
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def drawn(chart: Chart | None) -> str:
     assert chart is not None
-    kind, data = chart.image().split(",")
-    assert kind == "data:image/svg+xml;base64"
-    return base64.b64decode(data).decode()
+    return str(chart.svg())
+
+
+def titles(chart: Chart | None) -> list[str]:
+    return [node.text or "" for node in ElementTree.fromstring(drawn(chart)).iter(f"{SVG}title")]
 
 
 def paths(chart: Chart | None, style: str) -> list[list[tuple[float, float]]]:
@@ -35,7 +38,9 @@ def paths(chart: Chart | None, style: str) -> list[list[tuple[float, float]]]:
 
 
 def dots(chart: Chart | None, colour: str) -> list[tuple[float, float]]:
-    nodes = ElementTree.fromstring(drawn(chart)).iter(f"{SVG}use")
+    nodes = [
+        node for node in ElementTree.fromstring(drawn(chart)).iter(f"{SVG}use") if "opacity" not in node.get("style")
+    ]
     return [(float(node.get("x")), float(node.get("y"))) for node in nodes if f"fill: {colour}" in node.get("style")]
 
 
@@ -78,7 +83,41 @@ def test_ranges_lie_where_their_numbers_are():
     assert "a very long name a very lon…" in drawn(range_chart("c", [Range("a very long name " * 5, 1.0)], "x"))
 
 
+def test_marks_have_titles_and_a_table_behind_them():
+    lines = [Line("loss", [1, 2, 3], [0.5, NAN, 0.25]), Line("<b>", [2], [1234567.0], dots=True)]
+    chart = line_chart("c", lines, "step", "y")
+    assert titles(chart) == ["loss: 0.5; step: 1", "loss: 0.25; step: 3", "<b>: 1,234,567; step: 2"]
+    assert chart is not None and chart.table.header == ["step", "loss", "<b>"]
+    assert chart.table.rows == [["1", "0.5", "–"], ["2", "–", "1,234,567"], ["3", "0.25", "–"]]
+    root = ElementTree.fromstring(drawn(chart))
+    marked = [node for node in root.iter(f"{SVG}use") if node.find(f"{SVG}title") is not None]
+    ((x, y), (x3, y3)) = paths(chart, COLOURS[0])[0][0], paths(chart, COLOURS[0])[-1][-1]
+    assert [(float(m.get("x")), float(m.get("y"))) for m in marked[:2]] == [(x, y), (x3, y3)]  # on the points they name
+    bars = bar_chart("c", ["g", "h"], [("a", [10.0, 5.0]), ("b", [3.0, NAN])], "y", x_label="x")
+    assert titles(bars) == ["a, g: 10", "a, h: 5", "b, g: 3", "b, h: 0"]
+    assert bars is not None and bars.table.rows == [["g", "10", "3"], ["h", "5", "0"]]
+    ranges = range_chart("c", [Range("a", 10.0, (9.0, 11.0)), Range("b", 20.0)], "x")
+    assert titles(ranges) == ["a: 10.00, 9.00 to 11.00", "b: 20.00"]
+    long = line_chart("c", [Line("a", range(1000), range(1000))], "x", "y")
+    assert long is not None and len(titles(long)) == len(long.table.rows) == 40
+
+
+@pytest.mark.parametrize(("label", "most"), [("percent, test split", 100.0), ("percentage points", 105.0)])
+def test_an_axis_in_percent_ends_at_a_hundred(label, most):
+    chart = bar_chart("c", ["g"], [("a", [100.0])], label)
+    assert chart is not None
+    seen: list[Any] = []
+
+    def draw(axes: Any) -> None:
+        chart.draw(axes)
+        seen.append(axes)
+
+    dataclasses.replace(chart, draw=draw).svg()
+    assert seen[0].get_ylim() == pytest.approx((0.0, most)) and seen[0].get_xlim() == (-0.5, 0.5)
+
+
 def test_the_same_bytes_whatever_the_texts_hold():
     chart = bar_chart("c", ["$a$_b", "\ud800\x00😀\n<i>"], [("$a$_b", [1.0, 2.0])], "y & y")
     svg = drawn(chart)
-    assert svg == drawn(chart) and "$a$_b" in svg and "&lt;i&gt;" in svg and "y &amp; y" in svg
+    assert svg == drawn(chart) and "$a$_b" in svg and not re.search(r'(src|href)="(?!#)|<style|\bid="figure', svg)
+    assert "width=" not in svg.split(">")[0] and "&lt;i&gt;" in svg and "y &amp; y" in svg

@@ -13,7 +13,7 @@ import pytest
 from html_page import Page
 
 from unidec.evaluation.page import write_page
-from unidec.evaluation.report import ReportInput, calibration_bins, render
+from unidec.evaluation.report import ReportInput, calibration_bins, render, wins_and_losses
 from unidec.evaluation.significance import Comparison
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
@@ -42,7 +42,7 @@ FUSION = {
 def _example(text: str) -> dict:
     rows = [{"label": text, "title": text, "score": 1.0, "correct": c}
             for c in (True, False)]  # fmt: skip
-    return {"query": text, "truth": [text] * 20, "predictions": rows, "missed": [text]}
+    return {"query": text, "truth": [text] * 20, "predictions": rows, "missed": [text], "gain": 12.25}
 
 
 def _full(text: str = "some text") -> ReportInput:
@@ -52,7 +52,8 @@ def _full(text: str = "some text") -> ReportInput:
         rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS], bins=BINS,
         index={"recall@10": 99.5, text: text}, fusion=FUSION | {"objective": text},
         calibration={"score": np.linspace(0, 1, 200).reshape(40, 5), "correct": np.arange(200).reshape(40, 5) > 100},
-        right=[_example(text)], wrong=[_example(text)], card={text: {text: text}}, params={text: [text, 1]},
+        gains=[_example(text)], losses=[_example(text)], gain_over=text, earlier={text: METRICS},
+        card={text: {text: text}}, params={text: [text, 1]},
         lineage={text: text, "dirty": True}, verdict=text, warnings=[text], comparison=[BETTER],
     )  # fmt: skip
 
@@ -75,18 +76,19 @@ def test_every_text_is_escaped(tmp_path):
 
 def test_the_page_loads_nothing():
     html = _plain().replace('href="gate.html"', "", 1)  # a link to the page beside it loads nothing
-    html = re.sub(r'src="data:image/svg\+xml;base64,[^"]*"', "", html)
-    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\(|@import|<link|<script|https?:""", html)
+    html = re.sub(r' xmlns(:\w+)?="http://www.w3.org/[^"]*"', "", html)  # names, not addresses
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import|<link|<script|https?:""", html)
     assert "prefers-color-scheme:dark" in html and "@media print" in html
     assert "default-src 'none'" in html
 
 
 def test_all_parts_are_there():
     page = Page(_plain())
-    content, *anchors = [value for name, value in page.attributes if name == "id"]
+    content, anchors = "content", re.findall(r'<section id="([^"]*)"', _plain())
     assert anchors == ["metrics", "groups", "training", "rounds", "index", "fusion", "calibration",
                        "examples", "data", "parameters", "lineage"]  # fmt: skip
     links = [value for name, value in page.attributes if name == "href"]
+    assert ("id", content) in page.attributes
     assert links == [f"#{content}", "gate.html", *(f"#{anchor}" for anchor in anchors)]
     for text in (
         "45.12",
@@ -96,14 +98,17 @@ def test_all_parts_are_there():
         "both heads",
         "dual encoder alone",
         "tail (< 10)",
+        "contributes to P@5",
+        "recall@5 within",
+        "+12.2 points against some text",
         "7 to 8",
         "peak memory, GiB",
         "1.25",
         "classifier2.38",
     ):
         assert text in page.words, text
-    # groups, bins; validation, loss, learning rates, gradient norm, two of pools; rounds; tail; calibration
-    assert page.tags.count("img") == 2 + 6 + 1 + 1 + 1
+    # contributions, within bins, groups; validation, loss, rates, norm, two of pools; rounds; tail; calibration
+    assert page.tags.count("svg") == page.tags.count("figure") == 3 + 6 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ReportInput)])
@@ -124,20 +129,49 @@ def test_a_keyboard_reaches_all():
     assert ("class", "skip") in page.attributes and ("href", "#content") in page.attributes
     wide = [value for name, value in page.attributes if name == "class" and value == "wide"]
     assert len(wide) == page.attributes.count(("tabindex", "0")) == page.attributes.count(("role", "region"))
-    assert page.tags.count("summary") == page.tags.count("details") == 2  # features, parameters
+    assert (
+        page.tags.count("summary") == page.tags.count("details") == 2 + page.tags.count("figure")
+    )  # features, parameters
     assert page.attributes.count(("scope", "row")) > 20 and ("lang", "en") in page.attributes
     words = [value for name, value in page.attributes if name in ("aria-label", "alt")]
-    assert {"right", "wrong", "sections", "loss by step: loss, dual encoder"} <= set(words) and all(words)
+    assert {"right", "wrong", "sections", "loss by step"} <= set(words) and all(words)
 
 
 def test_an_empty_report_is_a_page():
     page = Page(render(ReportInput()))
-    assert page.open == [] and "section" not in page.tags and "img" not in page.tags
+    assert page.open == [] and "section" not in page.tags and "svg" not in page.tags
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     write_page(tmp_path / "a", render(_full()))
     assert (tmp_path / "a").read_bytes() == _plain().encode()
+
+
+def test_the_verdict_tells_where_it_wins_and_where_it_loses():
+    own = {"P@1": 50.0, "P@5": 20.0, "PSP@5": 30.0, "tail/R@10": 8.0}
+    other = {"P@1": 49.0, "P@5": 20.04, "PSP@5": 32.5, "tail/R@10": 7.0, "R@100": 1.0}
+    words = wins_and_losses(own, other)
+    assert words == "higher: P@1 +1.0, R@10 of tail labels +1.0; lower: PSP@5 -2.5; equal: P@5"
+    page = Page(
+        render(ReportInput(metrics={"both": own}, earlier={"the champion (version 3)": other, "the last run": {}}))
+    )
+    assert f"Against the champion (version 3), points: {words}." in page.words
+    assert "Against the last run, points: measured on other data" in page.words
+    assert page.row("the champion (version 3)")[1] == "49.00" and not any(
+        row[:1] == ["the last run"] for row in page.rows
+    )
+
+
+def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):
+    groups = {"tail": (50, 1.0), "torso": (20, 2.0), "head": (100, 0.0)}
+    metrics = {"num_queries": 200.0}
+    for group, (queries, added) in groups.items():
+        metrics |= {f"{group}/num_queries": float(queries), f"{group}/P@5": added, f"{group}/R@10": 5.0}
+    page = Page(render(ReportInput(metrics={"both": metrics})))
+    head = page.row("system, group")
+    assert head[1:3] == ["contributes to P@5", "P@5 within"] and head[-1] == "queries with such a label"
+    # 200 queries, 2 percent of 1000 places: 20 hits, which are 20 of the 100 places of the 20 queries with such a label
+    assert page.row("both heads, torso")[1:] == ["2.00", "20.00", "5.00", "20"]
 
 
 def test_the_best_of_a_column_is_bold():
@@ -156,9 +190,9 @@ def test_the_best_of_a_column_is_bold():
     ],
 )
 def test_examples_say_how_a_score_comes_about(index, shown):
-    fused = Page(render(ReportInput(index=index, fusion=FUSION, wrong=[_example("text")]))).words
+    fused = Page(render(ReportInput(index=index, fusion=FUSION, losses=[_example("text")]))).words
     assert "score = logit of the learnt fusion" in fused and "DE +" not in fused
-    words = Page(render(ReportInput(index=index, wrong=[_example("text")]))).words
+    words = Page(render(ReportInput(index=index, losses=[_example("text")]))).words
     assert shown in words and ("votes;" in words) == ("votes" in shown) and ("score = " in words) == bool(shown)
 
 
@@ -207,7 +241,7 @@ def test_probabilities_are_drawn_against_what_was_right(undrawn):
         start += len(part)
     assert start == len(pairs) == 203 and distance > 10
     assert f"Expected calibration error: {100 * distance / 203:.2f} percentage points" in page.words
-    assert [value for name, value in page.attributes if name == "alt" and "perfectly calibrated" in value]
+    assert "perfectly calibrated" in page.words
     nothing = {name: values[:0] for name, values in given.items()}
     assert 'id="calibration"' not in render(dataclasses.replace(_full(), calibration=nothing))
 

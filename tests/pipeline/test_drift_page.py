@@ -46,7 +46,7 @@ def test_what_stops_comes_first_with_its_bounds() -> None:
     assert rows[2][1:] == ["ok", "5.00%", "6.00%", "at most 10.0%", "at most 20.0%", "1.00%"]
     assert shown.row("<i>new</i>") == ["<i>new</i>", "–", "9.00%"]
     assert shown.row("red") == ["red", "10.00%", "2.00%"]
-    assert ("href", "docs/index.html") in shown.attributes and shown.tags.count("img") == 1
+    assert ("href", "docs/index.html") in shown.attributes and shown.tags.count("svg") == 1
 
 
 def test_a_window_has_no_stops_and_nothing_to_compare_is_a_page_too() -> None:
@@ -58,4 +58,4 @@ def test_a_window_has_no_stops_and_nothing_to_compare_is_a_page_too() -> None:
 
 def test_two_charts_of_lengths_and_one_of_scores() -> None:
     old, new = (side({}, i, labels=side({}, i)["queries"], served={"score_quantiles": [0.0, i]}) for i in (1, 2))
-    assert page(old=old, new=new).tags.count("img") == 3
+    assert page(old=old, new=new).tags.count("svg") == 3

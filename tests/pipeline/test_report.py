@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import build_propensity
+from unidec.evaluation.baselines import Baselines
 from unidec.metric_names import GROUPS
 from unidec.pipeline import evaluation as stage
 from unidec.pipeline import paths
@@ -35,6 +40,44 @@ def test_the_card_against_loops(
     expected = [sum(c < 10 for c in counts), sum(10 <= c <= 100 for c in counts), sum(c > 100 for c in counts)]
     assert [card[f"{group} labels"] for group in GROUPS] == expected
     json.dumps(card)
+
+
+@pytest.mark.parametrize("with_baseline", [True, False])
+def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: bool) -> None:
+    rng = np.random.default_rng(4)
+    num, num_labels, k = 40, 12, 6
+    truth = csr_matrix(rng.random((num, num_labels)) < 0.2)
+    ours, theirs = (np.array([rng.permutation(num_labels)[:k] for _ in range(num)]) for _ in range(2))
+    places = np.arange(0, num, 2)  # the baseline ranked every second query
+
+    def ndcg(labels: np.ndarray, query: int) -> float:
+        right = set(truth[query].indices.tolist())
+        best = sum(1 / math.log2(rank + 2) for rank in range(min(5, len(right))))
+        return 100 * sum(1 / math.log2(j + 2) for j, label in enumerate(labels[:5]) if label in right) / best
+
+    asked = [i for i in places if truth[i].nnz]
+    gain = {f"query {i}": ndcg(ours[i], i) - with_baseline * ndcg(theirs[i], i) for i in asked}
+    texts = SimpleNamespace(
+        label_uids=lambda rows: [f"l{row}" for row in rows], label_texts=lambda rows: [f"label {row}" for row in rows],
+        query_texts=lambda rows: [f"query {row}" for row in rows],
+    )  # fmt: skip
+    hits = np.take_along_axis(truth.toarray(), ours, axis=1)
+    ranking = SimpleNamespace(
+        dataset=texts, truth=truth, rows=np.arange(num), relevant=lambda labels: hits,
+        propensity=SimpleNamespace(inverse_L=np.ones(num_labels)),
+    )  # fmt: skip
+    tfidf = Baselines({"knn": ours, "mix": theirs[places]} if with_baseline else {}, {}, places, "")
+    bundle = SimpleNamespace(probabilities=lambda scores: None)
+    found = stage._answered(bundle, ranking, np.zeros((num, k)), ours, tfidf)  # type: ignore[arg-type]
+    assert found["gain_over"] == ("TF-IDF kNN + label match" if with_baseline else "")
+    for name, sign in (("gains", 1), ("losses", -1)):
+        wanted = sorted((g for g in gain.values() if not with_baseline or sign * g > 0), key=lambda g: -sign * g)[:6]
+        assert [one["gain"] for one in found[name]] == pytest.approx(wanted) and len(wanted) > 3
+        for one in found[name]:
+            assert gain[one["query"]] == pytest.approx(one["gain"])
+            row = int(one["query"].split()[1])
+            assert [p["label"] for p in one["predictions"]] == [f"l{label}" for label in ours[row, :5]]
+            assert [p["correct"] for p in one["predictions"]] == hits[row, :5].tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,34 @@
-"""Figures by matplotlib, as SVG images within a page, whose style inverts them on a dark screen.
+"""Figures by matplotlib, as SVG within a page, whose style inverts them on a dark screen.
+
+A mark has its numbers as a title, which browsers show under the pointer; a figure has a table. Percent end at 100.
 
 matplotlib is imported when a figure is drawn: it takes half a second.
 """
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import re
 import warnings
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from unidec.evaluation.page import Table, number
+
 COLOURS = ("#2463a6", "#c8610a", "#2c8a57", "#7d4bb5", "#b83a5e", "#64748b", "#0e8a94", "#8a6d1a")
 TEXT, MUTED, RULE = "#1c2430", "#5b6675", "#dde2e9"
 MAX_POINTS = 300
+MAX_TITLES = 40  # points of a line that have a title and a row in the table: means of neighbours where it has more
+_SVG, _TITLES, _BETWEEN = "http://www.w3.org/2000/svg", "titles:", " \u2063"  # a separator that no text holds
 LONGEST_NAME = 28  # characters of a name in `range_chart`
 
 _STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "unidec", "text.parse_math": False, "font.size": 8.5, "text.color": MUTED,
+    "svg.fonttype": "none", "svg.hashsalt": "unidec", "text.parse_math": False, "font.size": 8, "text.color": MUTED,
     "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "axes.edgecolor": MUTED, "grid.color": RULE,
     "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "axes.spines.top": False,
     "axes.spines.right": False, "axes.spines.left": False, "xtick.major.size": 0, "ytick.major.size": 0,
@@ -57,27 +63,34 @@ class Chart:
 
     Attributes:
         caption: above it. about: what it shows, read aloud. legend: names of its lines or bars, in their order.
-        draw: draws on matplotlib's axes. height: inches.
+        draw: draws on matplotlib's axes; an artist's gid is the titles of its marks, a line each. table: what is drawn.
+        height: inches.
     """
 
     caption: str
     about: str
     legend: Sequence[str]
     draw: Callable[[Any], None]
-    height: float = 3.2
+    table: Table
+    height: float = 2.9
 
-    def image(self) -> str:
-        """As an address for `<img>` that holds the whole image: the same bytes for the same input."""
+    def svg(self) -> Any:
+        """The figure as markup: the same for the same input; matplotlib escapes its texts."""
         import matplotlib
         from matplotlib.figure import Figure
 
         buffer = io.BytesIO()
         with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # that the font lacks; a browser has other fonts
-            figure = Figure(figsize=(5.6, self.height), layout="constrained")
-            self.draw(figure.add_subplot())
+            figure = Figure(figsize=(5.0, self.height), layout="constrained")
+            axes = figure.add_subplot()
+            self.draw(axes)
+            for limits, set_limits, label in ((axes.get_xlim, axes.set_xlim, axes.get_xlabel()),
+                                              (axes.get_ylim, axes.set_ylim, axes.get_ylabel())):  # fmt: skip
+                if re.search(r"\bpercent\b", label):
+                    set_limits(*np.clip(limits(), 0, 100).tolist())
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        return _inline(buffer.getvalue(), self.about)
 
 
 def line_chart(
@@ -87,17 +100,26 @@ def line_chart(
     """Lines over a common x, or None without a point; more than 300 points of a line are means of neighbours."""
     if not any(math.isfinite(y) for line in lines for y in line.y):
         return None
+    points = [list(zip(_thinned(line.x, MAX_TITLES), _thinned(line.y, MAX_TITLES), strict=True)) for line in lines]
+    places = sorted({x for own in points for x, y in own if math.isfinite(y)})
+    rows = [[_short(x), *(_short(dict(own).get(x, math.nan)) for own in points)] for x in places]
 
     def draw(axes: Any) -> None:
-        for i, line in enumerate(lines):
-            marker = "o" if line.dots else None
-            axes.plot(_thinned(line.x), _thinned(line.y), color=COLOURS[i % len(COLOURS)], marker=marker)
+        for i, (line, own) in enumerate(zip(lines, points, strict=True)):
+            marker, colour = "o" if line.dots else None, COLOURS[i % len(COLOURS)]
+            axes.plot(_thinned(line.x), _thinned(line.y), color=colour, marker=marker, clip_on=not line.dots)
+            shown = [(x, y) for x, y in own if math.isfinite(x) and math.isfinite(y)]
+            titles = [f"{line.name}: {_short(y)}; {x_label}: {_short(x)}" for x, y in shown]
+            # unseen, and larger than the marks: easy to point at
+            x, y = np.reshape(shown, (-1, 2)).T
+            axes.plot(x, y, "o", color=colour, markersize=11, alpha=0, gid=_titles(titles), clip_on=False)
         axes.set(xlabel=_clean(x_label), ylabel=_clean(y_label))
         axes.margins(x=0.02)
         axes.set_xlim(left=0 if x_from_zero else None)
         axes.set_ylim(bottom=0 if y_from_zero else None)
 
-    return Chart(caption, f"{y_label} by {x_label}", [line.name for line in lines], draw)
+    names = [line.name for line in lines]
+    return Chart(caption, f"{y_label} by {x_label}", names, draw, Table([x_label, *names], rows))
 
 
 def bar_chart(
@@ -115,6 +137,8 @@ def bar_chart(
         for i, column in enumerate(columns):
             place = np.arange(len(groups)) + (0 if stacked else width * (i - (len(bars) - 1) / 2))
             drawn = axes.bar(place, column, width, base, color=COLOURS[i % len(COLOURS)])
+            for patch, group, value in zip(drawn, groups, column, strict=True):
+                patch.set_gid(_titles([f"{bars[i][0]}, {group}: {_short(value)}"]))
             base = base + column if stacked else base
             if not stacked and width / len(groups) > 0.055:
                 axes.bar_label(drawn, fmt="{:.1f}", fontsize=7.5, color=TEXT, padding=1)
@@ -123,7 +147,9 @@ def bar_chart(
         axes.set(xlabel=_clean(x_label), ylabel=_clean(y_label), xlim=(-0.5, len(groups) - 0.5))
 
     about = f"{y_label} by {x_label}" if x_label else y_label
-    return Chart(caption, about, [name for name, _ in bars], draw)
+    names = [name for name, _ in bars]
+    rows = [[group, *map(_short, own)] for group, own in zip(groups, columns.T.tolist(), strict=True)]
+    return Chart(caption, about, names, draw, Table([x_label, *names], rows))
 
 
 def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | None:
@@ -132,6 +158,8 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
     if not rows:
         return None
     names = [_clean(row.name) for row in rows]
+    texts = [[row.name, f"{row.mean:.2f}" + (f", {row.ends[0]:.2f} to {row.ends[1]:.2f}" if row.ends else "")]
+             for row in rows]  # fmt: skip
     names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
 
     def draw(axes: Any) -> None:
@@ -139,7 +167,7 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
             colour = COLOURS[row.colour % len(COLOURS)]
             axes.plot(row.ends or (), [y, y] if row.ends else (), color=colour)
             axes.plot(row.values, [y] * len(row.values), "o", color=COLOURS[1], markersize=3.5)
-            axes.plot(row.mean, y, "o", color=colour, markersize=6.5)
+            axes.plot(row.mean, y, "o", color=colour, markersize=6.5, gid=_titles([": ".join(texts[y])]))
             place = axes.get_yaxis_transform()
             axes.text(1.02, y, f"{row.mean:.2f}", va="center", fontsize=8, color=TEXT, transform=place)
         axes.set_yticks(range(len(rows)), names, color=TEXT)
@@ -148,11 +176,44 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
         axes.grid(visible=True, axis="x")
 
     about = "; ".join([x_label, *(f"{row.name} {row.mean:.2f}" for row in rows)])
-    return Chart(caption, about, (), draw, 0.8 + 0.22 * len(rows))
+    return Chart(caption, about, (), draw, Table(["", x_label], texts), 0.8 + 0.22 * len(rows))
 
 
-def _thinned(values: Sequence[float]) -> list[float]:
-    parts = np.array_split(np.asarray(values, dtype=np.float64), max(min(len(values), MAX_POINTS), 1))
+def _inline(svg: bytes, about: str) -> Any:
+    """matplotlib's SVG as part of a page: without what would reach beyond it, and with titles."""
+    from markupsafe import Markup
+
+    for prefix, name in (("", _SVG), ("xlink", "http://www.w3.org/1999/xlink")):
+        ElementTree.register_namespace(prefix, name)
+    root = ElementTree.fromstring(svg)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
+        name = parent.get("id", "")
+        if parent.tag == f"{{{_SVG}}}g":
+            parent.attrib.pop("id", None)
+        if name.startswith(_TITLES):
+            marks = [node for node in parent.iter() if node.tag == f"{{{_SVG}}}use"] or [parent]
+            texts = name.removeprefix(_TITLES).split(_BETWEEN)
+            for mark, text in zip(marks, texts, strict=True) if len(marks) == len(texts) else ():
+                ElementTree.SubElement(mark, f"{{{_SVG}}}title").text = text
+    del root.attrib["width"], root.attrib["height"]
+    root.attrib |= {"role": "img", "aria-label": about}
+    return Markup(ElementTree.tostring(root, "unicode"))
+
+
+def _titles(texts: Sequence[str]) -> str:
+    return _TITLES + _BETWEEN.join(map(_clean, texts))
+
+
+def _short(value: float) -> str:
+    """Four digits, and all of a whole number."""
+    return number(int(value)) if float(value).is_integer() else f"{value:,.4g}" if math.isfinite(value) else "–"
+
+
+def _thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[float]:
+    parts = np.array_split(np.asarray(values, dtype=np.float64), max(min(len(values), most), 1))
     return [float(part[np.isfinite(part)].mean()) if np.isfinite(part).any() else math.nan for part in parts]
 
 

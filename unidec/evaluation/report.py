@@ -26,10 +26,15 @@ HEADS = {
     "clf": "classifier alone",
     "knn": "votes of similar queries alone",
 }
+VERDICT = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100", "tail/R@10", "torso/R@10", "head/R@10")  # compared in words
+EQUAL = 0.05  # percentage points: shown as 0.0
 GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 100)"}
+BY_GROUP = {"P@5": "contributes to P@5", "within/P@5": "P@5 within", "nDCG@5": "nDCG@5 within",
+            "PSP@5": "PSP@5 within", "R@10": "R@10 within", "R@100": "R@100 within", "coverage@5": "coverage@5 within",
+            "num_queries": "queries with such a label"}  # fmt: skip
 BINS = {"labels": "labels", "mean_frequency": "training queries, mean", "test_pairs": "test pairs",
-        "P@5": "adds to P@5", "PSP@5": "adds to PSP@5", "recall@5": "its pairs found in the first 5, percent",
-        "coverage@5": "coverage@5"}  # fmt: skip
+        "P@5": "contributes to P@5", "PSP@5": "contributes to PSP@5", "recall@5": "recall@5 within",
+        "coverage@5": "coverage@5 within"}  # fmt: skip
 TRADED = ("P@1", "nDCG@5", "PSP@1", "PSP@5")  # more weight on rare labels raises PSP and lowers the others
 VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 TRAINING = (
@@ -54,8 +59,9 @@ class ReportInput:
         fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points}; "objective": of what.
         calibration: {"score": [any shape], "correct": [same shape]} of predictions, and their "probability" where the
             bundle knows it.
-        right, wrong: examples {"query", "truth": [title], "predictions": [{"label", "title", "score", "correct"}],
-            "missed": [title]}.
+        gains, losses: examples {"query", "truth": [title], "predictions": [{"label", "title", "score", "correct"}],
+            "missed": [title], "gain": nDCG@5 of the query less that of `gain_over`, in points}, the largest first.
+        earlier: test metrics of what was measured before, by what it is called; {}: it was measured on other data.
         card: facts about the data set. params: all parameters. lineage: git commit, hashes, run id.
         verdict: what the model gains over the baselines. comparison: the figures behind it.
         warnings: why the figures may mean little.
@@ -74,8 +80,10 @@ class ReportInput:
     index: Mapping[str, Any] = field(default_factory=dict)
     fusion: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] | None = None
-    right: Records = ()
-    wrong: Records = ()
+    gains: Records = ()
+    losses: Records = ()
+    gain_over: str = ""
+    earlier: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     card: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
@@ -88,19 +96,21 @@ def render(report: ReportInput) -> str:
     """The page as text."""
     systems = {HEADS.get(name, name): values for name, values in report.metrics.items()}
     main = next(iter(systems.values()), {})
-    kinds = [*("" for _ in systems), *("reference" for _ in report.baselines)]
+    earlier = {name: metrics for name, metrics in report.earlier.items() if metrics}
+    kinds = [*("" for _ in systems), *("reference" for _ in {**earlier, **report.baselines})]
     group_chart, groups = _groups(systems)
-    bin_chart, bins = _bins(report.bins)
+    bin_charts, bins = _bins(report.bins)
     by_tail = _lines(report.fusion.get("by_tail", ()), "tail", {name: name for name in TRADED}, dots=True)
     return page.render(
         "report",
         report=report,
         head_cards=[(f"{main[name]:.1f}", name, "") for name in CARDS if math.isfinite(main.get(name, math.nan))],
         num_queries=int(main.get("num_queries", 0)),
-        headline=Table.of("system", {**systems, **report.baselines}, HEADLINE, best=True, kinds=kinds),
+        verdicts=[(name, wins_and_losses(main, metrics)) for name, metrics in report.earlier.items()],
+        headline=Table.of("system", {**systems, **earlier, **report.baselines}, HEADLINE, best=True, kinds=kinds),
         groups_shown=GROUPS,
         baselines_shown=BASELINES,
-        frequency_charts=[group_chart, bin_chart],
+        frequency_charts=[*bin_charts, group_chart],
         groups=groups,
         bins=bins,
         curves=_curves(report.history, report.rounds),
@@ -113,10 +123,26 @@ def render(report: ReportInput) -> str:
     )  # fmt: skip
 
 
+def wins_and_losses(own: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """On which metrics a system is above another and on which below, in words."""
+    if not other:
+        return "measured on other data; the gate ranks this test split with both"
+    found: dict[str, list[str]] = {"higher": [], "lower": [], "equal": []}
+    for name in VERDICT:
+        if name in own and name in other:
+            group, _, metric = name.rpartition("/")
+            gap, words = own[name] - other[name], f"{metric} of {group} labels" if group else metric
+            if abs(gap) < EQUAL:
+                found["equal"].append(words)
+            else:
+                found["higher" if gap > 0 else "lower"].append(f"{words} {gap:+.1f}")
+    return "; ".join(f"{how}: {', '.join(names)}" for how, names in found.items() if names)
+
+
 def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[Chart | None, Table]:
     """R@10 and all metrics by frequency group; without test queries of a group all its figures are 0: left out."""
     rows = {
-        (name, group): own
+        (name, group): own | _within(own, metrics.get("num_queries", math.nan))
         for name, metrics in systems.items()
         for group, own in by_group(metrics).items()
         if own.get("num_queries", 1) > 0
@@ -124,19 +150,33 @@ def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[Chart | None, T
     groups = [group for group in GROUPS if any(group == of for _, of in rows)]
     bars = [(name, [rows[name, group].get("R@10", math.nan) for group in groups])
             for name in systems if all((name, group) in rows for group in groups)]  # fmt: skip
-    chart = bar_chart("R@10, percent", [GROUPS[group] for group in groups], bars, "percent")
-    return chart, Table.of("system, group", {f"{name}, {group}": own for (name, group), own in rows.items()}, HEADLINE)
+    chart = bar_chart("R@10 within each group", [GROUPS[group] for group in groups], bars, "percent")
+    return chart, Table.of("system, group", {f"{name}, {group}": own for (name, group), own in rows.items()}, BY_GROUP)
 
 
-def _bins(bins: Records) -> tuple[Chart | None, Table]:
-    """What labels of each frequency add to P@5 and PSP@5 (thesis, figure 1.3)."""
+def _within(group: Mapping[str, float], num_queries: float) -> dict[str, Any]:
+    """P@5 over the queries that have a label of the group; in its metrics P@5 is over all, so that groups add up."""
+    own = group.get("num_queries", math.nan)
+    share = {"within/P@5": group.get("P@5", math.nan) * num_queries / own} if own else {}
+    return {key: value for key, value in share.items() if math.isfinite(value)} | (
+        {"num_queries": int(own)} if math.isfinite(own) else {}
+    )
+
+
+def _bins(bins: Records) -> tuple[list[Chart | None], Table]:
+    """What labels of each frequency contribute to P@5 and PSP@5 (thesis, figure 1.3), and metrics within each bin."""
     names = [f"{row['least']:,} to {row['most']:,}" if row["least"] != row["most"] else f"{row['most']:,}"
              for row in bins]  # fmt: skip
-    added = [(metric, [row[metric] for row in bins]) for metric in ("P@5", "PSP@5")]
-    chart = bar_chart("Contribution to P@5 and PSP@5", names, added, "percentage points",
-                      x_label="training queries of a label; bins of equal volume, head to tail")  # fmt: skip
+    label = "training queries of a label; bins of equal volume, head to tail"
+    charts = [
+        bar_chart(caption, names, [(metric, [row[metric] for row in bins]) for metric in metrics], unit, x_label=label)
+        for caption, unit, metrics in (
+            ("Contributions to P@5 and PSP@5: bins add up to the whole", "percentage points", ("P@5", "PSP@5")),
+            ("Within each bin: pairs found, labels found at least once", "percent", ("recall@5", "coverage@5")),
+        )
+    ]
     rows = dict(zip(names, bins, strict=True))
-    return chart, Table.of("training queries", rows, BINS, caption="by bin, most frequent labels first")
+    return charts, Table.of("training queries", rows, BINS, caption="by bin, most frequent labels first")
 
 
 def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from unidec.config import Params, flatten
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation import baselines
-from unidec.evaluation.metrics import frequency_bins, pair_keys
+from unidec.evaluation.metrics import by_query, frequency_bins, pair_keys
 from unidec.evaluation.page import write_page
 from unidec.evaluation.report import ReportInput, plots_csv, render
 from unidec.metric_names import BASELINES, GROUPS
@@ -31,7 +31,9 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.scoring_space import Space
-from unidec.tracking.provenance import code_tags, dvc_hash
+from unidec.tracking.fetch import measured_before
+from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash
+from unidec.tracking.run import Tracker
 from unidec.training.precision import choose_device
 from unidec.version import __version__
 
@@ -40,7 +42,7 @@ PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
 _OF_PART, _OF_GROUP = ("P@1", "nDCG@5", "PSP@5", "R@100"), ("R@10", "nDCG@5", "PSP@5")
 _PAGES = "`report.html`: by frequency, curves, examples."
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
-EXAMPLES = 6  # queries answered right and as many answered wrong
+EXAMPLES = 6  # queries that gain most over a baseline, and as many that lose most
 SHOWN = 5  # labels shown for each
 CALIBRATED = 5  # predictions a query that the calibration plot counts
 WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
@@ -86,7 +88,7 @@ def evaluate(params: Params) -> Evaluation:
     plots_csv(history, rounds, result["test"], paths.PLOTS)
     tracker = tracker_of_model()
     report = ReportInput(
-        title=f"{dataset.name}: {'UniDEC' if bundle.model.heads == 'both' else bundle.model.heads}",
+        title=f"{dataset.name}: {_run_words(bundle, tracker)}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         dataset=f"{dataset.name}, {text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
@@ -96,7 +98,8 @@ def evaluate(params: Params) -> Evaluation:
         history=history, rounds=rounds, bins=result["frequency_bins"], metrics=_metrics(result, bundle.model.heads),
         baselines={BASELINES[name]: headline(dict(own)) for name, own in tfidf.metrics.items()},
         baseline_note=tfidf.about, comparison=compared, verdict=baselines.verdict(compared),
-        warnings=result["warnings"], **_answered(bundle, ranking, scores, labels),
+        earlier=measured_before(tracker, params.tracking.model_name, dataset.sha256),
+        warnings=result["warnings"], **_answered(bundle, ranking, scores, labels, tfidf),
     )  # fmt: skip
     write_page(paths.REPORT, render(report))
     start = read_start()
@@ -212,19 +215,40 @@ def _lineage(bundle: Bundle, dataset: XMCDataset, run_id: str | None) -> dict[st
     return {key: value for key, value in lineage.items() if value}
 
 
-def _answered(bundle: Bundle, ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-    """What the page shows of the answers: calibration, examples of queries answered right and wrong; [n, K] each."""
-    correct = ranking.relevant(labels)
-    wrong = ~correct[:, :SHOWN].any(axis=1) & (np.diff(ranking.truth.indptr) > 0)
+def _run_words(bundle: Bundle, tracker: Tracker) -> str:
+    """The system, its run and its commit, for the report's title."""
+    commit = code_tags().get(COMMIT_TAG, "")[:8]
+    parts = ["UniDEC" if bundle.model.heads == "both" else bundle.model.heads]
+    parts += [f"run {tracker.run_name}"] if tracker.run_name else []
+    return ", ".join(parts + ([f"commit {commit}"] if commit else []))
 
-    def examples(mask: np.ndarray) -> list[dict[str, Any]]:
-        drawn = np.random.default_rng(0).permutation(np.flatnonzero(mask))[:EXAMPLES]
-        return [_example(ranking, i, labels[i, :SHOWN], scores[i], correct[i]) for i in drawn]
+
+def _answered(
+    bundle: Bundle, ranking: Ranking, scores: np.ndarray, labels: np.ndarray, tfidf: baselines.Baselines
+) -> dict[str, Any]:
+    """What the page shows of the answers, [n, K] each: calibration, and examples by what they gain over the baseline,
+    the largest gains and the largest losses first; of equals some drawn by lot."""
+    correct, places = ranking.relevant(labels), tfidf.places
+    over = list(tfidf.labels)[-1] if tfidf.labels else ""
+    truth, weight_L = ranking.truth[places], ranking.propensity.inverse_L
+    found = [labels[places], *([tfidf.labels[over]] if over else [])]
+    reached = [100 * by_query(each, truth, ["nDCG@5"], weight_L)["nDCG@5"][0] for each in found]
+    gain = reached[0] - reached[1] if over else reached[0]
+    lot = np.random.default_rng(0).permutation(np.flatnonzero(np.diff(truth.indptr) > 0))
+
+    def examples(sign: int) -> list[dict[str, Any]]:
+        order = lot[np.argsort(-sign * gain[lot], kind="stable")][:EXAMPLES]
+        return [
+            {"gain": float(gain[j]), **_example(ranking, i, labels[i, :SHOWN], scores[i], correct[i])}
+            for j, i in zip(order, places[order], strict=True)
+            if not over or sign * gain[j] > 0
+        ]
 
     calibration = {"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]}
     if (probabilities := bundle.probabilities(calibration["score"])) is not None:
         calibration["probability"] = np.where(labels[:, :CALIBRATED] >= 0, probabilities, np.nan)
-    return {"calibration": calibration, "right": examples(correct[:, 0]), "wrong": examples(wrong)}
+    name = BASELINES.get(over, "")
+    return {"calibration": calibration, "gains": examples(1), "losses": examples(-1), "gain_over": name}
 
 
 def _example(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unidec.errors import ArtifactError, ConfigError
-from unidec.tracking.promotion import known_version, version_of
+from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
-from unidec.tracking.store import open_client, tracking_uri
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import answers, open_client, tracking_uri
 
 if TYPE_CHECKING:
+    from mlflow.entities import Run
     from mlflow.entities.model_registry import ModelVersion
 
 COPIES = Path("runs/bundles")  # of registered bundles, by hash; may be deleted at any time
@@ -107,6 +110,34 @@ def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
 def find_alias(model_name: str, alias: str) -> ModelVersion | None:
     """The version that an alias names; None where there is no such model or alias."""
     return version_of(open_client(tracking_uri()), model_name, alias)
+
+
+def measured_before(tracker: Tracker, model_name: str, dataset_sha256: str) -> dict[str, dict[str, float]]:
+    """Test metrics in percent, as "P@1", of the champion's run and of the last other run of the experiment that has
+    some, by what they are called; {} for one measured on another data set. Nothing where the store does not answer."""
+    with contextlib.suppress(Exception):  # what a report would like to show beside its own figures fails no evaluation
+        if not tracker.run_id or not answers(tracker.uri):
+            return {}
+        client = open_client(tracker.uri)
+        place = client.get_run(tracker.run_id).info.experiment_id
+        found = {tracker.run_id: "this run"}
+        if champion := version_of(client, model_name, CHAMPION):
+            found.setdefault(champion.run_id, f"the champion (version {champion.version})")
+        last = client.search_runs([place], "metrics.`test/nDCG_at_5` >= 0", order_by=["start_time DESC"], max_results=3)
+        other = next((run.info for run in last if run.info.run_id not in found), None)
+        found |= {other.run_id: f"the last run ({other.run_name})"} if other else {}
+        runs = {name: client.get_run(run_id) for run_id, name in found.items() if run_id != tracker.run_id}
+        return {name: _test_metrics(run, dataset_sha256) for name, run in runs.items()}
+    return {}
+
+
+def _test_metrics(run: Run, dataset_sha256: str) -> dict[str, float]:
+    """{} where the run's data set is another one."""
+    used = run.inputs.dataset_inputs if run.inputs else []
+    if not any(dataset_sha256.startswith(one.dataset.digest) for one in used):
+        return {}
+    test = {key: value for key, value in run.data.metrics.items() if key.startswith("test/")}
+    return {key.removeprefix("test/").replace("_at_", "@"): value for key, value in test.items()}
 
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:

@@ -112,6 +112,11 @@ class Tracker:
         return self._state.get("run_id")
 
     @property
+    def run_name(self) -> str:
+        """The MLflow run's name, "" where none was begun."""
+        return str(self._state.get("run_name", ""))
+
+    @property
     def status(self) -> str | None:
         """How the run ended, None while it has not."""
         return self._state.get("status")

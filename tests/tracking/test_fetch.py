@@ -1,0 +1,37 @@
+"""What was measured before: the champion's and the last run's figures of the test split, for the report."""
+
+from __future__ import annotations
+
+from unidec.tracking.fetch import measured_before
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import open_client, prepare_store
+
+SHA = "a" * 64
+
+
+def test_the_champion_and_the_last_run_are_found_and_other_data_is_told(tmp_path, monkeypatch):
+    uri = prepare_store(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+
+    def measured(name: str, figure: float | None, digest: str = SHA) -> Tracker:
+        tracker = Tracker("tests")
+        tracker.start(tmp_path / name, {}, dataset={"name": "tiny", "digest": digest}, run_name=name)
+        tracker.log_final({} if figure is None else {"test/nDCG@5": figure, "test/tail/R@10": 7.0, "de/P@1": 1.0})
+        return tracker
+
+    first, other = measured("first", 40.0), measured("other", 41.0, "b" * 64)
+    measured("not measured", None)
+    mine = measured("mine", 42.0)
+    assert measured_before(mine, "m", SHA) == {"the last run (other)": {}}
+    client = open_client(uri)
+    client.create_registered_model("m")
+    client.create_model_version("m", "file:///nowhere", run_id=first.run_id)
+    client.set_registered_model_alias("m", "champion", "1")
+    known = {"nDCG@5": 40.0, "tail/R@10": 7.0}
+    assert measured_before(mine, "m", SHA) == {"the champion (version 1)": known, "the last run (other)": {}}
+    assert measured_before(other, "m", "b" * 64) == {"the champion (version 1)": {}, "the last run (mine)": {}}
+    assert measured_before(first, "m", SHA)["the last run (mine)"]["nDCG@5"] == 42.0  # itself the champion
+    assert mine.run_name == "mine"
+    mine.uri = f"sqlite:///{tmp_path}/no/such\0folder.db"
+    assert measured_before(mine, "m", SHA) == {}
+    assert measured_before(Tracker.resume(tmp_path / "nothing"), "m", SHA) == {}
