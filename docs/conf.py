@@ -19,10 +19,17 @@ include_patterns = ["*.md", "docs/*.md", "benchmarks/README.md", "benchmarks/res
 exclude_patterns = [item.name for item in ROOT.iterdir() if item.is_dir() and item.name not in ("docs", "benchmarks")]
 # README has no table of contents of its own: where the repository is shown its code would be printed
 CONTENTS = {
-    "Use": ["docs/data", "docs/training", "docs/bundles", "docs/serving", "docs/labels"],
+    "Use": [
+        "docs/data",
+        "docs/training",
+        "docs/new-loss",
+        "docs/bundles",
+        "docs/serving",
+        "docs/labels",
+    ],
     "Compare and report": ["docs/comparing", "docs/reports"],
     "Operate": ["docs/retraining", "docs/resuming", "docs/lineage", "docs/servers", "docs/scale"],
-    "Reference": ["docs/api", "CHANGELOG", "CONTRIBUTING", "SECURITY"],
+    "Reference": ["docs/api", "CHANGELOG", "CONTRIBUTING", "SECURITY", "NOTICE"],
     "Measurements": ["benchmarks/README", "benchmarks/results/*"],
 }
 

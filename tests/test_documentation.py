@@ -117,7 +117,10 @@ def test_files_that_are_named_exist() -> None:
     """Of folders that are in git whole; what a command makes lies elsewhere."""
     named = re.compile(r"(?<![\w/.-])((?:benchmarks|comparison|docs|flows|plots|tests|bin)/[\w./-]*\w)")
     for page in PAGES:
-        for name in named.findall(page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        for name in named.findall(text):
+            if f"Write `{name}`:" in text:  # the reader does
+                continue
             assert any(ROOT.glob(f"{name}*")), f"{page.relative_to(ROOT)}: {name}"
 
 
@@ -130,13 +133,15 @@ def test_every_page_is_listed_in_readme_and_on_the_site() -> None:
 
 def test_imports_that_are_shown_exist() -> None:
     for page in PAGES:
-        for program in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        text = page.read_text(encoding="utf-8")
+        for program in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             for node in ast.walk(ast.parse(program)):
                 if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("unidec"):
                     place = ROOT / Path(*node.module.split("."))
                     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
                     for name in (alias.name for alias in node.names):
                         known = (place / f"{name}.py").is_file() or re.search(rf"\b{name}\b", file.read_text("utf-8"))
+                        known = known or f"def {name}(" in text  # the page writes it
                         assert known, f"{page.name}: from {node.module} import {name}"
 
 

@@ -79,6 +79,7 @@ def test_constraints_are_exact_free_of_hosts_and_within_the_ranges() -> None:
     for text in [
         *PYPROJECT["project"]["dependencies"],
         *groups["cpu"],
+        *groups["gpu"],
         *groups["minilm"],
         *groups["serve"],
         *groups["dev"],
@@ -129,6 +130,7 @@ def test_tests_mirror_the_library() -> None:
     }
     special = {
         "benchmarks",
+        "docs",
         "faults",
         "flows",
         "operations",
@@ -222,6 +224,28 @@ def test_workflows_call_make_alone_on_every_python_that_is_supported() -> None:
     assert pythons == {f"3.{minor}" for minor in range(low, high)}
     listed = {name.split(" :: ")[-1] for name in PYPROJECT["project"]["classifiers"] if "Python :: 3." in name}
     assert listed == pythons
+
+
+def test_changelog_begins_with_this_version_or_the_next() -> None:
+    from packaging.version import Version
+
+    first = re.findall(r"^## (\S+?)(, in preparation)?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert Version(first[0]) > Version(unidec.__version__) if first[1] else first[0] == unidec.__version__
+
+
+def test_notice_names_the_packages_whose_licence_asks_for_more() -> None:
+    """Copyleft among the pinned packages that are installed, as their metadata has it."""
+    sys.path.insert(0, str(ROOT / "bin"))
+    try:
+        licences = __import__("licences")
+    finally:
+        sys.path.remove(str(ROOT / "bin"))
+    named = set(re.findall(r"^\| `([\w.-]+)` \|", (ROOT / "NOTICE.md").read_text(encoding="utf-8"), re.MULTILINE))
+    found = {name.lower() for name, _, licence in licences.installed() if licences.COPYLEFT.search(licence)}
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert found, "certifi at least"
+    assert found & pinned <= named, f"NOTICE.md does not name {found & pinned - named}"
+    assert named <= pinned
 
 
 def test_citation_names_this_version() -> None:

@@ -266,6 +266,16 @@ def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_
     assert moved.info.dataset["name"] == "tiny" and moved.info.params == {"seed": 0}
 
 
+def test_labels_of_lists_and_of_chunked_columns_are_the_same_bundle(rng, tmp_path):
+    model = write_model(tmp_path / "model", rng)
+    de = rng.normal(size=(12, DIM)).astype(np.float32)
+    columns = [pa.chunked_array([texts[:5], texts[5:]], pa.large_string()) for texts in (UIDS, TITLES)]
+    for name, (uids, titles) in {"lists": (UIDS, TITLES), "columns": columns}.items():
+        labels = BundleLabels(uids, titles, {"de": de})
+        write_bundle(tmp_path / name, model, LabelIndex.build(de), labels, Scoring("de", 1.0, True))
+    assert folder_sha256(tmp_path / "lists") == folder_sha256(tmp_path / "columns")
+
+
 def test_parts_that_do_not_fit_are_not_written(rng, tmp_path):
     model = write_model(tmp_path / "model", rng)
     de = rng.normal(size=(12, DIM)).astype(np.float32)

@@ -1,0 +1,32 @@
+"""The licences of the packages that are installed beside this program: `python bin/licences.py >THIRD-PARTY.txt`.
+
+For an image or an installation that is handed on; NOTICE.md says what it is for.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+# licences that ask for more than their text and the authors' names
+COPYLEFT = re.compile(r"GPL|GNU|MPL|Mozilla|EPL|Eclipse|CDDL")
+
+
+def licence(package: metadata.PackageMetadata) -> str:
+    """As the package's metadata has it: an expression, classifiers, or the first line of a text."""
+    given = package.get("License-Expression")
+    classifiers = [name for name in package.get_all("Classifier") or [] if name.startswith("License ::")]
+    named = [name.split(" :: ")[-1] for name in classifiers if name.count(" :: ") > 1]
+    text = (package.get("License") or "").strip().split("\n")[0][:60]
+    return given or ", ".join(named) or text or "not stated"
+
+
+def installed() -> list[tuple[str, str, str]]:
+    """(name, version, licence) of each package, by name."""
+    found = {item.metadata["Name"]: item for item in metadata.distributions()}
+    return [(name, found[name].version, licence(found[name].metadata)) for name in sorted(found, key=str.lower)]
+
+
+if __name__ == "__main__":
+    for row in installed():
+        print(*row, sep="\t")
