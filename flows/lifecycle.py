@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from prefect.runtime import deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
-from flows import reconcile
+from flows import publish, reconcile
 from unidec.errors import TrainingError, UnidecError, without_credentials
 from unidec.pipeline.lock import environment, one_at_a_time
 from unidec.pipeline.parent_watch import watch
@@ -43,15 +44,23 @@ def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
 
 
 def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False, **named: Any) -> T:
-    """Calls `work(*arguments, **named)`, in a flow run as a task of this name; `retry`: again where that may help."""
+    """Calls `work(*arguments, **named)`, in a flow run as a task of this name, which shows what it returned; `retry`:
+    again where that may help."""
     if FlowRunContext.get() is None:
         return work(*arguments, **named)
+
+    @functools.wraps(work)
+    def shown(*given: Any, **options: Any) -> T:
+        result = work(*given, **options)
+        publish.show_task(name, result)
+        return result
+
     # DVC and our checkpoints decide what is done already: a result cache on top of them could only disagree
     options: dict[str, Any] = {"name": name, "task_run_name": name, "cache_policy": NO_CACHE, "persist_result": False}
     if retry:
         options |= {"retries": len(RETRY_SECONDS), "retry_delay_seconds": RETRY_SECONDS}
         options |= {"retry_condition_fn": worth_retrying}
-    return task(work, **options)(*arguments, **named)
+    return task(shown, **options)(*arguments, **named)
 
 
 @contextlib.contextmanager

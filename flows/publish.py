@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
 
+from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import UnidecError
 from unidec.tracking.lineage import LOCK_COMMIT_TAG
 from unidec.tracking.store import open_client, tracking_uri
 
-PHASES = ("cluster", "mine", "validate")
+MOST_ROWS = 60  # of a task's table
 RECORDED = ("dvc.lock", "data/start.json", "outputs/metrics.json", "outputs/plots")
 PAGES = ("report.html", "bundle", "gate.html", "../data/validation/index.html", "../data/change/index.html")
 log = logging.getLogger("unidec.flows")
@@ -34,13 +36,27 @@ def harmless(what: str) -> Iterator[None]:
         log.warning("%s: %s", what, error)
 
 
-@harmless("the run's page in Prefect lacks a phase")
-def show_phase(name: str, number: int, report: Mapping[str, Any]) -> None:
-    """Figures of clustering, mining or validation: seconds, cosine within clusters, scores of negatives, metrics."""
-    if name in PHASES and FlowRunContext.get() is not None:
-        figures = report.get("validation", report)
-        rows = [{"figure": key, "value": f"{figure:.5g}"} for key, figure in figures.items() if "/" not in key]
-        create_table_artifact(rows, key=name, description=f"{name}, round {number}")
+@harmless("the run's page in Prefect lacks what a task returned")
+def show_task(name: str, result: Any) -> None:
+    """What a task returned, as a table beside it; the same task of other rounds and versions has the same key."""
+    rows = [{"what": what, "value": value} for what, value in rows_of(pipeline.plain(result))]
+    if rows and FlowRunContext.get() is not None:
+        key = re.sub(r"[^a-z]+", "-", re.split(r"( of)?( version| round)? \d", name.lower())[0]).strip("-")
+        create_table_artifact(rows[:MOST_ROWS], key=key, description=name)
+
+
+def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values of what `pipeline.plain` returned, for people: checks and findings by their sentence; no metrics
+    of frequency groups, nothing that is not a number or a text."""
+    named = dict(enumerate(result, 1)) if isinstance(result, list) else result
+    for key, value in (named if isinstance(named, Mapping) else {"result": named}).items():
+        if isinstance(value, Mapping) and "words" in value:
+            state = {True: "passed: ", False: "FAILED: "}.get(value.get("passed"), "")  # type: ignore[arg-type]
+            yield str(value["check"]), state + str(value["words"])
+        elif isinstance(value, Mapping | list):
+            yield from rows_of(value, f"{prefix}{key}: ")
+        elif isinstance(value, str | int | float | Path) and value != "" and "/" not in str(key):
+            yield f"{prefix}{key}", f"{value:.5g}" if isinstance(value, float) else str(value)[:1000]
 
 
 @harmless("the run's page in Prefect lacks its result")

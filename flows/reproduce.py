@@ -52,8 +52,11 @@ def check_repository() -> None:
         raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
 
 
-def make_data(stages: Sequence[str]) -> None:
+def make_data(stages: Sequence[str]) -> dict[str, str]:
     """`dvc repro` of the data stages; what the model's stages import takes seconds, and is imported beside.
+
+    Returns:
+        what the stages printed: {"propensity: a": "0.55", ...}.
 
     Raises:
         UnidecError: of the kind that the exit code of a stage that fails means, with the stage's message.
@@ -64,7 +67,7 @@ def make_data(stages: Sequence[str]) -> None:
     imports.shutdown(wait=False)
     code, output = run(["repro", *stages], log.info)
     if code == 0:
-        return
+        return dict(re.findall(r"^([\w-]+: [^=\n]+) = (.*)$", output, re.MULTILINE))
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     spoken = "\n".join(line for line in lines if not _NOISE.match(line))
     words = (spoken or " ".join(line for line in lines if line.startswith("ERROR")))[-4000:]

@@ -143,9 +143,7 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
 
 def _phase(num_rounds: int, name: str, number: int, work: Callable[[], Report]) -> Report:
     """A task, not retried: what ended a phase would end it again, and the next run resumes from its checkpoint."""
-    report = run(f"{name} {number} of {num_rounds}", work)
-    publish.show_phase(name, number, pipeline.plain(report))
-    return report
+    return run(f"{name} {number} of {num_rounds}", work)
 
 
 def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] | None = None) -> dict[str, Any]:

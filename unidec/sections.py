@@ -431,6 +431,10 @@ class Serve(Section):
     api_key_env: str = key(
         "UNIDEC_API_KEY", "environment variable with the API key; none is asked for where it is not set"
     )
+    feedback: Annotated[str, Field(pattern=r"(^|\.jsonl)$")] = key(
+        "", "file (.jsonl) that the page's buttons `relevant` and `not relevant` append to; empty: no buttons"
+    )
+    feedback_bytes: Count = key(10_000_000, "of that file; what comes when it is full is refused")
 
 
 class Tracking(Section):

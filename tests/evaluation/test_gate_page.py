@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import pytest
+from html_page import Page
+
 from unidec.evaluation.page import render
+from unidec.pipeline.gating import figures
+from unidec.retrieval.probe import Probe
+from unidec.sections import Gate
 
 HOSTILE = "<script>alert('x')</script>"
 
@@ -32,6 +39,39 @@ def test_every_reason_what_failed_first_and_nothing_is_run() -> None:
     assert 'id="quality"' not in page and 'id="serving"' not in page  # nothing was compared
 
 
+@pytest.mark.parametrize(
+    ("check", "shown", "to_do"),
+    [
+        ("latency ratio", "p95 latency, times the champion's", "unidec models gate"),
+        ("code", "code in git", "Commit the files that are named"),
+        ("nDCG@5", "nDCG@5", "--force --start cold"),
+        ("tail/R@10", "tail/R@10", "gate.tolerance accepts a larger loss"),
+    ],
+)
+def test_a_failed_check_says_what_to_do(check: str, shown: str, to_do: str) -> None:
+    reasons = [
+        {"check": check, "passed": False, "words": "why"},
+        {"check": "loads", "passed": True, "words": "it loads"},
+    ]
+    page = Page(render("gate", verdict=verdict(reasons=reasons)))
+    assert page.row("check") == ["check", "", "why", "what to do"]
+    _name, state, why, do = page.row(shown)
+    assert (state, why) == ("FAIL", "why") and to_do in do
+    assert page.row("loads and answers")[1:] == ["pass", "it loads", ""]
+    passed = Page(render("gate", verdict=verdict(reasons=reasons[1:], passed=True)))
+    assert passed.row("check") == ["check", "", "why"] and "--force" not in passed.words
+
+
+def test_every_check_of_the_gate_has_its_advice() -> None:
+    probe = Probe(**dict.fromkeys((f.name for f in dataclasses.fields(Probe)), 1.0))  # type: ignore[arg-type]
+    rules = Gate(max_load_seconds=0.1, max_latency_ms=0.1, max_megabytes=0.1)
+    found = figures({"challenger": probe, "champion": probe}, rules)
+    assert len(found) == 6
+    for one in found:
+        reasons = [{"check": one.check, "passed": False, "words": one.words}]
+        assert "guarded metric" not in render("gate", verdict=verdict(reasons=reasons)), one.check
+
+
 def test_figures_of_both_sides_and_their_difference() -> None:
     metrics = {"nDCG@5": 30.0, "P@1": 40.0, "tail/R@10": 1.0, "tail/num_queries": 9.0, "head/R@10": 0.0,
                "head/num_queries": 0.0}  # fmt: skip
@@ -44,7 +84,16 @@ def test_figures_of_both_sides_and_their_difference() -> None:
             probes={"challenger": probe}, labels={"champion": {"unknown": 1200, "removed": 3}},
         )
     )  # fmt: skip
-    for shown in ("-1.50", "12.3%", "10 : 1,234", "5.2 ms", "-2.00 to -1.00", "does not know 1,200 labels", "6,000"):
+    for shown in (
+        "-1.50",
+        "12.3%",
+        "10 : 1,234",
+        "5.2 ms",
+        "p95 latency",
+        "-2.00 to -1.00",
+        "does not know 1,200 labels",
+        "6,000",
+    ):
         assert shown in page, shown
     assert "tail/R@10" in page and "head/R@10" not in page
 

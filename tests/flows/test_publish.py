@@ -20,6 +20,40 @@ def publish():
     return publish
 
 
+def test_what_a_task_returned_as_rows_that_people_read(publish):
+    check = {"check": "nDCG@5", "passed": False, "got": -1.0, "words": "29.00 against 30.00"}
+    finding = {"check": "shift", "drifted": True, "words": "moved by 0.4 sd"}
+    result = {
+        "metrics": {"P@1": 50.123456, "tail/P@1": 1.0}, "reasons": [check, {**check, "passed": True}, finding],
+        "warnings": {1: "few queries"}, "page": Path("a/b.html"), "run": None, "note": "", "passed": False,
+        "steps": ["a"],
+    }  # fmt: skip
+    assert list(publish.rows_of(result)) == [
+        ("metrics: P@1", "50.123"), ("nDCG@5", "FAILED: 29.00 against 30.00"),
+        ("nDCG@5", "passed: 29.00 against 30.00"),
+        ("shift", "moved by 0.4 sd"), ("warnings: 1", "few queries"), ("page", "a/b.html"), ("passed", "False"),
+        ("steps: 1", "a"),
+    ]  # fmt: skip
+    assert list(publish.rows_of("dvc pull")) == [("result", "dvc pull")]
+    assert list(publish.rows_of(None)) == list(publish.rows_of(object())) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("train round 3 of 3", "train"), ("gate of version 7", "gate"), ("promote version 12", "promote"),
+     ("mine 1 of 3", "mine"), ("dvc push", "dvc-push"), ("label_graph", "label-graph")],
+)  # fmt: skip
+def test_the_same_task_has_one_key(publish, monkeypatch, name, key):
+    made = []
+    monkeypatch.setattr(publish, "create_table_artifact", lambda rows, **named: made.append((rows, named)))
+    publish.show_task(name, {"a": 1})  # outside of a flow run
+    monkeypatch.setattr(publish.FlowRunContext, "get", lambda: object())
+    publish.show_task(name, None)
+    publish.show_task(name, {str(i): i for i in range(100)})
+    ((rows, named),) = made
+    assert len(rows) == 60 and rows[1] == {"what": "1", "value": "1"} and named == {"key": key, "description": name}
+
+
 @pytest.fixture
 def repository(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)

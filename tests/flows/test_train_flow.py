@@ -541,8 +541,10 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
                 break
             time.sleep(0.2)
         shown = {(artifact.description, str(artifact.data)) for artifact in client.read_artifacts()}
+        of_tasks = {artifact.key for artifact in client.read_artifacts() if artifact.task_run_id is not None}
     assert wanted <= names
-    assert {"cluster, round 3", "mine, round 1", "validate, round 2"} <= {description for description, _ in shown}
+    assert {"cluster 3 of 3", "mine 1 of 3", "validate 2 of 3", "register"} <= {description for description, _ in shown}
+    assert {"cluster", "mine", "train", "evaluate"} <= of_tasks  # rounds of one task share a key
     for figure, value in (("cluster_cosine", "0.71"), ("mine_positives_found", "0.93")):
         assert any(figure in data and value in data for _, data in shown)
 

@@ -49,6 +49,18 @@ def test_without_labels_and_with_other_names(tmp_path: Path) -> None:
     assert read_window(tmp_path / "b.jsonl").labels == [["L1", "L2"], []]
 
 
+def test_a_file_of_feedback(tmp_path: Path) -> None:
+    marks = [("x", "L1", True), ("y", "L2", False), ("x", "L3", True), ("x", "L1", False), ("z", "L1", True)]
+    lines = [{"query": query, "label": label, "relevant": relevant, "at": "now"} for query, label, relevant in marks]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    window = read_window(tmp_path / "a.jsonl")
+    assert window.texts == ["x", "y", "z"] and window.labels == [["L3"], [], ["L1"]]
+    lines[2]["relevant"] = "yes"  # something else than feedback
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    window = read_window(tmp_path / "a.jsonl")
+    assert window.texts == [query for query, *_ in marks] and window.labels is None
+
+
 @pytest.mark.parametrize("labels", [3, ["L1", 2], {"L1": 1}])
 def test_what_is_no_label(tmp_path: Path, labels: object) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"query": "x", "labels": labels}) + "\n")

@@ -27,6 +27,7 @@ class World:
 
     Attributes:
         bodies: of the requests to /predict, in order. headers: of all requests.
+        marks: bodies of the requests to /feedback; None: there are no buttons. The third is refused.
         key: asked for where it is set. busy: so many requests are answered with 503. held: requests
             for "red" alone get no answer meanwhile. model: the hash that answers.
     """
@@ -35,18 +36,20 @@ class World:
         self.bodies: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
         self.key, self.busy, self.held, self.model = "", 0, False, "1" * 64
+        self.marks: list[dict[str, Any]] | None = None
         routes = [
             Route("/predict", self._predict, methods=["POST"]),
             Route("/explain", self._explain, methods=["POST"]),
             Route("/labels", self._labels),
             Route("/labels/{uid:path}", self._label),
             Route("/card", self._card),
+            Route("/feedback", self._feedback, methods=["POST"]),
         ]
         self.app = Starlette(routes=[*page_routes(), *routes])
 
     def reset(self) -> None:
         """As it was at first."""
-        self.bodies, self.authorizations = [], []
+        self.bodies, self.authorizations, self.marks = [], [], None
         self.key, self.busy, self.held, self.model = "", 0, False, "1" * 64
 
     def ranked(self, asked: dict[str, Any], text: str) -> list[dict[str, Any]]:
@@ -103,6 +106,13 @@ class World:
             }
         )
 
+    async def _feedback(self, request: Request) -> JSONResponse:
+        assert self.marks is not None
+        if len(self.marks) == 2:
+            return _wrong(507, what="the feedback was not kept", fix="move it away")
+        self.marks.append(await request.json())
+        return JSONResponse({"kept": True})
+
     async def _labels(self, request: Request) -> JSONResponse:
         words = request.query_params["prefix"].lower()
         found = [
@@ -127,6 +137,7 @@ class World:
                 "num_labels": len(UIDS), "num_neighbours": 30, "text": "title", "heads": ["de", "clf"],
                 "space": "both", "weights": WEIGHTS, "metrics": {"validation": {"P@1": 50.0, "odd": 1.0}},
                 "score_quantiles": [i / 100 for i in range(101)], "api_key": bool(self.key),
+                "feedback": self.marks is not None,
                 "limits": {"max_k": 12, "max_query_chars": 100}, "examples": ["red car", "old house"],
             }
         )  # fmt: skip

@@ -58,9 +58,12 @@ def test_a_card_of_a_bundle_without_facts(facts: dict[str, Any], num_labels: int
         text="title", vectors={"de": [1, 8]}, space="de", clf_weight=1.5, knn=None, fusion=None,
     )  # fmt: skip
     titles = pa.array([f"title {i} {'y' * 9999}" for i in range(num_labels)])
-    bundle: Any = SimpleNamespace(info=info, num_labels=num_labels, titles=titles)
+    bundle: Any = SimpleNamespace(info=info, num_labels=num_labels, titles=titles, neighbours=None)
     found = card(bundle, Serve())
     assert found["metrics"]["test"] == {"P@1": 2} and found["weights"] == {"de": 1.0, "clf": 0.0, "knn": 0.0}
     assert 1 <= len(found["examples"]) == min(num_labels, 6), "each once"
     assert found["score_quantiles"] is None and found["data"] == {"name": "x", "sha256": None, "rows": None}
     assert len(json.dumps(found)) < 10_000
+    for asked in (["how to", "what is"], []):  # where queries vote, they are the examples
+        bundle.neighbours = SimpleNamespace(titles=pa.array(asked, pa.large_string()))
+        assert card(bundle, Serve())["examples"] == asked

@@ -96,6 +96,30 @@ def test_files_hold_to_the_policy() -> None:
         assert client.post(path).status_code == 405
 
 
+def test_feedback_buttons(tab: Any, server: Any) -> None:
+    marks = "[...document.querySelectorAll('#labels li:first-child .marks button')]"
+    pressed = f"{marks}.map((button) => button.getAttribute('aria-pressed')).join()"
+    search(tab, server, "old red house", 10)
+    assert tab.ask(f"{marks}.length") == 0, "the server keeps none"
+    assert "probability" in tab.ask("document.querySelector('#meaning').textContent")
+    server.marks = []
+    search(tab, server, "old red house", 10)
+    assert tab.ask(pressed) == "false,false"
+    for place, shown in ((0, "true,false"), (1, "false,true")):
+        tab.ask(f"{marks}[{place}].click()")
+        tab.until(f"{pressed} === '{shown}'")
+    mark = {"query": "old red house", "label": server.ranked({"k": 1}, "old red house")[0]["uid"]}
+    assert server.marks == [{**mark, "relevant": True}, {**mark, "relevant": False}]
+    assert tab.ask("document.querySelector('#why')") is None  # a mark opens nothing
+    tab.ask(f"{marks}[0].click()")
+    tab.until("document.querySelector('#status').textContent.startsWith('The feedback was not kept')")
+    assert tab.ask(pressed) == "false,true"
+    for text, shown in (("red car", "false,false"), ("old red house", "false,true")):  # it is remembered
+        tab.ask("document.querySelector('#clear').click()")
+        typed(tab, text, 10)
+        assert tab.ask(pressed) == shown
+
+
 def test_labels_while_typing(tab: Any, server: Any) -> None:
     search(tab, server, "old red house", 10)
     want = [label["title"] for label in server.ranked({"k": 10}, "old red house")]

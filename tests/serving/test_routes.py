@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from unidec.retrieval.text_file import read_window
 from unidec.sections import Serve
 from unidec.serving.engine import Service
 
@@ -36,6 +39,43 @@ def test_each_query_gets_its_own_labels_in_order(asgi: Any) -> None:
             assert reply.json["model"] == {"sha256": "a" * 64, "version": "a"}
 
     run(main)
+
+
+def test_feedback_is_checked_bounded_and_read_by_the_monitor(asgi: Any, tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+
+    async def main() -> None:
+        async with asgi.running(asgi.StubEngine()) as server:
+            assert (await server.ask("/feedback", {})).status == 404 and not path.exists()
+            assert (await server.ask("/card")).json["feedback"] is False
+        async with asgi.running(
+            asgi.StubEngine(), feedback=str(path), feedback_bytes=600, max_query_chars=40
+        ) as server:
+            assert (await server.ask("/card")).json["feedback"] is True
+            mark = {"query": "red\ncar", "label": "L1", "relevant": True}
+            assert (await server.ask("/feedback", mark)).json == {"kept": True}
+            assert (await server.ask("/feedback", mark | {"label": "L2", "relevant": False})).status == 200
+            before = path.read_bytes()
+            for wrong, status in (
+                ({"label": "no such"}, 404), ({"query": " "}, 422), ({"query": "x" * 41}, 422), ({"relevant": 1}, 422),
+                ({"label": ""}, 422), ({"label": ["L1"]}, 422), ({"more": 1}, 422), ({"k": 5}, 422),
+            ):  # fmt: skip
+                assert (await server.ask("/feedback", mark | wrong)).status == status, wrong
+            plain = await server.ask("/feedback", b"x", headers={"content-type": "text/plain"})
+            assert plain.status == 415 and path.read_bytes() == before
+            statuses = {(await server.ask("/feedback", mark)).status for _ in range(5)}
+            assert statuses == {200, 507} and 400 < path.stat().st_size <= 600
+            assert path.stat().st_mode & 0o777 == 0o600
+        async with asgi.running(asgi.StubEngine(), feedback=str(tmp_path / "no" / "such.jsonl")) as server:
+            reply = await server.ask("/feedback", mark)
+            assert reply.status == 507 and "No such file" in reply.json["error"]["got"]
+
+    run(main)
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first.pop("at").endswith("+00:00") and first.pop("bundle") == "a" * 64
+    assert first == {"query": "red\ncar", "label": "L1", "relevant": True}
+    window = read_window(path)
+    assert window.texts == ["red\ncar"] and window.labels == [["L1"]]
 
 
 def test_no_model_yet_is_503_with_retry_after(asgi: Any) -> None:

@@ -100,6 +100,9 @@ def serve(
     ] = DEFAULT_BUNDLE,
     host: Annotated[str | None, Option(help="address to listen at; default serve.host, 127.0.0.1")] = None,
     port: Annotated[int | None, Option(help="0: any free one; default serve.port, 8080")] = None,
+    feedback: Annotated[
+        str | None, Option(metavar="FILE", help=".jsonl for the page's buttons; `unidec models monitor` reads it")
+    ] = None,
     params: ParamsFile = DEFAULT_PARAMS,
     assignments: Assignments = None,
 ) -> None:
@@ -112,7 +115,7 @@ def serve(
     from unidec.machine import share_one_heap
 
     share_one_heap()  # before anything starts a thread
-    given = {"serve.host": host, "serve.port": port}
+    given = {"serve.host": host, "serve.port": port, "serve.feedback": feedback}
     extra = [f"{key}={value}" for key, value in given.items() if value is not None]
     settings = load_if_there(params, [*(assignments or []), *extra]).serve
     from unidec.serving.run import serve as run

@@ -61,12 +61,18 @@ def read_window(path: Path, column: str | None = None) -> Window:
 
     Args:
         column: of the texts; default: `query`, else `text`. Those of the labels are in `labels`, where there is one: a
-            list of uids, or (.csv and .tsv always) uids with white space between.
+            list of uids, or (.csv and .tsv always) uids with white space between. Or a file of `serve.feedback`, whose
+            rows have a "label" and whether it is "relevant": each query once, the last answer to a label counts.
 
     Raises:
         DataError: no such file or column, or something in it that is neither text nor labels.
     """
-    texts, rows = list(read_texts(path, column)), [row for _, row in read_rows(path, ["labels"])]
+    texts, rows = list(read_texts(path, column)), [row for _, row in read_rows(path, ["labels", "label", "relevant"])]
+    if rows and all(isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows):
+        marks: dict[str, dict[str, bool]] = {}
+        for text, row in zip(texts, rows, strict=True):
+            marks.setdefault(text, {})[row["label"]] = row["relevant"]
+        return Window(list(marks), [[uid for uid, right in own.items() if right] for own in marks.values()])
     if not any("labels" in row for row in rows):
         return Window(texts)
     labels: list[list[str]] = []

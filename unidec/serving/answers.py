@@ -84,7 +84,8 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
 def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
     """What the page shows of a bundle, without what the server adds: model, runtime, api_key."""
     info = bundle.info
-    shown = dict.fromkeys((2 * i + 1) * bundle.num_labels // (2 * NUM_EXAMPLES) for i in range(NUM_EXAMPLES))
+    texts = bundle.titles if bundle.neighbours is None else bundle.neighbours.titles  # queries of the data
+    shown = dict.fromkeys((2 * i + 1) * len(texts) // (2 * NUM_EXAMPLES) for i in range(NUM_EXAMPLES) if len(texts))
     weights = {"de": 1.0, "clf": info.clf_weight, "knn": info.knn.weight if info.knn is not None else 0.0}
     if info.space != "both":
         weights["de"], weights["clf"] = float(info.space == "de"), float(info.space == "clf")
@@ -107,7 +108,7 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
         "fused": info.fusion is not None,
         "metrics": info.metrics,
         "score_quantiles": _at(info.card, "profile", "served", "score_quantiles"),
-        "examples": [bundle.titles[row].as_py()[:MAX_TEXT] for row in shown],
+        "examples": [texts[row].as_py()[:MAX_TEXT] for row in shown],
         "limits": {name: getattr(settings, name) for name in LIMITS},
     }
 

@@ -85,6 +85,10 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         **post(models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip
     add("/explain", routes.explain, "The labels of one query, and where their scores come from", schemas.Facts,
         **post(models.explain, schemas.EXPLAIN_EXAMPLE))  # fmt: skip
+    if routes.settings.feedback:
+        full: Any = {507: {"model": schemas.ErrorAnswer, "description": "the file is full, or cannot be written"}}
+        add("/feedback", routes.feedback, "Whether a label is right for a query", schemas.Facts, responses=full,
+            **post(models.feedback, schemas.FEEDBACK_EXAMPLE))  # fmt: skip
     add("/labels", routes.labels, "Labels by prefix", schemas.Facts)
     add("/labels/{uid:path}", routes.label, "A label", schemas.Facts)
     add("/healthz", routes.healthz, "Whether the process answers", schemas.Facts, dependencies=[])

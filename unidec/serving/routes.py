@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import orjson
@@ -89,6 +91,16 @@ class Routes:
         self._count(query, [answer_of(explanation.prediction)])
         return JsonBytes(explain_json(engine.model_json, explanation))
 
+    async def feedback(self, request: Request) -> Response:
+        """Append what a person thinks to the file `serve.feedback`, which `unidec models monitor` reads."""
+        engine, mark = self._engine(), _read_request(request, self.models.feedback)
+        if mark.label not in engine.bundle.row_of:
+            raise _no_such_label(mark.label)
+        facts = mark.model_dump() | {"bundle": engine.identity.sha256, "at": datetime.now(UTC)}
+        line = orjson.dumps(facts, option=orjson.OPT_APPEND_NEWLINE)
+        await self._aside(lambda: _append(self.settings.feedback, line, self.settings.feedback_bytes))
+        return JsonBytes(b'{"kept":true}')
+
     async def _cached_or_new(self, engine: Engine, queries: list[Asked], request: Request) -> list[Answer]:
         """From the cache, whose keys hold the bundle's hash; the rest from the model, and into the cache."""
         filters = sum(map(len, queries[0].allow or ())) + sum(map(len, queries[0].deny))
@@ -145,9 +157,7 @@ class Routes:
         engine = self._engine()
         row = await self._aside(lambda: engine.bundle.row_of.get(uid))
         if row is None:
-            raise RequestError(
-                404, "not_found", "no label has this uid", where="uid", got=uid, fix="GET /labels?prefix= finds labels"
-            )
+            raise _no_such_label(uid)
         return JsonBytes(orjson.dumps({"uid": uid, "title": engine.bundle.titles[row].as_py(), "row": row}))
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
@@ -201,7 +211,8 @@ class Routes:
 
     async def card(self) -> Response:
         """Data, sizes, metrics, limits."""
-        return JsonBytes(orjson.dumps(self._engine().card | {"api_key": self.has_key}))
+        more = {"api_key": self.has_key, "feedback": bool(self.settings.feedback)}
+        return JsonBytes(orjson.dumps(self._engine().card | more))
 
     async def metrics(self) -> Response:
         """Requests, latency, batches, queue, cache, scores, unknown tokens, the model, memory."""
@@ -225,6 +236,24 @@ def _read_request(request: Request, model: Any) -> Any:
             got=kind.decode("latin-1"), expected="application/json", fix='send "Content-Type: application/json"',
         )  # fmt: skip
     return schemas.parse_request(model, request.scope.pop(BODY))
+
+
+def _no_such_label(uid: str) -> RequestError:
+    fix = "GET /labels?prefix= finds labels"
+    return RequestError(404, "not_found", "no label has this uid", where="uid", got=uid, fix=fix)
+
+
+def _append(path: str, line: bytes, most: int) -> None:
+    """A line, in one write, to a file that only its owner reads; a RequestError where it would grow beyond `most`."""
+    got, fix = f"{most} bytes at most", "move it away once it was read, or set serve.feedback_bytes"
+    try:
+        with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            if os.fstat(file.fileno()).st_size + len(line) <= most:
+                file.write(line)
+                return
+    except OSError as error:
+        got, fix = error.strerror or str(error), "make room, or name another file: serve.feedback"
+    raise RequestError(507, "feedback", "the feedback was not kept", where="serve.feedback", got=got, fix=fix)
 
 
 def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:

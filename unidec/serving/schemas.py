@@ -31,14 +31,16 @@ class RequestBase(BaseModel):
 
 
 class RequestModels(NamedTuple):
-    """The models of one server; both have k, allow, deny, min_score, head and tail."""
+    """The models of one server; the first two have k, allow, deny, min_score, head and tail."""
 
     predict: type[RequestBase]
     explain: type[RequestBase]
+    feedback: type[RequestBase]
 
 
 PREDICT_EXAMPLE = {"queries": ["editor for plain text", "a window manager"], "k": 5}
 EXPLAIN_EXAMPLE = {"query": "editor for plain text", "k": 5}
+FEEDBACK_EXAMPLE = {"query": "editor for plain text", "label": "L7", "relevant": True}
 
 
 def request_models(settings: Serve) -> RequestModels:
@@ -65,14 +67,15 @@ def request_models(settings: Serve) -> RequestModels:
     tokens = 2 * (settings.max_queries + 2 * settings.max_filter_labels) + _MORE_TOKENS
     too_many = re.compile(b"(?:%b){%d}+" % (_TOKEN, tokens), re.DOTALL)
 
-    def model(name: str, **first: Any) -> type[RequestBase]:
-        created = create_model(name, __base__=RequestBase, **first, **shared)
+    def model(name: str, more: dict[str, Any], **first: Any) -> type[RequestBase]:
+        created = create_model(name, __base__=RequestBase, **first, **more)
         created.too_many = too_many
         return created
 
     return RequestModels(
-        model("PredictRequest", queries=(queries, Field(description="texts to label"))),
-        model("ExplainRequest", query=(text, Field(description="text to label"))),
+        model("PredictRequest", shared, queries=(queries, Field(description="texts to label"))),
+        model("ExplainRequest", shared, query=(text, Field(description="text to label"))),
+        model("FeedbackRequest", {}, query=(text, ...), label=(Uid, Field(description="uid")), relevant=(bool, ...)),
     )
 
 

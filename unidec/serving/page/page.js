@@ -2,7 +2,7 @@
 
 import { Refused, get, post, useKey } from "./api.js";
 import { Picker } from "./picker.js";
-import { count, element, facts, legend, number, row, same, scale, served, why } from "./view.js";
+import { count, element, facts, legend, marks, meaning, number, row, same, scale, served, why } from "./view.js";
 
 const PAUSE_MS = 90; // after the last key
 const LONGEST_MS = 350; // though keys go on
@@ -133,6 +133,8 @@ function show(found, milliseconds) {
   const held = document.activeElement?.closest?.("#labels li")?.dataset.uid;
   const range = scale(found.labels, weights());
   same(list, found.labels.map((label, place) => row(label, place, weights(), range)));
+  if (card.feedback) for (const [place, label] of found.labels.entries()) list.children[place].append(marks(label, judged.get(judgedKey(label.uid))));
+  $("meaning").textContent = found.labels.length ? meaning(found.labels) : "";
   list.classList.remove("old");
   $("start").hidden = true;
   same($("legend"), found.labels.length ? legend(weights()) : []);
@@ -165,6 +167,7 @@ function showNothing() {
   list.classList.remove("old");
   list.removeAttribute("aria-busy");
   $("legend").hidden = true;
+  $("meaning").textContent = "";
   $("status").textContent = "";
   $("start").hidden = false;
   if ($("alert").dataset.kind === "wrong") alertShown(null);
@@ -277,11 +280,34 @@ function leaveOut(uid) {
   deny.add({ uid, title: label?.title ?? uid });
 }
 
+// ---- feedback
+
+const judged = new Map(); // query and uid -> relevant, as this page has told the server
+const judgedKey = (uid) => JSON.stringify([answer.body.queries[0], uid]);
+
+async function judge(button, uid) {
+  const relevant = button.dataset.relevant === "true";
+  const name = judgedKey(uid);
+  try {
+    await post("feedback", { query: answer.body.queries[0], label: uid, relevant });
+    judged.set(name, relevant);
+    for (const other of button.parentElement.children) other.setAttribute("aria-pressed", String(other === button));
+    $("status").textContent = "kept, thank you";
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    $("status").textContent = `${error.title}. ${error.lines.join(" ")}`;
+  }
+}
+
 // ---- keyboard and pointer
 
 list.addEventListener("click", (event) => {
   const place = event.target.closest("li[data-uid]");
   if (!place || event.target.closest(".why")) return;
+  if (event.target.closest(".marks")) {
+    if (event.target.closest("button")) judge(event.target.closest("button"), place.dataset.uid);
+    return;
+  }
   if (event.target.closest(".out")) leaveOut(place.dataset.uid);
   else if (opened === place.dataset.uid) close();
   else open(place.dataset.uid);

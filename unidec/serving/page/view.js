@@ -77,6 +77,20 @@ export function row(label, place, weights, range) {
   return item;
 }
 
+// Whether a label is right, for the server's file of feedback; the button pressed last counts.
+export function marks(label, relevant) {
+  const made = element("div", { class: "marks", role: "group", "aria-label": `is ${label.title || label.uid} right?` });
+  for (const [value, text] of [[true, "relevant"], [false, "not relevant"]]) {
+    made.append(element("button", { type: "button", class: "quiet", "data-relevant": value, "aria-pressed": String(relevant === value) }, text));
+  }
+  return made;
+}
+
+// What the figures beside a label mean.
+export const meaning = (labels) => (labels.some(({ probability }) => Number.isFinite(probability))
+  ? "Score: orders the labels of a query. Percent: the probability that the label is right, as often as labels with such a score were on the validation split."
+  : "Score: orders the labels of a query; it is no probability.");
+
 export const legend = (weights) => PARTS.filter(({ name }) => weights[name]).map(({ name, title }) =>
   element("li", {}, element("i", { class: name }), weights[name] === 1 ? title : `${title} × ${short(weights[name])}`));
 
