@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from unidec.data.raw import RawData, text_table
 from unidec.data.storage import read_manifest, write_manifest
 from unidec.errors import ArtifactError
 from unidec.sections import Validation
-from unidec.validation.suite import CHECKS, validate_dataset
+from unidec.validation.suite import CHECKS, _label_frame, _query_frame, _repeated, distributions, validate_dataset
 
 
 def tampered(dataset: XMCDataset, path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Path:
@@ -55,10 +58,51 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(slice_dataset: X
     assert json.loads(written) == json.loads(json.dumps(verdict))
     assert (tmp_path / "a" / "docs" / "index.html").is_file()
     page = (tmp_path / "a" / "index.html").read_text()
+    page = re.sub(r' xmlns(:\w+)?="[^"]*"', "", page)  # names, not addresses
     assert "http" not in page.replace("http-equiv", "") and "docs/index.html" in page and "<script" not in page
+    assert page.count("<figure>") == 4 and "queries whose text another query has" in page
     validate_dataset(slice_dataset.path, tmp_path / "b", docs=False)
     assert (tmp_path / "b" / "result.json").read_bytes() == written
     assert not (tmp_path / "b" / "docs").exists()
+
+
+def test_distributions_and_duplicates_against_loops(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:
+    raw = raw_factory(60, 20, 20, filters=False)
+    train = raw.queries["train"].to_pydict()
+    train["title"][3], train["content"][3] = train["title"][7], train["content"][7]
+    train["title"][5], train["content"][5] = "Привет 42", ""
+    raw = replace(raw, queries=raw.queries | {"train": text_table(train["uid"], train["title"], train["content"])})
+    dataset = write_dataset(tmp_path / "d", raw, validation_share=0.1, split_seed=0)
+    tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset)}
+    lengths, positives, frequency, characters = distributions(dataset, tables)
+    texts = dataset.query_texts(np.arange(dataset.num_queries), "title+content")
+
+    def share(values: list[int]) -> dict[str, float]:
+        found = {}
+        for value in values:
+            low = 0 if value == 0 else 2 ** math.floor(math.log2(value))
+            name = f"{low:,}"
+            found[name] = found.get(name, 0) + 100 / len(values)
+        return found
+
+    def shown(chart: Any, column: int) -> dict[str, float]:
+        return {row[0]: float(row[column]) for row in chart.table.rows if row[column] != "0"}
+
+    points = [sum(label in dataset.relevance[row].indices for row in dataset.rows("train")) for label in range(20)]
+    for chart, column, values in (
+        (lengths, 1, [len(text.strip()) for text in texts]), (frequency, 1, points),
+        (positives, 1, [dataset.relevance[row].nnz for row in range(dataset.num_queries)]),
+    ):  # fmt: skip
+        assert shown(chart, column) == pytest.approx(share(values), rel=1e-3)
+    titles = [c for text in dataset.query_texts(np.arange(dataset.num_queries)) for c in text if not c.isspace()]
+    found = shown(characters, 1)
+    assert sum(found.values()) == pytest.approx(100, abs=0.1)
+    assert found["Cyrillic"] == pytest.approx(600 / len(titles), rel=1e-3)
+    assert found["Latin"] == pytest.approx(
+        100 * sum(c.isascii() and c.isalpha() for c in titles) / len(titles), rel=1e-3
+    )
+    repeated = sum(texts.count(text) > 1 for text in texts)
+    assert _repeated(tables)["queries whose text another query has"] == repeated >= 2
 
 
 def test_soft_faults_are_judged_by_thresholds(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def figures(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
     probe, champion, checks = probes["challenger"], probes.get("champion"), []
     for name, key, limit, unit in (
         ("load time", "load_seconds", rules.max_load_seconds, "s from start to the first answer"),
-        ("latency", "p95_ms", rules.max_latency_ms, "ms p95 latency of a query"),
+        ("latency", "p95_ms", rules.max_latency_ms, "ms, p95 of single queries"),
         ("size", "megabytes", rules.max_megabytes, "MB on disk"),
         ("load ratio", "load_cpu_seconds", rules.max_load_ratio, "s of processor time to the first answer"),
         ("latency ratio", "p95_cpu_ms", rules.max_latency_ratio, "ms of processor time, p95 of a query"),

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import unicodedata
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +24,18 @@ import numpy as np
 import pandas as pd
 
 from unidec.data.dataset import XMCDataset
-from unidec.data.profile import text_facts
+from unidec.data.profile import spaced, text_facts
 from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
 from unidec.evaluation.drift import Check as DriftCheck
+from unidec.evaluation.figures import Chart, bar_chart
 from unidec.evaluation.page import render
 from unidec.sections import Validation
 
 CHANGE_TABLE = "data_change"
 MAX_SAMPLES = 20
+SHOWN_CHARS = 200  # of a sample's text
+CHARACTER_TEXTS = 20_000  # texts whose characters are counted, evenly spaced
 Find = Callable[[list[str], list[str]], tuple[dict[str, str], dict[str, str]]]
 """uids of queries, uids of labels -> `file:line` by uid, of both."""
 
@@ -101,7 +106,12 @@ def validate_dataset(
             _add_places(results, find)
         verdict = _verdict({"name": dataset.name, "dataset_sha256": dataset.sha256, "rows": rows}, results)
         write_json(out / "result.json", verdict)
-        (out / "index.html").write_text(render("validation", verdict=verdict, docs=docs), encoding="utf-8")
+        shown = {
+            "texts": _texts(results, dataset),
+            "charts": distributions(dataset, tables),
+            "facts": _repeated(tables),
+        }
+        (out / "index.html").write_text(render("validation", verdict=verdict, docs=docs, **shown), encoding="utf-8")
     return verdict
 
 
@@ -129,9 +139,69 @@ def _add_places(results: list[dict[str, Any]], find: Find) -> None:
                     one["at"] = places[one["uid"]]
 
 
+def distributions(dataset: XMCDataset, tables: dict[str, pd.DataFrame]) -> list[Chart | None]:
+    """What the data looks like: lengths of texts, labels of a query, frequency of labels, characters; in percent."""
+    queries, labels = tables["queries"], tables["labels"]
+    rows = {"queries": np.arange(len(queries)), "labels": np.arange(len(labels))}
+    texts = {"queries": dataset.query_texts, "labels": dataset.label_texts}
+    scripts = {which: _scripts("".join(texts[which](spaced(rows[which], CHARACTER_TEXTS)))) for which in texts}
+    named = sorted({name for of in scripts.values() for name in of}, key=lambda name: -scripts["queries"].get(name, 0))
+    lengths = {"queries": queries["text_length"], "labels": labels["text_length"]}
+    return [
+        _histogram("Length of texts", lengths, "characters"),
+        _histogram("Labels of a query", {"queries": queries["num_positives"]}, "labels"),
+        _histogram("Frequency of labels", {"labels": labels["num_train_points"]}, "training queries"),
+        bar_chart("Characters by script", named, [(which, [of.get(name, 0.0) for name in named]) for which, of in
+                  scripts.items()], "percent of the characters", x_label="white space left out"),
+    ]  # fmt: skip
+
+
+def _histogram(caption: str, columns: dict[str, pd.Series], unit: str) -> Chart | None:
+    """Shares in percent by bins that double, 0, 1, 2 to 3, 4 to 7, ..., named by where they begin."""
+    bins = {name: np.frexp(values.to_numpy(dtype=np.float64))[1] for name, values in columns.items()}
+    most = max((int(own.max()) for own in bins.values() if len(own)), default=0) + 1
+    names = ["0", *(f"{2**b:,}" for b in range(most - 1))]
+    shares = [
+        (name, (100 * np.bincount(own, minlength=most) / max(len(own), 1)).tolist()) for name, own in bins.items()
+    ]
+    return bar_chart(caption, names, shares, "percent", x_label=f"{unit}, from; each bin is twice as wide")
+
+
+def _scripts(text: str) -> dict[str, float]:
+    """Percent of the characters by script (Latin, Cyrillic, ..., by the first word of the Unicode name), digits, and
+    other signs, without white space."""
+    found: Counter[str] = Counter()
+    for character, count in Counter(text).items():
+        kind = unicodedata.category(character)[0]
+        script = unicodedata.name(character, "other").split()[0].capitalize() if kind == "L" else "other signs"
+        found["digits" if kind == "N" else script] += 0 if character.isspace() else count
+    return {name: 100 * count / max(found.total(), 1) for name, count in found.most_common(8) if count}
+
+
+def _repeated(tables: dict[str, pd.DataFrame]) -> dict[str, int]:
+    """Numbers of texts that are there more than once."""
+    return {
+        "queries whose text another query has": int((tables["queries"]["queries_with_this_text"] > 1).sum()),
+        "test queries whose text is a training query's": int((tables["queries"]["text_in_train"] == 1).sum()),
+        "labels whose text another label has": int((tables["labels"]["labels_with_this_text"] > 1).sum()),
+    }
+
+
+def _texts(results: list[dict[str, Any]], dataset: XMCDataset) -> dict[tuple[str, Any, Any], str]:
+    """The text of each sample, by table, row (of a pair its query) and label."""
+    found = {}
+    for table, one in ((result["table"], one) for result in results for one in result["samples"]):
+        row, label = one.get("row", one.get("query")), one.get("label")
+        parts = dataset.label_texts([row]) if table == "labels" else dataset.query_texts([row])
+        parts = parts + (dataset.label_texts([label]) if label is not None else [])
+        found[table, row, label] = " → ".join(part[:SHOWN_CHARS] for part in parts)
+    return found
+
+
 def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
     text_N, length_N = text_facts(dataset, "queries", "title+content")
     split_N = np.asarray(dataset.split_N)
+    _, first_N, count_N = np.unique(text_N, return_inverse=True, return_counts=True)
     in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
     tested_N = (split_N == SPLITS.index("test")) & (length_N > 0)  # empty texts are counted by text_length
     return pd.DataFrame({
@@ -139,6 +209,7 @@ def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
         "split": np.asarray(SPLITS, dtype=object)[split_N],
         "text_length": length_N,
         "num_positives": np.diff(dataset.relevance.indptr),
+        "queries_with_this_text": np.where(length_N > 0, count_N[first_N], 1),
         "text_in_train": np.where(tested_N, in_train_N.astype(np.float64), np.nan),
     })  # fmt: skip
 
