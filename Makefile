@@ -42,14 +42,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || \
 	  { echo "Python 3.11 to 3.14 is needed; found: $$($(PYTHON) --version 2>&1). Say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing .[$(EXTRAS)] with $(strip $(INSTALLER)) (first time: about 3 minutes with pip, one with uv)"
+	@echo "installing .[pipeline,$(EXTRAS)] with $(strip $(INSTALLER)) (first time: about 3 minutes with pip, one with uv)"
 ifeq ($(strip $(INSTALLER)),uv)
 	@command -v uv >/dev/null || test -x $(BIN)/uv || $(BIN)/python -m pip install -q uv
 	@PATH="$(CURDIR)/$(BIN):$$PATH" \
 	  UV_FIND_LINKS="$${UV_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null || true)}" \
-	  uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	  uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS) -e '.[pipeline,$(EXTRAS)]'
 else
-	@$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[pipeline,$(EXTRAS)]'
 endif
 	@# compiled here, on every core, since containers often forbid Python to do it later: start-up takes three times as long
 	@# without bytecode. Not what is never imported: it would take twice the time

@@ -8,12 +8,17 @@ from __future__ import annotations
 import unidec.interrupt  # noqa: F401  before all that takes time: from now on Ctrl-C ends with a line
 
 # isort: split
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from unidec.errors import without_credentials
+from unidec.errors import missing_package, without_credentials
 from unidec.tracking.store import project_folder
+
+if importlib.util.find_spec("prefect") is None:
+    sys.exit(f"error: {missing_package(ModuleNotFoundError(name='prefect'))}")
 
 _CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed package: no project
 _FOLDER = _CHECKOUT if (_CHECKOUT / "prefect.toml").is_file() and project_folder() == Path() else project_folder()

@@ -12,6 +12,7 @@ Names are imported when they are first used: `import unidec` takes milliseconds.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unidec.errors import missing_package
 from unidec.version import __version__
 
 if TYPE_CHECKING:
@@ -30,4 +31,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'unidec' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    try:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from None

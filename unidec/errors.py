@@ -77,3 +77,21 @@ class Stopped(UnidecError):
     def __init__(self, what: str, exit_code: int) -> None:
         super().__init__(what)
         self.exit_code = exit_code
+
+
+_EXTRAS = {
+    "pipeline": "dvc great_expectations matplotlib prefect sklearn sqlalchemy",
+    "registry": "mlflow",
+    "serve": "cachetools fastapi orjson prometheus_client starlette uvicorn",
+}
+
+
+def missing_package(error: ModuleNotFoundError) -> Exception:
+    """A failed import as an error that names the extra to install; `error` itself if no extra has the package."""
+    name = (error.name or "").partition(".")[0]
+    found = [extra for extra, packages in _EXTRAS.items() if name in packages.split()]
+    if not found:
+        return error
+    return UnidecError(
+        f"the package {name} is not installed", fix=f"pip install 'unidec-xmc[{found[0]}]', or make setup"
+    )

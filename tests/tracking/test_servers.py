@@ -40,9 +40,11 @@ def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
         and "models:/unidec@champion --host 0.0.0.0 --port 8080" in serve["command"][-1]
     )
     text = (ROOT / "mlflow" / "Dockerfile").read_text()
-    assert "mkdir -p runs && chown" in text and serve["volumes"] == ["bundles:/srv/unidec/runs"], (
+    assert "/srv/unidec/runs && chown" in text and serve["volumes"] == ["bundles:/srv/unidec/runs"], (
         "its user writes there"
     )
+    assert serve["build"]["target"] == "serve" and text.rstrip().count("USER unidec") == 3, "nothing runs as root"
+    assert serve["healthcheck"]["test"][-1] in text
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,10 @@ def test_services_wait_for_what_they_need_and_are_looked_after(file, services):
 
 def test_one_image_of_servers_with_the_pinned_versions(services):
     text = (ROOT / "mlflow" / "Dockerfile").read_text()
-    targets = set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
+    targets = set(re.findall(r"^FROM \S+ AS ([\w-]+)$", text, re.MULTILINE))
     built = {service["build"]["target"] for service in services.values() if "build" in service}
-    assert built == {"servers", "worker"} <= targets
-    assert text.count("pip install") == text.count("-c constraints.txt") == 2
+    assert built == {"servers", "worker", "serve"} <= targets
+    assert text.count("pip install") - 1 == text.count("-c constraints.txt") == 3, "all but uv itself"
     assert services["prefect"]["image"] == services["mlflow"]["image"]
 
 

@@ -33,7 +33,7 @@ from unidec.cli.commands import (
     table,
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
-from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
+from unidec.errors import ConfigError, Stopped, UnidecError, missing_package, without_credentials
 from unidec.version import __version__
 
 config_app = group("config", "Show, check and explain the parameters.")
@@ -225,6 +225,11 @@ def main() -> None:
         if isinstance(error, Stopped) and any(not thread.daemon for thread in threading.enumerate()[1:]):
             os._exit(error.exit_code)  # a second Ctrl-C came while a checkpoint was being written
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if debug or missing is error:
+            raise
+        sys.exit(f"error: {missing}")
     except interrupt.Interrupted:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(interrupt.EXIT_CODE)

@@ -15,7 +15,7 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import answers, open_client, tracking_uri
+from unidec.tracking.store import answers, open_client, quiet_mlflow, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -78,6 +78,7 @@ def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
     """`fetch_bundle` for a command: a registry that does not answer is an ArtifactError with a fix."""
     if parse_address(source) is None:
         return Path(source)
+    quiet_mlflow()
     from mlflow.exceptions import MlflowException
 
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import importlib.util
 import logging
 import os
 import socket
@@ -20,7 +21,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import Request, urlopen
 
-from unidec.errors import ArtifactError, without_credentials
+from unidec.errors import ArtifactError, missing_package, without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,7 +39,13 @@ _QUIET = {
 
 
 def quiet_mlflow() -> None:
-    """Turns telemetry, long retries and migration logs off; call it before the first `import mlflow`."""
+    """Turns telemetry, long retries and migration logs off; call it before the first `import mlflow`.
+
+    Raises:
+        UnidecError: MLflow is not installed; the project's own folder mlflow/ is no package.
+    """
+    if (found := importlib.util.find_spec("mlflow")) is None or found.origin is None:
+        raise missing_package(ModuleNotFoundError(name="mlflow"))
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "mlflow.pyfunc"):
