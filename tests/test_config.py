@@ -181,6 +181,7 @@ CONFLICTING = [
     ("model.clf_residual", {"model.clf_residual": True, "model.clf_init": "normal"}),
     ("model.clf_residual", {"model.clf_residual": True, "pool.clf_labels": "all"}),
     ("model.clf_residual", {"model.clf_residual": True, "run.devices": 2}),
+    ("model.auxiliary", {"model.auxiliary": 2, "model.heads": "clf", "index.space": "clf"}),
     ("model.clf_gates", {"model.clf_gates": True}),
     ("model.clf_graph", {"model.clf_graph": True}),
     ("loss.mixup", {"loss.mixup": "queries", "run.devices": 2}),

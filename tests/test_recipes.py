@@ -63,6 +63,8 @@ SPEC = {
     "ngame": ONE_POSITIVE | {"loss.de": "triplet", "loss.margin": 0.3, "loss.triplet_negatives": "softmax",
                              "loss.triplet_top": 10, "pool.batches": "clustered", "pool.cluster_start": 1,
                              "pool.eta": 0},
+    "dexa": ONE_POSITIVE | {"loss.de": "triplet", "loss.margin": 0.3, "pool.batches": "clustered",
+                            "pool.cluster_start": 1, "pool.eta": 0, "model.auxiliary": 2},
     "ngame-classifier": OVA | {"loss.clf": "triplet", "loss.margin": 0.2, "loss.triplet_negatives": "softmax",
                                "loss.triplet_top": 3, "encoder.frozen": True, "model.clf_init": "label_embedding",
                                "pool.clf_labels": "pool", "pool.batches": "clustered", "pool.eta": 6},
@@ -244,6 +246,7 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
     for kind in ("both", "clf"):
         parts = {"bias": "clf_bias", "gates": "clf_gates", "related_gate": "clf_graph"}
         heads[kind] |= {part for part, key in parts.items() if getattr(params.model, key)}
+    heads["de"] |= {"auxiliary"} if params.model.auxiliary else set()
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected
 

@@ -90,6 +90,9 @@ class Params(Section):
 
     def _heads(self) -> Iterator[Conflict]:
         heads, space = self.model.heads, self.index.space
+        if heads == "clf" and self.model.auxiliary:
+            what = "auxiliary vectors belong to a dual encoder's labels"
+            yield Conflict("model.auxiliary model.heads", what, "model.auxiliary: 0, or model.heads: de")
         if heads not in ("both", space):
             what = "the index searches a head that the model does not have"
             yield Conflict("index.space model.heads", what, "set index.space to the same value as model.heads")

@@ -180,6 +180,7 @@ FORMULAS = {
     "simcse": lambda c: infonce(c.de / DEXML_TAU, *c.pool),
     "ance": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
     "ngame": lambda c: triplet_softmax(c.de, *c.pool, c.picked, margin=0.3, top=10),
+    "dexa": lambda c: triplet_softmax(c.de, *c.pool, c.picked, margin=0.3, top=10),
     "ngame-classifier": lambda c: triplet_softmax(c.clf, *c.pool, c.pool[0], margin=0.2, top=3),
     "siamesexml": siamesexml,
     "dexml": lambda c: decoupled(c.de / DEXML_TAU, *c.pool, carries=c.picked),
@@ -207,7 +208,7 @@ class Case:
         )
         model = self.model = trainer.model.train()
         self.trainer, self.params = trainer, params
-        gates = [gate for gate in (model.gates, model.related_gate) if gate is not None]
+        gates = [gate for gate in (model.gates, model.related_gate, model.auxiliary) if gate is not None]
         for weight in [table.weight for table in model.tables().values()] + gates:
             torch.nn.init.normal_(weight, std=0.3)
         relevance, filtered = dataset.relevance.toarray() > 0, dataset.filter_pairs.toarray()
@@ -244,6 +245,7 @@ class Case:
         x = self.x.float().requires_grad_()
         loss = sum(self.trainer.objective.losses(x, self.batch, 0).values())
         leaves = [x] + ([self.model.table.used[1]] if self.model.table is not None else [])
+        leaves += [self.model.auxiliary] if self.model.auxiliary is not None else []
         grads = torch.autograd.grad(loss, leaves)
         for table in self.model.tables().values():
             table.forget()
@@ -254,7 +256,12 @@ class Case:
         model, leaf, rows = self.model, self.x.clone().requires_grad_(), None
         labels, x = self.batch.clf_labels, self.mixed(leaf)
         if model.head_de is not None:
-            vectors = F.normalize(torch.tanh(linear(model.head_de[0], x)), dim=1)
+            vectors = torch.tanh(linear(model.head_de[0], x))
+            if model.auxiliary is not None:
+                rows, pool = model.auxiliary.detach().double().requires_grad_(), self.batch.pool.pool_S
+                added = [rows[int(model.label_cluster[label])] for label in pool]
+                vectors = vectors + torch.stack([torch.zeros_like(rows[0])] * self.own + added)
+            vectors = F.normalize(vectors, dim=1)
             self.de = vectors[: self.own] @ vectors[self.own :].T
         if model.table is not None:
             weight = model.table.weight.detach().double()
@@ -327,7 +334,7 @@ def test_a_recipes_loss_and_gradients_equal_the_papers_formula(
         torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5 * largest)
     # a recipe's batch is what its formula is about
     assert (len(case.batch.pool.pool_S) == tiny_dataset.num_labels) == (recipe in ALL_LABELS)
-    assert case.pool[1].any() or recipe in ("dpr", "ngame")  # a filter pair lies in the pool
+    assert case.pool[1].any() or recipe in ("dpr", "ngame", "dexa")  # a filter pair lies in the pool
     if case.params.loss.reduction == "pol":
         assert (case.picked.sum(1) == 1).all()
 

@@ -11,8 +11,12 @@ from scipy.sparse import csr_matrix
 from unidec.data.storage import write_folder, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, ConfigError
+from unidec.model.arrays import read_arrays
 from unidec.model.unidec import UniDEC
 from unidec.model.weights import KIND, VERSION, start_sha256
+from unidec.retrieval.bundle_model import write_model
+from unidec.training.distributed import Ranks
+from unidec.training.start import cluster_labels
 
 TEXTS = ["river query w3", "bread bread", "music label w10 w11 planet"]
 
@@ -276,3 +280,34 @@ def test_the_free_vector_and_the_head_get_the_gradient_of_their_sum(residual):
     sum((g.double() * row).sum() for g, row in zip(weight_SD, rows, strict=True)).backward()
     torch.testing.assert_close(model.head_clf[0].weight.grad, w.grad.float(), rtol=1e-4, atol=1e-5)
     model.table.forget()
+
+
+# -- auxiliary vectors: DEXA -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", ["de", "both"])
+def test_the_labels_searched_have_their_clusters_vectors(tiny_bert, tiny_params, tmp_path, rng, heads):
+    """As trained, and as exported; a bundle's model has none, and queries never have."""
+    model = create(tiny_bert, tiny_params(**{"model.heads": heads, "model.auxiliary": 2}), 3).eval()
+    assert model.auxiliary.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
+    cluster_labels(model, rng.normal(size=(7, 16)).astype(np.float32), 2, 0, Ranks())
+    cluster_L = model.label_cluster.tolist()
+    assert np.bincount(cluster_L).tolist().count(2) == 3 and len(set(cluster_L)) == 4
+    torch.nn.init.normal_(model.auxiliary)
+    tokens = encode_texts([*TEXTS, *TEXTS, TEXTS[0]][:7], tiny_bert, 16)
+    x_LW = torch.from_numpy(model.encode("labels", tokens))
+    expected = [
+        F.normalize(model.head_de[:2](x) + model.auxiliary[cluster_L[label]], dim=0).detach()
+        for label, x in enumerate(x_LW)
+    ]
+    with write_folder(tmp_path / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    for one in (model, UniDEC.load(tmp_path / "model")):
+        found = torch.from_numpy(one.encode_labels(tokens, batch_size=3))
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    plain = F.normalize(model.head_de[:2](x_LW), dim=1).detach()
+    torch.testing.assert_close(torch.from_numpy(model.encode_queries(tokens)[0]), plain, rtol=1e-5, atol=1e-6)
+    write_model(tmp_path / "model", tmp_path / "bundled", 9)  # other labels
+    assert not {"auxiliary", "label_cluster"} & read_arrays(tmp_path / "bundled").keys()
+    bundled = UniDEC.load(tmp_path / "bundled", rows=False)
+    torch.testing.assert_close(torch.from_numpy(bundled.encode_labels(tokens)), plain, rtol=1e-5, atol=1e-6)

@@ -24,7 +24,7 @@ CASES = {
     },
     "depsl": {
         "model.heads": "de", "pool.eta": 0, "pool.beta": 1, "pool.fill": True, "pool.size": 15,
-        "pool.batches": "random", "pool.batch_size": 10,
+        "pool.batches": "random", "pool.batch_size": 10, "model.auxiliary": 3,
     },
     "classifier": {"model.heads": "clf", "model.clf_bias": True, "model.clf_init": "xavier"},
     "frozen beside": {"encoder.kind": "both", "loss.reduction": "pol", "optim.clf_state": "adagrad"},

@@ -20,6 +20,11 @@ KIND, VERSION = "model", 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 GRAPH, INT8_GRAPH = "encoder.onnx", "encoder-int8.onnx"  # the transformer's, in a bundle's model (`onnx_export`)
 CLASSIFIER = ("table.weight", "bias.weight")  # rows and biases, in a model's file
+BY_LABEL = (
+    *CLASSIFIER,
+    "auxiliary",
+    "label_cluster",
+)  # of a training's labels: no part of a bundle's model
 _TRANSFORMER = "encoder.transformer."
 
 
@@ -78,7 +83,7 @@ def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
 
     try:
         with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
-            names = [name for name in file.keys() if not name.startswith(_TRANSFORMER) and name not in CLASSIFIER]  # noqa: SIM118
+            names = [name for name in file.keys() if not name.startswith(_TRANSFORMER) and name not in BY_LABEL]  # noqa: SIM118
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise misfit(folder, error) from error

@@ -5,7 +5,8 @@ Legend: B texts, N texts in all, L labels, D width of a head, W width of the enc
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
 queries, Psi an L x D table. Without `projection` g1 and g2 are the identity (DPR, NGAME, DEXML). With `clf_residual` a
 row of Psi is its label's text plus a free vector (SiameseXML), with `clf_gates` each entry times a learnt gate (DECAF),
-with `clf_graph` plus the texts of related labels (ECLARE).
+with `clf_graph` plus the texts of related labels (ECLARE). With `auxiliary` Phi_D of a label is
+normalize(g1(Phi(t)) + v), v learnt, one for each cluster of labels (DEXA: Dahiya et al. 2023).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from unidec.data.storage import Folder, read_manifest
 from unidec.data.tensor_file import open_tensors, write_tensors
 from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
-from unidec.model.arrays import CLASSIFIER, CONFIG, KIND, VERSION, WEIGHTS, ModelConfig, misfit
+from unidec.model.arrays import BY_LABEL, CONFIG, KIND, VERSION, WEIGHTS, ModelConfig, misfit
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
-from unidec.model.pairs import all_to_host
+from unidec.model.pairs import all_to_host, to_device
 from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import copy_into, take_start
 from unidec.model.words import continuing_pieces
@@ -63,6 +64,8 @@ class UniDEC(nn.Module):
         ConfigError: without `projection`, `dim` is not the encoder's width.
     """
 
+    label_cluster: Tensor | None
+
     def __init__(
         self,
         encoder_settings: Encoder,
@@ -81,6 +84,8 @@ class UniDEC(nn.Module):
         self.bias: RowTable | None = None
         self.gates: nn.Parameter | None = None
         self.related_gate: nn.Parameter | None = None
+        self.auxiliary: nn.Parameter | None = None
+        self.register_buffer("label_cluster", None)
         if not settings.projection and settings.dim != encoder.width:
             raise ConfigError(
                 "without a projection the heads have the encoder's width", where="model.dim", got=settings.dim,
@@ -89,6 +94,10 @@ class UniDEC(nn.Module):
         if self.heads != "clf":
             layers = [nn.Linear(encoder.width, settings.dim), nn.Tanh()] if settings.projection else [nn.Identity()]
             self.head_de = nn.Sequential(*layers, nn.Dropout(settings.dropout))
+            if settings.auxiliary:
+                clusters = 2 ** (-(-num_labels // settings.auxiliary) - 1).bit_length()  # as `balanced_clusters` cuts
+                self.auxiliary = nn.Parameter(torch.zeros(clusters, settings.dim))
+                self.label_cluster = torch.zeros(num_labels, dtype=torch.int64)
         if self.heads != "de":
             layer = nn.Linear(encoder.width, settings.dim) if settings.projection else nn.Identity()
             self.head_clf = nn.Sequential(layer, nn.Dropout(settings.dropout))
@@ -212,10 +221,15 @@ class UniDEC(nn.Module):
         assert self.head_clf is not None
         return F.normalize(self.head_clf[0](x_BW), dim=-1)
 
-    def de(self, x_BW: Tensor) -> Tensor:
-        """Phi_D, unit length unless `normalize` is off, float32 [B, D]."""
+    def de(self, x_BW: Tensor, labels_S: np.ndarray | None = None) -> Tensor:
+        """Phi_D, unit length unless `normalize` is off, float32 [B, D]; `labels_S`, int64, are the labels whose texts
+        the last ones are: with `auxiliary` the vectors of their clusters are added."""
         assert self.head_de is not None
         de_BD = self.head_de(x_BW).float()
+        if labels_S is not None and self.auxiliary is not None and self.label_cluster is not None:
+            own = len(de_BD) - len(labels_S)
+            vector_SD = F.embedding(self.label_cluster[to_device(labels_S, de_BD.device)], self.auxiliary)
+            de_BD = torch.cat([de_BD[:own], de_BD[own:] + vector_SD])
         return F.normalize(de_BD, dim=-1) if self.settings.normalize else de_BD
 
     def clf(self, x_BW: Tensor) -> Tensor:
@@ -281,8 +295,7 @@ class UniDEC(nn.Module):
         """
         rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
         block = max(PROJECT_BLOCK // batch_size, 1) * batch_size
-        of_name = {"de": self.de, "clf": self.clf}
-        heads = {key: head for key, head in of_name.items() if self.heads in ("both", key) and only in (None, key)}
+        heads = [key for key in ("de", "clf") if self.heads in ("both", key) and only in (None, key)]
         if not heads:
             return None, None
         out = {key: np.empty((len(rows), self.settings.dim), dtype=np.float32) for key in heads}
@@ -294,8 +307,10 @@ class UniDEC(nn.Module):
                 for start in range(0, len(rows), block):
                     outputs = self._outputs(name, tokens, rows[start : start + block], build, batch_size, bar)
                     x_BW = torch.cat(list(outputs))
+                    labels = rows[start : start + block] if name == "labels" else None
                     with torch.autocast(self.device.type, enabled=False):
-                        heads_BD = torch.cat([head(x_BW) for head in heads.values()], dim=-1)
+                        each = [self.de(x_BW, labels) if key == "de" else self.clf(x_BW) for key in heads]
+                        heads_BD = torch.cat(each, dim=-1)
                     yield heads_BD
 
             for start, found in zip(range(0, len(rows), block), all_to_host(projected()), strict=True):
@@ -404,8 +419,8 @@ class UniDEC(nn.Module):
         """A model from its folder, ready to encode.
 
         Args:
-            rows: also the classifier's rows and biases; without them `table` and `bias` are None, and the file need not
-                have them (a bundle keeps them beside the model).
+            rows: also the classifier's rows and biases and auxiliary vectors; without them these are None, and the file
+                need not have them (a bundle keeps vectors beside the model).
 
         Raises:
             ArtifactError: missing, damaged, of a newer version, or weights that do not fit the configuration.
@@ -419,10 +434,10 @@ class UniDEC(nn.Module):
             placement = HERE if rows else Placement(num_rows=0)
             model = cls(about.encoder, about.settings, about.num_labels, encoder, placement)
             if not rows:
-                model.table = model.bias = None
+                model.table = model.bias = model.auxiliary = model.label_cluster = None
             model.encoder.unit_vectors = about.unit_vectors
             with open_tensors(path / WEIGHTS) as file:
-                names = [name for name in file.names if rows or name not in CLASSIFIER]
+                names = [name for name in file.names if rows or name not in BY_LABEL]
                 copy_into(model.state_dict(), {name: file.shape(name) for name in names}, file.read)
         except (KeyError, ValueError, TypeError, RuntimeError, OSError, ConfigError, ArtifactError) as error:
             raise misfit(path, error) from error

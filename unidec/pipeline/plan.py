@@ -34,7 +34,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.start import effective
 from unidec.training.optim import bytes_per_row
 from unidec.training.precision import autocast_type, choose_device
-from unidec.training.sampler import draws_pools, encoded_labels, head_labels, queries_a_batch
+from unidec.training.sampler import draws_pools, encoded_labels, head_labels, num_clusters, queries_a_batch
 
 Place = Literal["device", "host", "disk"]
 Phase = Literal["always", "step", "refresh", "index"]
@@ -219,7 +219,12 @@ class Formulas:
             settings = encoder.model_copy(update={"bag_words": 0})
             empty = UniDEC(settings, model, 1, TextEncoder(settings, own, 1, self.config.hidden_size))
         self.width, weights = empty.encoder.width, empty.named_parameters()
-        self.dense = [(name, p.numel(), p.requires_grad) for name, p in weights if not name.endswith(_TABLES)]
+        clusters = {"auxiliary": num_clusters(sizes.num_labels, max(model.auxiliary, 1))}  # one label's, so far
+        self.dense = [
+            (name, p.numel() * clusters.get(name, 1), p.requires_grad)
+            for name, p in weights
+            if not name.endswith(_TABLES)
+        ]
         self.trains_bag = encoder.kind != "transformer" and not encoder.frozen
         layers = self.config.num_hidden_layers if encoder.trainable_layers < 0 else encoder.trainable_layers
         self.trained_layers = layers if encoder.kind != "bag" else 0

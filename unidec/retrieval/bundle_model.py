@@ -16,7 +16,7 @@ import numpy as np
 
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.model.arrays import CLASSIFIER, CONFIG, GRAPH, WEIGHTS
+from unidec.model.arrays import BY_LABEL, CONFIG, GRAPH, WEIGHTS
 
 CALIBRATION_TEXTS = 128
 _TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two trainings write the same
@@ -84,7 +84,7 @@ def _changed(source: Path, target: Path, name: str, num_labels: int) -> bool:
     from unidec.data.tensor_file import open_tensors, write_tensors
 
     with open_tensors(source / name) as file:
-        kept = [tensor for tensor in file.names if tensor not in CLASSIFIER]
+        kept = [tensor for tensor in file.names if tensor not in BY_LABEL]
         if len(kept) == len(file.names):
             return False
         write_tensors(target / name, {tensor: file.read(tensor) for tensor in kept})

@@ -24,6 +24,8 @@ from unidec.model.row_table import RowTable
 from unidec.model.unidec import START_BLOCK, UniDEC
 from unidec.model.weights import take_start
 from unidec.progress import progress
+from unidec.training.clustering import balanced_clusters
+from unidec.training.distributed import Ranks
 
 TEXTS_AT_ONCE = 1 << 16  # of which document frequencies are counted
 _FIX = "retrain.start: cold"
@@ -83,6 +85,16 @@ def take_model(model: UniDEC, start: Start) -> None:
     if model.settings.learn_temperature:
         with torch.no_grad(), open_tensors(start.model / WEIGHTS) as file:
             model.log_scale.copy_(file.read("log_scale"))
+
+
+@torch.no_grad()
+def cluster_labels(model: UniDEC, label_LD: np.ndarray, size: int, seed: int, ranks: Ranks) -> None:
+    """Put labels of similar vectors, float32 [L, D], into clusters of at most `size`, whose vectors they share."""
+    order_L, offsets, _ = balanced_clusters(label_LD, size, seed, model.device, ranks)
+    cluster_L = np.empty(len(label_LD), dtype=np.int64)
+    cluster_L[order_L] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    assert model.label_cluster is not None
+    model.label_cluster.copy_(torch.from_numpy(cluster_L))
 
 
 @torch.no_grad()

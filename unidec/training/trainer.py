@@ -45,7 +45,7 @@ from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device, random_state, restore_random_state
 from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
 from unidec.training.sampler import num_clusters, queries_a_batch
-from unidec.training.start import Start, start_bag, take_model, take_rows
+from unidec.training.start import Start, cluster_labels, start_bag, take_model, take_rows
 
 LOG_EVERY = 10  # steps between two lines of history; a GPU's host waits for it only then
 
@@ -191,6 +191,9 @@ class Trainer:
                 take_rows(self.model, self.start, uids, self._encode_labels, self.settings.keep)
             else:
                 self.model.start_table(self._encode_labels)
+            if self.model.label_cluster is not None:
+                vectors_LD = self._vectors("labels", np.arange(self.dataset.num_labels))
+                cluster_labels(self.model, vectors_LD, self.settings.model.auxiliary, self.settings.seed, self.ranks)
         else:
             self._take(checkpoint)
         if self.ranks.is_first:
