@@ -155,6 +155,13 @@ def test_strict_types(tmp_path: Path) -> None:
 
 
 SIMCSE = {"pool.simcse": True, "pool.eta": 0, "model.heads": "de", "index.space": "de"}
+SURROGATE = {
+    "model.surrogate": 2,
+    "model.heads": "clf",
+    "index.space": "clf",
+    "model.clf_init": "xavier",
+    "pool.eta": 0,
+}
 CONFLICTING = [
     ("index.space", {"model.heads": "de", "index.space": "clf"}),
     ("index.space", {"model.heads": "de"}),
@@ -194,6 +201,12 @@ CONFLICTING = [
     ("pool.gandalf", SIMCSE | {"pool.gandalf": True}),
     ("loss.weights", SIMCSE | {"loss.weights": "propensity"}),
     ("loss.mixup", SIMCSE | {"loss.mixup": "queries"}),
+    ("model.clf_init", SURROGATE | {"model.clf_init": "normal"}),
+    ("model.heads", SURROGATE | {"model.heads": "both", "index.space": "both"}),
+    ("pool.positives", SURROGATE | {"pool.positives": "tail"}),
+    ("loss.weights", SURROGATE | {"loss.weights": "propensity"}),
+    ("run.devices", SURROGATE | {"run.devices": 2}),
+    ("pool.eta", SURROGATE | {"pool.eta": 1}),
     ("gate.confidence", {"gate.metric": "tail/coverage@5"}),
     ("source.path", {"source.kind": "folder"}),
     ("source.path", {"source.kind": "dvc"}),
@@ -233,7 +246,8 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         found |= set(config.Params.model_construct(**made).conflicts())
     assert all(set(conflict.keys.split()) <= set(config.known_keys()) for conflict in found)
     written = sum(inspect.getsource(module).count("yield Conflict(") for module in (params, sections))
-    in_loops = 2 + 6  # soft top-k, of both heads; gates and graph of a residual row; seven keys of SimCSE
+    # soft top-k, of both heads; gates and graph of a residual row; seven keys of SimCSE and six of Astec's surrogate
+    in_loops = 2 + 12
     assert len({(conflict.keys, conflict.what) for conflict in found}) == written + in_loops
 
 

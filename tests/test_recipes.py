@@ -54,6 +54,10 @@ SPEC = {
     "label-mixup": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "labels"},
     "decaf": DECAF,
     "eclare": DECAF | {"model.clf_graph": True, "label_graph.kind": "random-walk"},
+    "astec-surrogate": OVA | {"encoder.kind": "bag", "encoder.residual": False, "model.surrogate": 2, "loss.clf": "ds",
+                              "model.clf_init": "xavier", "model.clf_bias": True, "pool.clf_labels": "all"},
+    "astec": OVA | {"encoder.kind": "bag", "encoder.residual": True, "model.clf_init": "xavier", "model.clf_bias": True,
+                    "pool.clf_labels": "pool", "pool.eta": 6, "loss.clf": "ds"},
     "depsl": ENCODER_ALONE | {"loss.de": "ds"},
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
@@ -79,7 +83,17 @@ SPEC = {
     "renee": OVA | {"pool.clf_labels": "all", "pool.batches": "random", "model.clf_init": "normal",
                     "pool.gandalf": True, "label_graph.kind": "self"},
 }  # fmt: skip
-OTHER_ENCODER = {"siamesexml", "decaf", "eclare", "unidec-long", "ngame-classifier", "unidec-gpu", "unidec-gpu-long"}
+OTHER_ENCODER = {
+    "siamesexml",
+    "decaf",
+    "eclare",
+    "astec-surrogate",
+    "astec",
+    "unidec-long",
+    "ngame-classifier",
+    "unidec-gpu",
+    "unidec-gpu-long",
+}
 SAME_ENCODER = sorted(set(SPEC) - OTHER_ENCODER)
 
 

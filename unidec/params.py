@@ -85,7 +85,13 @@ class Params(Section):
             yield from self._classifier()
         yield from self._losses()
         if self.pool.simcse:
-            yield from self._simcse()
+            what = "texts without relevance train a dual encoder, against the batch's other texts"
+            needed = {"model.heads": "de", "pool.de_labels": "pool", "pool.gandalf": False, "loss.mixup": "none"}
+            yield from self._needed("pool.simcse: false", what, needed)
+        if self.model.surrogate:
+            what = "clusters in place of labels: a classifier alone learns them, on one device"
+            needed = {"model.heads": "clf", "model.clf_init": "xavier", "run.devices": 1}
+            yield from self._needed("model.surrogate: 0", what, needed)
         yield from self._operations()
 
     def _heads(self) -> Iterator[Conflict]:
@@ -156,17 +162,13 @@ class Params(Section):
             what = "all labels of a pool are among the first k: nothing is learnt"
             yield Conflict("loss.topk pool.size", what, "loss.topk far below pool.size")
 
-    def _simcse(self) -> Iterator[Conflict]:
-        needed = {
-            "model.heads": "de", "pool.eta": 0, "pool.de_labels": "pool", "pool.positives": "uniform",
-            "pool.gandalf": False, "loss.weights": "none", "loss.mixup": "none",
-        }  # fmt: skip
+    def _needed(self, off: str, what: str, needed: dict[str, Any]) -> Iterator[Conflict]:
+        """What a key needs of others, beside no hard negatives and no propensities."""
+        needed |= {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}
         for path, value in needed.items():
             section, name = path.split(".")
             if getattr(getattr(self, section), name) != value:
-                what = "texts without relevance train a dual encoder, against the batch's other texts"
-                fix = f"{path}: {json.dumps(value)}, or pool.simcse: false"
-                yield Conflict(f"{path} pool.simcse", what, fix)
+                yield Conflict(f"{path} {off.partition(':')[0]}", what, f"{path}: {json.dumps(value)}, or {off}")
 
     def _mixup(self) -> Iterator[Conflict]:
         off = 'loss.mixup: "none"'

@@ -177,6 +177,7 @@ class Model(Section):
     dim: Count = key(384, "width of each head; without projection the encoder's")
     dropout: BelowOne = key(0.1, "dropout of both heads")
     auxiliary: CountOrZero = key(0, "labels a cluster, which adds a learnt vector to their embeddings (DEXA); 0: none")
+    surrogate: CountOrZero = key(0, "labels a cluster, of which the classifier learns one row (Astec); 0: none")
     clf_init: Literal["xavier", "normal", "label_embedding"] = key("label_embedding", "start of Psi")
     clf_residual: bool = key(False, "a label's classifier row is its text's embedding plus a free vector (SiameseXML)")
     clf_gates: bool = key(False, "learnt gates weigh the text and the free vector of such a row (DECAF)")

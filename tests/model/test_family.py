@@ -173,6 +173,8 @@ FORMULAS = {
     "unidec-gpu": unidec_v2_bce,
     "unidec-gpu-long": unidec_v2_bce,
     "unidec-v1": unidec_v1,
+    "astec-surrogate": lambda c: decoupled(c.clf / TAU, *c.every),
+    "astec": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "eclare": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "depsl": lambda c: both_ways(decoupled, c.de / TAU, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
@@ -226,6 +228,9 @@ class Case:
             target = np.eye(num_queries + num_labels, dtype=np.float32)
             filtered = np.block([[np.zeros((num_queries,) * 2, bool), filtered],
                                  [filtered.T, np.zeros((num_labels,) * 2, bool)]])  # fmt: skip
+        if params.model.surrogate:  # labels are clusters
+            member = np.eye(model.table.num_rows)[model.label_cluster.numpy()]
+            target, filtered = (target @ member > 0).astype(np.float32), filtered @ member > 0
         hard = rng.integers(0, dataset.num_labels, (len(target), 6)).astype(np.int32)
         self.batch = trainer.batches.prepare(rows, 0, 0, hard)
         own, pool = self.batch.num_own_queries, self.batch.pool.pool_S
@@ -277,7 +282,7 @@ class Case:
                 psi = text + free + related
             self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
             if model.bias is not None:
-                self.clf = self.clf + model.bias.weight.detach().double()[labels].T
+                self.clf = self.clf + model.bias.weight.detach().double()[slice(None) if labels is None else labels].T
         loss = formula(self)
         return loss.detach(), torch.autograd.grad(loss, [leaf] if rows is None else [leaf, rows])
 

@@ -311,3 +311,26 @@ def test_the_labels_searched_have_their_clusters_vectors(tiny_bert, tiny_params,
     assert not {"auxiliary", "label_cluster"} & read_arrays(tmp_path / "bundled").keys()
     bundled = UniDEC.load(tmp_path / "bundled", rows=False)
     torch.testing.assert_close(torch.from_numpy(bundled.encode_labels(tokens)), plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bias):
+    """Astec's surrogate task: as trained, and as exported, an ordinary classifier."""
+    values = {"model.heads": "clf", "model.surrogate": 2, "model.clf_init": "xavier", "model.clf_bias": bias}
+    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    assert model.table.weight.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
+    model.start_table()
+    assert len(np.unique(model.table.weight)) == 64
+    model.label_cluster.copy_(torch.tensor([3, 0, 1, 1, 2, 0, 3]))
+    if bias:
+        torch.nn.init.normal_(model.bias.weight)
+    with write_folder(tmp_path / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    loaded = UniDEC.load(tmp_path / "model")
+    assert loaded.settings.surrogate == 0 and loaded.label_cluster is None
+    for one in (model, loaded):
+        weight, biases = one.classifier_table()
+        assert (biases is not None) == bias
+        for label, cluster in enumerate([3, 0, 1, 1, 2, 0, 3]):
+            assert np.array_equal(weight[label], model.table.weight[cluster].numpy())
+            assert biases is None or biases[label] == model.bias.weight[cluster, 0]

@@ -129,6 +129,26 @@ def test_simcse_encodes_each_text_twice_and_it_is_its_own_positive(make, tiny_da
     assert seen
 
 
+def test_clusters_take_the_place_of_labels(make, tiny_dataset):
+    """Astec's surrogate task, against dense matrices: a cluster is relevant where one of its labels is."""
+    batches = make(**{"model.heads": "clf", "pool.eta": 0, "pool.beta": 99})
+    cluster_L = np.random.default_rng(0).integers(0, 16, tiny_dataset.num_labels)
+    relevant, filtered = (pairs.toarray() > 0 for pairs in (tiny_dataset.relevance, tiny_dataset.filter_pairs))
+    expected, ignored = (
+        np.stack([pairs[:, cluster_L == c].any(1) for c in range(17)], axis=1) for pairs in (relevant, filtered)
+    )
+    batches.label_by_cluster(cluster_L, 17)
+    assert batches.sampler.num_labels == 17, "one of them empty"
+    batch = batches.prepare(batches.rows, 0, 0, None)
+    rows, pool = batch.pool.rows_B, batch.pool.pool_S
+    found = np.zeros((2, len(rows), len(pool)), bool)
+    found[0, batch.clf_targets.row_P, batch.clf_targets.col_P] = True
+    found[1, batch.pool.ignored_row_F, batch.pool.ignored_col_F] = True
+    assert np.array_equal(found[0], expected[np.ix_(rows, pool)]) and found[0].any(1).any()
+    assert np.array_equal(found[1], (ignored & ~expected)[np.ix_(rows, pool)]) and found[1].any()
+    assert (batch.pool.relevance_P == 1).all() and 16 not in pool
+
+
 def test_batches_of_an_epoch_from_any_step_on(make):
     """A resumed epoch leaves out what is done; the rest is drawn as it would have been."""
     batches = make()

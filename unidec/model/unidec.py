@@ -6,7 +6,8 @@ Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries
 queries, Psi an L x D table. Without `projection` g1 and g2 are the identity (DPR, NGAME, DEXML). With `clf_residual` a
 row of Psi is its label's text plus a free vector (SiameseXML), with `clf_gates` each entry times a learnt gate (DECAF),
 with `clf_graph` plus the texts of related labels (ECLARE). With `auxiliary` Phi_D of a label is
-normalize(g1(Phi(t)) + v), v learnt, one for each cluster of labels (DEXA: Dahiya et al. 2023).
+normalize(g1(Phi(t)) + v), v learnt, one for each cluster of labels (DEXA: Dahiya et al. 2023). With `surrogate` the
+labels of a cluster share a row of Psi, which is learnt as the cluster's (Astec: Dahiya et al. 2021).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,18 +93,22 @@ class UniDEC(nn.Module):
                 "without a projection the heads have the encoder's width", where="model.dim", got=settings.dim,
                 expected=str(encoder.width), fix=f"model.dim: {encoder.width}, or model.projection: true",
             )  # fmt: skip
+        if size := settings.auxiliary or settings.surrogate:
+            num_clusters = 2 ** (-(-num_labels // size) - 1).bit_length()  # as `balanced_clusters` cuts
+            self.label_cluster = torch.zeros(num_labels, dtype=torch.int64)
+        if settings.surrogate and placement.num_rows:
+            placement = replace(placement, num_rows=num_clusters)  # on one rank alone
         if self.heads != "clf":
             layers = [nn.Linear(encoder.width, settings.dim), nn.Tanh()] if settings.projection else [nn.Identity()]
             self.head_de = nn.Sequential(*layers, nn.Dropout(settings.dropout))
             if settings.auxiliary:
-                clusters = 2 ** (-(-num_labels // settings.auxiliary) - 1).bit_length()  # as `balanced_clusters` cuts
-                self.auxiliary = nn.Parameter(torch.zeros(clusters, settings.dim))
-                self.label_cluster = torch.zeros(num_labels, dtype=torch.int64)
+                self.auxiliary = nn.Parameter(torch.zeros(num_clusters, settings.dim))
         if self.heads != "de":
             layer = nn.Linear(encoder.width, settings.dim) if settings.projection else nn.Identity()
             self.head_clf = nn.Sequential(layer, nn.Dropout(settings.dropout))
-            self.table = RowTable(num_labels, settings.dim, DTYPES[settings.clf_dtype], placement)
-            self.bias = RowTable(num_labels, 1, torch.float32, placement) if settings.clf_bias else None
+            rows = num_clusters if settings.surrogate else num_labels
+            self.table = RowTable(rows, settings.dim, DTYPES[settings.clf_dtype], placement)
+            self.bias = RowTable(rows, 1, torch.float32, placement) if settings.clf_bias else None
             self.gates = nn.Parameter(torch.zeros(2 * settings.dim)) if settings.clf_gates else None
             self.related_gate = nn.Parameter(torch.zeros(settings.dim)) if settings.clf_graph else None
         self.log_scale = nn.Parameter(
@@ -171,7 +177,7 @@ class UniDEC(nn.Module):
             return
         first, last = self.table.first_row, self.table.first_row + self.table.own_rows
         embeds = self.settings.clf_init == "label_embedding"
-        stop = last if embeds else self.num_labels
+        stop = last if embeds else self.table.num_rows
         for start in range(first if embeds else 0, stop, START_BLOCK):
             end = min(start + START_BLOCK, stop)
             if embeds:
@@ -190,7 +196,8 @@ class UniDEC(nn.Module):
         rows_BD = torch.empty(count, self.settings.dim, device=self.device)
         if self.settings.clf_init == "normal":
             return rows_BD.normal_(std=0.02)
-        bound = math.sqrt(3.0) * math.sqrt(2.0 / (self.num_labels + self.settings.dim))  # of the whole table
+        rows = self.table.num_rows if self.table is not None else count
+        bound = math.sqrt(3.0) * math.sqrt(2.0 / (rows + self.settings.dim))  # of the whole table
         return rows_BD.uniform_(-bound, bound)
 
     def text_rows(self, x_SW: Tensor) -> Tensor:
@@ -334,12 +341,16 @@ class UniDEC(nn.Module):
     def classifier_table(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Psi float32 [L, D] and the bias float32 [L] (of the rows held here), None where there is none.
 
-        A residual classifier's rows are whole here: text and free vector.
+        A residual classifier's rows are whole here: text and free vector; with `surrogate` each label has its
+        cluster's.
         """
         weight = None if self.table is None else self.table.numpy()
         if weight is not None and self.settings.clf_residual:
             weight = self._with_texts(weight)
         bias = None if self.bias is None else self.bias.numpy()[:, 0]
+        if weight is not None and self.settings.surrogate and self.label_cluster is not None:
+            cluster_L = self.label_cluster.cpu().numpy()
+            weight, bias = weight[cluster_L], None if bias is None else bias[cluster_L]
         return weight, bias
 
     @torch.no_grad()
@@ -386,15 +397,19 @@ class UniDEC(nn.Module):
     def save_into(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened.
 
-        A residual classifier becomes an ordinary one, with a second table in memory meanwhile.
+        A residual classifier and one of clusters become ordinary ones, a second table in memory meanwhile.
         """
         assert self.config_folder is not None
         state, settings = self.state_dict(), self.settings
-        rows_LD = self.classifier_table()[0] if settings.clf_residual else None
+        rows_LD, bias_L = self.classifier_table() if settings.clf_residual or settings.surrogate else (None, None)
         if rows_LD is not None:
             state["table.weight"] = torch.from_numpy(rows_LD).to(DTYPES[settings.clf_dtype])
-            settings = settings.model_copy(update={"clf_residual": False, "clf_gates": False, "clf_graph": False})
-            state = {name: tensor for name, tensor in state.items() if name not in ("gates", "related_gate")}
+            if bias_L is not None:
+                state["bias.weight"] = torch.from_numpy(bias_L)[:, None]
+            plain = {"clf_residual": False, "clf_gates": False, "clf_graph": False, "surrogate": 0}
+            settings, parts = settings.model_copy(update=plain), ["gates", "related_gate"]
+            parts += [] if settings.auxiliary else ["label_cluster"]
+            state = {name: tensor for name, tensor in state.items() if name not in parts}
         write_tensors(folder.path / WEIGHTS, state)
         for name, source, names in (
             ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),

@@ -124,10 +124,25 @@ class Batches:
         if pool.simcse:
             self.rows = np.concatenate([self.rows, self.num_queries + np.arange(dataset.num_labels)])
             relevance, filter_pairs = _texts_alone(filter_pairs)
+        self._draw_from(relevance, filter_pairs)
+
+    def _draw_from(self, relevance: sp.csr_matrix, filter_pairs: sp.csr_matrix) -> None:
+        pool = self.settings.pool
         self.sampler = PoolSampler(
-            relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=settings.seed,
+            relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=self.settings.seed,
             fill=pool.fill, weight_L=self.inverse_L if pool.positives == "tail" else None,
         )  # fmt: skip
+
+    def label_by_cluster(self, cluster_L: np.ndarray, num_clusters: int) -> None:
+        """From now on clusters are the labels: int64 [L], the cluster of each label (Astec's surrogate task)."""
+        labels = np.arange(len(cluster_L))
+        shape = (len(cluster_L), num_clusters)
+        member_LC = sp.csr_matrix((np.ones(len(labels), dtype=np.float32), (labels, cluster_L)), shape)
+        grouped = [sp.csr_matrix(pairs @ member_LC) for pairs in (self.sampler.relevance, self.sampler.filter_pairs)]
+        for pairs in grouped:
+            pairs.sort_indices()
+            np.minimum(pairs.data, 1, out=pairs.data)
+        self._draw_from(*grouped)
 
     def parts(self, rows: np.ndarray) -> TextParts:
         """Texts of training rows; rows of labels follow those of queries."""

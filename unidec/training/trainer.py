@@ -193,9 +193,12 @@ class Trainer:
                 self.model.start_table(self._encode_labels)
             if self.model.label_cluster is not None:
                 vectors_LD = self._vectors("labels", np.arange(self.dataset.num_labels))
-                cluster_labels(self.model, vectors_LD, self.settings.model.auxiliary, self.settings.seed, self.ranks)
+                size = self.settings.model.auxiliary or self.settings.model.surrogate
+                cluster_labels(self.model, vectors_LD, size, self.settings.seed, self.ranks)
         else:
             self._take(checkpoint)
+        if self.settings.model.surrogate and self.model.table is not None and self.model.label_cluster is not None:
+            self.batches.label_by_cluster(self.model.label_cluster.cpu().numpy(), self.model.table.num_rows)
         if self.ranks.is_first:
             for name, key, last in (("history", "step", self.step - 1), ("rounds", "epoch", self.epoch)):
                 # steps are counted from 0: the next one has the number of those that are done
