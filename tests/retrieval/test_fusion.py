@@ -16,8 +16,9 @@ from unidec.data.storage import write_manifest
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.fusion import FEATURES, LIMIT, Evidence, Fusion
+from unidec.retrieval.fusion import FEATURES, Evidence, Fusion
 from unidec.retrieval.fusion_fit import fit_fusion
+from unidec.retrieval.network import LIMIT
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat new car"]
 

@@ -19,7 +19,7 @@ from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
-from unidec.retrieval.fusion import CANDIDATES, FEATURES, Fusion, LabelEvidence
+from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, Vote, candidate_keys, votes_alone
 from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
 from unidec.retrieval.sparse import PairScores
@@ -315,7 +315,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
 def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend) -> Blend:
     """The blend with a fusion trained on the ranking's split, where that has enough queries and the fusion ranks
     queries that it has not seen better than the blend does, by `index.objective`; else the blend."""
-    from unidec.retrieval.fusion_fit import fit_fusion
+    from unidec.retrieval.fusion_fit import fit_fusion, fit_word_network
 
     index, num_queries = params.index, len(ranking.rows)
     if num_queries < LEAST_QUERIES:
@@ -325,12 +325,14 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     reader = LabelEvidence(
         ranking.vectors, blend.clf_weight, index.clf_normalize, neighbours, index.knn_neighbours, propensity
     )
+    of_training = ranking.dataset.filter_pairs[ranking.dataset.rows("train")]
+    reader.by_words = fit_word_network(reader.words, pair_keys(of_training), params.seed)
     found = ranking.top(index.space, blend.clf_weight, index.clf_normalize, CANDIDATES)[1]
     words = ranking.words(neighbours)
     assert words is not None and ranking.query_de is not None and ranking.query_clf is not None
     evidence = reader.read(ranking.query_de, ranking.query_clf, words, found, pair_keys(ranking.filter_pairs))
     key_P = evidence.query_P * ranking.dataset.num_labels + evidence.label_P
-    fitted = fit_fusion(evidence, PairScores.of(ranking.truth).at(key_P) > 0, propensity, params.seed)
+    fitted = fit_fusion(evidence, PairScores.of(ranking.truth).at(key_P) > 0, propensity, params.seed, reader.by_words)
     log_inverse_P = reader.log_inverse_L[evidence.label_P]
 
     def ranked(score_P: np.ndarray, tail: float) -> Ranked:
@@ -348,12 +350,13 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
         print(f"no fusion: {index.objective} {metrics[index.objective]:.2f}, by the blend {by_blend:.2f}")
         return blend
     gain = {name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()}
-    without = (measured(without_P, tail)[index.objective] for without_P in fitted.without_XP)
+    without = [measured(without_P, tail)[index.objective] for without_P in fitted.without_XP]
+    lost = {name: metrics[index.objective] - value for name, value in zip(fitted.fusion.features, without, strict=True)}
     return replace(
         blend, metrics=metrics, ranked=ranked(fitted.held_out_P, tail), reader=reader,
         fusion=fitted.fusion.model_copy(update={"tail": tail, "gain": gain}),
         by_tail=[{"tail": weight, **headline(own)} for weight, own in by_tail.items()],
-        lost_without={name: metrics[index.objective] - value for name, value in zip(FEATURES, without, strict=True)},
+        lost_without=lost,
     )  # fmt: skip
 
 

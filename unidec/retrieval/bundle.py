@@ -113,7 +113,8 @@ class Bundle:
         self.evidence: LabelEvidence | None = None
         if (fusion := info.fusion) is not None and neighbours is not None and info.knn is not None:
             blend = (info.clf_weight, info.clf_normalize)
-            self.evidence = LabelEvidence(self.vectors, *blend, neighbours, info.knn.neighbours, fusion.propensity)
+            votes = (neighbours, info.knn.neighbours)
+            self.evidence = LabelEvidence(self.vectors, *blend, *votes, fusion.propensity, fusion.words)
         self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
 
     @classmethod

@@ -31,7 +31,8 @@ from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.scoring_space import LabelRows, Space, width
 
 KIND = "bundle"
-VERSION = 6  # 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration
+# 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration; 6: no word network
+VERSION = 7
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
 INDEX = "index.faiss"

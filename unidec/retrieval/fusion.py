@@ -1,32 +1,33 @@
 """Learnt fusion: candidates of both heads and of the votes, ranked by a small network that reads what is known of each.
 
 Legend: B queries, L labels, C candidates that the search gives, P pairs of a query and a candidate, F words, X
-features, H hidden units, D width of a head.
+features, D width of a head.
 
-    score(x, l) = w . f(x, l) + sum over h of o_h max(0, v_h . f(x, l) + b_h)  +  tail x log(inverse propensity of l)
+    score(x, l) = network(features of x and l) + tail x log(inverse propensity of l)
 
-with f(x, l) the features of `FEATURES`, each less its mean and divided by its standard deviation. It is trained with
-the decoupled softmax over each query's candidates (`fusion_fit.py`). Source: NGAME (section 3, "score fusion") learns
-how to combine the scores of an encoder and a classifier, by decision trees over labels; here one network serves all
-labels, and also reads votes, words and frequencies.
+The features are those of `FEATURES`, and of `BY_WORDS`, which come from a second network that ranks labels by words
+alone (`word_scores.py`) and was trained on the training queries. The fusion is trained with the decoupled softmax over
+each query's candidates (`fusion_fit.py`). Source: NGAME (section 3, "score fusion") learns how to combine the scores of
+an encoder and a classifier, by decision trees over labels; here one network (`network.py`) serves all labels, and also
+reads votes, words and frequencies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from scipy.sparse import csr_matrix, diags, vstack
+from pydantic import Field, model_validator
+from scipy.sparse import csr_matrix
 
 from unidec.data.propensity import inverse_propensity
 from unidec.retrieval.neighbours import Neighbours, Ranked, allowed_keys, best_of, candidate_keys
+from unidec.retrieval.network import Floats, Network, Number
 from unidec.retrieval.scoring_space import pair_scores, query_vectors
-from unidec.retrieval.sparse import SparseRows, heaviest
+from unidec.retrieval.sparse import SparseRows
+from unidec.retrieval.word_scores import WORD_FEATURES, WordScorer
 
 CANDIDATES = 200  # labels that the search gives for each query that the fusion is trained on or ranks a hundred for
 FEWEST_CANDIDATES = 100  # where fewer are asked for
@@ -39,62 +40,41 @@ FEATURES = (
     "blend below the best", "dual encoder below the best", "classifier below the best", "votes below the most",
     "label words below the best", "query words below the best", "best blend", "log words of the query",
 )  # fmt: skip
-LIMIT = 6.0  # standard deviations from the mean at which a feature is cut
-_PROFILE_WORDS = 256  # words of a label's queries that are kept, the heaviest: popular labels have thousands
+BY_WORDS = ("score by words", "score by words below the best", "log rank by words")
 _LIKELY = 10  # labels of the best blend that others may come with
 _LIKELY_TEMPERATURE = 0.3  # of the softmax that weights them
 _QUERIES_AT_ONCE = 256
-_PAIRS_AT_ONCE = 1 << 11  # through the network: the hidden units of so many stay in the cache
 _BLOCK_SCORES = 1 << 22  # of queries read at once with all labels
 
-Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Fusion(BaseModel):
+class Fusion(Network):
     """A trained fusion, as bundle.json keeps it.
 
     Attributes:
-        mean, scale: of each feature, [X]; scale above 0.
-        linear: [X]. hidden: [H][X], hidden_bias and out: [H].
         tail: weight of the log inverse propensity. propensity: its constants A and B.
         gain: what validation gained over the blend, by metric.
+        words: the network that ranks by words; None: the fusion does without `BY_WORDS`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    mean: list[Number]
-    scale: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
-    linear: list[Number]
-    hidden: list[list[Number]]
-    hidden_bias: list[Number]
-    out: list[Number]
     propensity: tuple[Number, Number]
     tail: Number = 0.0
-    gain: dict[str, Number] = {}
+    gain: dict[str, Number] = Field(default_factory=dict)
+    words: Network | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Fusion:
-        widths = {len(part) for part in (self.mean, self.scale, self.linear, *self.hidden)}
-        if widths != {len(FEATURES)} or not len(self.hidden) == len(self.hidden_bias) == len(self.out):
-            raise ValueError(f"weights of {sorted(widths)} features instead of {len(FEATURES)}, or of unequal layers")
+    def _check_features(self) -> Fusion:
+        if len(self.mean) != (wanted := len(self.features)):
+            raise ValueError(f"weights of {len(self.mean)} features instead of {wanted}")
+        if self.words is not None and len(self.words.mean) != len(WORD_FEATURES):
+            raise ValueError(f"weights of {len(self.words.mean)} word features instead of {len(WORD_FEATURES)}")
         return self
 
-    @cached_property
-    def _arrays(self) -> tuple[Floats, ...]:
-        parts = (self.mean, self.scale, self.linear, np.transpose(self.hidden), self.hidden_bias, self.out)
-        return tuple(np.asarray(part, dtype=np.float32) for part in parts)
-
-    def scores(self, feature_PX: Floats) -> Floats:
-        """Scores of some pairs without the tail's part, float32 [P]."""
-        mean_X, scale_X, linear_X, hidden_XH, bias_H, out_H = self._arrays
-        out_P = np.empty(len(feature_PX), dtype=np.float32)
-        for start in range(0, len(out_P), _PAIRS_AT_ONCE):
-            some = slice(start, start + _PAIRS_AT_ONCE)
-            x_PX = np.clip((feature_PX[some] - mean_X) / scale_X, -LIMIT, LIMIT)
-            out_P[some] = x_PX @ linear_X + np.maximum(x_PX @ hidden_XH + bias_H, 0) @ out_H
-        return out_P
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the features."""
+        return FEATURES if self.words is None else FEATURES + BY_WORDS
 
 
 @dataclass(frozen=True)
@@ -127,6 +107,7 @@ class LabelEvidence:
         clf_weight, clf_normalize: of the blend.
         neighbours: the training queries, compared by words, with the labels' words. num_votes: how many of them vote.
         propensity: the constants A and B of the data set.
+        by_words: the network that ranks by words; None: `BY_WORDS` are not read.
     """
 
     def __init__(
@@ -137,17 +118,14 @@ class LabelEvidence:
         neighbours: Neighbours,
         num_votes: int,
         propensity: tuple[float, float],
+        by_words: Network | None = None,
     ) -> None:
         self.vectors, self.clf_weight, self.clf_normalize = vectors, np.float32(clf_weight), clf_normalize
-        assert neighbours.label_words_LF is not None
-        self.neighbours, self.num_votes = neighbours, num_votes
-        count_L = np.asarray(neighbours.labels_ML.sum(axis=0)).ravel()
+        self.words, self.by_words = WordScorer(neighbours, num_votes), by_words
+        count_L = neighbours.label_counts
         self.log_frequency_L = np.log1p(count_L).astype(np.float32)
         inverse_L = inverse_propensity(count_L.astype(np.int64), neighbours.num_queries, *propensity)
         self.log_inverse_L = np.log(inverse_L).astype(np.float32)
-        # in one matrix, for one product: the labels' own words, and those of their queries
-        words_2LF = vstack([neighbours.label_words_LF, _profiles(neighbours)], format="csr")
-        self._words_F2L = SparseRows(words_2LF.T.tocsr())
         self._together_LL = SparseRows(neighbours.together)
 
     def read(
@@ -195,8 +173,8 @@ class LabelEvidence:
         self, de_BD: Floats, clf_BD: Floats, words_BF: csr_matrix, found_BC: Rows, excluded: Rows, allowed: Rows | None
     ) -> Evidence:
         num_queries, num_labels = len(found_BC), self.num_labels
-        votes = self.neighbours.votes(words_BF, self.num_votes)
-        key_P = candidate_keys(found_BC, votes.largest(VOTED), num_labels, excluded)
+        scored = self.words.score(words_BF)
+        key_P = candidate_keys(found_BC, scored.votes.largest(VOTED), num_labels, excluded)
         usual_P = np.ones(len(key_P), dtype=bool)
         if allowed is not None:  # others are read too: how far a label is below the best must not depend on the choice
             usual = key_P
@@ -204,26 +182,28 @@ class LabelEvidence:
             usual_P = np.isin(key_P, usual)
         query_P, label_P = np.divmod(key_P, num_labels)
         begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
-        votes_P = votes.at(key_P)
+        votes_P = scored.votes.at(key_P)
         pairs = (query_P, label_P, self.vectors)
         de_P = pair_scores(de_BD, *pairs, "de", self.clf_normalize)
         own_BD = query_vectors(None, clf_BD, "clf", 1.0, self.clf_normalize, "bias" in self.vectors)
         clf_P = pair_scores(own_BD, *pairs, "clf", self.clf_normalize)
         blend_P = de_P + self.clf_weight * clf_P
-        words_B2L = self._words_F2L.product(words_BF)
-        words_P, profile_P = words_B2L[query_P, label_P], words_B2L[query_P, label_P + num_labels]
-        compared = (blend_P, de_P, clf_P, votes_P, words_P, profile_P)
+        compared = (blend_P, de_P, clf_P, votes_P, scored.label_BL[query_P, label_P], scored.query_BL[query_P, label_P])
         best = [_best(part, usual_P, begin_B) for part in compared]
         rank_P, *other_ranks = (_rank(part, usual_P, query_P, begin_B) for part in compared[:4])
         likely_L = np.flatnonzero(usual_P & (rank_P < _LIKELY))
         together_P = self._likely_together(query_P[likely_L], label_P[likely_L], blend_P[likely_L], best[0])[key_P]
-        count_B = np.diff(words_BF.indptr)
-        feature_PX = np.stack([
-            blend_P, de_P, clf_P, votes_P, words_P, profile_P, together_P, self.log_frequency_L[label_P],
+        columns = [
+            *compared, together_P, self.log_frequency_L[label_P],
             *(np.log1p(rank) for rank in (rank_P, *other_ranks)),
             *(top[query_P] - part for top, part in zip(best, compared, strict=True)),
-            best[0][query_P], np.log1p(count_B)[query_P],
-        ], axis=1, dtype=np.float32, casting="same_kind")  # fmt: skip
+            best[0][query_P], np.log1p(scored.num_words_B)[query_P],
+        ]  # fmt: skip
+        if self.by_words is not None:
+            score_P = self.by_words.scores(scored.features(query_P, label_P))
+            below_P = _best(score_P, usual_P, begin_B)[query_P] - score_P
+            columns += [score_P, below_P, np.log1p(_rank(score_P, usual_P, query_P, begin_B))]
+        feature_PX = np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
         out = Evidence(query_P, label_P, feature_PX, votes_P, num_queries)
         if allowed is None:
             return out
@@ -240,13 +220,6 @@ class LabelEvidence:
         weight_N = np.exp((blend_N - best_B[query_N]) / np.float32(_LIKELY_TEMPERATURE))
         weight_N /= np.bincount(query_N, weight_N, minlength=len(best_B))[query_N]
         return self._together_LL.sums(begin_B, label_N, weight_N.astype(np.float32)).ravel()
-
-
-def _profiles(neighbours: Neighbours) -> csr_matrix:
-    """The words of each label's training queries, unit vectors, float32 CSR [L, F] (PECOS calls it PIFA)."""
-    sum_LF = heaviest(csr_matrix(neighbours.labels_ML.T @ neighbours.vectors_MD), _PROFILE_WORDS)
-    norm_L = np.sqrt(np.asarray(sum_LF.multiply(sum_LF).sum(axis=1)).ravel())
-    return csr_matrix(diags(np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)) @ sum_LF)
 
 
 def _best(value_P: Floats, usual_P: npt.NDArray[np.bool_], begin_B: Rows) -> Floats:

@@ -1,4 +1,5 @@
-"""Trains a fusion (`fusion.py`) on queries that the model has not seen.
+"""Trains the networks of a fusion (`fusion.py`): on queries that the model has not seen, and, by words alone, on
+training queries that are read as if they were not there.
 
 Legend: N queries, P pairs of a query and a candidate, C candidates of the query that has most, X features, H hidden
 units.
@@ -6,8 +7,10 @@ units.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +18,21 @@ from torch import Tensor, nn
 
 from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
-from unidec.retrieval.fusion import LIMIT, Evidence, Floats, Fusion
+from unidec.progress import progress
+from unidec.retrieval.fusion import Evidence, Fusion
+from unidec.retrieval.network import LIMIT, Floats, Network
 from unidec.retrieval.query_encoder import usable_cores
+from unidec.retrieval.sparse import PairScores
+from unidec.retrieval.word_scores import Rows, WordScorer
 
 FOLDS, HIDDEN = 8, 32  # hidden units of each fold's network; measured: benchmarks/results/fusion.md
 BATCH, RATE, DECAY = 128, 0.01, 0.1
 MOST_STEPS, STEPS_PER_QUERY = 600, 0.75  # a few hundred queries are learnt by heart in more
+WORD_HIDDEN, WORD_BATCH, WORD_STEPS = 64, 256, 1500
+LEAST_WORD_QUERIES, MOST_WORD_QUERIES = 1000, 12_000
+_MOST_SCORES = 1 << 29  # of training queries with all labels, which takes minutes
+_QUERIES_AT_ONCE = 256
+_BLOCK_SCORES = 1 << 22
 _LEAST_SCALE = 1e-6
 
 
@@ -39,26 +51,29 @@ class Fitted:
     without_XP: Floats
 
 
-def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[float, float], seed: int = 0) -> Fitted:
+def fit_fusion(
+    evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[float, float], seed: int = 0,
+    by_words: Network | None = None,
+) -> Fitted:  # fmt: skip
     """Train a network on each choice of all folds but one, with the decoupled softmax over a query's candidates.
 
     Args:
         evidence: of queries that the model was not trained on.
         relevant_P: bool [P]. propensity: the data set's constants A and B.
+        by_words: with which the evidence was read.
     """
-    feature_PX = evidence.feature_PX
-    mean_X = feature_PX.mean(axis=0)
-    scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
-    x_PX = torch.from_numpy(np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT))
-    fold_N = np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
+    pairs = _Training.of(evidence.query_P, evidence.feature_PX, relevant_P, evidence.num_queries)
+    x_PX, fold_N = pairs.x_PX, np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
     held_out_P = np.zeros(len(x_PX), dtype=np.float32)
     without_XP = np.zeros(x_PX.shape[::-1], dtype=np.float32)
 
     def fit(fold: int) -> _Network:
         torch.set_num_threads(1)  # of this thread: several folds at once take less time than several threads for one
-        network = _Network(x_PX.shape[1], torch.Generator().manual_seed(seed + fold))
-        queries, generator = np.flatnonzero(fold_N != fold), np.random.default_rng([seed, fold])
-        _train(network, x_PX, evidence, relevant_P, queries, generator)
+        network = _Network(x_PX.shape[1], HIDDEN, torch.Generator().manual_seed(seed + fold))
+        queries = pairs.with_positive(np.flatnonzero(fold_N != fold))
+        num_steps = min(MOST_STEPS, int(STEPS_PER_QUERY * len(queries)))
+        for _ in pairs.train(network, queries, num_steps, BATCH, np.random.default_rng([seed, fold])):
+            pass
         with torch.no_grad():
             own_P = fold_N[evidence.query_P] == fold
             own_PX = x_PX[torch.from_numpy(own_P)]
@@ -71,68 +86,138 @@ def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[flo
     with ThreadPoolExecutor(min(FOLDS, usable_cores())) as threads:
         networks = list(threads.map(fit, range(FOLDS)))
     torch.set_num_threads(num_threads)  # of threads that are started from here on
-
-    def joined(*parts: Tensor) -> list[float]:
-        return torch.cat(parts).detach().tolist()
-
-    linear_X = torch.stack([network.linear for network in networks]).mean(dim=0)
-    fusion = Fusion(
-        mean=mean_X.tolist(), scale=scale_X.tolist(), linear=linear_X.tolist(),
-        hidden=torch.cat([network.hidden_HX for network in networks]).tolist(),
-        hidden_bias=joined(*(network.bias_H for network in networks)),
-        out=joined(*(network.out_H / FOLDS for network in networks)), propensity=propensity,
-    )  # fmt: skip
+    fusion = Fusion(**pairs.stored(networks), propensity=propensity, words=by_words)
     return Fitted(fusion, held_out_P, without_XP)
+
+
+def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Network | None:
+    """Train a network to rank labels by words on training queries, each read as if it were not there.
+
+    Args:
+        excluded: int64 keys training query * L + label of pairs that are not ranked.
+
+    Returns:
+        None where fewer than `LEAST_WORD_QUERIES` can be read: there are too few, or too many labels for the time.
+    """
+    neighbours, generator = scorer.neighbours, np.random.default_rng(seed)
+    num_labels = neighbours.num_labels
+    num = min(neighbours.num_queries, MOST_WORD_QUERIES, _MOST_SCORES // num_labels)
+    if num < LEAST_WORD_QUERIES:
+        return None
+    rows = np.sort(generator.choice(neighbours.num_queries, num, replace=False))
+    truth = PairScores.of(neighbours.labels_ML[rows].sorted_indices())
+    step = max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // (3 * num_labels)))
+
+    def read(start: int) -> tuple[Rows, Floats]:
+        some = rows[start : start + step]
+        scores = scorer.score(neighbours.vectors_MD[some], some)
+        query_P, label_P = np.divmod(scores.candidates(), num_labels)
+        kept = ~np.isin(some[query_P] * num_labels + label_P, excluded)
+        query_P, label_P = query_P[kept], label_P[kept]
+        return (query_P + start) * num_labels + label_P, scores.features(query_P, label_P)
+
+    starts = range(0, num, step)
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        read_all = progress(
+            threads.map(read, starts), total=len(starts), desc="words of training queries", unit="block"
+        )
+        key_P, feature_PX = (np.concatenate(part) for part in zip(*read_all, strict=True))
+    pairs = _Training.of(key_P // num_labels, feature_PX, truth.at(key_P) > 0, num)
+    network = _Network(feature_PX.shape[1], WORD_HIDDEN, torch.Generator().manual_seed(seed))
+    queries = pairs.with_positive(np.arange(num))
+    steps = pairs.train(network, queries, WORD_STEPS if len(queries) else 0, WORD_BATCH, generator)
+    for _ in progress(steps, total=WORD_STEPS, desc="rank by words", unit="step"):
+        pass
+    return Network(**pairs.stored([network]))
 
 
 class _Network(nn.Module):
     """w . x + sum over h of o_h max(0, v_h . x + b_h)."""
 
-    def __init__(self, num_features: int, generator: torch.Generator) -> None:
+    def __init__(self, num_features: int, num_hidden: int, generator: torch.Generator) -> None:
         super().__init__()
         bound = num_features**-0.5
         self.linear = nn.Parameter(torch.zeros(num_features))
-        self.hidden_HX = nn.Parameter(torch.empty(HIDDEN, num_features).uniform_(-bound, bound, generator=generator))
-        self.bias_H = nn.Parameter(torch.empty(HIDDEN).uniform_(-bound, bound, generator=generator))
-        self.out_H = nn.Parameter(torch.zeros(HIDDEN))
+        self.hidden_HX = nn.Parameter(
+            torch.empty(num_hidden, num_features).uniform_(-bound, bound, generator=generator)
+        )
+        self.bias_H = nn.Parameter(torch.empty(num_hidden).uniform_(-bound, bound, generator=generator))
+        self.out_H = nn.Parameter(torch.zeros(num_hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.linear + torch.relu(x @ self.hidden_HX.T + self.bias_H) @ self.out_H
 
 
-def _train(
-    network: _Network, x_PX: Tensor, evidence: Evidence, relevant_P: np.ndarray, queries: np.ndarray,
-    generator: np.random.Generator,
-) -> None:  # fmt: skip
-    begin_N = np.searchsorted(evidence.query_P, np.arange(evidence.num_queries + 1))
-    has_positive = np.add.reduceat(np.append(relevant_P, False), begin_N[:-1]) * (np.diff(begin_N) > 0) > 0
-    queries = queries[has_positive[queries]]
-    optimiser = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=DECAY)
-    num_steps = min(MOST_STEPS, int(STEPS_PER_QUERY * len(queries)))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, num_steps))
-    times = 1 + num_steps * BATCH // max(1, len(queries))
-    order = np.concatenate([generator.permutation(queries) for _ in range(times)])
-    for step in range(num_steps):
-        some = np.unique(order[step * BATCH : (step + 1) * BATCH])
-        loss = _loss(network, x_PX, relevant_P, begin_N[some], begin_N[some + 1])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        schedule.step()
+@dataclass(frozen=True)
+class _Training:
+    """Pairs that networks are trained on.
 
+    Attributes:
+        x_PX: standardised features, ascending by query. relevant_P: bool [P]. begin_N: int [N + 1], where the pairs of
+            each query begin.
+        mean_X, scale_X: of the features.
+    """
 
-def _loss(network: _Network, x_PX: Tensor, relevant_P: np.ndarray, begin_B: np.ndarray, end_B: np.ndarray) -> Tensor:
-    """The decoupled softmax of some queries over their candidates, the mean over each query's positives."""
-    size_B = end_B - begin_B
-    row_N = np.repeat(np.arange(len(size_B)), size_B)
-    column_N = np.arange(len(row_N)) - np.repeat(np.cumsum(size_B) - size_B, size_B)
-    pair_N = np.repeat(begin_B, size_B) + column_N
-    score_N = network(x_PX[torch.from_numpy(pair_N)])
-    score_BC = score_N.new_zeros(len(size_B), int(size_B.max()))
-    score_BC[torch.from_numpy(row_N), torch.from_numpy(column_N)] = score_N
-    positive = relevant_P[pair_N]
-    row_F, column_F = np.nonzero(np.arange(score_BC.shape[1]) >= size_B[:, None])  # shorter lists are filled up
-    row_P = row_N[positive]
-    weight_P = (1 / np.bincount(row_P, minlength=len(size_B)))[row_P]
-    parts = (row_P, column_N[positive], weight_P.astype(np.float32), row_F, column_F)
-    return decoupled_softmax(score_BC, Pairs(*(torch.from_numpy(part) for part in parts)))
+    x_PX: Tensor
+    relevant_P: np.ndarray
+    begin_N: np.ndarray
+    mean_X: Floats
+    scale_X: Floats
+
+    @classmethod
+    def of(cls, query_P: Rows, feature_PX: Floats, relevant_P: np.ndarray, num_queries: int) -> _Training:
+        """Pairs of these queries, which ascend."""
+        mean_X = feature_PX.mean(axis=0)
+        scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
+        x_PX = torch.from_numpy(np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT))
+        return cls(x_PX, relevant_P, np.searchsorted(query_P, np.arange(num_queries + 1)), mean_X, scale_X)
+
+    def with_positive(self, queries: np.ndarray) -> np.ndarray:
+        """Those of some queries that have a relevant candidate."""
+        begin_N, count_N = self.begin_N, np.diff(self.begin_N)
+        has_positive = np.add.reduceat(np.append(self.relevant_P, False), begin_N[:-1]) * (count_N > 0) > 0
+        return queries[has_positive[queries]]
+
+    def train(
+        self, network: _Network, queries: np.ndarray, num_steps: int, batch: int, generator: np.random.Generator
+    ) -> Iterator[None]:
+        """Train on some queries, which have a relevant candidate; an item after each step."""
+        optimiser = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=DECAY)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, num_steps))
+        times = 1 + num_steps * batch // max(1, len(queries))
+        order = np.concatenate([generator.permutation(queries) for _ in range(times)])
+        for step in range(num_steps):
+            loss = self._loss(network, np.unique(order[step * batch : (step + 1) * batch]))
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+            yield
+
+    def _loss(self, network: _Network, queries_B: np.ndarray) -> Tensor:
+        """The decoupled softmax of some queries over their candidates, the mean over each query's positives."""
+        begin_B, end_B = self.begin_N[queries_B], self.begin_N[queries_B + 1]
+        size_B = end_B - begin_B
+        row_N = np.repeat(np.arange(len(size_B)), size_B)
+        column_N = np.arange(len(row_N)) - np.repeat(np.cumsum(size_B) - size_B, size_B)
+        pair_N = np.repeat(begin_B, size_B) + column_N
+        score_N = network(self.x_PX[torch.from_numpy(pair_N)])
+        score_BC = score_N.new_zeros(len(size_B), int(size_B.max()))
+        score_BC[torch.from_numpy(row_N), torch.from_numpy(column_N)] = score_N
+        positive = self.relevant_P[pair_N]
+        row_F, column_F = np.nonzero(np.arange(score_BC.shape[1]) >= size_B[:, None])  # shorter lists are filled up
+        row_P = row_N[positive]
+        weight_P = (1 / np.bincount(row_P, minlength=len(size_B)))[row_P]
+        parts = (row_P, column_N[positive], weight_P.astype(np.float32), row_F, column_F)
+        return decoupled_softmax(score_BC, Pairs(*(torch.from_numpy(part) for part in parts)))
+
+    def stored(self, networks: Sequence[_Network]) -> dict[str, Any]:
+        """The mean of some networks, as the fields of a `Network`."""
+        hidden_HX = torch.cat([network.hidden_HX for network in networks])
+        bias_H = torch.cat([network.bias_H for network in networks])
+        out_H = torch.cat([network.out_H / len(networks) for network in networks])
+        linear_X = torch.stack([network.linear for network in networks]).mean(dim=0)
+        layers = {"linear": linear_X, "hidden": hidden_HX, "hidden_bias": bias_H, "out": out_H}
+        return {"mean": self.mean_X.tolist(), "scale": self.scale_X.tolist()} | {
+            name: values.detach().tolist() for name, values in layers.items()
+        }

@@ -146,6 +146,11 @@ class Neighbours:
         return int(self.labels_ML.shape[1])
 
     @cached_property
+    def label_counts(self) -> Floats:
+        """Training queries of each label, float32 [L]."""
+        return np.asarray(self.labels_ML.sum(axis=0)).ravel()
+
+    @cached_property
     def together(self) -> csr_matrix:
         """Share of each label's training queries that have the other label too, without itself, float32 CSR [L, L]."""
         count_LL = csr_matrix(self.labels_ML.T @ self.labels_ML)
@@ -204,13 +209,24 @@ class Neighbours:
         out[place_E, column_E] = value_E
         return out
 
-    def votes(self, query_BD: Floats | csr_matrix, num: int) -> PairScores:
+    def votes(self, query_BD: Floats | csr_matrix, num: int, left_out: Labels | None = None) -> PairScores:
         """Votes above 0 of the `num` nearest for labels; a query has none where no neighbour has a
-        label or no cosine is positive."""
-        cosine_BN, row_BN = self.nearest(query_BD, num)
+        label or no cosine is positive.
+
+        Args:
+            left_out: int64 [B], where the queries are training queries, by words: their own rows. Each is read as if
+                it were not there: `num` others vote, and which labels come together is counted without it.
+        """
+        cosine_BN, row_BN = self.nearest(query_BD, num if left_out is None else num + 1)
+        if left_out is not None:
+            cosine_BN = np.where(row_BN == left_out[:, None], np.float32(0), cosine_BN)
         weight_BN, num_labels, num_queries = self.weights(cosine_BN, row_BN), self.num_labels, len(row_BN)
         query_T, rank_T = np.nonzero(weight_BN)
-        place_E, label_E, share_E = self._labels.entries(row_BN[query_T, rank_T])
+        voter_T = row_BN[query_T, rank_T]
+        place_E, label_E, share_E = self._labels.entries(voter_T)
+        if left_out is not None and self.num_voters > self.num_queries:
+            row_E, voted_by_E = left_out[query_T[place_E]], voter_T[place_E] - self.num_queries
+            share_E = self._share_without(row_E, voted_by_E, label_E, share_E)
         key_N, which_E = np.unique(query_T[place_E] * num_labels + label_E, return_inverse=True)
         sum_N = np.bincount(which_E, weight_BN[query_T, rank_T][place_E] * share_E, minlength=len(key_N))
         key_N, sum_N = key_N[sum_N > 0], sum_N[sum_N > 0]
@@ -220,6 +236,23 @@ class Neighbours:
             most_B = np.maximum.reduceat(sum_N, (np.cumsum(count_B) - count_B)[some_B])
             sum_N = sum_N / np.repeat(most_B, count_B[some_B])
         return PairScores(key_N, sum_N.astype(np.float32), (num_queries, num_labels))
+
+    def _share_without(self, row_E: Labels, voter_E: Labels, label_E: npt.NDArray[Any], share_E: Floats) -> Floats:
+        """What labels vote for, as if a training query were not there, which matters where it has the label that votes.
+
+        Args:
+            row_E: the training query. voter_E: the label that votes, below 0 where a query does. label_E: what it votes
+                for. share_E: how much.
+        """
+        has_EL = self.labels_ML
+        some = np.flatnonzero((voter_E >= 0) & (voter_E != label_E))
+        some = some[np.asarray(has_EL[row_E[some], voter_E[some]]).ravel() > 0]
+        count = self.label_counts[voter_E[some]]
+        both = share_E[some] / np.float32(COMPANION) * count - np.asarray(has_EL[row_E[some], label_E[some]]).ravel()
+        share = both / np.maximum(count - 1, 1)
+        out = share_E.copy()
+        out[some] = np.where(share >= LEAST_SHARE, np.float32(COMPANION) * share, np.float32(0))
+        return out
 
     def write(self, folder: Path, label_words: bool = False) -> None:
         """Write the files of `FILES` below a bundle's folder, the labels' words on demand; the same queries give the
