@@ -19,15 +19,18 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.fusion import FEATURES, Evidence, Fusion
 from unidec.retrieval.fusion_fit import fit_fusion
 from unidec.retrieval.network import LIMIT
+from unidec.retrieval.word_scores import WordScorer
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat new car"]
 
 
-@pytest.fixture(params=["square", "ridge", "ridge-labels"])
+@pytest.fixture(params=["square", "ridge", "ridge-labels", "ridge-labels, stacked"])
 def fused(request, tmp_path, rng, stub_model) -> Bundle:
+    vote, *stacked = request.param.split(", ")
     write_tiny_bundle(
-        tmp_path / "bundle", rng, vote=request.param, by_words=True, fused=True, clf_normalize=False, bias=True
-    )
+        tmp_path / "bundle", rng, vote=vote, by_words=True, fused=True, stacked=bool(stacked), clf_normalize=False,
+        bias=True,
+    )  # fmt: skip
     return Bundle.load(tmp_path / "bundle")
 
 
@@ -53,6 +56,11 @@ def slow_features(bundle: Bundle, text: str, excluded: set[int]) -> dict[int, li
         for other in range(len(TITLES)):
             both = (labels_ML[:, row] * labels_ML[:, other]).sum()
             together[other] += weight * both / count if count and other != row else 0.0
+    by_words = np.zeros(len(TITLES))
+    if bundle.info.fusion.words is not None:
+        every = np.arange(len(TITLES))
+        scores = WordScorer(voters, bundle.info.knn.neighbours).score(asked.words_BF)
+        by_words = bundle.info.fusion.words.scores(scores.features(0 * every, every))
     out = {}
     for row in range(len(TITLES)):
         parts = (blend, de, clf, votes, own, profiles)
@@ -62,6 +70,9 @@ def slow_features(bundle: Bundle, text: str, excluded: set[int]) -> dict[int, li
             blend[row], de[row], clf[row], votes[row], own[row], profiles[row], together[row],
             np.log1p(labels_ML[:, row].sum()), *ranks, *below, max(blend[usual]), np.log1p((words_F > 0).sum()),
         ]  # fmt: skip
+        if bundle.info.fusion.words is not None:
+            rank = sum(by_words[other] > by_words[row] for other in usual)
+            out[row] += [by_words[row], max(by_words[usual]) - by_words[row], np.log1p(rank)]
     return out
 
 
@@ -168,7 +179,7 @@ def test_training_without_any_positive_is_harmless():
 
 
 def test_a_damaged_fusion_is_refused(tmp_path, rng, stub_model):
-    write_tiny_bundle(tmp_path / "bundle", rng, vote="square", by_words=True, fused=True)
+    write_tiny_bundle(tmp_path / "bundle", rng, vote="square", by_words=True, fused=True, stacked=True)
     good = (tmp_path / "bundle" / "bundle.json").read_text()
 
     def edited(change) -> Path:
@@ -190,7 +201,18 @@ def test_a_damaged_fusion_is_refused(tmp_path, rng, stub_model):
     def alone(info):
         info["knn"] = None
 
-    for change in (cut, endless, flat, alone):
+    def unread(info):
+        info["fusion"]["words"] = None
+
+    def other_words(info):
+        words = info["fusion"]["words"]
+        for rows in (words["mean"], words["scale"], words["linear"], *words["hidden"]):
+            rows.pop()
+
+    def uneven(info):
+        info["fusion"]["words"]["hidden_bias"].pop()
+
+    for change in (cut, endless, flat, alone, unread, other_words, uneven):
         with pytest.raises(ArtifactError, match=r"bundle\.json"):
             Bundle.load(edited(change))
     edited(lambda info: None)

@@ -17,10 +17,12 @@ from unidec.data.tokens import Tokens, encode_texts
 from unidec.retrieval import predict_file as files
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.calibration import Calibration
-from unidec.retrieval.fusion import FEATURES, Fusion
+from unidec.retrieval.fusion import BY_WORDS, FEATURES, Fusion
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
+from unidec.retrieval.network import Network
 from unidec.retrieval.scoring_space import unit_rows
+from unidec.retrieval.word_scores import WORD_FEATURES
 from unidec.retrieval.words import WordSpace
 
 WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]
@@ -92,10 +94,10 @@ def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_wo
 def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "both", space: str = "both",
                       kind: str = "flat", clf_normalize: bool = True, bias: bool = False,
                       clf_weight: float = 0.5, vote: str | None = None, knn_weight: float = 0.7,
-                      knn_neighbours: int = 7, by_words: bool = False, fused: bool = False,
+                      knn_neighbours: int = 7, by_words: bool = False, fused: bool = False, stacked: bool = False,
                       calibration: Calibration | None = None) -> dict:  # fmt: skip
     """Write model and bundle beside each other; returns what it was made of; with `vote` training queries vote; with
-    `fused` a fusion of random weights ranks."""
+    `fused` a fusion of random weights ranks, with `stacked` one that reads a network by words."""
     model_path = write_model(path.parent / "model", rng, heads)
     model = StubModel(model_path)
     tokens = encode_texts(TITLES, model.tokenizer_folder, model.max_length)
@@ -106,23 +108,30 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     neighbours = None if vote is None else tiny_neighbours(model, rng, vote, by_words)
     head = "clf" if heads == "clf" else "de"
     knn = None if neighbours is None else KnnInfo.of(neighbours, knn_weight, knn_neighbours, head)
+    fusion = random_fusion(rng, stacked) if fused else None
     facts = Facts("title", {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 50.0}}, {"seed": 0})
     write_bundle(
         path, model_path, index, BundleLabels(UIDS, TITLES, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
-        Scoring(space, clf_weight, clf_normalize, knn, random_fusion(rng) if fused else None, calibration), facts,
+        Scoring(space, clf_weight, clf_normalize, knn, fusion, calibration), facts,
         neighbours,
     )  # fmt: skip
     return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model, "neighbours": neighbours}
 
 
-def random_fusion(rng: np.random.Generator, hidden: int = 5) -> Fusion:
-    """A network of random weights."""
-    num = len(FEATURES)
+def random_fusion(rng: np.random.Generator, by_words: bool = False) -> Fusion:
+    """Random weights; `by_words`: with a network that ranks by words."""
+    words = Network(**random_layers(rng, len(WORD_FEATURES))) if by_words else None
+    num = len(FEATURES) + (len(BY_WORDS) if by_words else 0)
+    return Fusion(**random_layers(rng, num), propensity=(0.55, 1.5), words=words)
+
+
+def random_layers(rng: np.random.Generator, num: int, hidden: int = 5) -> dict[str, Any]:
+    """Fields of a `Network` of random weights."""
     rows = rng.normal(size=(hidden, num)).tolist()
     mean, linear = rng.normal(size=(2, num)).tolist()
     bias, out = rng.normal(size=(2, hidden)).tolist()
     scale = rng.uniform(0.5, 2, num).tolist()
-    return Fusion(mean=mean, scale=scale, linear=linear, hidden=rows, hidden_bias=bias, out=out, propensity=(0.55, 1.5))
+    return {"mean": mean, "scale": scale, "linear": linear, "hidden": rows, "hidden_bias": bias, "out": out}
 
 
 def recall_with_ties(labels: np.ndarray, exact: np.ndarray, scores: np.ndarray, exact_scores: np.ndarray) -> float:

@@ -146,6 +146,10 @@ class Neighbours:
         return int(self.labels_ML.shape[1])
 
     @cached_property
+    def _pairs(self) -> PairScores:
+        return PairScores.of(self.labels_ML)
+
+    @cached_property
     def label_counts(self) -> Floats:
         """Training queries of each label, float32 [L]."""
         return np.asarray(self.labels_ML.sum(axis=0)).ravel()
@@ -244,15 +248,18 @@ class Neighbours:
             row_E: the training query. voter_E: the label that votes, below 0 where a query does. label_E: what it votes
                 for. share_E: how much.
         """
-        has_EL = self.labels_ML
         some = np.flatnonzero((voter_E >= 0) & (voter_E != label_E))
-        some = some[np.asarray(has_EL[row_E[some], voter_E[some]]).ravel() > 0]
+        some = some[self._has(row_E[some], voter_E[some])]
         count = self.label_counts[voter_E[some]]
-        both = share_E[some] / np.float32(COMPANION) * count - np.asarray(has_EL[row_E[some], label_E[some]]).ravel()
+        both = share_E[some] / np.float32(COMPANION) * count - self._has(row_E[some], label_E[some])
         share = both / np.maximum(count - 1, 1)
         out = share_E.copy()
         out[some] = np.where(share >= LEAST_SHARE, np.float32(COMPANION) * share, np.float32(0))
         return out
+
+    def _has(self, row_E: Labels, label_E: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Whether these training queries have these labels, bool [E]."""
+        return self._pairs.at(row_E * self.num_labels + label_E) > 0
 
     def write(self, folder: Path, label_words: bool = False) -> None:
         """Write the files of `FILES` below a bundle's folder, the labels' words on demand; the same queries give the

@@ -29,6 +29,7 @@ WORD_FEATURES = (
 )  # fmt: skip
 CANDIDATES = (100, 50, 50)  # of a left-out query: labels with most votes, best by label words, best by query words
 _RANKED = 64  # best labels that a rank counts
+_ROUNDING = 1e-5  # relative difference that may be nothing else
 _PROFILE_WORDS = 256  # words of a label's queries that are kept, the heaviest: popular labels have thousands
 
 Floats = npt.NDArray[np.float32]
@@ -120,8 +121,6 @@ class WordScorer:
         kept_OF = self._sum_LF[label_O].sign()  # the words of the sum, which lacks some of a popular label's
         own_O = np.asarray(words_OF.multiply(words_OF).multiply(kept_OF).sum(axis=1)).ravel()
         product_O = cosine_O * norm_O
-        square_O = norm_O**2 - 2 * product_O + own_O
-        some = square_O > 1e-4 * norm_O**2  # else nothing but rounding is left
-        return np.divide(
-            product_O - own_O, np.sqrt(np.maximum(square_O, 1e-12)), out=np.zeros_like(cosine_O), where=some
-        )
+        left_O, square_O = product_O - own_O, norm_O**2 - 2 * product_O + own_O
+        some = (left_O > _ROUNDING * product_O) & (square_O > _ROUNDING * norm_O**2)
+        return np.divide(left_O, np.sqrt(np.maximum(square_O, 0)), out=np.zeros_like(left_O), where=some)
