@@ -69,7 +69,8 @@ class WordScores:
         votes_BL.ravel()[self.votes.key_N] = self.votes.score_N
         columns, best = [], []
         for score_BL in (votes_BL, self.label_BL, self.query_BL):
-            top_BT = np.partition(score_BL, -min(_RANKED, score_BL.shape[1]), axis=1)[:, -_RANKED:]
+            # of equals, here the many zeros, numpy's partition finds the smallest ten times as fast as the largest
+            top_BT = -np.partition(-score_BL, min(_RANKED, score_BL.shape[1]) - 1, axis=1)[:, :_RANKED]
             best.append(top_BT.max(axis=1)[query_P])
             value_P = score_BL[query_P, label_P]
             columns += [value_P, best[-1] - value_P, np.log1p((top_BT[query_P] > value_P[:, None]).sum(axis=1))]
