@@ -212,6 +212,7 @@ CONFLICTING = [
     ("source.path", {"source.kind": "dvc"}),
     ("source.kind", {"source.kind": "folder", "source.path": "data/raw/lf-debian/"}),
     ("index.fusion", {"index.fusion": True, "index.knn_by": "model"}),
+    ("index.knn_head", {"index.fusion": False, "index.knn_head": 16}),
     ("source.kind", {"source.kind": "folder", "source.path": "data"}),
     ("source.queries", {"source.kind": "files", "source.queries": "q.csv", "source.pairs": "p.csv"}),
     (

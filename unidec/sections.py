@@ -285,6 +285,9 @@ class Index(Section):
     knn_weight: NonNegative | Literal["auto"] = key(0.0, "of the votes of similar training queries; 0: none")
     knn_neighbours: Count = key(100, "training queries that vote")
     knn_by: Literal["model", "words"] = key("model", "similar by the model's vectors, or by TF-IDF")
+    knn_head: CountOrZero = key(
+        0, "first tokens, as a title, whose words are compared alone too, for the fusion; 0: none"
+    )
     fusion: bool = key(False, "rank by a small network trained on the validation split, where it gains; for both heads")
     objective: Literal["nDCG@5", "P@1", "PSP@5", "R@100"] = key("nDCG@5", "what weights and fusion are chosen by")
 
@@ -292,6 +295,8 @@ class Index(Section):
         if self.fuses and self.knn_by != "words":
             what = "fusion reads words that queries share"
             yield Conflict("index.fusion index.knn_by", what, "index.knn_by: words, or index.fusion: false")
+        if self.knn_head and not self.fuses:
+            yield Conflict("index.knn_head index.fusion", "only a fusion reads first words", "index.knn_head: 0")
 
     @property
     def fuses(self) -> bool:

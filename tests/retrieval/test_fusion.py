@@ -24,12 +24,12 @@ from unidec.retrieval.word_scores import WordScorer
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat new car"]
 
 
-@pytest.fixture(params=["square", "ridge", "ridge-labels", "ridge-labels, stacked"])
+@pytest.fixture(params=["square", "ridge", "ridge-labels", "ridge-labels, stacked", "ridge-labels, stacked, head"])
 def fused(request, tmp_path, rng, stub_model) -> Bundle:
     vote, *stacked = request.param.split(", ")
     write_tiny_bundle(
         tmp_path / "bundle", rng, vote=vote, by_words=True, fused=True, stacked=bool(stacked), clf_normalize=False,
-        bias=True,
+        bias=True, word_head=2 * ("head" in stacked),
     )  # fmt: skip
     return Bundle.load(tmp_path / "bundle")
 
@@ -39,13 +39,13 @@ def slow_features(bundle: Bundle, text: str, excluded: set[int]) -> dict[int, li
     asked = bundle.encode([text])
     voters = bundle.neighbours
     labels_ML = voters.labels_ML.toarray()
-    words_F = asked.words_BF.toarray()[0].astype(float)
+    words_F = voters.words.part(asked.words_BF, 0).toarray()[0].astype(float)
     de = bundle.vectors["de"].astype(float) @ asked.de_BD[0]
     clf = bundle.vectors["clf"].astype(float) @ asked.clf_BD[0] + bundle.vectors["bias"]
     blend = de + bundle.info.clf_weight * clf
     votes = dense_votes(voters.votes(asked.words_BF, bundle.info.knn.neighbours))[0]
     own = voters.label_words_LF.toarray() @ words_F
-    sums = labels_ML.T @ voters.vectors_MD.toarray()
+    sums = labels_ML.T @ voters.words.part(voters.vectors_MD, 0).toarray()
     profiles = np.array([row / np.sqrt(row @ row) if row.any() else row for row in sums]) @ words_F
     usual = [row for row in range(len(TITLES)) if row not in excluded]
     likely = sorted(usual, key=lambda row: (-blend[row], row))[:10]
@@ -209,10 +209,13 @@ def test_a_damaged_fusion_is_refused(tmp_path, rng, stub_model):
         for rows in (words["mean"], words["scale"], words["linear"], *words["hidden"]):
             rows.pop()
 
+    def first_words(info):
+        info["knn"]["word_head"] = 3
+
     def uneven(info):
         info["fusion"]["words"]["hidden_bias"].pop()
 
-    for change in (cut, endless, flat, alone, unread, other_words, uneven):
+    for change in (cut, endless, flat, alone, unread, other_words, first_words, uneven):
         with pytest.raises(ArtifactError, match=r"bundle\.json"):
             Bundle.load(edited(change))
     edited(lambda info: None)

@@ -268,7 +268,7 @@ def test_what_is_written_is_read_and_two_writings_are_the_same(tmp_path):
     bundle, own = Bundle.load(tmp_path / "one" / "b"), parts["neighbours"]
     assert bundle.info.knn.model_dump() == {
         "weight": 0.7, "neighbours": 7, "vote": "softmax", "space": "de", "num_queries": 30,
-        "num_pairs": own.labels_ML.nnz, "num_words": None,
+        "num_pairs": own.labels_ML.nnz, "num_words": None, "word_head": 0,
     }  # fmt: skip
     read = bundle.neighbours
     np.testing.assert_array_equal(read.vectors_MD, own.vectors_MD)

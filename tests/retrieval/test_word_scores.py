@@ -8,17 +8,21 @@ from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 from tiny_bundle import TITLES, WORDS, StubModel, tiny_neighbours, write_model
 
+from unidec.data.tokens import encode_texts
 from unidec.retrieval import fusion_fit
 from unidec.retrieval.fusion_fit import fit_word_network
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.word_scores import WORD_FEATURES, WordScorer
+from unidec.retrieval.words import WordSpace
 
 VOTING = 7
 
 
-@pytest.fixture(params=["square", "ridge", "ridge-labels"])
+@pytest.fixture(params=["square", "ridge", "ridge-labels", "ridge-labels, head"])
 def voters(request, tmp_path, rng) -> Neighbours:
-    return tiny_neighbours(StubModel(write_model(tmp_path / "model", rng)), rng, request.param, by_words=True)
+    vote, *head = request.param.split(", ")
+    model = StubModel(write_model(tmp_path / "model", rng))
+    return tiny_neighbours(model, rng, vote, by_words=True, word_head=2 if head else 0)
 
 
 def without(voters: Neighbours, row: int) -> Neighbours:
@@ -60,11 +64,13 @@ def test_features_are_those_of_a_loop(voters):
     asked = voters.vectors_MD[:6]
     scores = WordScorer(voters, VOTING).score(asked)
     features = scores.features(*every_pair(6))
-    assert features.dtype == np.float32 and features.shape == (6 * len(TITLES), len(WORD_FEATURES))
+    parts = 2 if voters.words.head else 1
+    assert features.dtype == np.float32 and features.shape == (6 * len(TITLES), parts * len(WORD_FEATURES))
+    features = features[:, : len(WORD_FEATURES)]
     votes = dense_votes(voters.votes(asked, VOTING)).astype(float)
-    words = asked.toarray().astype(float)
+    words = voters.words.part(asked, 0).toarray().astype(float)
     labels = voters.labels_ML.toarray()
-    sums = labels.T @ voters.vectors_MD.toarray()
+    sums = labels.T @ voters.words.part(voters.vectors_MD, 0).toarray()
     for query in range(6):
         own = voters.label_words_LF.toarray() @ words[query]
         profile = np.array([row / np.sqrt(row @ row) if row.any() else row for row in sums]) @ words[query]
@@ -101,7 +107,7 @@ def training_data(voters: Neighbours, rng: np.random.Generator, num: int) -> Nei
     space = voters.words
     place = {title: row for row, title in enumerate(TITLES)}
     assert space is not None and voters.label_words_LF is not None and len(place) == len(TITLES)
-    unit = np.zeros((num, space.num_features), dtype=np.float32)
+    unit = np.zeros((num, space.num_columns), dtype=np.float32)
     for row, text in enumerate(texts):  # a mean of labels' vectors that have the word
         for word in text:
             having = [place[title] for title in TITLES if word in title.split()]
@@ -126,7 +132,7 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
     )  # fmt: skip
     scorer, none = WordScorer(trained, VOTING), np.zeros(0, np.int64)
     network = fit_word_network(scorer, none)
-    assert network is not None and len(network.mean) == len(WORD_FEATURES)
+    assert network is not None and len(network.mean) == len(WORD_FEATURES) * (2 if data.words.head else 1)
     scores = scorer.score(data.vectors_MD[new])
     truth = data.labels_ML[new].toarray() > 0
 
@@ -160,3 +166,22 @@ def test_no_network_of_few_queries_or_too_many_labels(voters, monkeypatch):
     assert fit_word_network(scorer, none) is not None
     monkeypatch.setattr(fusion_fit, "_MOST_SCORES", 19 * len(TITLES))
     assert fit_word_network(scorer, none) is None
+
+
+def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng):
+    model = StubModel(write_model(tmp_path / "model", rng))
+    both = tiny_neighbours(model, rng, "ridge-labels", by_words=True, word_head=2)
+    space = WordSpace(model.tokenizer_folder, both.words.keys_F, both.words.idf_F)
+
+    def cut(texts) -> csr_matrix:
+        short = [" ".join(text.split()[:2]) for text in texts]
+        return space.vectors(*encode_texts(short, model.tokenizer_folder, 8).ragged(np.arange(len(short))))
+
+    texts = both.titles.to_pylist()
+    labels = cut([title.replace(",", " ,") for title in TITLES[:-1]] + ["größer ,"])  # as its tokenizer splits them
+    alone = Neighbours(cut(texts), both.labels_ML, both.uids, both.titles, both.vote, space, labels)
+    rows = np.arange(both.num_queries)
+    for left_out in (None, rows):
+        got = WordScorer(both, VOTING).score(both.vectors_MD, left_out).features(*every_pair(len(rows)))
+        wanted = WordScorer(alone, VOTING).score(alone.vectors_MD, left_out).features(*every_pair(len(rows)))
+        np.testing.assert_allclose(got[:, len(WORD_FEATURES) :], wanted, atol=2e-3)

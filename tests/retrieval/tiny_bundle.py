@@ -70,7 +70,8 @@ def write_model(path: Path, rng: np.random.Generator, heads: str = "both") -> Pa
     return path
 
 
-def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_words: bool, num: int = 30) -> Neighbours:
+def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_words: bool, num: int = 30,
+                    word_head: int = 0) -> Neighbours:  # fmt: skip
     """Training queries of three words each (the first without any) with some labels (the second and third without).
 
     No two have the same words: which of two that are equally near votes would be chance.
@@ -84,7 +85,7 @@ def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_wo
     uids = [f"Q{i}" for i in range(num)]
     if by_words:
         flat, offsets = tokens.ragged(np.arange(num))
-        space = WordSpace.fit(model.tokenizer_folder, flat, offsets)
+        space = WordSpace.fit(model.tokenizer_folder, flat, offsets, word_head)
         titles = encode_texts(TITLES, model.tokenizer_folder, 8)
         label_words = space.vectors(*titles.ragged(np.arange(len(TITLES))))
         return Neighbours(space.vectors(flat, offsets), csr_matrix(labels_ML), uids, texts, vote, space, label_words)
@@ -95,9 +96,11 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
                       kind: str = "flat", clf_normalize: bool = True, bias: bool = False,
                       clf_weight: float = 0.5, vote: str | None = None, knn_weight: float = 0.7,
                       knn_neighbours: int = 7, by_words: bool = False, fused: bool = False, stacked: bool = False,
+                      word_head: int = 0,
                       calibration: Calibration | None = None) -> dict:  # fmt: skip
     """Write model and bundle beside each other; returns what it was made of; with `vote` training queries vote; with
-    `fused` a fusion of random weights ranks, with `stacked` one that reads a network by words."""
+    `fused` a fusion of random weights ranks, with `stacked` one that reads a network by words, `word_head` first words
+    too."""
     model_path = write_model(path.parent / "model", rng, heads)
     model = StubModel(model_path)
     tokens = encode_texts(TITLES, model.tokenizer_folder, model.max_length)
@@ -105,10 +108,10 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     clf_LD = rng.normal(size=(len(TITLES), DIM)).astype(np.float32) if heads != "de" else None
     bias_L = rng.normal(size=len(TITLES)).astype(np.float32) if bias else None
     index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind=kind)
-    neighbours = None if vote is None else tiny_neighbours(model, rng, vote, by_words)
+    neighbours = None if vote is None else tiny_neighbours(model, rng, vote, by_words, word_head=word_head)
     head = "clf" if heads == "clf" else "de"
     knn = None if neighbours is None else KnnInfo.of(neighbours, knn_weight, knn_neighbours, head)
-    fusion = random_fusion(rng, stacked) if fused else None
+    fusion = random_fusion(rng, stacked, word_head) if fused else None
     facts = Facts("title", {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 50.0}}, {"seed": 0})
     write_bundle(
         path, model_path, index, BundleLabels(UIDS, TITLES, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
@@ -118,9 +121,9 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model, "neighbours": neighbours}
 
 
-def random_fusion(rng: np.random.Generator, by_words: bool = False) -> Fusion:
-    """Random weights; `by_words`: with a network that ranks by words."""
-    words = Network(**random_layers(rng, len(WORD_FEATURES))) if by_words else None
+def random_fusion(rng: np.random.Generator, by_words: bool = False, word_head: int = 0) -> Fusion:
+    """Random weights; `by_words`: with a network that ranks by words, `word_head`: which reads first words too."""
+    words = Network(**random_layers(rng, len(WORD_FEATURES) * (2 if word_head else 1))) if by_words else None
     num = len(FEATURES) + (len(BY_WORDS) if by_words else 0)
     return Fusion(**random_layers(rng, num), propensity=(0.55, 1.5), words=words)
 

@@ -77,7 +77,9 @@ def index(params: Params) -> Indexed:
     ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
     neighbours = None
     if settings.knn_weight != 0 or settings.fuses:
-        neighbours = training_neighbours(model, dataset, params.optim.precision, by=settings.knn_by)
+        neighbours = training_neighbours(
+            model, dataset, params.optim.precision, by=settings.knn_by, word_head=settings.knn_head
+        )
     blend = tuned_blend(ranking, params, neighbours)
     if neighbours is not None and settings.fuses:
         blend = fused(ranking, params, neighbours, blend)

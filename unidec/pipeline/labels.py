@@ -125,4 +125,4 @@ def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     sizes = (bundle.model.tokenizer_folder, bundle.model.max_length)
     of_queries, of_labels = (encode_texts(each, *sizes) for each in texts)
     by: NeighboursBy = "model" if bundle.words is None else "words"
-    return training_neighbours(bundle.model, dataset, "fp32", knn.vote, by, (of_queries, of_labels))
+    return training_neighbours(bundle.model, dataset, "fp32", knn.vote, by, (of_queries, of_labels), knn.word_head)

@@ -215,7 +215,7 @@ class ExactLabels:
 
 def training_neighbours(
     model: UniDEC, dataset: XMCDataset, precision: str, vote: Vote | None = None, by: NeighboursBy = "model",
-    tokens: tuple[Tokens, Tokens] | None = None,
+    tokens: tuple[Tokens, Tokens] | None = None, word_head: int = 0,
 ) -> Neighbours:  # fmt: skip
     """The training split's queries as neighbours without filtered pairs, compared in the dual encoder's space (the
     classifier's where it is alone), or by their words, with the labels' words.
@@ -223,6 +223,7 @@ def training_neighbours(
     Args:
         tokens: of the training split's queries alone, in their order, and of the labels; None: data/tokens, and
             data/cache.
+        word_head: of a comparison by words: first tokens of a text that are compared alone too.
     """
     import torch
 
@@ -242,7 +243,7 @@ def training_neighbours(
         ragged = [tokens[0].ragged(places), tokens[1].ragged(np.arange(dataset.num_labels))]
         (flat, offsets), (label_flat, label_offsets) = ragged
         every = (np.concatenate([flat, label_flat]), np.concatenate([offsets, offsets[-1] + label_offsets[1:]]))
-        space = WordSpace.fit(model.tokenizer_folder, *every)
+        space = WordSpace.fit(model.tokenizer_folder, *every, word_head)
         vectors, label_words = (space.vectors(*each) for each in ragged)
         return Neighbours(vectors, labels, *texts, space, label_words)
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"

@@ -147,7 +147,7 @@ class Bundle:
         if (knn := info.knn) is not None:
             width, folder = (info.dim, None) if knn.num_words is None else (knn.num_words, about.tokenizer_folder)
             sizes = (knn.num_queries, knn.num_pairs, info.num_labels, width)
-            neighbours = read_neighbours(root, *sizes, knn.vote, folder, info.has_label_words)
+            neighbours = read_neighbours(root, sizes, knn.vote, folder, info.has_label_words, knn.word_head)
         return cls(root, info, about, index, vectors, labels, neighbours)
 
     @functools.cached_property

@@ -29,6 +29,7 @@ from unidec.retrieval.index import REPLACED, IndexOptions, Kind, LabelIndex, Old
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.scoring_space import LabelRows, Space, width
+from unidec.retrieval.word_scores import WORD_FEATURES
 
 KIND = "bundle"
 # 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration; 6: no word network
@@ -56,6 +57,7 @@ class KnnInfo(BaseModel):
         vote: what a vote counts by its cosine. space: the head in whose space queries are compared.
         num_queries, num_pairs: training queries, and their labels in all.
         num_words: words and pairs of words that queries are compared by; None: by their vectors in `space`.
+        word_head: first tokens of a text whose words are compared alone too; 0: none.
     """
 
     model_config = _STRICT
@@ -67,16 +69,19 @@ class KnnInfo(BaseModel):
     num_queries: Count
     num_pairs: CountOrNone
     num_words: CountOrNone | None = None
+    word_head: CountOrNone = 0
 
     @classmethod
     def of(
         cls, voters: Neighbours, weight: float, neighbours: int = 100, space: Literal["de", "clf"] = "de"
     ) -> KnnInfo:
         """Of these training queries."""
-        num_words = None if voters.words is None else voters.words.num_features
+        words = voters.words
+        num_words, head = (None, 0) if words is None else (words.num_features, words.head)
         return cls(
             weight=float(weight), neighbours=neighbours, vote=voters.vote, space=space, num_queries=voters.num_queries,
             num_pairs=int(voters.labels_ML.nnz), num_words=num_words,
+            word_head=head,
         )  # fmt: skip
 
 
@@ -145,6 +150,10 @@ class BundleInfo(BaseModel):
             raise ValueError("a fusion without both heads and training queries that are compared by words")
         if self.knn is not None and self.knn.vote == "ridge-labels" and self.knn.num_words is None:
             raise ValueError("labels vote by their words, and queries are not compared by words")
+        if self.fusion is not None and self.fusion.words is not None and self.knn is not None:
+            num, expected = len(self.fusion.words.mean), len(WORD_FEATURES) * (2 if self.knn.word_head else 1)
+            if num != expected:
+                raise ValueError(f"a network of {num} word features instead of {expected}")
         if self.knn is not None and not self.knn.weight and self.fusion is None:
             raise ValueError("votes without a weight, and no fusion that reads them")
         expected = width(self.dim, self.space, self.clf_normalize, "bias" in self.vectors)

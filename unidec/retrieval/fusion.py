@@ -67,8 +67,8 @@ class Fusion(Network):
     def _check_features(self) -> Fusion:
         if len(self.mean) != (wanted := len(self.features)):
             raise ValueError(f"weights of {len(self.mean)} features instead of {wanted}")
-        if self.words is not None and len(self.words.mean) != len(WORD_FEATURES):
-            raise ValueError(f"weights of {len(self.words.mean)} word features instead of {len(WORD_FEATURES)}")
+        if self.words is not None and len(self.words.mean) not in (num := len(WORD_FEATURES), 2 * num):
+            raise ValueError(f"weights of {len(self.words.mean)} word features instead of {num}, or twice as many")
         return self
 
     @property

@@ -84,6 +84,7 @@ class Neighbours:
         uids, titles: of the M queries.
         vote: how much a neighbour's vote counts by its cosine; one of `VOTES`.
         words: the space of the CSR `vectors_MD`; None for a head's.
+        part: by which part of the words queries vote; see `WordSpace.part`.
         label_words_LF: the labels' texts in that space, CSR; None: not kept, and they cannot vote.
 
     Raises:
@@ -100,6 +101,7 @@ class Neighbours:
         vote: Vote = "softmax",
         words: WordSpace | None = None,
         label_words_LF: csr_matrix | None = None,
+        part: int = 0,
     ) -> None:
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
@@ -114,7 +116,7 @@ class Neighbours:
         else:
             # as they are stored: a query must find the same neighbours before and after
             self.vectors_MD = _halved(vectors_MD)
-            if self.vectors_MD.shape[1] != words.num_features or not np.isfinite(self.vectors_MD.data).all():
+            if self.vectors_MD.shape[1] != words.num_columns or not np.isfinite(self.vectors_MD.data).all():
                 raise ValueError("vectors_MD must be finite, and have a column for each word")
         counts = (self.vectors_MD.shape[0], labels_ML.shape[0], len(self.uids), len(self.titles))
         if len(set(counts)) != 1 or not counts[0]:
@@ -123,11 +125,12 @@ class Neighbours:
         self.labels_ML = csr_matrix(labels_ML > 0, dtype=np.float32)
         self.labels_ML.sum_duplicates()
         self.labels_ML.data[:] = 1.0  # each label of a row once
-        voting, voted = self.vectors_MD, self.labels_ML
+        self.part, self.compared_MD = part, self.vectors_MD if words is None else words.part(self.vectors_MD, part)
+        voting, voted = self.compared_MD, self.labels_ML
         if vote == "ridge-labels":
             if words is None or self.label_words_LF is None:
                 raise ValueError("labels vote by their words, and there are none")
-            voting = vstack([voting, self.label_words_LF], format="csr")
+            voting = vstack([voting, self.compared_labels], format="csr")
             voted = vstack([voted, self._voted_by_labels()], format="csr")
         self.num_voters = voted.shape[0]
         self._labels = SparseRows(voted)
@@ -144,6 +147,20 @@ class Neighbours:
     def num_labels(self) -> int:
         """L."""
         return int(self.labels_ML.shape[1])
+
+    @cached_property
+    def compared_labels(self) -> csr_matrix:
+        """The part of the labels' words that votes, CSR [L, C]."""
+        assert self.words is not None and self.label_words_LF is not None
+        return self.words.part(self.label_words_LF, self.part)
+
+    @cached_property
+    def by_head(self) -> Neighbours | None:
+        """The same queries, which vote by their first words; None where those are not kept."""
+        if self.words is None or not self.words.head or self.part:
+            return None
+        own = (self.vectors_MD, self.labels_ML, self.uids, self.titles, self.vote, self.words, self.label_words_LF)
+        return Neighbours(*own, part=1)
 
     @cached_property
     def _pairs(self) -> PairScores:
@@ -286,36 +303,37 @@ class Neighbours:
 
 def read_neighbours(
     folder: Path,
-    num_queries: int,
-    num_pairs: int,
-    num_labels: int,
-    dim: int,
+    sizes: tuple[int, int, int, int],
     vote: Vote,
     tokenizer_folder: Path | None = None,
     with_label_words: bool = False,
+    word_head: int = 0,
 ) -> Neighbours:
     """What `Neighbours.write` wrote below a bundle's folder, everything checked against these numbers.
 
     Args:
-        dim: width of the vectors; with `tokenizer_folder` the number of words.
+        sizes: numbers of queries, of their labels in all, and of labels; width of the vectors, with `tokenizer_folder`
+            the number of words.
         tokenizer_folder: of the model, where queries are compared by words.
-        with_label_words: the labels' words were written too.
+        with_label_words: the labels' words were written too. word_head: see `WordSpace`.
 
     Raises:
         ArtifactError: missing, of another type or size, not finite, or labels that do not exist.
     """
     place, words = folder / "neighbours", None
+    num_queries, num_pairs, num_labels, dim = sizes
     labels_ML = _read_csr(place, "indptr.npy", "labels.npy", (num_queries, num_labels), num_pairs)
     label_words = None
     if tokenizer_folder is None:
         vectors: Any = _read(place / "vectors.npy", np.float16, (num_queries, dim))
     else:
-        vectors = _read_words(place, _WORDS[:3], (num_queries, dim))
+        num_columns = 2 * dim if word_head else dim
+        vectors = _read_words(place, _WORDS[:3], (num_queries, num_columns))
         if with_label_words:
-            label_words = _read_words(place, _LABEL_WORDS, (num_labels, dim))
+            label_words = _read_words(place, _LABEL_WORDS, (num_labels, num_columns))
         keys, weights = _read(place / "word_keys.npy", np.uint64, (dim,)), _read(place / "word_weights.npy", np.float32)
         try:
-            words = WordSpace(tokenizer_folder, keys, weights)
+            words = WordSpace(tokenizer_folder, keys, weights, word_head)
         except ValueError as error:
             where = str(place / "word_keys.npy")
             raise ArtifactError("damaged words", where=where, got=str(error), fix=_FIX) from error

@@ -44,15 +44,17 @@ class WordScores:
         votes: of similar training queries. label_BL, query_BL: cosines of the query's words to those of the label's
             text, and to those of its training queries; float32 [B, L].
         count_L: training queries of each label, float32 [L].
-        num_words_B: int [B]. own_BL: CSR, the labels of queries that are left out; None: none is.
+        num_words_B: int64 [B]. own_BL: CSR, the labels of queries that are left out; None: none is.
+        by_head: by the first words alone; None where those are not kept.
     """
 
     votes: PairScores
     label_BL: Floats
     query_BL: Floats
     count_L: Floats
-    num_words_B: npt.NDArray[np.int32]
+    num_words_B: npt.NDArray[np.int64]
     own_BL: csr_matrix | None = None
+    by_head: WordScores | None = None
 
     def candidates(self) -> Rows:
         """Keys query * L + label of the best labels by each score, ascending."""
@@ -64,7 +66,7 @@ class WordScores:
         return np.unique(np.concatenate(keys))
 
     def features(self, query_P: Rows, label_P: Rows) -> Floats:
-        """`WORD_FEATURES` of some pairs, float32 [P, X]."""
+        """`WORD_FEATURES` of some pairs, then, with `by_head`, those of the first words: float32 [P, X]."""
         votes_BL = np.zeros(self.votes.shape, dtype=np.float32)
         votes_BL.ravel()[self.votes.key_N] = self.votes.score_N
         columns, best = [], []
@@ -78,7 +80,10 @@ class WordScores:
         if self.own_BL is not None:
             count_P = count_P - np.asarray(self.own_BL[query_P, label_P]).ravel()
         columns += [*best, np.log1p(count_P), np.log1p(self.num_words_B)[query_P]]
-        return np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
+        feature_PX = np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
+        if self.by_head is None:
+            return feature_PX
+        return np.concatenate([feature_PX, self.by_head.features(query_P, label_P)], axis=1)
 
 
 class WordScorer:
@@ -89,15 +94,15 @@ class WordScorer:
     """
 
     def __init__(self, neighbours: Neighbours, num_votes: int) -> None:
-        assert neighbours.label_words_LF is not None
         self.neighbours, self.num_votes = neighbours, num_votes
         # of its training queries (PECOS: PIFA), unit vectors in the product
-        self._sum_LF = heaviest(csr_matrix(neighbours.labels_ML.T @ neighbours.vectors_MD), _PROFILE_WORDS)
+        self._sum_LF = heaviest(csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD), _PROFILE_WORDS)
         self._norm_L = np.sqrt(np.asarray(self._sum_LF.multiply(self._sum_LF).sum(axis=1)).ravel())
         unit_L = np.divide(1, self._norm_L, out=np.zeros_like(self._norm_L), where=self._norm_L > 0)
         # in one matrix, for one product
-        words_2LF = vstack([neighbours.label_words_LF, diags(unit_L) @ self._sum_LF], format="csr")
+        words_2LF = vstack([neighbours.compared_labels, diags(unit_L) @ self._sum_LF], format="csr")
         self._words_F2L = SparseRows(words_2LF.T.tocsr())
+        self.by_head = None if neighbours.by_head is None else WordScorer(neighbours.by_head, num_votes)
 
     def score(self, words_BF: csr_matrix, left_out: Rows | None = None) -> WordScores:
         """Scores of all labels.
@@ -114,7 +119,11 @@ class WordScorer:
             own_BL = neighbours.labels_ML[left_out]
             query_O, label_O = own_BL.nonzero()
             query_BL[query_O, label_O] = self._without(words_BF[query_O], label_O, query_BL[query_O, label_O])
-        return WordScores(votes, label_BL, query_BL, neighbours.label_counts, np.diff(words_BF.indptr), own_BL)
+        assert neighbours.words is not None
+        own = words_BF.indices // max(neighbours.words.num_features, 1) == neighbours.part
+        num_words_B = np.diff(np.concatenate([[0], np.cumsum(own)])[words_BF.indptr])
+        by_head = None if self.by_head is None else self.by_head.score(words_BF, left_out)
+        return WordScores(votes, label_BL, query_BL, neighbours.label_counts, num_words_B, own_BL, by_head)
 
     def _without(self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats) -> Floats:
         """Cosines of queries to the sums of labels that they have, taken out of the sum: float32 [O]."""

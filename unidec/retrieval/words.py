@@ -3,7 +3,9 @@
 A word is the hash of its pieces, a pair that of two words in a row. Source: the tf-idf weighting and cosine of Salton
 and Buckley 1988, with a logarithmic term frequency.
 
-Legend: V tokens of the vocabulary, F features, B texts, W words of all texts.
+Of long texts the first tokens, a title for instance, may be compared alone too: they are a second part of the vectors.
+
+Legend: V tokens of the vocabulary, F features, B texts, W words of all texts, C = F columns, or 2 F with a second part.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, hstack
 
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
@@ -35,27 +37,30 @@ class WordSpace:
             word), and which tokens are special.
         keys_F: uint64 [F], hashes of the known words and pairs, ascending. Others count for nothing.
         idf_F: float32 [F], their weights, above 0.
+        head: first tokens of a text whose words make the second part; 0: there is none.
 
     Raises:
         ValueError: keys that do not ascend, or weights that are not finite and above 0, or of another number.
     """
 
-    def __init__(self, tokenizer_folder: Path, keys_F: Keys, idf_F: NDArray[np.float32]) -> None:
+    def __init__(self, tokenizer_folder: Path, keys_F: Keys, idf_F: NDArray[np.float32], head: int = 0) -> None:
         if len(keys_F) != len(idf_F) or (keys_F[1:] <= keys_F[:-1]).any():
             raise ValueError("keys_F must ascend, with a weight each")
         if not (np.isfinite(idf_F).all() and (idf_F > 0).all()):
             raise ValueError("idf_F must be finite and above 0")
-        self.keys_F, self.idf_F = keys_F, np.asarray(idf_F, dtype=np.float32)
+        self.keys_F, self.idf_F, self.head = keys_F, np.asarray(idf_F, dtype=np.float32), head
         self._continues_V, self._skipped_V = _marks(tokenizer_folder)
 
     @classmethod
-    def fit(cls, tokenizer_folder: Path, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> WordSpace:
+    def fit(
+        cls, tokenizer_folder: Path, flat: NDArray[np.int64], offsets: NDArray[np.int64], head: int = 0
+    ) -> WordSpace:  # fmt: skip
         """The words and pairs of some texts, weighted by ln((1 + B) / (1 + texts that have it)) + 1.
 
         Args:
             flat, offsets: token ids of the texts, as `Tokens.ragged` gives them.
         """
-        space = cls(tokenizer_folder, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.float32))
+        space = cls(tokenizer_folder, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.float32), head)
         key, text, is_pair = space._features(flat, offsets)
         num_texts = len(offsets) - 1
         found, first, place = np.unique(key, return_index=True, return_inverse=True)
@@ -72,13 +77,33 @@ class WordSpace:
         """F."""
         return len(self.keys_F)
 
+    @property
+    def num_columns(self) -> int:
+        """C."""
+        return 2 * self.num_features if self.head else self.num_features
+
     def vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
-        """Unit vectors of some texts, (1 + ln count) x idf: float32 CSR [B, F] with sorted indices; a row is empty
-        where no word is known.
+        """Vectors of some texts, (1 + ln count) x idf, each part of unit length: float32 CSR [B, C] with sorted
+        indices; a part is empty where none of its words is known.
 
         Args:
             flat, offsets: token ids of the texts, as `Tokens.ragged` gives them.
         """
+        whole_BF = self._vectors(flat, offsets)
+        if not self.head:
+            return whole_BF
+        length_B = np.diff(offsets)
+        first = np.arange(len(flat)) - np.repeat(offsets[:-1], length_B) < self.head
+        head_BF = self._vectors(flat[first], np.concatenate([[0], np.cumsum(np.minimum(length_B, self.head))]))
+        return csr_matrix(hstack([whole_BF, head_BF], format="csr"))
+
+    def part(self, vectors_BC: csr_matrix, which: int) -> csr_matrix:
+        """Vectors with 0 in all columns but those of a part: 0, the whole texts, or 1, their first tokens."""
+        kept_N = vectors_BC.indices // max(self.num_features, 1) == which
+        ends = np.concatenate([[0], np.cumsum(kept_N)])[vectors_BC.indptr]
+        return csr_matrix((vectors_BC.data[kept_N], vectors_BC.indices[kept_N], ends), shape=vectors_BC.shape)
+
+    def _vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
         key, text, _ = self._features(flat, offsets)
         at = np.minimum(np.searchsorted(self.keys_F, key), max(self.num_features - 1, 0))
         known = self.keys_F[at] == key if self.num_features else np.zeros(len(key), dtype=bool)
