@@ -30,7 +30,7 @@ from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline,
 from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.calibration import fit_calibration
-from unidec.retrieval.fusion import FEATURES, LabelEvidence
+from unidec.retrieval.fusion import BY_WORDS, FEATURES, LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.sparse import PairScores
@@ -414,12 +414,13 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     monkeypatch.setattr(indexing, "CALIBRATED", 100)
     votes = {"index.knn_by": "words", "index.knn_weight": 0.05, "index.knn_neighbours": 20}  # too little for a blend
     blend = pipeline.index(done.params(**votes))
-    params = done.params(**votes | {"index.fusion": True})
+    params = done.params(**votes | {"index.fusion": True, "index.knn_head": 3})
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 10**6)
     assert pipeline.index(params) == blend
     assert "no fusion" in capsys.readouterr().out and Bundle.load(paths.BUNDLE).info.fusion is None
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 20)
     monkeypatch.setattr("unidec.retrieval.fusion_fit.MOST_STEPS", 25)  # it gains as surely in a third of the steps
+    monkeypatch.setattr("unidec.retrieval.fusion_fit.WORD_STEPS", 50)
     perfect = dict.fromkeys(blend.validation, 100.0)
     with monkeypatch.context() as patch:
         patch.setattr(indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=perfect))
@@ -433,14 +434,14 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     told = bundle.info.card["fusion"]
     (chosen,) = (row for row in told["by_tail"] if row["tail"] == bundle.info.fusion.tail)
     assert chosen["nDCG@5"] == said.validation["nDCG@5"] >= max(row["nDCG@5"] for row in told["by_tail"]) - 0.1
-    assert set(told["lost_without"]) == set(FEATURES) and max(told["lost_without"].values()) > 0
+    assert set(told["lost_without"]) == {*FEATURES, *BY_WORDS} and max(told["lost_without"].values()) > 0
     before = folder_sha256(paths.BUNDLE)
     assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
     # the bundle ranks the test split by it, and the profile has the scores that it gives to queries that do not vote
     dataset, info = XMCDataset.open(paths.DATASET), bundle.info
-    voters = training_neighbours(bundle.model, dataset, "fp32", by="words")
+    voters = training_neighbours(bundle.model, dataset, "fp32", by="words", word_head=3)
     blending = (bundle.vectors, info.clf_weight, info.clf_normalize)
-    bundle.evidence = LabelEvidence(*blending, voters, info.knn.neighbours, info.fusion.propensity)
+    bundle.evidence = LabelEvidence(*blending, voters, info.knn.neighbours, info.fusion.propensity, info.fusion.words)
     quantiles = bundle.info.card["profile"]["served"]["score_quantiles"]
     ranking = Ranking.of_model(bundle.model, dataset, "validation", "fp32", bundle.vectors)
     found = bundle.rank(Encoded(ranking.query_de, ranking.query_clf, ranking.words(voters)), 1)
