@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from unidec.tracking.fetch import measured_before
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import open_client, prepare_store
+from unidec.tracking.store import VIEW, open_client, prepare_store
 
 SHA = "a" * 64
 
@@ -32,6 +34,8 @@ def test_the_champion_and_the_last_run_are_found_and_other_data_is_told(tmp_path
     assert measured_before(other, "m", "b" * 64) == {"the champion (version 1)": {}, "the last run (mine)": {}}
     assert measured_before(first, "m", SHA)["the last run (mine)"]["nDCG@5"] == 42.0  # itself the champion
     assert mine.run_name == "mine"
+    view = client.get_experiment_by_name("tests").tags[f"mlflow.sharedViewState.{VIEW}"]
+    assert "metrics.`test/PSP_at_5`" in json.loads(view)["selectedColumns"]
     mine.uri = f"sqlite:///{tmp_path}/no/such\0folder.db"
     assert measured_before(mine, "m", SHA) == {}
     assert measured_before(Tracker.resume(tmp_path / "nothing"), "m", SHA) == {}

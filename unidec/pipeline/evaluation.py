@@ -6,6 +6,7 @@ Legend: n queries of the split, K places.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +21,7 @@ from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation import baselines
 from unidec.evaluation.metrics import by_query, frequency_bins, pair_keys
 from unidec.evaluation.page import write_page
-from unidec.evaluation.report import ReportInput, plots_csv, render
+from unidec.evaluation.report import ReportInput, plots_csv, render, validation_records
 from unidec.metric_names import BASELINES, GROUPS
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
@@ -40,6 +41,7 @@ from unidec.version import __version__
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
 PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
 _OF_PART, _OF_GROUP = ("P@1", "nDCG@5", "PSP@5", "R@100"), ("R@10", "nDCG@5", "PSP@5")
+_FIRST = ("P@1", "PSP@5", "R@100", "training/minutes")
 _PAGES = "`report.html`: by frequency, curves, examples."
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 EXAMPLES = 6  # queries that gain most over a baseline, and as many that lose most
@@ -105,13 +107,21 @@ def evaluate(params: Params) -> Evaluation:
     start = read_start()
     origin = f"version {start.version} of {start.model}" if start else "from nothing"
     about = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {params.recipe or '-'}; start: {origin}. {_PAGES}"
-    tracker.log_final(split_figures(result))
+    minutes = {"training/minutes": timed[-1]["minutes"]} if (timed := validation_records(rounds)) else {}
+    about = f"{described(result['test'] | minutes)}\n\n{report.verdict}\n\n{about}"
+    tracker.log_final(split_figures(result) | minutes)
     tracker.set_tags({"mlflow.note.content": about})
     tracker.log_files([paths.REPORT, paths.METRICS])
     tracker.log_files([paths.PLOTS], "plots")
     tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
     metrics, verdict = headline(result["test"]), baselines.verdict(compared)
     return Evaluation(metrics, result["baselines"], verdict, result["warnings"], str(paths.REPORT))
+
+
+def described(figures: Mapping[str, float]) -> str:
+    """The figures that people read first, as a table in Markdown: a run's description begins with it."""
+    shown = {name.removeprefix("training/"): f"{figures[name]:.1f}" for name in _FIRST if name in figures}
+    return "\n".join(f"| {' | '.join(row)} |" for row in (shown, ["---"] * len(shown), shown.values()))
 
 
 def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str, Any]:
