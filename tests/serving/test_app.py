@@ -18,7 +18,7 @@ from unidec.serving.engine import Engine, Service
 VERSION_KEYS = ["model", "previous", "unidec", "runtime", "index", "num_labels", "follow"]
 CARD_KEYS = [
     "model", "runtime", "unidec", "index", "encoder", "recipe", "data", "num_labels", "num_neighbours", "text", "heads",
-    "space", "weights", "fused", "metrics", "score_quantiles", "examples", "limits", "api_key",
+    "space", "weights", "fused", "metrics", "score_quantiles", "examples", "limits", "api_key", "feedback",
 ]  # fmt: skip
 
 
