@@ -169,6 +169,7 @@ CONFLICTING = [
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.trainable_layers": 2}),
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.pooling": "cls"}),
     ("encoder.transformer_tokens", {"encoder.kind": "transformer", "encoder.transformer_tokens": 8}),
+    ("encoder.bag_words", {"encoder.kind": "inception", "encoder.bag_words": 64}),
     ("pool.size", {"pool.size": 100, "pool.batch_size": 101}),
     ("loss.reduction", {"loss.de": "infonce"}),
     ("loss.clf_bce", {"loss.clf": "bce", "loss.clf_bce": 0.5}),

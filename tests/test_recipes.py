@@ -58,6 +58,10 @@ SPEC = {
                               "model.clf_init": "xavier", "model.clf_bias": True, "pool.clf_labels": "all"},
     "astec": OVA | {"encoder.kind": "bag", "encoder.residual": True, "model.clf_init": "xavier", "model.clf_bias": True,
                     "pool.clf_labels": "pool", "pool.eta": 6, "loss.clf": "ds"},
+    "inceptionxml": OVA | {"loss.clf": "ds", "encoder.kind": "inception", "pool.clf_labels": "all",
+                           "pool.batches": "random", "model.clf_init": "xavier"},  # the paper: BCE
+    "inceptionxml-lf": DECAF | {"encoder.kind": "inception", "encoder.residual": False, "model.clf_graph": True,
+                                "label_graph.kind": "random-walk"},
     "depsl": ENCODER_ALONE | {"loss.de": "ds"},
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
@@ -93,6 +97,8 @@ OTHER_ENCODER = {
     "ngame-classifier",
     "unidec-gpu",
     "unidec-gpu-long",
+    "inceptionxml",
+    "inceptionxml-lf",
 }
 SAME_ENCODER = sorted(set(SPEC) - OTHER_ENCODER)
 

@@ -134,20 +134,28 @@ class LabelGraph(Section):
 
 
 class Encoder(Section):
-    """Text -> vector: a transformer, a bag of tokens, or both side by side."""
+    """Text -> vector: a transformer, a bag of tokens, both side by side, or convolutions over tokens (InceptionXML)."""
 
     name: str = key("all-MiniLM-L6-v2", "transformer: an alias, a local folder or a hub name")
-    kind: Literal["transformer", "bag", "both"] = key("both", "which encoders, concatenated")
+    kind: Literal["transformer", "bag", "both", "inception"] = key(
+        "both", "which encoders, concatenated; inception: InceptionXML's layers over the bag's tokens"
+    )
     pooling: Literal["mean", "cls"] = key("mean", "how the transformer's token vectors become one")
     trainable_layers: Annotated[int, Field(ge=-1)] = key(0, "top layers that train; 0: frozen; -1: all")
     bag_dropout: Share = key(0.0, "share of a text's tokens dropped from the bag in training")
     bag_words: Annotated[int, Field(ge=0, le=2**24)] = key(0, "rows of the bag for hashed words; 0: none")
     bag_head: CountOrZero = key(0, "tokens at a text's start (a title) with a bag of their own; 0: none")
     transformer_tokens: CountOrZero = key(0, "tokens at a text's start that the transformer reads; 0: all")
+    inception_tokens: Annotated[int, Field(ge=1, le=512)] = key(16, "tokens at a text's start that inception reads")
     dropout: BelowOne = key(0.0, "dropout of the encoder's output")
     residual: bool = key(False, "a residual network over a bag or a frozen transformer")
     start: str = key("", "exported model folder whose encoder and heads are the start; empty: none")
     frozen: bool = key(False, "nothing of the encoder trains: every text's vector is computed once")
+
+    @property
+    def has_transformer(self) -> bool:
+        """One of its parts is a transformer."""
+        return self.kind in ("transformer", "both")
 
     @property
     def unit_vectors(self) -> bool:
@@ -156,13 +164,16 @@ class Encoder(Section):
         return self.trainable_layers == 0 or self.kind != "transformer"
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.kind == "bag" and (self.trainable_layers != 0 or self.pooling == "cls"):
-            what, fix = "a bag of tokens has no layers to train and is always a mean", "encoder.kind: both"
+        if not self.has_transformer and (self.trainable_layers != 0 or self.pooling == "cls"):
+            what, fix = "without a transformer there are no layers to train and no pooling", "encoder.kind: both"
             keys = "encoder.trainable_layers encoder.pooling encoder.kind"
             yield Conflict(keys, what, f"{fix}, or encoder.trainable_layers: 0 and encoder.pooling: mean")
         if self.kind != "both" and self.transformer_tokens:
             fix = "tokens.max_length, which is of all parts, or encoder.kind: both"
             yield Conflict("encoder.transformer_tokens encoder.kind", "only one part reads the texts", fix)
+        if self.kind == "inception" and (self.bag_words or self.bag_head):
+            what, fix = "inception reads a text's tokens alone", "encoder.bag_words: 0 and encoder.bag_head: 0"
+            yield Conflict("encoder.bag_words encoder.bag_head encoder.kind", what, f"{fix}, or encoder.kind: bag")
         if self.frozen and self.trainable_layers != 0:
             fix = "encoder.trainable_layers: 0, or encoder.frozen: false"
             yield Conflict("encoder.frozen encoder.trainable_layers", "a frozen encoder has no layers that train", fix)

@@ -176,6 +176,8 @@ FORMULAS = {
     "astec-surrogate": lambda c: decoupled(c.clf / TAU, *c.every),
     "astec": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "eclare": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
+    "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
+    "inceptionxml-lf": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "depsl": lambda c: both_ways(decoupled, c.de / TAU, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),

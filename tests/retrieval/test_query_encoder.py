@@ -107,6 +107,23 @@ def test_eight_bits(bundled):
     assert np.abs(whole.de_BD - expected.de_BD).max() > 1e-6  # it is 8 bits
 
 
+def test_inception_is_encoded_by_torch_alone(bundled, caplog):
+    model, about = bundled(kind="inception", inception_tokens=4, heads="clf")
+    bundle = _bundle_of(model, about)
+    for runtime in ("onnx", "onnx-int8"):
+        with pytest.raises(ConfigError, match=r"serve\.runtime: auto or torch"):
+            open_encoder(bundle, runtime)
+    before = torch.get_num_threads()
+    with caplog.at_level(logging.WARNING):
+        encoder = open_encoder(bundle, "auto", 1)
+    torch.set_num_threads(before)
+    assert encoder.name == "torch" and "only torch" in caplog.text
+    whole = encoder.encode(TEXTS)
+    assert whole.clf_BD.dtype == np.float32 and np.isfinite(whole.clf_BD).all()
+    for row, text in enumerate(TEXTS):
+        np.testing.assert_allclose(encoder.encode([text]).clf_BD[0], whole.clf_BD[row], rtol=1e-4, atol=1e-5)
+
+
 def _bundle_of(model: UniDEC, about: ModelConfig) -> SimpleNamespace:
     return SimpleNamespace(model=model, about=model, path=about.folder.parent, words=None)
 

@@ -14,6 +14,7 @@ from unidec.training.refresh import Refresh
 ENCODERS = {
     "bag": {"encoder.bag_dropout": 0.3, "encoder.dropout": 0.2},
     "bag of words and starts": {"encoder.bag_words": 16, "encoder.bag_head": 4, "encoder.bag_dropout": 0.3},
+    "inception": {"encoder.kind": "inception", "encoder.bag_dropout": 0.3},
     "words": {"encoder.bag_words": 50, "encoder.bag_dropout": 0.3},
     "beside, residual": {"encoder.kind": "both", "encoder.bag_dropout": 0.3, "encoder.residual": True},
     "frozen transformer": {"encoder.kind": "transformer", "encoder.dropout": 0.5, "encoder.residual": True},

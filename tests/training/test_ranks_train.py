@@ -57,6 +57,7 @@ STEPS_OF_ONE = {
         "queries": 1, "encoder.kind": "both", "encoder.trainable_layers": -1, "optim.encode_chunk": 1,
         "run.recompute": True,
     },
+    "inception": {"queries": 9, "encoder.kind": "inception"},
     "bag, one query, in chunks": {"queries": 1, "optim.encode_chunk": 1, "encoder.bag_words": 16},
     "every label, in chunks": CASES["every label, in chunks"] | {"queries": 9},
     "every label, temperatures": CASES["every label for both heads, weighted"] | {"queries": 5},

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unidec.data.tokens import Tokens, length_chunks
 from unidec.errors import ConfigError
+from unidec.model.inception import Inception
 from unidec.model.pairs import to_device
 from unidec.model.row_table import RowTable
 from unidec.model.words import with_words
@@ -126,16 +127,20 @@ class BagEncoder(nn.Module):
         num_tokens: V, rows of the vocabulary. num_words: rows behind them, for words of several pieces.
         dropout: share of the tokens left out in training.
         head: so many tokens at a text's start have a bag of their own, of the same rows; 0: none.
+        inception: in place of the sum, InceptionXML's layers over so many tokens at a text's start; 0: none.
     """
 
     continues: Tensor
 
-    def __init__(self, num_tokens: int, width: int, dropout: float, num_words: int = 0, head: int = 0):
+    def __init__(
+        self, num_tokens: int, width: int, dropout: float, num_words: int = 0, head: int = 0, inception: int = 0
+    ):
         super().__init__()
         self.dropout, self.num_words, self.head = dropout, num_words, head
         self.width = width * (2 if head else 1)
         self.embedding = RowTable(num_tokens + num_words, width)
         self.log_weight = RowTable(num_tokens + num_words, 1)
+        self.num_read, self.inception = inception, Inception(inception, width) if inception else None
         if num_words:  # bool [V], which pieces continue a word
             self.register_buffer("continues", torch.zeros(num_tokens, dtype=torch.bool))
 
@@ -168,12 +173,25 @@ class BagEncoder(nn.Module):
         weight_F = self.log_weight.gather(batch.unique_U).squeeze(1)[batch.local_F].exp()
         if self.training and self.dropout > 0:
             weight_F = weight_F * (torch.rand_like(weight_F) >= self.dropout)
+        if self.inception is not None:
+            return self.inception(self._padded(batch, embedding_UD, weight_F))
         weights = [weight_F] if batch.head_F is None else [weight_F, weight_F * batch.head_F]
         sums = [
             F.embedding_bag(batch.local_F, embedding_UD, batch.offsets_B, mode="sum", per_sample_weights=w)
             for w in weights
         ]
         return torch.cat([F.normalize(sum_BD, dim=-1) for sum_BD in sums], dim=-1)
+
+    def _padded(self, batch: EncoderInput, embedding_UD: Tensor, weight_F: Tensor) -> Tensor:
+        """Weighted embeddings of the tokens that are read, zeros behind a text's last, [B, T, D]."""
+        assert batch.local_F is not None and batch.offsets_B is not None
+        num_tokens = len(weight_F)
+        end_B = F.pad(batch.offsets_B[1:], (0, 1), value=num_tokens)
+        place_BT = batch.offsets_B[:, None] + torch.arange(self.num_read, device=weight_F.device)
+        place_BT = torch.where(place_BT < end_B[:, None], place_BT, num_tokens)  # one more token, which is zero
+        local_F = F.pad(batch.local_F, (0, 1), value=len(embedding_UD))
+        weight_F = F.pad(weight_F, (0, 1))
+        return F.pad(embedding_UD, (0, 0, 0, 1))[local_F[place_BT]] * weight_F[place_BT].unsqueeze(-1)
 
 
 class TextEncoder(nn.Module):
@@ -196,11 +214,14 @@ class TextEncoder(nn.Module):
         self.recompute = False
         self.transformer: TransformerEncoder | None = None
         self.bag: BagEncoder | None = None
-        if settings.kind != "bag":
+        if settings.has_transformer:
             assert transformer is not None
             self.transformer = TransformerEncoder(transformer, settings.pooling, settings.trainable_layers)
         if settings.kind != "transformer":
-            self.bag = BagEncoder(num_tokens, width, settings.bag_dropout, settings.bag_words, settings.bag_head)
+            inception = settings.inception_tokens if settings.kind == "inception" else 0
+            self.bag = BagEncoder(
+                num_tokens, width, settings.bag_dropout, settings.bag_words, settings.bag_head, inception
+            )
         self.part_width, parts = width, (self.transformer, self.bag)
         self.width = sum(part.width for part in parts if part is not None)
         self.dropout = nn.Dropout(settings.dropout)

@@ -144,7 +144,7 @@ class UniDEC(nn.Module):
         start_VD = transformer.get_input_embeddings().weight.detach()  # type: ignore[operator]
         num_tokens = max(num_tokens, start_VD.shape[0])
         encoder = TextEncoder(
-            encoder_settings, None if encoder_settings.kind == "bag" else transformer, num_tokens, start_VD.shape[1]
+            encoder_settings, transformer if encoder_settings.has_transformer else None, num_tokens, start_VD.shape[1]
         )
         if encoder.bag is not None:
             with torch.no_grad():
@@ -444,7 +444,7 @@ class UniDEC(nn.Module):
         read_manifest(path, KIND, VERSION, verify=verify)
         about = ModelConfig.read(path)
         try:
-            transformer = None if about.encoder.kind == "bag" else empty_transformer(about.config_folder)
+            transformer = empty_transformer(about.config_folder) if about.encoder.has_transformer else None
             encoder = TextEncoder(about.encoder, transformer, about.num_tokens, about.width)
             placement = HERE if rows else Placement(num_rows=0)
             model = cls(about.encoder, about.settings, about.num_labels, encoder, placement)

@@ -73,7 +73,7 @@ def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, fol
     own, theirs = output_settings(settings), output_settings(given)
     differing = ["tokenizer"] if tokens_differ else []
     differing += [f"encoder.{key}" for key in own if key != "residual" and own[key] != theirs[key]]
-    if settings.kind != "bag":
+    if settings.has_transformer:
         keys = sorted((configs[0].keys() | configs[1].keys()) - _NOTES)
         differing += [key for key in keys if configs[0].get(key) != configs[1].get(key)]
     return differing

@@ -87,7 +87,7 @@ def tokens(params: Params) -> dict[str, int]:
     dataset, section, summary = paths.open_dataset(), params.tokens, {}
     sizes: dict[Literal["queries", "labels"], int] = {"queries": dataset.num_queries, "labels": dataset.num_labels}
     folder = resolve_encoder(params.encoder.name)
-    if params.encoder.kind != "bag":
+    if params.encoder.has_transformer:
         check_positions(folder, min(section.max_length, params.encoder.transformer_tokens or section.max_length))
     for which, num_texts in sizes.items():
         batches = dataset.text_batches(which, section.text, TEXTS_A_BATCH)

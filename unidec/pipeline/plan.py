@@ -215,7 +215,7 @@ class Formulas:
         self.params, self.sizes, self.config, self.cuda, self.half = params, sizes, transformer.config, cuda, half
         encoder, model, pool, ranks = params.encoder, params.model, params.pool, params.run.devices
         with torch.device("meta"):
-            own = deepcopy(transformer) if encoder.kind != "bag" else None  # which of its layers train is set on it
+            own = deepcopy(transformer) if encoder.has_transformer else None  # which of its layers train is set on it
             settings = encoder.model_copy(update={"bag_words": 0})
             empty = UniDEC(settings, model, 1, TextEncoder(settings, own, 1, self.config.hidden_size))
         self.width, weights = empty.encoder.width, empty.named_parameters()
@@ -227,8 +227,8 @@ class Formulas:
         ]
         self.trains_bag = encoder.kind != "transformer" and not encoder.frozen
         layers = self.config.num_hidden_layers if encoder.trainable_layers < 0 else encoder.trainable_layers
-        self.trained_layers = layers if encoder.kind != "bag" else 0
-        self.all_layers = encoder.kind != "bag" and encoder.trainable_layers < 0
+        self.trained_layers = layers if encoder.has_transformer else 0
+        self.all_layers = encoder.has_transformer and encoder.trainable_layers < 0
         self.intermediate = getattr(self.config, "intermediate_size", None) or self.config.hidden_dim  # DistilBERT's
         self.scored_heads = 0 if cuda else self.config.num_attention_heads  # attention is not fused on a processor
         self.row_bytes = bytes_per_row(model.clf_dtype, params.optim.clf_state, model.dim)
@@ -287,6 +287,8 @@ class Formulas:
         copies = 11 if params.encoder.residual and not params.encoder.frozen else 6
         vectors = (copies * self.held + 2 * (texts - self.held)) * self.width
         vectors += 5 * (texts + self.queries + model.clf_residual * self.clf_labels) * model.dim
+        if params.encoder.kind == "inception":  # token embeddings and what its layers keep of them
+            vectors += 24 * self.held * params.encoder.inception_tokens * self.config.hidden_size
         # rows of the token table, their gradients and moments; a token's place, text and weight
         rows = min(self.tokens, self.sizes.vocab_size) + min(params.encoder.bag_words, self.tokens // 2)
         of_bag = (4 * FP32 * rows * (self.config.hidden_size + 1) + 32 * self.tokens) * self.trains_bag
@@ -337,7 +339,7 @@ class Formulas:
         if not labels and self.params.pool.batches != "clustered":
             return []
         token = 4 * self.config.hidden_size + 2 * self.intermediate + 3 * self.longest * self.scored_heads
-        encoded = CHUNK_TEXTS * (self.longest * token * (self.params.encoder.kind != "bag") + self.width + dim)
+        encoded = CHUNK_TEXTS * (self.longest * token * (self.params.encoder.has_transformer) + self.width + dim)
         points = (max(n // 2, 3 * min(n, 1 << (20 if self.cuda else 16))) + n * self.cuda) * dim + 12 * n
         vectors = (n + labels) * dim + min(n + labels, 2 * _BLOCK) * (self.width + dim)
         mined = 512 * min(labels, _BLOCK) + (n + labels) * dim * self.cuda
@@ -362,7 +364,7 @@ class Formulas:
         sampler = INT64 * 2 * (labels + self.rows) + 16 * (sizes.num_pairs + texts) * with_texts
         state, table, rows = (amount.num_bytes for amount in self.state())
         whole = state + table + rows * self.params.run.devices
-        frozen = self.params.encoder.frozen or (self.params.encoder.kind != "bag" and not self.trained_layers)
+        frozen = self.params.encoder.frozen or (self.params.encoder.has_transformer and not self.trained_layers)
         return [
             Amount("sampler", "host", sampler),
             Amount("label vectors, names and index", "host", vectors + 2 * (stored + names), "index"),

@@ -56,7 +56,8 @@ def write_model(source: Path, target: Path, num_labels: int, texts: Sequence[str
                     what = "a file changed while it was copied"
                     raise ArtifactError(what, where=str(source / name), fix="run it again")
                 hashes[name] = entry["sha256"]
-    if not (target / GRAPH).exists() and _json(source / CONFIG).get("encoder", {}).get("kind", "bag") != "bag":
+    encoder = _json(source / CONFIG).get("encoder", {}).get("kind")
+    if encoder in ("transformer", "both") and not (target / GRAPH).exists():
         from unidec.model.onnx_export import write_graphs
         from unidec.model.unidec import UniDEC
 

@@ -89,11 +89,14 @@ class FastEncoder:
     """
 
     def __init__(self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1) -> None:
+        if about.encoder.kind == "inception":
+            fix = "serve.runtime: auto or torch"
+            raise ConfigError("only torch encodes queries by inception", where="serve.runtime", got="onnx", fix=fix)
         # one for good: the bundle's folder may be replaced while this one answers
         self._tokenizer, self._words = load_tokenizer(about.tokenizer_folder, about.max_length), words
         self._parts: list[Part] = []
         self.name = "bag"
-        if about.encoder.kind != "bag":
+        if about.encoder.has_transformer:
             self.name = "onnx-int8" if int8 else "onnx"
             graph = about.folder / (INT8_GRAPH if int8 else GRAPH)
             self._parts.append(_transformer_part(graph, about.width, threads))

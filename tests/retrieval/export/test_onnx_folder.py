@@ -19,6 +19,7 @@ KINDS = {
     "bag": {"kind": "bag", "trainable_layers": 0},
     "bag, first tokens": {"kind": "bag", "trainable_layers": 0, "bag_head": 3, "residual": True},
     "bag, words": {"kind": "bag", "trainable_layers": 0, "bag_words": 64, "bag_head": 3},
+    "inception": {"kind": "inception", "trainable_layers": 0, "inception_tokens": 6},
     "both": {"kind": "both", "trainable_layers": 0},
     "both, first tokens": {"kind": "both", "trainable_layers": 0, "transformer_tokens": 3},
     "bert": {"kind": "transformer", "trainable_layers": -1},

@@ -115,7 +115,11 @@ class QueryGraph(nn.Module):
 
 
 def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
-    """`BagEncoder` of padded texts: of all tokens, and of the first ones where it has a bag of them."""
+    """`BagEncoder` of padded texts: of all tokens, of the first ones where it has a bag of them, or its layers'."""
+    if bag.inception is not None:
+        weight_BT = F.embedding(ids_BT, bag.log_weight.weight)[..., 0].exp() * mask_BT
+        x_BTD = F.embedding(ids_BT, bag.embedding.weight) * weight_BT.unsqueeze(-1)
+        return [bag.inception(F.pad(x_BTD, (0, 0, 0, bag.num_read))[:, : bag.num_read])]
     rows, counts, places = ids_BT, mask_BT, mask_BT.cumsum(1) - 1
     if bag.num_words:  # each behind its last piece; those that do not end there count 0 times
         word_BT, ends_BT, place_BT = padded_words(ids_BT, mask_BT, bag.continues, bag.num_words)
