@@ -192,6 +192,8 @@ CONFLICTING = [
     ("model.auxiliary", {"model.auxiliary": 2, "model.heads": "clf", "index.space": "clf"}),
     ("model.clf_gates", {"model.clf_gates": True}),
     ("model.clf_graph", {"model.clf_graph": True}),
+    ("model.clf_queries", {"model.clf_queries": 3}),
+    ("model.clf_queries", {"model.clf_queries": 3, "model.clf_residual": True}),
     ("loss.mixup", {"loss.mixup": "queries", "run.devices": 2}),
     ("loss.mixup", {"loss.mixup": "labels", "model.heads": "clf", "index.space": "clf"}),
     ("loss.mixup", {"loss.mixup": "queries", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.clf_labels": "all"}),
@@ -248,8 +250,8 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         found |= set(config.Params.model_construct(**made).conflicts())
     assert all(set(conflict.keys.split()) <= set(config.known_keys()) for conflict in found)
     written = sum(inspect.getsource(module).count("yield Conflict(") for module in (params, sections))
-    # soft top-k, of both heads; gates and graph of a residual row; seven keys of SimCSE and six of Astec's surrogate
-    in_loops = 2 + 12
+    # soft top-k, of both heads; gates, graph, queries of a residual row; seven keys of SimCSE, six of Astec's surrogate
+    in_loops = 3 + 12
     assert len({(conflict.keys, conflict.what) for conflict in found}) == written + in_loops
 
 

@@ -58,6 +58,8 @@ SPEC = {
                               "model.clf_init": "xavier", "model.clf_bias": True, "pool.clf_labels": "all"},
     "astec": OVA | {"encoder.kind": "bag", "encoder.residual": True, "model.clf_init": "xavier", "model.clf_bias": True,
                     "pool.clf_labels": "pool", "pool.eta": 6, "loss.clf": "ds"},
+    "graphsage": OVA | {"loss.clf": "ds", "encoder.kind": "bag", "model.clf_residual": True, "model.clf_queries": 3,
+                        "optim.lr_clf": 0.0, "pool.batches": "random"},
     "inceptionxml": OVA | {"loss.clf": "ds", "encoder.kind": "inception", "pool.clf_labels": "all",
                            "pool.batches": "random", "model.clf_init": "xavier"},  # the paper: BCE
     "inceptionxml-lf": DECAF | {"encoder.kind": "inception", "encoder.residual": False, "model.clf_graph": True,
@@ -99,6 +101,7 @@ OTHER_ENCODER = {
     "unidec-gpu-long",
     "inceptionxml",
     "inceptionxml-lf",
+    "graphsage",
 }
 SAME_ENCODER = sorted(set(SPEC) - OTHER_ENCODER)
 
@@ -264,8 +267,13 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
     moved = {key for key, tensor in trainer.model.state_dict().items() if not tensor.equal(before[key])}
     heads = {"both": {"head_de", "head_clf", "table"}, "de": {"head_de"}, "clf": {"head_clf", "table"}}
     for kind in ("both", "clf"):
-        parts = {"bias": "clf_bias", "gates": "clf_gates", "related_gate": "clf_graph"}
+        parts = {
+            "bias": "clf_bias",
+            "gates": "clf_gates",
+            "related_gate": "clf_graph" if params.model.clf_graph else "clf_queries",
+        }
         heads[kind] |= {part for part, key in parts.items() if getattr(params.model, key)}
+        heads[kind] -= {"table"} if params.optim.lr_clf == 0 else set()
     heads["de"] |= {"auxiliary"} if params.model.auxiliary else set()
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected

@@ -125,12 +125,19 @@ class Params(Section):
             fix = "run.table_place: device, or optim.clf_state: adam, which updates the rows of a step only"
             yield Conflict("run.table_place optim.clf_state model.heads", "AdamW updates all rows in each step", fix)
         if not self.model.clf_residual:
-            for name in ("clf_gates", "clf_graph"):
+            for name in ("clf_gates", "clf_graph", "clf_queries"):
                 if getattr(self.model, name):
-                    keys, fix = f"model.{name} model.clf_residual model.heads", f"or model.{name}: false"
+                    off = "0" if name == "clf_queries" else "false"
+                    keys, fix = f"model.{name} model.clf_residual model.heads", f"or model.{name}: {off}"
                     yield Conflict(keys, "only a residual row has a text", f"model.clf_residual: true, {fix}")
             return
         or_none = "or model.clf_residual: false"
+        if self.model.clf_queries and (self.model.clf_graph or self.model.heads == "both"):
+            what, fix = (
+                "only a classifier alone, without a label graph, has its labels' queries in its rows",
+                "clf_queries: 0",
+            )
+            yield Conflict("model.clf_queries model.clf_graph model.heads", what, f"model.heads: clf, or model.{fix}")
         if self.model.clf_init != "label_embedding":
             what, fix = "a residual classifier starts from its labels' embeddings", "model.clf_init: label_embedding"
             yield Conflict("model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}")

@@ -193,6 +193,9 @@ class Model(Section):
     clf_residual: bool = key(False, "a label's classifier row is its text's embedding plus a free vector (SiameseXML)")
     clf_gates: bool = key(False, "learnt gates weigh the text and the free vector of such a row (DECAF)")
     clf_graph: bool = key(False, "such a row has the texts of related labels too, by the label graph (ECLARE)")
+    clf_queries: CountOrZero = key(
+        0, "training queries of each label whose mean joins such a row in a step (GraphSAGE)"
+    )
     clf_bias: bool = key(False, "a bias for each label in the classifier's scores")
     clf_dropout: BelowOne = key(0.0, "dropout of the classifier's rows in training")
     clf_dtype: Literal["fp32", "bf16"] = key("fp32", "of the classifier's rows; bf16: stochastic rounding")
@@ -256,7 +259,7 @@ class Optim(Section):
     lr_encoder: Positive = key(1e-4, "learning rate of the transformer")
     lr_bag: Positive = key(1e-3, "learning rate of the bag of tokens")
     lr_heads: Positive = key(2e-4, "learning rate of both heads")
-    lr_clf: Positive = key(1e-3, "learning rate of the classifier table")
+    lr_clf: NonNegative = key(1e-3, "learning rate of the classifier table; 0: rows stay as they start")
     clf_state: Literal["adam", "adagrad", "sgd", "momentum", "adamw"] = key(
         "adam", "the classifier's optimiser; adamw updates all rows in each step, others those of the pool"
     )

@@ -176,6 +176,7 @@ FORMULAS = {
     "astec-surrogate": lambda c: decoupled(c.clf / TAU, *c.every),
     "astec": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "eclare": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
+    "graphsage": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
     "inceptionxml-lf": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "depsl": lambda c: both_ways(decoupled, c.de / TAU, *c.pool),
@@ -244,8 +245,9 @@ class Case:
         pairs[t.row_P, t.col_P] = True
         assert (pairs == self.pool[0]).all()
         self.picked[t.row_P, t.col_P] = t.sampled_P.numpy()
-        self.num_labels = len(pool) if model.heads != "clf" or params.model.clf_residual else 0
-        self.x, self.own = torch.from_numpy(rng.normal(size=(own + self.num_labels, model.encoder.width))), own
+        texts = self.batch.texts.num_texts  # queries, labels, queries of the labels
+        assert texts > own if model.heads != "clf" or params.model.clf_residual else texts == own
+        self.x, self.own = torch.from_numpy(rng.normal(size=(texts, model.encoder.width))), own
 
     def computed(self):
         """The recipe's loss, gradients to the encoder's outputs and to the classifier's rows."""
@@ -275,8 +277,8 @@ class Case:
             rows = (weight if labels is None else weight[labels]).clone().requires_grad_()
             psi = rows
             if self.params.model.clf_residual:
-                text, free = F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1), rows
-                related = self.related(text)
+                texts, free = F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1), rows
+                text, related = texts[: len(rows)], self.related(texts)
                 if model.gates is not None:
                     gates = 2 / (1 + torch.exp(-model.gates.detach().double()))
                     half = len(gates) // 2
@@ -289,10 +291,18 @@ class Case:
         return loss.detach(), torch.autograd.grad(loss, [leaf] if rows is None else [leaf, rows])
 
     def related(self, text):
-        """Texts of the labels of the pool that are related to each, times how much, at unit length; times the gate."""
+        """Texts of the labels of the pool that are related to each, times how much, or of the queries that were drawn
+        for it, at unit length; times the gate."""
+        pool, rows = self.batch.pool.pool_S, []
         if self.model.related_gate is None:
             return torch.zeros_like(text)
-        pool, rows = self.batch.pool.pool_S, []
+        if self.params.model.clf_queries:
+            drawn = list(zip(*(places.tolist() for places in self.batch.related[:2]), strict=True))
+            for i in range(len(pool)):
+                queries = [text[len(pool) + place] for label, place in drawn if label == i]
+                rows.append(F.normalize(sum(queries), dim=0) if queries else torch.zeros_like(text[0]))
+            assert 0 < sum(row.norm() > 0 for row in rows) < len(rows) or len(drawn) > len(rows)
+            return torch.stack(rows) * self.model.related_gate.detach().double()
         for i, label in enumerate(pool):
             others = [self.graph[label, other] * text[j] for j, other in enumerate(pool) if j != i]
             rows.append(F.normalize(sum(others), dim=0))

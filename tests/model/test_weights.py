@@ -229,13 +229,33 @@ def test_whole_rows_are_text_and_free_vector(residual, monkeypatch, block, rng):
 
 
 @pytest.mark.parametrize("block", [2, 100])
+def test_whole_rows_have_the_mean_of_all_their_queries(tiny_bert, tiny_params, rng, monkeypatch, block):
+    monkeypatch.setattr("unidec.model.unidec.START_BLOCK", block)
+    values = {"model.heads": "clf", "index.space": "clf", "model.clf_residual": True, "model.clf_queries": 2}
+    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    assert model.related_gate.tolist() == [1.0] * len(model.related_gate)
+    texts_NW = torch.from_numpy(rng.normal(size=(12, 32)).astype(np.float32))  # of 7 labels, then of 5 queries
+    has_LN = rng.random((7, 5)) < 0.5
+    has_LN[3], has_LN[4] = False, True  # a label without queries, and one with more than a step draws
+    model.label_input, model.related_input = (lambda rows: texts_NW[rows]), (lambda rows: texts_NW[7 + rows])
+    model.related_LN = csr_matrix(has_LN.astype(np.float32))
+    torch.nn.init.normal_(model.related_gate)
+    text = model.text_rows(texts_NW).detach().numpy().astype(np.float64)
+    for label, row in enumerate(model.classifier_table()[0]):
+        queries = [text[7 + query] for query in range(5) if has_LN[label, query]]
+        mean = sum(queries) / np.linalg.norm(sum(queries)) if queries else 0.0
+        expected = text[label] + mean * model.related_gate.detach().numpy()
+        np.testing.assert_allclose(row, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [2, 100])
 def test_whole_rows_have_the_texts_of_all_related_labels(tiny_bert, tiny_params, rng, monkeypatch, block):
     monkeypatch.setattr("unidec.model.unidec.START_BLOCK", block)
     model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.clf_graph": True}), 3).eval()
     label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1]) + torch.from_numpy(rng.normal(size=(7, 32)).astype(np.float32))
     graph_LL = rng.random((7, 7)) * (rng.random((7, 7)) < 0.4)
     graph_LL[3] = 0  # related to none
-    model.label_input, model.related_LL = (lambda rows: label_LW[rows]), csr_matrix(graph_LL)
+    model.label_input, model.related_LN = (lambda rows: label_LW[rows]), csr_matrix(graph_LL)
     torch.nn.init.normal_(model.table.weight)
     torch.nn.init.normal_(model.related_gate)
     text = model.text_rows(label_LW).detach().numpy().astype(np.float64)

@@ -213,6 +213,34 @@ def test_which_labels_are_encoded_and_which_classified(make, tiny_dataset, tiny_
             assert np.array_equal(dense, relevance[:, labels[which]])
 
 
+def test_queries_are_drawn_for_each_label_outside_the_batch(make, tiny_dataset, tiny_tokens):
+    """GraphSAGE: training queries that have the label, at most 2, never one of the batch, others in the next step."""
+    options = {"model.heads": "clf", "model.clf_residual": True, "model.clf_queries": 2}
+    batches, has = make(**options), tiny_dataset.relevance.toarray() > 0
+    train, rows, seen = set(batches.rows.tolist()), batches.rows[:9], set()
+    assert np.array_equal(batches.related_LN.toarray() > 0, has[batches.rows].T)
+    for step in range(3):
+        batch = batches.prepare(rows, 0, step, None)
+        pool, own = batch.pool.pool_S, 9 + len(batch.pool.pool_S)
+        label_E, query_E, weight_E = (part.numpy() for part in batch.related)
+        assert (weight_E == 1).all() and set(query_E.tolist()) == set(range(len(texts(batch, tiny_tokens)) - own))
+        assert batch.num_texts == own + query_E.max() + 1
+        drawn = sorted({row for row in train - set(rows.tolist()) for label in pool if has[row, label]})
+        encoded = texts(batch, tiny_tokens)[own:]
+        by_text = {}
+        for row in drawn:
+            by_text.setdefault(tuple(tiny_tokens["queries"].ragged(np.array([row]))[0].tolist()), set()).add(row)
+        for place, label in enumerate(pool):
+            available = [row for row in drawn if has[row, label]]
+            mine = query_E[label_E == place]
+            assert len(set(mine.tolist())) == len(mine) == min(2, len(available))
+            assert all(by_text[tuple(encoded[query])] & set(available) for query in mine)
+        seen.add(tuple(zip(label_E.tolist(), query_E.tolist(), strict=True)))
+    assert len(seen) == 3
+    again = batches.prepare(rows, 0, 2, None)
+    assert all(torch.equal(one, other) for one, other in zip(again.related, batch.related, strict=True))
+
+
 def test_texts_come_in_chunks_where_gradients_are_cached(make, tiny_tokens):
     batches = make(**{"optim.encode_chunk": 4})
     batch = batches.prepare(batches.rows[:9], 0, 0, None)

@@ -5,9 +5,10 @@ Legend: B texts, N texts in all, L labels, D width of a head, W width of the enc
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
 queries, Psi an L x D table. Without `projection` g1 and g2 are the identity (DPR, NGAME, DEXML). With `clf_residual` a
 row of Psi is its label's text plus a free vector (SiameseXML), with `clf_gates` each entry times a learnt gate (DECAF),
-with `clf_graph` plus the texts of related labels (ECLARE). With `auxiliary` Phi_D of a label is
-normalize(g1(Phi(t)) + v), v learnt, one for each cluster of labels (DEXA: Dahiya et al. 2023). With `surrogate` the
-labels of a cluster share a row of Psi, which is learnt as the cluster's (Astec: Dahiya et al. 2021).
+with `clf_graph` plus the texts of related labels (ECLARE), with `clf_queries` of its training queries (GraphSAGE). With
+`auxiliary` Phi_D of a label is normalize(g1(Phi(t)) + v), v learnt, one for each cluster of labels (DEXA: Dahiya et
+al. 2023). With `surrogate` the labels of a cluster share a row of Psi, which is learnt as the cluster's (Astec: Dahiya
+et al. 2021).
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class UniDEC(nn.Module):
         table: Psi, `RowTable` [L, D] (with `clf_residual` its free vectors); bias: `RowTable` [L, 1] or None.
         log_scale: float [2], log(1 / tau) of the two heads.
         label_input: gives encoder outputs [n, W] of the labels at some rows, int64 [n]; set by who trains a residual
-            classifier, whose whole rows are computed with it; related_LL: csr [L, L], how much labels are related,
-            likewise with `clf_graph`.
+            classifier, whose whole rows are computed with it; related_LN: csr [L, N], how much other texts are related
+            to each label, likewise with `clf_graph` (labels) or `clf_queries`; related_input gives theirs.
 
     Raises:
         ConfigError: without `projection`, `dim` is not the encoder's width.
@@ -110,12 +111,14 @@ class UniDEC(nn.Module):
             self.table = RowTable(rows, settings.dim, DTYPES[settings.clf_dtype], placement)
             self.bias = RowTable(rows, 1, torch.float32, placement) if settings.clf_bias else None
             self.gates = nn.Parameter(torch.zeros(2 * settings.dim)) if settings.clf_gates else None
-            self.related_gate = nn.Parameter(torch.zeros(settings.dim)) if settings.clf_graph else None
+            if settings.clf_graph or settings.clf_queries:
+                self.related_gate = nn.Parameter(torch.full((settings.dim,), float(settings.clf_queries > 0)))
         self.log_scale = nn.Parameter(
             torch.full((2,), -float(np.log(settings.temperature))), requires_grad=settings.learn_temperature
         )
         self.label_input: LabelInput | None = None
-        self.related_LL: csr_matrix | None = None
+        self.related_input: LabelInput | None = None
+        self.related_LN: csr_matrix | None = None
         # set by `create` and `load`
         self.config_folder: Path | None = None
         self.tokenizer_folder: Path = Path()
@@ -210,10 +213,11 @@ class UniDEC(nn.Module):
 
     def residual_rows(self, text_SD: Tensor, free_SD: Tensor, related_SD: Tensor | None) -> Tensor:
         """Rows of a residual classifier, [S, D]: the sum of text and free vector, or gate by gate (DECAF: Mittal et al.
-        2021), plus gate by gate what `related_texts` gives (ECLARE: Mittal et al. 2021).
+        2021), plus gate by gate what `related_texts` gives (ECLARE: Mittal et al. 2021; GraphSAGE: Hamilton et al.
+        2017, whose aggregators are matrices in place of gates).
 
         Gates of the first two are 2 sigmoid(g), g = 0 at first (the paper: sigmoid(g)), those of the third begin at 0
-        (the paper: a softmax over the parts): so a row begins as the sum.
+        (the paper: a softmax over the parts), with `clf_queries` at 1: so a row begins as the sum.
         """
         if self.gates is not None:
             text_gate_D, free_gate_D = (2 * torch.sigmoid(self.gates)).chunk(2)
@@ -357,24 +361,24 @@ class UniDEC(nn.Module):
     def _with_texts(self, free_LD: np.ndarray) -> np.ndarray:
         """Rows of a residual classifier from its free vectors, float32 [n, D]."""
         assert self.table is not None and self.label_input is not None, "a residual classifier needs its labels' texts"
-        first, rows_LD, text_LD = self.table.first_row, np.empty_like(free_LD), None
-        if self.related_LL is not None:  # of all labels: a row reads those of others
-            blocks = [self._texts_of(begin, self.num_labels).cpu() for begin in range(0, self.num_labels, START_BLOCK)]
-            text_LD = torch.cat(blocks).numpy()
+        first, rows_LD, text_ND = self.table.first_row, np.empty_like(free_LD), None
+        if self.related_LN is not None:  # all of them: a row reads those of others
+            end, given = self.related_LN.shape[1], self.related_input
+            text_ND = torch.cat([self._texts_of(at, end, given).cpu() for at in range(0, end, START_BLOCK)]).numpy()
         for begin in range(0, len(free_LD), START_BLOCK):
             end, related_BD = min(begin + START_BLOCK, len(free_LD)), None
-            if self.related_LL is not None:
-                sums_BD = (self.related_LL[first + begin : first + end] @ text_LD).astype(np.float32)
+            if self.related_LN is not None:
+                sums_BD = (self.related_LN[first + begin : first + end] @ text_ND).astype(np.float32)
                 related_BD = F.normalize(torch.from_numpy(sums_BD).to(self.device), dim=-1)
             text_BD, free_BD = self._texts_of(first + begin, first + end), torch.from_numpy(free_LD[begin:end])
             rows_LD[begin:end] = self.residual_rows(text_BD, free_BD.to(self.device), related_BD).cpu().numpy()
         return rows_LD
 
-    def _texts_of(self, begin: int, end: int) -> Tensor:
-        """What the texts of a block of labels, up to `end`, add to their rows, float32 [n, D]."""
-        assert self.label_input is not None
-        labels = np.arange(begin, min(begin + START_BLOCK, end))
-        return self._text_rows(self.label_input(labels).to(self.device)).float()
+    def _texts_of(self, begin: int, end: int, given: LabelInput | None = None) -> Tensor:
+        """What the texts of a block of labels (or of what is `given`), up to `end`, add to rows, float32 [n, D]."""
+        given = given or self.label_input
+        assert given is not None
+        return self._text_rows(given(np.arange(begin, min(begin + START_BLOCK, end))).to(self.device)).float()
 
     def dense_state(self) -> dict[str, Tensor]:
         """The state without the tables' weights."""
@@ -406,7 +410,7 @@ class UniDEC(nn.Module):
             state["table.weight"] = torch.from_numpy(rows_LD).to(DTYPES[settings.clf_dtype])
             if bias_L is not None:
                 state["bias.weight"] = torch.from_numpy(bias_L)[:, None]
-            plain = {"clf_residual": False, "clf_gates": False, "clf_graph": False, "surrogate": 0}
+            plain = {"clf_residual": False, "clf_gates": False, "clf_graph": False, "clf_queries": 0, "surrogate": 0}
             settings, parts = settings.model_copy(update=plain), ["gates", "related_gate"]
             parts += [] if settings.auxiliary else ["label_cluster"]
             state = {name: tensor for name, tensor in state.items() if name not in parts}
@@ -461,11 +465,13 @@ class UniDEC(nn.Module):
         return model.to(device).eval()
 
 
-def related_texts(text_SD: Tensor, row_E: Tensor, col_E: Tensor, weight_E: Tensor) -> Tensor:
-    """Weighted sums of the texts of the labels that are related to each label, at unit length (0 where none is).
+def related_texts(text_ND: Tensor, row_E: Tensor, col_E: Tensor, weight_E: Tensor, *, num_labels: int) -> Tensor:
+    """Weighted sums of the texts that are related to each label, at unit length (0 where none is), [S, D].
 
     Args:
-        text_SD: [S, D]; row_E, col_E: int64 [E], places of a label and of one related to it; weight_E: how much.
+        text_ND: [N, D]; row_E, col_E: int64 [E], places of a label and of a text related to it; weight_E: how much.
+        num_labels: S.
     """
-    sums_SD = torch.zeros_like(text_SD).index_add(0, row_E, text_SD[col_E] * weight_E.unsqueeze(1))
+    weighted_ED = text_ND[col_E] * weight_E.unsqueeze(1)
+    sums_SD = text_ND.new_zeros(num_labels, text_ND.shape[1]).index_add(0, row_E, weighted_ED)
     return F.normalize(sums_SD, dim=-1)

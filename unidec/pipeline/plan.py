@@ -252,7 +252,9 @@ class Formulas:
             for labels, loss in zip(of_heads, (params.loss.de, params.loss.clf), strict=True)
         )
         # texts that one rank encodes; sorted by length, a chunk is padded to no more than the next one's shortest
-        counts = (math.ceil(self.queries / ranks), math.ceil(count[encoded_labels(model, pool)] / ranks))
+        of_labels = count[encoded_labels(model, pool)]
+        drawn = min(of_labels * model.clf_queries, sizes.num_train)  # queries of the labels, on one rank
+        counts = (math.ceil(self.queries / ranks) + drawn, math.ceil(of_labels / ranks))
         most = params.tokens.max_length
         lengths = [(min(mean, most), min(top, most)) for mean, top in (sizes.query_tokens, sizes.label_tokens)]
         texts = list(zip(counts, lengths, strict=True))

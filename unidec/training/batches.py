@@ -31,7 +31,7 @@ from unidec.training.gradient_cache import TextChunks, TextParts, cut_texts
 from unidec.training.mixup import Mix, draw_mix
 from unidec.training.sampler import PoolBatch, PoolSampler, encoded_labels, head_labels, weighs_by_propensity
 
-_MIX = 0x6D6978  # apart from other random numbers of a step
+_MIX, _QUERIES = 0x6D6978, 0x717279  # apart from other random numbers of a step
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Prepared:
         clf_places: int64, where they are among the encoded labels, for rows that hold their label's text; None: they
             are the encoded labels, or rows hold no texts.
         related: with `model.clf_graph` the pairs of labels that the classifier sees and that are related: places int64
-            [E] of both among them, and how much they are, float32 [E].
+            [E] of both among them, and how much they are, float32 [E]; with `model.clf_queries` pairs of such a label
+            and a query drawn for it, by its place among those whose texts follow the labels'.
         mix: how the queries are mixed, with `loss.mixup`, else None.
         texts: what this rank encodes: its part of the queries, then its part of the labels; in chunks where
             gradients are cached.
@@ -81,7 +82,8 @@ class Batches:
         rows: int64 [n], training rows: the data set's, with Gandalf those of the labels behind them.
         inverse_L: float64 [L], inverse propensities by the training queries alone, where something is weighted by
             them, else None.
-        related_LL: csr [L, L], the label graph without its diagonal, with `model.clf_graph`, else None.
+        related_LN: csr [L, L], the label graph without its diagonal, with `model.clf_graph`; with `model.clf_queries`
+            csr [L, n], 1 where a training query has the label; else None.
         sampler: draws pools.
 
     Raises:
@@ -113,11 +115,13 @@ class Batches:
             self.inverse_L = inverse_propensity(
                 label_counts(relevance, self.rows), len(self.rows), *settings.propensity
             )
-        self.related_LL: sp.csr_matrix | None = None
-        if settings.model.clf_graph and settings.model.heads != "de":
+        self.related_LN: sp.csr_matrix | None = None
+        if settings.model.clf_queries and settings.model.heads != "de":
+            self.related_LN = sp.csr_matrix((relevance[self.rows] > 0).T, dtype=np.float32)
+        elif settings.model.clf_graph and settings.model.heads != "de":
             assert label_graph is not None
-            self.related_LL = sp.csr_matrix(label_graph - sp.diags(label_graph.diagonal(), format="csr"))
-            self.related_LL.eliminate_zeros()
+            self.related_LN = sp.csr_matrix(label_graph - sp.diags(label_graph.diagonal(), format="csr"))
+            self.related_LN.eliminate_zeros()
         if pool.gandalf:
             relevance, filter_pairs, chosen = _with_labels(relevance, filter_pairs, label_graph)
             self.rows = np.concatenate([self.rows, self.num_queries + chosen])
@@ -173,14 +177,16 @@ class Batches:
         (pool, targets), (clf_pool, clf_targets) = drawn[kind], drawn[of_clf]
         own_rows = pool.rows_B[slice(*self.ranks.part(len(pool.rows_B)))]
         encoded = np.empty(0, dtype=np.int64) if self.encoded == "none" else pool.pool_S
-        own = self.parts(own_rows) + self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))])
+        related, drawn_rows = self._related(clf_pool, (epoch, step))
+        near: TextParts = [("queries", self.tokens["queries"], drawn_rows)] if len(drawn_rows) else []
+        own = self.parts(own_rows) + self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))]) + near
         size = self.settings.optim.encode_chunk
-        everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded)]
+        everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded), *near]
         losses = self.settings.loss
         return Prepared(
             pool, replace(targets, columns=self._columns(pool, self.de_labels, losses.de)),
             replace(clf_targets, columns=self._columns(clf_pool, self.clf_labels, losses.clf)),
-            *self._classified(clf_pool, encoded), self._related(clf_pool.pool_S), self._mix(pool, epoch, step),
+            *self._classified(clf_pool, encoded), related, self._mix(pool, epoch, step),
             cut_texts(own, self.build, size, self.device) if size else self.build(own), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),
@@ -220,12 +226,34 @@ class Batches:
             places = to_device(np.searchsorted(encoded, clf_pool.pool_S), self.device)
         return ids, sizes, places
 
-    def _related(self, labels_S: np.ndarray) -> tuple[Tensor, ...] | None:
-        if self.related_LL is None:
-            return None
-        pairs = self.related_LL[labels_S][:, labels_S].tocoo()
-        arrays = (pairs.row.astype(np.int64), pairs.col.astype(np.int64), pairs.data.astype(np.float32))
-        return tuple(to_device(array, self.device) for array in arrays)
+    def _related(self, pool: PoolBatch, number: tuple[int, int]) -> tuple[tuple[Tensor, ...] | None, np.ndarray]:
+        """Pairs of a label and what is related to it, and rows of the queries among that."""
+        rows_M, labels_S = np.empty(0, dtype=np.int64), pool.pool_S
+        if self.related_LN is None:
+            return None, rows_M
+        if self.settings.model.clf_queries:
+            row_E, col_E, rows_M = self._drawn_queries(self.related_LN[labels_S].tocoo(), pool.rows_B, number)
+            weight_E = np.ones(len(row_E))
+        else:
+            pairs = self.related_LN[labels_S][:, labels_S].tocoo()
+            row_E, col_E, weight_E = pairs.row, pairs.col, pairs.data
+        arrays = (row_E.astype(np.int64), col_E.astype(np.int64), weight_E.astype(np.float32))
+        return tuple(to_device(array, self.device) for array in arrays), rows_M
+
+    def _drawn_queries(
+        self, pairs: sp.coo_matrix, rows_B: np.ndarray, number: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """At most `model.clf_queries` training queries of each label, drawn by the step's number, none of its batch: a
+        label would hold the text that it is compared with. (label's place, query's place, row of each query)."""
+        row_E, query_E = pairs.row, self.rows[pairs.col]
+        draw_E = np.random.default_rng((self.settings.seed, *number, _QUERIES)).random(len(row_E))
+        draw_E[np.isin(query_E, rows_B)] = 2.0
+        order = np.lexsort((draw_E, row_E))
+        row_E, query_E, draw_E = row_E[order], query_E[order], draw_E[order]
+        first_E = np.searchsorted(row_E, row_E)
+        chosen = (np.arange(len(row_E)) - first_E < self.settings.model.clf_queries) & (draw_E < 1)
+        rows_M, col_E = np.unique(query_E[chosen], return_inverse=True)
+        return row_E[chosen], col_E, rows_M
 
     def _mix(self, pool: PoolBatch, epoch: int, step: int) -> Mix | None:
         settings = self.settings

@@ -87,8 +87,12 @@ class Objective:
         if model.settings.clf_residual:  # on one rank alone: it encodes all of the pool's texts
             text_SW = x_BW[own:] if batch.clf_places is None else x_BW[own:][batch.clf_places]
             with self.autocast():
-                text_SD = model.text_rows(text_SW)
-            related_SD = None if batch.related is None else related_texts(text_SD, *batch.related)
+                text_SD, text_ND = model.text_rows(text_SW).tensor_split([len(row_SD)])
+            if not model.settings.clf_queries:
+                text_ND = text_SD
+            related_SD = (
+                None if batch.related is None else related_texts(text_ND, *batch.related, num_labels=len(row_SD))
+            )
             row_SD = model.residual_rows(text_SD, row_SD, related_SD)
         bias_S1 = None
         if model.bias is not None:

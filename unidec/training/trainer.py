@@ -135,7 +135,9 @@ class Trainer:
             ranks.barrier()
         self.batches.build = self.build
         self.model.label_input = self._encode_labels if settings.model.clf_residual else None
-        self.model.related_LL = self.batches.related_LL
+        self.model.related_LN = self.batches.related_LN
+        if settings.model.clf_queries:
+            self.model.related_input = lambda places: self._encode("queries", self.dataset.rows("train")[places])
         self.batch_size = queries_a_batch(settings.pool, len(self.rows))
         self.steps_per_epoch = math.ceil(len(self.rows) / self.batch_size)
         if settings.pool.batches == "clustered":
@@ -167,9 +169,12 @@ class Trainer:
         return self.batches.rows
 
     def _encode_labels(self, rows: np.ndarray) -> Tensor:
+        return self._encode("labels", rows)
+
+    def _encode(self, name: str, rows: np.ndarray) -> Tensor:
         with self._autocast():
-            output_LW = self.model.encode("labels", self.tokens["labels"], rows, self.build)
-        return torch.from_numpy(output_LW).to(self.device)
+            output_NW = self.model.encode(name, self.tokens[name], rows, self.build)
+        return torch.from_numpy(output_NW).to(self.device)
 
     def _restore(self, accept: Collection[str]) -> None:
         data, sha256 = self.data, self.start.sha256 if self.start is not None else None
