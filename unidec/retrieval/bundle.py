@@ -296,7 +296,7 @@ class Bundle:
         excluded = np.zeros(0, np.int64) if excluded is None else excluded
         if self.evidence is not None and info.fusion is not None and head == "both":
             search = functools.partial(self.index.search, rescore=RESCORE)
-            _, found_BC = self._search(search, query_BD, max(FEWEST_CANDIDATES, 2 * k), excluded)
+            _, found_BC = self._search(search, query_BD, max(FEWEST_CANDIDATES, 3 * k), excluded)
             assert asked.de_BD is not None and asked.clf_BD is not None and asked.words_BF is not None
             evidence = self.evidence.read(asked.de_BD, asked.clf_BD, asked.words_BF, found_BC, excluded, allowed)
             return self.evidence.rank(info.fusion, evidence, k, tail)

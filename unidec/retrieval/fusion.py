@@ -29,10 +29,10 @@ from unidec.retrieval.scoring_space import pair_scores, query_vectors
 from unidec.retrieval.sparse import SparseRows
 from unidec.retrieval.word_scores import WORD_FEATURES, WordScorer
 
-CANDIDATES = 200  # labels that the search gives for each query that the fusion is trained on or ranks a hundred for
+CANDIDATES = 300  # labels that the search gives for each query that the fusion is trained on or ranks a hundred for
 FEWEST_CANDIDATES = 100  # where fewer are asked for
 RESCORE = 2  # labels for each candidate that an approximate search scores exactly
-VOTED = 50  # labels with most votes, which are candidates too
+VOTED = 100  # labels with most votes, which are candidates too
 FEATURES = (
     "blend", "dual encoder", "classifier", "votes", "words of the label", "words of its queries",
     "labels it comes with", "log frequency",
