@@ -290,6 +290,8 @@ def step_gradients(ranks: Any, folder: Path, cases: dict[str, Any]) -> dict[str,
         run_dir, cache = folder / f"gradients {case} {ranks.world}", folder / f"gradients-cache-{ranks.world}"
         trainer = Trainer(params.training, TrainingData(dataset, *tokens), run_dir, cache, ranks=ranks)
         trainer.model.train()
+        if trainer.model.encoder.bag is not None and trainer.model.encoder.bag.inception is not None:
+            trainer.model.encoder.bag.inception.dropout.p = 0.0  # no key sets it, and each rank draws its own
         trains = params.encoder.kind != "bag" and params.encoder.trainable_layers != 0
         assert (trainer.parallel is not None) == (trains and not ranks.alone)
         trainer.optimisers.step = lambda *_, each=(case, trainer): found.update(all_gradients(*each, ranks))

@@ -232,14 +232,14 @@ class UniDEC(nn.Module):
         assert self.head_clf is not None
         return F.normalize(self.head_clf[0](x_BW), dim=-1)
 
-    def de(self, x_BW: Tensor, labels_S: np.ndarray | None = None) -> Tensor:
+    def de(self, x_BW: Tensor, labels_S: Tensor | None = None) -> Tensor:
         """Phi_D, unit length unless `normalize` is off, float32 [B, D]; `labels_S`, int64, are the labels whose texts
         the last ones are: with `auxiliary` the vectors of their clusters are added."""
         assert self.head_de is not None
         de_BD = self.head_de(x_BW).float()
         if labels_S is not None and self.auxiliary is not None and self.label_cluster is not None:
             own = len(de_BD) - len(labels_S)
-            vector_SD = F.embedding(self.label_cluster[to_device(labels_S, de_BD.device)], self.auxiliary)
+            vector_SD = F.embedding(self.label_cluster[labels_S], self.auxiliary)
             de_BD = torch.cat([de_BD[:own], de_BD[own:] + vector_SD])
         return F.normalize(de_BD, dim=-1) if self.settings.normalize else de_BD
 
@@ -318,7 +318,7 @@ class UniDEC(nn.Module):
                 for start in range(0, len(rows), block):
                     outputs = self._outputs(name, tokens, rows[start : start + block], build, batch_size, bar)
                     x_BW = torch.cat(list(outputs))
-                    labels = rows[start : start + block] if name == "labels" else None
+                    labels = to_device(rows[start : start + block], self.device) if name == "labels" else None
                     with torch.autocast(self.device.type, enabled=False):
                         each = [self.de(x_BW, labels) if key == "de" else self.clf(x_BW) for key in heads]
                         heads_BD = torch.cat(each, dim=-1)

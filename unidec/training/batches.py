@@ -50,6 +50,7 @@ class Prepared:
             [E] of both among them, and how much they are, float32 [E]; with `model.clf_queries` pairs of such a label
             and a query drawn for it, by its place among those whose texts follow the labels'.
         mix: how the queries are mixed, with `loss.mixup`, else None.
+        own_labels: with `model.auxiliary` int64 ids of the labels whose texts this rank encodes, else None.
         texts: what this rank encodes: its part of the queries, then its part of the labels; in chunks where
             gradients are cached.
         num_own_queries: how many of the texts are queries.
@@ -64,6 +65,7 @@ class Prepared:
     clf_places: Tensor | None
     related: tuple[Tensor, ...] | None
     mix: Mix | None
+    own_labels: Tensor | None
     texts: EncoderInput | TextChunks
     num_own_queries: int
     num_texts: int
@@ -179,7 +181,8 @@ class Batches:
         encoded = np.empty(0, dtype=np.int64) if self.encoded == "none" else pool.pool_S
         related, drawn_rows = self._related(clf_pool, (epoch, step))
         near: TextParts = [("queries", self.tokens["queries"], drawn_rows)] if len(drawn_rows) else []
-        own = self.parts(own_rows) + self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))]) + near
+        own_labels = encoded[slice(*self.ranks.part(len(encoded)))]
+        own = self.parts(own_rows) + self._label_parts(own_labels) + near
         size = self.settings.optim.encode_chunk
         everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded), *near]
         losses = self.settings.loss
@@ -187,6 +190,7 @@ class Batches:
             pool, replace(targets, columns=self._columns(pool, self.de_labels, losses.de)),
             replace(clf_targets, columns=self._columns(clf_pool, self.clf_labels, losses.clf)),
             *self._classified(clf_pool, encoded), related, self._mix(pool, epoch, step),
+            to_device(own_labels, self.device) if self.settings.model.auxiliary else None,
             cut_texts(own, self.build, size, self.device) if size else self.build(own), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),

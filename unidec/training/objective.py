@@ -69,7 +69,7 @@ class Objective:
         """L_D: queries against the texts of the labels."""
         own, settings, targets = batch.num_own_queries, self.settings, batch.targets
         with self.autocast():
-            de_BD = self.model.de(x_BW, batch.pool.pool_S[slice(*self.ranks.part(len(batch.pool.pool_S)))])
+            de_BD = self.model.de(x_BW, batch.own_labels)
         query_BD, scale = self._queries(de_BD[:own], self.model.log_scale.exp()[0], batch, targets)
         label_SD = self._labels(de_BD[own:], self.ranks.sizes(len(batch.pool.pool_S)), targets)
         similarity_BS = self._products(query_BD, label_SD)
