@@ -60,6 +60,18 @@ def test_queries_with_the_same_words_and_labels_are_left_out_one_at_a_time(voter
     np.testing.assert_allclose(own, wanted, atol=2e-3)
 
 
+def test_queries_without_words_or_labels_have_no_candidates(voters):
+    rows = np.array([0])  # its text is empty
+    scores = WordScorer(voters, VOTING).score(voters.vectors_MD[rows], rows)
+    key = scores.candidates()
+    assert len(key) == 0
+    assert scores.features(key, key).shape == (0, len(WORD_FEATURES) * (2 if voters.words.head else 1))
+    rows = np.array([1, 2])  # without labels: nothing is taken out
+    given = (WordScorer(voters, VOTING).score(voters.vectors_MD[rows], left_out) for left_out in (rows, None))
+    left_out, there = (scores.features(*every_pair(2))[:, 3:9] for scores in given)  # votes lack one voter
+    np.testing.assert_allclose(left_out, there)
+
+
 def test_features_are_those_of_a_loop(voters):
     asked = voters.vectors_MD[:6]
     scores = WordScorer(voters, VOTING).score(asked)

@@ -44,7 +44,7 @@ class WordScores:
         votes: of similar training queries. label_BL, query_BL: cosines of the query's words to those of the label's
             text, and to those of its training queries; float32 [B, L].
         count_L: training queries of each label, float32 [L].
-        num_words_B: int64 [B]. own_BL: CSR, the labels of queries that are left out; None: none is.
+        num_words_B: int64 [B]. own: 1 for the labels of queries that are left out; None: none is.
         by_head: by the first words alone; None where those are not kept.
     """
 
@@ -53,7 +53,7 @@ class WordScores:
     query_BL: Floats
     count_L: Floats
     num_words_B: npt.NDArray[np.int64]
-    own_BL: csr_matrix | None = None
+    own: PairScores | None = None
     by_head: WordScores | None = None
 
     def candidates(self) -> Rows:
@@ -77,8 +77,8 @@ class WordScores:
             value_P = score_BL[query_P, label_P]
             columns += [value_P, best[-1] - value_P, np.log1p((top_BT[query_P] > value_P[:, None]).sum(axis=1))]
         count_P = self.count_L[label_P]
-        if self.own_BL is not None:
-            count_P = count_P - np.asarray(self.own_BL[query_P, label_P]).ravel()
+        if self.own is not None:
+            count_P = count_P - self.own.at(query_P * self.own.shape[1] + label_P)
         columns += [*best, np.log1p(count_P), np.log1p(self.num_words_B)[query_P]]
         feature_PX = np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
         if self.by_head is None:
@@ -114,16 +114,16 @@ class WordScorer:
         neighbours, num_labels = self.neighbours, self.neighbours.num_labels
         votes = neighbours.votes(words_BF, self.num_votes, left_out)
         words_B2L = self._words_F2L.product(words_BF)
-        label_BL, query_BL, own_BL = words_B2L[:, :num_labels], words_B2L[:, num_labels:], None
+        label_BL, query_BL, own = words_B2L[:, :num_labels], words_B2L[:, num_labels:], None
         if left_out is not None:
-            own_BL = neighbours.labels_ML[left_out]
-            query_O, label_O = own_BL.nonzero()
+            own = PairScores.of(neighbours.labels_ML[left_out])
+            query_O, label_O = np.divmod(own.key_N, num_labels)
             query_BL[query_O, label_O] = self._without(words_BF[query_O], label_O, query_BL[query_O, label_O])
         assert neighbours.words is not None
-        own = words_BF.indices // max(neighbours.words.num_features, 1) == neighbours.part
-        num_words_B = np.diff(np.concatenate([[0], np.cumsum(own)])[words_BF.indptr])
+        read_N = words_BF.indices // max(neighbours.words.num_features, 1) == neighbours.part
+        num_words_B = np.diff(np.concatenate([[0], np.cumsum(read_N)])[words_BF.indptr])
         by_head = None if self.by_head is None else self.by_head.score(words_BF, left_out)
-        return WordScores(votes, label_BL, query_BL, neighbours.label_counts, num_words_B, own_BL, by_head)
+        return WordScores(votes, label_BL, query_BL, neighbours.label_counts, num_words_B, own, by_head)
 
     def _without(self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats) -> Floats:
         """Cosines of queries to the sums of labels that they have, taken out of the sum: float32 [O]."""
