@@ -7,8 +7,8 @@
 
 Synthetic text (synthetic.py), the program's own commands: raw files -> ingest -> Great Expectations -> tokens ->
 propensities -> one epoch -> index -> evaluation of 5,000 test queries -> MLflow's registry, gate, promotion ->
-queries to a server -> predictions for a file of queries. A stage that is in FOLDER/scale_run.json is not run again; one that was
-stopped in training or predicting resumes where it was.
+queries to a server -> predictions for a file of queries. A stage that is in FOLDER/scale_run.json is not run again; one
+that was stopped in training or predicting resumes where it was.
 
 Legend: N training queries, L labels.
 """
