@@ -133,11 +133,9 @@ class Params(Section):
             return
         or_none = "or model.clf_residual: false"
         if self.model.clf_queries and (self.model.clf_graph or self.model.heads == "both"):
-            what, fix = (
-                "only a classifier alone, without a label graph, has its labels' queries in its rows",
-                "clf_queries: 0",
-            )
-            yield Conflict("model.clf_queries model.clf_graph model.heads", what, f"model.heads: clf, or model.{fix}")
+            what = "only a classifier alone, without a label graph, has its labels' queries in its rows"
+            fix = "model.heads: clf, or model.clf_queries: 0"
+            yield Conflict("model.clf_queries model.clf_graph model.heads", what, fix)
         if self.model.clf_init != "label_embedding":
             what, fix = "a residual classifier starts from its labels' embeddings", "model.clf_init: label_embedding"
             yield Conflict("model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}")
