@@ -141,7 +141,7 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
     return {**done, **judged, "skipped": reason}
 
 
-def _phase(num_rounds: int, name: str, number: int, work: Callable[[], Report]) -> Report:
+def _phase(num_rounds: str, name: str, number: int, work: Callable[[], Report]) -> Report:
     """A task, not retried: what ended a phase would end it again, and the next run resumes from its checkpoint."""
     return run(f"{name} {number} of {num_rounds}", work)
 
@@ -159,7 +159,8 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
             stack.enter_context(tracked(training.folder))
             for line in training.lines:
                 lifecycle.say(line)
-            fit(training, partial(_phase, training.num_rounds))
+            most = "at most " if params.optim.patience else ""
+            fit(training, partial(_phase, f"{most}{training.num_rounds}"))
             run("export", training.export)
             done["epoch"] = training.epoch
         if "index" in wanted:

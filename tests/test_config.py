@@ -179,6 +179,8 @@ CONFLICTING = [
     ("loss.balance", {"loss.balance": 0.0, "index.space": "de"}),
     ("optim.warmup_epochs", {"optim.epochs": 2, "optim.warmup_epochs": 2.5}),
     ("optim.clf_decay", {"optim.clf_decay": 0.01}),
+    ("optim.budget_minutes", {"optim.budget_minutes": 8.0}),
+    ("optim.patience", {"optim.patience": 2, "data.validation_share": 0.0}),
     ("run.table_place", {"run.table_place": "host", "optim.clf_state": "adamw"}),
     ("data.validation_share", {"index.clf_weight": "auto", "data.validation_share": 0.0}),
     ("loss.de_forward", {"loss.de": "softtopk"}),
@@ -271,6 +273,8 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
             "model.projection": False,
         },  # the dual encoder is the encoder, which may be trained already
         {"optim.epochs": 1},
+        {"optim.patience": 2, "optim.budget_minutes": 8.0},
+        {"optim.patience": 2, "data.validation_share": 0.0, "data.validation_sample": 500},
         {"optim.clf_decay": 0.01, "optim.clf_state": "momentum", "run.table_place": "host"},
         {"run.devices": 8, "optim.encode_chunk": 256, "pool.de_labels": "all", "pool.clf_labels": "all"},
     ],

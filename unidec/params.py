@@ -92,6 +92,10 @@ class Params(Section):
             what = "clusters in place of labels: a classifier alone learns them, on one device"
             needed = {"model.heads": "clf", "model.clf_init": "xavier", "run.devices": 1}
             yield from self._needed("model.surrogate: 0", what, needed)
+        if self.optim.patience and not (self.data.validation_share or self.data.validation_sample):
+            what = "nothing is measured that could stop rising"
+            fix = "data.validation_share or data.validation_sample above 0, or optim.patience: 0"
+            yield Conflict("optim.patience data.validation_share data.validation_sample", what, fix)
         yield from self._operations()
 
     def _heads(self) -> Iterator[Conflict]:

@@ -265,6 +265,12 @@ class Optim(Section):
     )
     clf_decay: NonNegative = key(0.0, "weight decay of the classifier's rows, by adamw and momentum")
     warmup_epochs: NonNegative = key(1.0, "epochs of linear warm-up before the cosine")
+    patience: CountOrZero = key(
+        0, "rounds without a better validation nDCG@5 after which one last round ends training; 0: all epochs"
+    )
+    budget_minutes: NonNegative = key(
+        0.0, "with patience: processor minutes (GPU: wall minutes) that training and refreshes may take; 0: no limit"
+    )
     weight_decay: NonNegative = key(0.05, "of the transformer's and heads' matrices")
     clip_norm: NonNegative = key(1.0, "gradient norm limit; 0: none")
     encode_chunk: CountOrZero = key(0, "texts whose activations are held at once, gradients cached; 0: all")
@@ -274,6 +280,9 @@ class Optim(Section):
         if self.warmup_epochs > self.epochs:
             what, fix = "the warm-up is longer than the training", "optim.warmup_epochs well below optim.epochs"
             yield Conflict("optim.warmup_epochs optim.epochs", what, fix)
+        if self.budget_minutes > 0 and self.patience == 0:
+            what, fix = "only a training with patience can end early", "optim.patience: 2, or optim.budget_minutes: 0"
+            yield Conflict("optim.budget_minutes optim.patience", what, fix)
         if self.clf_decay > 0 and self.clf_state not in ("adamw", "momentum"):
             what, fix = (
                 "this optimiser has no weight decay",

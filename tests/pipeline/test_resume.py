@@ -143,6 +143,38 @@ def test_killed_between_any_two_files(
     assert client.get_run(run_id).info.status == "FINISHED"
 
 
+@pytest.mark.parametrize(("owner", "name", "after"), [
+    (Trainer, "train_step", 14), (training, "validation_metrics", 1), (training, "validation_metrics", 2),
+    (training, "write_folder", 0),
+])  # fmt: skip
+def test_with_patience_it_ends_early_wherever_it_is_killed(
+    work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int
+) -> None:
+    """Validation does not rise after the second round: the third one is the last."""
+    given = {"optim.patience": 1, "optim.epochs": 40, "optim.warmup_epochs": 0.5}
+    real, measured = training.validation_metrics, {2: 30.0, 4: 20.0, 6: 10.0}
+
+    def falls(ranking: Any, params: Params) -> dict[str, float]:
+        return real(ranking, params) | {"nDCG@5": measured[epoch[0]]}
+
+    epoch, validate = [0], training.Run.validate
+    monkeypatch.setattr(training, "validation_metrics", falls)
+    monkeypatch.setattr(training.Run, "validate", lambda run: (epoch.__setitem__(0, run.epoch), validate(run))[1])
+    uncut, _ = train(work.params(**given))
+    found = outcome()
+    assert (uncut.epoch, uncut.finished) == (6, True) and runs.list_runs()[0].state == "finished"
+    lines = read_json_lines(paths.MODEL / "rounds.jsonl")
+    assert [line["finished"] for line in lines] == [False, False, True]
+    trained = [line["work_seconds"] - sum(r["refresh"]["work_seconds"] for r in lines[: i + 1])
+               for i, line in enumerate(lines)]  # fmt: skip
+    assert 0 < trained[0] < trained[1] < trained[2] and all(line["refresh"]["work_seconds"] > 0 for line in lines)
+    shutil.rmtree(paths.RUNS)
+    cut_training(monkeypatch, work.params(**given), owner, name, after)
+    result, said = train(work.params(**given))
+    assert (result.epoch, result.finished) == (6, True) and outcome() == found
+    assert any("of at most 40" in line or "is trained: 6 epochs" in line for line in said)
+
+
 def test_inside_a_round_the_refresh_does_nothing(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     params = work.params()
     cut_training(monkeypatch, params, Trainer, "train_step", 5)

@@ -2,12 +2,14 @@
 
 import json
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
 
 from unidec.errors import ArtifactError, ConfigError
 from unidec.training import trainer as module
+from unidec.training.stopping import METRIC, ROUNDS
 
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
 
@@ -235,3 +237,51 @@ def test_what_is_accepted_must_still_fit(open_trainer, tiny_dataset, tiny_tokens
         accept=["optim.lr_clf"],
     )
     assert again.finished
+
+
+# -- with patience: rounds.jsonl decides when it ends -----------------------------------------------------------------
+
+CURVE = {2: 5.0, 4: 7.0, 6: 6.0, 8: 6.5, 10: 9.0}  # of the epoch; with patience 2 the last round is epochs 9 and 10
+PATIENT = DROPOUTS | {"optim.patience": 2, "optim.epochs": 40, "run.checkpoint_steps": 3}
+
+
+def run_with_patience(trainer, curve=CURVE):
+    """Train as the stages do: after each round a line of rounds.jsonl, where there is none yet."""
+    while True:
+        file = trainer.run_dir / ROUNDS
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        if trainer.epoch and trainer.epoch_step == 0 and trainer.epoch not in [line["epoch"] for line in lines]:
+            lines.append({"epoch": trainer.epoch, "validation": {METRIC: curve[trainer.epoch]},
+                          "work_seconds": trainer.work_seconds})  # fmt: skip
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if trainer.finished:
+            return trainer
+        if trainer.refresh_due:
+            trainer.refresh()
+        trainer.train_round()
+
+
+@pytest.mark.parametrize("cuts", [[1, 9, 18], [31, 33, 35, 37], [39]])
+def test_with_patience_it_ends_early_and_killed_anywhere_with_the_same_bits(open_trainer, monkeypatch, cuts):
+    whole = run_with_patience(open_trainer("whole", **PATIENT))
+    assert (whole.epoch, whole.step) == (10, 10 * whole.steps_per_epoch) and whole.finished
+    rates = [json.loads(line)["lr_heads"] for line in (whole.run_dir / "history.jsonl").read_text().splitlines()]
+    last = 8 * whole.steps_per_epoch
+    assert len(set(rates[whole.steps_per_epoch : last + 1])) == 1 and all(a > b for a, b in pairwise(rates[last:]))
+    for cut in cuts:
+        part = open_trainer("parts", **PATIENT)
+        kill_at(part, monkeypatch, {cut})
+        with pytest.raises(Killed):
+            run_with_patience(part)
+    parts = run_with_patience(open_trainer("parts", **PATIENT))
+    assert_same(parts, whole)
+    assert 0 < open_trainer("whole", **PATIENT).work_seconds == whole.work_seconds
+
+
+def test_until_the_last_round_it_is_the_training_that_ends_later(open_trainer):
+    short = run_with_patience(open_trainer("short", **PATIENT))
+    longer = run_with_patience(open_trainer("longer", **PATIENT), CURVE | {8: 8.0, 10: 1.0, 12: 1.0, 14: 0.0})
+    assert longer.epoch == 14
+    last = 8 * short.steps_per_epoch
+    assert history(short)[: last + 1] == history(longer)[: last + 1]
+    assert history(short)[last + 2] != history(longer)[last + 2]

@@ -318,6 +318,7 @@ def round_parts(rounds: Records) -> dict[str, list[float]]:
     """
     refreshes = [r.get("refresh") or {} for r in rounds]
     keys = dict.fromkeys(key for refresh in refreshes for key in refresh if key.endswith("_seconds"))
+    keys.pop("work_seconds", None)  # the same time once more
     if len(keys) > 1:
         keys.pop("refresh_seconds", None)
     parts = {key.removesuffix("_seconds").replace("_", " "): [finite(r, key) for r in refreshes] for key in keys}

@@ -7,6 +7,7 @@ A run's folder, `runs/<16 hex digits of its identity>`, holds `checkpoints/`, `r
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
 from unidec.tracking.run import Status, Tracker, is_alive, tracking_state
+from unidec.training.stopping import Stopping
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class RunInfo:
 
     Attributes:
         state: "running" (a living process holds it), "finished", "failed", "stopped" or "begun" (no checkpoint yet).
-        epoch, epochs, step: finished ones and all, at the newest checkpoint; None without one.
+        epoch, epochs, step: finished ones and (at most) all, at the newest checkpoint; None without one.
         checkpoint: the newest one's name; checkpoint_age: in seconds. mlflow_run: its id.
         unfinished: training can resume, and no process is at it.
     """
@@ -62,7 +64,11 @@ def run_info(run_dir: Path) -> RunInfo:
     """How far a run came."""
     path, state = _newest(run_dir)
     tracked = tracking_state(run_dir)
-    epochs = int(state["identity"]["optim.epochs"]) if state.get("identity") else None
+    epochs, identity = None, state.get("identity")
+    if identity:
+        keys = {"optim.epochs": "", "pool.refresh": "1", "optim.patience": "0", "optim.budget_minutes": "0"}
+        stopping = Stopping(*(json.loads(identity.get(key, default)) for key, default in keys.items()))
+        epochs = stopping.read(run_dir, state["epoch"])[1]
     if tracked.get("status") is None and is_alive(tracked.get("holder")):
         how = "running"
     elif epochs is not None and state["epoch"] >= epochs:

@@ -35,9 +35,10 @@ from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures, Report, RoundReport, fit
 from unidec.training.identity import check_same, differences
+from unidec.training.stopping import ROUNDS, Stopping
 from unidec.training.trainer import Trainer, TrainingData
 
-REFRESH, HISTORY, ROUNDS = "refresh.json", "history.jsonl", "rounds.jsonl"
+REFRESH, HISTORY = "refresh.json", "history.jsonl"
 _AGAIN = "run the same command again to resume from the last checkpoint"
 _FAREWELL = "stopped at once; the last whole checkpoint is kept"
 _OF_REFRESH = {
@@ -71,7 +72,8 @@ class Run:
         folder: the run's folder.
         epoch, epoch_step, step: finished epochs, steps of the next one, steps in all when the run was opened or last
             trained.
-        epochs: all epochs; a_round: epochs from one refresh to the next; num_rounds: of the whole training.
+        epochs: all epochs; a_round: epochs from one refresh to the next; num_rounds: of the whole training; with
+            patience epochs and num_rounds are the most that there can be.
         lines: for people: where training resumes, and what was found on the way.
     """
 
@@ -82,14 +84,15 @@ class Run:
         self.epoch, self.epoch_step, self.step = (int(state.get(key, 0)) for key in ("epoch", "epoch_step", "step"))
         self.epochs, self.a_round = params.optim.epochs, params.pool.refresh
         self.num_rounds = -(-self.epochs // self.a_round)
+        self.stopping = Stopping(self.epochs, self.a_round, params.optim.patience, params.optim.budget_minutes)
         self.lines: list[str] = []
         self._trainer: Trainer | None = None
         self._trained = RoundReport()
 
     @property
     def finished(self) -> bool:
-        """All epochs are done."""
-        return self.epoch >= self.epochs
+        """The last round is done."""
+        return self.epoch >= self.stopping.read(self.folder, self.epoch)[1]
 
     @property
     def round_number(self) -> int:
@@ -146,13 +149,14 @@ class Run:
         last = before[-1] if before else {}
         steps = self.step - int(last.get("step", 0))
         seconds = max(self._trained.train_seconds, trainer.seconds - last.get("trained_seconds", 0.0))
+        # the refresh after as many epochs as were done when the round began
+        refresh = _refresh_report(self.folder, (self.epoch - 1) // self.a_round * self.a_round)
+        work = sum(line.get("refresh", {}).get("work_seconds", 0.0) for line in [*before, {"refresh": refresh}])
         report = replace(
             self._trained, epoch=self.epoch, finished=self.finished, step=self.step, steps=steps,
             train_seconds=seconds, trained_seconds=trainer.seconds, steps_per_s=steps / max(seconds, 1e-9),
             round=-(-self.epoch // self.a_round), validation=metrics, validation_seconds=validation_seconds,
-            # the refresh after as many epochs as were done when the round began
-            refresh=_refresh_report(self.folder, (self.epoch - 1) // self.a_round * self.a_round),
-            seconds=seconds + validation_seconds,
+            refresh=refresh, seconds=seconds + validation_seconds, work_seconds=trainer.work_seconds + work,
         )  # fmt: skip
         tracker = Tracker.resume(self.folder)
         tracker.log(self.step, {f"validation/{name}": value for name, value in headline(metrics).items()})
@@ -354,11 +358,12 @@ def _where_it_resumes(run: Run, checkpoint: Path | None) -> str:
         return f"run {run.folder.name} begins"
     if run.finished:
         return f"run {run.folder.name} is trained: {run.epoch} epochs, {run.step} steps"
+    most = "at most " if run.params.optim.patience else ""
     inside = f" and {run.epoch_step} steps of the next" if run.epoch_step else ""
     age = runs.in_words(runs.age(checkpoint))
     return (
-        f"run {run.folder.name} resumes after epoch {run.epoch} of {run.epochs}{inside} (step {run.step}), from the "
-        f"checkpoint of {age} ago"
+        f"run {run.folder.name} resumes after epoch {run.epoch} of {most}{run.epochs}{inside} (step {run.step}), "
+        f"from the checkpoint of {age} ago"
     )
 
 

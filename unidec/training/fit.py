@@ -15,7 +15,8 @@ Figures = dict[str, float]  # of clustering and mining: seconds, numbers, mean s
 @dataclass(frozen=True)
 class RoundReport:
     """A round, or what was trained since a resume: finished epochs and steps in all (`step`), its own `steps`, the
-    most memory used (GiB). Validation adds the rest: seconds of all rounds, the round's number, metrics (percent)."""
+    most memory used (GiB). Validation adds the rest: seconds of all rounds, the round's number, metrics (percent), and
+    to the `work_seconds` of training (processor seconds, on a GPU wall seconds, in all) those of refreshes."""
 
     epoch: int = 0
     steps: int = 0
@@ -26,6 +27,7 @@ class RoundReport:
     step: int = 0
     memory: dict[str, float] | None = None
     trained_seconds: float | None = None
+    work_seconds: float | None = None
     round: int | None = None
     validation: dict[str, float] | None = None
     validation_seconds: float | None = None
@@ -53,7 +55,7 @@ Phase = Callable[[str, int, Callable[[], Report]], Report]  # name of the phase,
 
 
 def fit(rounds: Rounds, phase: Phase = lambda _name, _round, work: work()) -> None:
-    """Train until the last epoch: refresh (cluster, mine), train a round, validate; repeat.
+    """Train until the last round: refresh (cluster, mine), train a round, validate; repeat.
 
     Killed anywhere and started again, it continues from the newest checkpoint. `phase` runs each phase; a flow passes
     one that also makes it a task."""

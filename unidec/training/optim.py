@@ -164,7 +164,7 @@ def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
 
 class Optimisers:
     """Everything that changes the weights of a model, which is on its device: AdamW groups, a row-sparse optimiser a
-    table, warm-up and cosine, clipping.
+    table, clipping, warm-up, and then a cosine over all epochs, or with patience `last_round`.
 
     Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag, classifier table;
     weight decay on matrices of the dense groups, `clf_decay` on the classifier's rows. The bag's tables train by Adam,
@@ -172,12 +172,14 @@ class Optimisers:
 
     Attributes:
         dense: parameters that AdamW trains; row: optimisers of the tables, by the tables' names.
+        last_round: with patience: steps done at its begin and at its end, as far as they are known.
     """
 
     def __init__(self, model: UniDEC, settings: Optim, steps_per_epoch: int, *, seed: int = 0):
         self.settings = settings
         self.warmup = max(1, round(settings.warmup_epochs * steps_per_epoch))
         self.total = max(settings.epochs * steps_per_epoch, self.warmup + 1)
+        self.last_round = (self.total - 1, self.total)
         self.rates = {"encoder": settings.lr_encoder, "heads": settings.lr_heads}
         groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
@@ -205,7 +207,11 @@ class Optimisers:
                 self.row[name] = ROW_OPTIMISERS[settings.clf_state](table, settings.lr_clf, f"{seed} {name}", decay)
 
     def factor(self, step: int) -> float:
-        """Share of the learning rates at a step (from 0): linear warm-up, then a cosine to 0."""
+        """Share of the learning rates at a step (from 0): linear warm-up, then a cosine to 0; with patience constant
+        after the warm-up, and linear to 0 in the last round."""
+        if self.settings.patience:
+            begin, end = self.last_round
+            return min(1.0, (step + 1) / self.warmup) * min(1.0, (end - step) / (end - begin))
         if step < self.warmup:
             return (step + 1) / self.warmup
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.total - self.warmup)))

@@ -46,6 +46,7 @@ from unidec.training.precision import autocast_type, choose_device, random_state
 from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
 from unidec.training.sampler import num_clusters, queries_a_batch
 from unidec.training.start import Start, cluster_labels, start_bag, take_model, take_rows
+from unidec.training.stopping import Stopping
 
 LOG_EVERY = 10  # steps between two lines of history; a GPU's host waits for it only then
 
@@ -84,6 +85,7 @@ class Trainer:
     Attributes:
         epoch: finished epochs; epoch_step: finished steps of the next one; step: finished steps in all.
         batch_size: queries of the largest batch.
+        seconds, work_seconds: of steps, and of rounds by `clock`: processor time, on a GPU wall time.
         notes: what a checkpoint keeps for the caller (JSON: the tracker's run id).
 
     Raises:
@@ -152,7 +154,10 @@ class Trainer:
         self.checks_each_step = self.device.type == "cpu"
         self._failed = torch.zeros((), device=self.device)
         self._unchecked: list[_Step] = []
-        self.seconds = 0.0
+        self.seconds = self.work_seconds = 0.0
+        self.clock = time.process_time if self.device.type == "cpu" else time.perf_counter
+        optim = settings.optim
+        self.stopping = Stopping(optim.epochs, settings.pool.refresh, optim.patience, optim.budget_minutes)
         self.notes: dict[str, Any] = {}
         self._saved_step, self._saved_at = 0, time.monotonic()
         self._restore(accept)
@@ -222,6 +227,7 @@ class Trainer:
         self.epoch, self.epoch_step, self.step = (int(state[key]) for key in ("epoch", "epoch_step", "step"))
         restore_random_state(checkpoint.dense, self.device)
         self.seconds, self.notes = float(state["seconds"]), dict(state["notes"])
+        self.work_seconds = float(state.get("work_seconds", 0.0))
         self._saved_step = self.step
 
     def save(self) -> None:
@@ -236,7 +242,7 @@ class Trainer:
         state = {
             "epoch": self.epoch, "epoch_step": self.epoch_step, "step": self.step, "seconds": self.seconds,
             "refresh": self.made.sha256 if self._inside_round else None, "identity": self.identity,
-            "notes": self.notes,
+            "notes": self.notes, "work_seconds": self.work_seconds,
         }  # fmt: skip
         self.writer.save(Checkpoint(state, dense, rows))
         self._saved_step, self._saved_at = self.step, time.monotonic()
@@ -257,8 +263,8 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """All epochs are done."""
-        return self.epoch >= self.settings.optim.epochs
+        """The last round is done."""
+        return self.epoch >= self.stopping.read(self.run_dir, self.epoch)[1]
 
     @property
     def refresh_due(self) -> bool:
@@ -274,9 +280,11 @@ class Trainer:
         """Cluster the training queries for the coming round, by the model as it is; gives figures of the clusters.
 
         Queries and labels are compared in the dual encoder's space; a classifier alone compares in its own."""
+        begin = self.clock()
         self._clusters = make_clusters(
             self.settings, self.rows, self._query_vectors, self.device, self.ranks, self.epoch
         )  # fmt: skip
+        self._clusters[2]["work_seconds"] = self.clock() - begin
         return self._clusters[2]
 
     def refresh(self) -> Figures:
@@ -284,7 +292,7 @@ class Trainer:
         figures of both."""
         if self._clusters is None:
             self.cluster()
-        clusters, self._clusters = self._clusters, None
+        clusters, self._clusters, begin = self._clusters, None, self.clock()
         assert clusters is not None
         made, report = make_refresh(
             self.settings, self.rows, self.batches.sampler, clusters, self._label_vectors, self.device, self.ranks
@@ -295,7 +303,7 @@ class Trainer:
             for old in set((self.run_dir / "refresh").glob("epoch-*")) - needed:
                 shutil.rmtree(old, ignore_errors=True)  # no checkpoint that is kept lies inside its round
         self.ranks.barrier()  # the others read it
-        return report
+        return report | {"work_seconds": report["work_seconds"] + self.clock() - begin}
 
     def _query_vectors(self) -> np.ndarray:
         """Of all training rows, each rank having encoded its part."""
@@ -320,6 +328,9 @@ class Trainer:
 
         `on_log` is called with the step and its figures at logging steps."""
         pool, begin, first_step, first = self.settings.pool, time.perf_counter(), self.step, self.ranks.is_first
+        work_begin = self.clock() - self.work_seconds
+        last_begin, last_end = (epoch * self.steps_per_epoch for epoch in self.stopping.read(self.run_dir, self.epoch))
+        self.optimisers.last_round = (last_begin, last_end)
         self.made = Refresh.load(self._refresh_folder(self._round_begin), self._round_begin)
         until = min(self.settings.optim.epochs, self._round_begin + pool.refresh)
         total = (until - self.epoch) * self.steps_per_epoch - self.epoch_step
@@ -340,6 +351,7 @@ class Trainer:
                 stopping, due = self.ranks.any(stop.asked is not None, self._save_is_due())
                 if stopping or due or self.epoch == until:
                     self._check_finite()
+                    self.work_seconds = self.clock() - work_begin
                     history.flush()
                     if first:
                         os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
@@ -348,7 +360,10 @@ class Trainer:
                     stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those without a signal
                     break
         seconds, steps = time.perf_counter() - begin, self.step - first_step
-        return RoundReport(self.epoch, steps, seconds, steps / seconds, self.writer.seconds, self.finished, self.step)
+        return RoundReport(
+            self.epoch, steps, seconds, steps / seconds, self.writer.seconds, self.finished, self.step,
+            work_seconds=self.work_seconds,
+        )  # fmt: skip
 
     def _steps(self, until: int) -> Iterator[dict[str, float] | None]:
         """Steps up to an epoch's end, from wherever the run is; after each the counters, then the figures to log."""
