@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import stat
 import subprocess
 import sys
 
@@ -67,6 +69,16 @@ def test_it_reads_the_librarys(every, tmp_path):
     write_tensors(tmp_path / "y", plain, {"a": "b"})
     assert num_bytes(plain) == num_bytes(load_file(tmp_path / "y"))
     assert (tmp_path / "y").stat().st_size == (tmp_path / "x").stat().st_size
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_others_may_read_it_as_far_as_the_umask_allows(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "x.safetensors", {"x": torch.ones(3)})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x.safetensors").stat().st_mode) == 0o666 & ~umask
 
 
 def test_no_tensors_at_all(tmp_path):
