@@ -149,8 +149,14 @@ def quality_of(params: Params, settings: tuple[float, float, int]) -> float:
     return quality(Params.model_validate(changed), EPOCHS)
 
 
-def test_best_yaml_is_a_parameter_file(params: Params, trainings: Trainings) -> None:
+def test_best_yaml_is_a_parameter_file_written_once_a_trial(
+    params: Params, trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = [], tune.Search._write_best
+    monkeypatch.setattr(tune.Search, "_write_best", lambda search: written.append(write(search)) or written[-1])
     found = tune.tune(params, "space.yaml", 3)
+    assert len(written) == 3 and found == written[-1]
+    assert tune.tune(params, "space.yaml", 3) == found and len(written) == 4  # nothing is left to try
     best = load_params(found.best)
     expected = params.model_dump(exclude={"recipe"})
     for key, value in found.settings.items():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from mlflow_server import free_port
+
 from unidec.tracking.fetch import measured_before
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import VIEW, open_client, prepare_store
@@ -36,6 +39,31 @@ def test_the_champion_and_the_last_run_are_found_and_other_data_is_told(tmp_path
     assert mine.run_name == "mine"
     view = client.get_experiment_by_name("tests").tags[f"mlflow.sharedViewState.{VIEW}"]
     assert "metrics.`test/PSP_at_5`" in json.loads(view)["selectedColumns"]
-    mine.uri = f"sqlite:///{tmp_path}/no/such\0folder.db"
-    assert measured_before(mine, "m", SHA) == {}
     assert measured_before(Tracker.resume(tmp_path / "nothing"), "m", SHA) == {}
+
+    # a mistake in the code is seen
+    monkeypatch.setattr("unidec.tracking.fetch.version_of", lambda *_: {}["no such key"])
+    with pytest.raises(KeyError):
+        measured_before(mine, "m", SHA)
+
+
+@pytest.mark.parametrize("away", ["no answer", "a folder", "another database", "a store without this run"])
+def test_a_store_that_cannot_be_read_fails_no_report(tmp_path, monkeypatch, away):
+    uri = prepare_store(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr("mlflow.store.db.utils.MAX_RETRY_COUNT", 1)  # else it tries for a minute
+    tracker = Tracker("tests")
+    assert tracker.start(tmp_path / "run", {})
+    if away == "no answer":
+        tracker.uri = f"http://127.0.0.1:{free_port()}"
+        monkeypatch.setattr("unidec.tracking.fetch.answers", lambda _uri: True)  # it did a moment ago
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    else:
+        place = tmp_path / "other" / "mlflow.db"
+        place.parent.mkdir()
+        tracker.uri = f"sqlite:///{place}"
+        if away == "a folder":
+            place.mkdir()
+        elif away == "another database":
+            place.write_bytes(b"not a database" * 100)
+    assert measured_before(tracker, "m", SHA) == {}

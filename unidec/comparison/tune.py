@@ -162,13 +162,13 @@ class Search:
                 for trial in self.study.get_trials(deepcopy=False):
                     if trial.state.name == "RUNNING":  # interrupted: it is drawn again
                         self.study.tell(trial.number, state=self.states.FAIL)
-            left, epochs = range(len(self.ended), trials), self.params.optim.epochs
+            left, epochs, best = range(len(self.ended), trials), self.params.optim.epochs, None
             with progress(total=len(left) * epochs, desc="tune", unit="epoch") as bar:
                 for number in left:
                     done = self._try(number, bar)
                     bar.total = (bar.total or 0) + done - epochs  # it was pruned, or its epochs are tuned
-                    self._record()
-            return self._write_best()
+                    best = self._record()
+            return best or self._write_best()
 
     def _try(self, number: int, bar: Progress[Any]) -> int:
         """Draw a trial and train it to its end, or to the round after which it is pruned; returns its epochs."""
@@ -258,8 +258,9 @@ class Search:
             tracker.finish("FINISHED")
         remove_checkpoints(step.folder)
 
-    def _record(self) -> None:
-        """After a trial: trials.md, best.yaml, and the metric in the parent's MLflow run."""
+    def _record(self) -> Tuned | None:
+        """After a trial: trials.md, best.yaml (None: no trial has come to its end), and the metric in the parent's
+        MLflow run."""
         rows = [["trial", "state", self.metric, "seconds", *self.space]]
         rows.append(["---"] * len(rows[0]))
         ended = self.ended
@@ -274,8 +275,7 @@ class Search:
         write_bytes_atomic(self.root / TABLE, "".join(f"| {' | '.join(row)} |\n" for row in rows).encode())
         if ended[-1].value is not None:
             self.tracker.log(len(ended), {f"validation/{self.metric}": ended[-1].value})
-        if any(trial.state == self.states.COMPLETE for trial in ended):
-            self._write_best()
+        return self._write_best() if any(trial.state == self.states.COMPLETE for trial in ended) else None
 
     def _write_best(self) -> Tuned:
         """best.yaml: all parameters, with those of the best trial.

@@ -15,7 +15,7 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import answers, open_client, quiet_mlflow, tracking_uri
+from unidec.tracking.store import answers, open_client, quiet_mlflow, store_errors, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -116,9 +116,9 @@ def find_alias(model_name: str, alias: str) -> ModelVersion | None:
 def measured_before(tracker: Tracker, model_name: str, dataset_sha256: str) -> dict[str, dict[str, float]]:
     """Test metrics in percent, as "P@1", of the champion's run and of the last other run of the experiment that has
     some, by what they are called; {} for one measured on another data set. Nothing where the store does not answer."""
-    with contextlib.suppress(Exception):  # what a report would like to show beside its own figures fails no evaluation
-        if not tracker.run_id or not answers(tracker.uri):
-            return {}
+    if not tracker.run_id or not answers(tracker.uri):
+        return {}
+    with contextlib.suppress(*store_errors()):  # figures beside those of the evaluation: they fail no report
         client = open_client(tracker.uri)
         place = client.get_run(tracker.run_id).info.experiment_id
         found = {tracker.run_id: "this run"}

@@ -22,7 +22,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import Request, urlopen
 
-from unidec.errors import ArtifactError, missing_package, without_credentials
+from unidec.errors import ArtifactError, UnidecError, missing_package, without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -178,6 +178,16 @@ def open_client(uri: str) -> MlflowClient:
             f"copy it, then: mlflow db upgrade {uri}",
         )
         raise ArtifactError(what, where=str(sqlite_path(uri) or uri), fix=fix) from error
+
+
+def store_errors() -> tuple[type[Exception], ...]:
+    """What is raised where a store cannot be reached or read: MLflow's errors, those of a database that MLflow has not
+    wrapped yet, the system's, and ours."""
+    quiet_mlflow()
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return MlflowException, SQLAlchemyError, OSError, UnidecError
 
 
 class UnlessMissing:
