@@ -78,6 +78,14 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
     raise CommandError(f"dvc repro {' '.join(stages)} ended with {code}: {words}")
 
 
+def in_words(made: Mapping[str, str]) -> str:
+    """What `make_data` returned, in a line: the stages that ran, and the sizes of a data set that was read."""
+    stages = list(dict.fromkeys(name.partition(":")[0] for name in made))
+    queries = sum(int(made.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test"))
+    read = f": {queries:,} queries, {int(made['ingest: num_labels']):,} labels" if queries else ""
+    return f"data: ran {', '.join(stages)}{read}" if stages else "data: brought up to date from DVC's cache"
+
+
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
     """What is out of date, by one `dvc status`; all, where there is no data set yet.
 
@@ -164,7 +172,7 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     if not changed:
         lifecycle.say("the data is up to date")
         return work
-    lifecycle.run("prepare data", make_data, stages, retry=True)
+    lifecycle.say(in_words(lifecycle.run("prepare data", make_data, stages, retry=True)))
     return stale()[1]
 
 

@@ -20,6 +20,7 @@ if __name__ == "__main__":
     raise SystemExit(main("train"))
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -221,7 +222,7 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
             if data_changed:
                 # what may succeed when retried, the flow retries
                 with one_at_a_time(), contextlib.suppress(reproduce.CommandError):
-                    reproduce.make_data(DATA_STEPS)
+                    print(reproduce.in_words(reproduce.make_data(DATA_STEPS)), file=sys.stderr)
         store.result()
     return None
 

@@ -58,7 +58,7 @@ def world(place, monkeypatch):
     for module in (decide, monitor, refresh):
         monkeypatch.setattr(module, "pipeline", stages)
     monkeypatch.setattr(reproduce, "stale", lambda *stages: (bool(stages), []))
-    monkeypatch.setattr(reproduce, "make_data", lambda names: calls.append("dvc " + " ".join(names)))
+    monkeypatch.setattr(reproduce, "make_data", lambda names: calls.append("dvc " + " ".join(names)) or {})
     events: list[tuple] = []
     monkeypatch.setattr(publish, "emit", lambda _name, event, given: events.append((event, given)))
     return types.SimpleNamespace(

@@ -394,8 +394,14 @@ def test_nothing_to_do_needs_no_flow_run_and_no_server(run, prepare, stages):
     assert prepare(force=True) is None and len(prepare.servers) == 1
 
 
-def test_data_is_made_while_the_server_starts(run, prepare, stages, flow_module):
+def test_data_is_made_while_the_server_starts(run, prepare, stages, flow_module, capsys, monkeypatch):
+    printed = {"ingest: name": "x", "ingest: train": "12000", "ingest: test": "345", "ingest: num_labels": "1700"}
+    make, made = flow_module.reproduce.make_data, {**printed, "label-graph: edges": "0"}
+    monkeypatch.setattr(flow_module.reproduce, "make_data", lambda names: make(names) | made)
     assert prepare() is None and stages.calls == PREPARED and prepare.servers
+    assert capsys.readouterr().err == "data: ran ingest, label-graph: 12,345 queries, 1,700 labels\n"
+    assert flow_module.reproduce.in_words({"tokens: queries_texts": "7"}) == "data: ran tokens"
+    assert "DVC's cache" in flow_module.reproduce.in_words({})
     run.data_changed = False
     run()
     assert stages.calls == [*WHOLE, "gate 3", "promote 3"], "not made twice"
@@ -552,7 +558,7 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
 def test_states_say_what_came_of_a_run(prefect_server, stages, flow_module, place, monkeypatch):
     from prefect.client.orchestration import get_client
 
-    monkeypatch.setattr(flow_module.reproduce, "make_data", lambda *_: None)
+    monkeypatch.setattr(flow_module.reproduce, "make_data", lambda *_: {})
     monkeypatch.setattr(flow_module.reproduce, "commit", lambda *_: None)
     monkeypatch.setattr(flow_module.reproduce, "stale", lambda *_: (True, ["train", "index", "evaluate"]))
     stages.passed = False
