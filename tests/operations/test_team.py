@@ -1,4 +1,4 @@
-"""A team's servers by the commands of mlflow/compose.yaml: train, promote, serve, pull elsewhere.
+"""A team's servers by the commands of mlflow/compose.yaml: train, promote, serve, pull elsewhere; two workers.
 
 PostgreSQL and SeaweedFS are real; images, Docker and Kubernetes are not used.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.operations, pytest.mark.timeout(2400)]
-TRAIN = "unidec/train"
+TRAIN, REFRESH = "unidec/train", "unidec-refresh/refresh"
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +100,25 @@ def bucket(team: Any, name: str) -> list[str]:
         [sys.executable, "-c", code], env=team.client(), capture_output=True, text=True, check=True, timeout=120
     )
     return done.stdout.split()
+
+
+def test_training_in_another_pool_and_checkout_while_the_first_refreshes(team: Any) -> None:
+    second = team.folder / "second"
+    run(team, second, "prefect", "work-pool", "create", "gpu", "--type", "process")
+    run(team, second, "prefect", "--no-prompt", "deploy", "--name", "train", "--pool", "gpu")
+    for words in (["user.name", "tests"], ["user.email", "tests@example.invalid"]):
+        subprocess.run(["git", "-C", str(second), "config", *words], check=True)
+    team.start("worker", checkout=second, WORKER_POOL="gpu")
+    first_head = team.project.git("rev-parse", "HEAD")
+    train, refresh = team.server.run(TRAIN, force=True), team.server.run(REFRESH)
+    ended = [team.server.completed(one, 1200) for one in (train, refresh)]
+    assert [one["work_pool_name"] for one in ended] == ["gpu", "local"]
+    assert str(team.registry().get_registered_model("unidec").aliases["challenger"]) == "2"
+
+    # the checkout that trains commits; the other follows it, and DVC finds nothing stale there
+    assert team.project.git("rev-parse", "HEAD") == first_head and team.project.git("status", "--porcelain") == ""
+    team.project.git("pull", "-q", "--ff-only", str(second), "main")
+    run(team, team.project.root, "dvc", "pull", "-q")
+    manifest = Path("outputs/bundle/manifest.json")
+    assert (second / manifest).read_bytes() == (team.project.root / manifest).read_bytes()
+    assert not team.project.stale()
