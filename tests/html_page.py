@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
+
+
+class Loaded(HTMLParser):
+    """Addresses that a browser loads for a page, without those a reader follows."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = re.findall(r"(?:@import|url\()\s*['\"]?([^'\")]+)", html)
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        kinds = set((given.get("rel") or "").split())
+        if tag == "link" and kinds & {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch"}:
+            self.addresses.append(given.get("href") or "")
+        elif tag != "a":
+            self.addresses += [given[name] or "" for name in ("src", "srcset", "data", "poster") if name in given]
 
 
 class Page(HTMLParser):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import html.parser
 import itertools
 import re
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import shown_commands
 import typer.main
+from html_page import Loaded
 from shown_commands import NOT_RUN, PAGES, ROOT, Shown
 
 from unidec import cli
@@ -145,22 +145,6 @@ def test_imports_that_are_shown_exist() -> None:
                         assert known, f"{page.name}: from {node.module} import {name}"
 
 
-class Loaded(html.parser.HTMLParser):
-    """Addresses that a browser loads for a page, without those a reader follows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        kinds = set((given.get("rel") or "").split())
-        if tag == "link" and kinds & {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch"}:
-            self.addresses.append(given.get("href") or "")
-        elif tag != "a":
-            self.addresses += [given[name] or "" for name in ("src", "srcset", "data", "poster") if name in given]
-
-
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("furo")
@@ -174,8 +158,7 @@ def test_the_site_is_built_without_warnings_and_loads_nothing_from_elsewhere(tmp
     pages = list((tmp_path / "site").rglob("*.html"))
     assert {page.stem for page in PAGES if page.parent.name == "docs"} <= {page.stem for page in pages}
     for page in pages:
-        loaded = Loaded()
-        loaded.feed(page.read_text(encoding="utf-8"))
+        loaded = Loaded(page.read_text(encoding="utf-8"))
         assert loaded.addresses and not [url for url in loaded.addresses if re.match(r"(\w+:)?//", url)], page.name
     for style in (tmp_path / "site").rglob("*.css"):
         assert not re.search(r"(@import|url\()\s*['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style.name

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from html_page import Loaded, Page
+from mlflow_server import free_port
 from raw_files import write_raw
 from typer.testing import CliRunner
 
@@ -168,6 +170,48 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
         params.model_copy(update={"drift": params.drift.model_copy(update={"stop_change": 5.0})})
     )
     assert allowed.stops == []
+
+
+def test_the_page_of_the_validation_has_the_change(
+    work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def validated(params: Params) -> Page:
+        html = Path(pipeline.validate(params).page).read_text()
+        assert not Loaded(html).addresses and "<script" not in html
+        return Page(html)
+
+    params = ingested(work, monkeypatch, make_slice(raw, 1500, 300), "grown")
+    stated = Page(Path(pipeline.data_change(params).page).read_text())
+    shown = validated(params)
+    compared = [row for row in stated.rows if row[:1] and row[1:2] in (["warns"], ["ok"])]
+    assert len(compared) >= 24 and all(row in shown.rows for row in compared)
+    assert "version 1" in shown.words and "changed more than it may: training queries" in shown.words
+    assert shown.tags.count("svg") >= 4 + 2  # of the data, and of the lengths on both sides
+
+    # a registry that cannot be read, and none at all, fail no validation
+    uri = tracking_uri()
+    for address, reason in (
+        ("sqlite:///none.db", "no registry yet"), (f"http://127.0.0.1:{free_port()}", "does not answer"),
+    ):  # fmt: skip
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        assert reason in validated(params).words and not Path("none.db").exists()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    damaged = ArtifactError("a file is damaged", where="model.safetensors")
+    monkeypatch.setattr("unidec.pipeline.drift_check.fetch_bundle", lambda *_: throw(damaged))
+    assert "could not be read: " in validated(params).words
+
+    # trained on the same data by the version's tag: its bundle is not fetched
+    client = open_client(uri)
+    client.set_model_version_tag("unidec", "1", "dataset.sha256", paths.open_dataset().sha256)
+    assert "very data" in validated(params).words
+    client.set_model_version_tag("unidec", "1", "start.kind", "refresh")  # its labels are the data's, not its training
+    assert "could not be read" in validated(params).words
+    for key in ("dataset.sha256", "start.kind"):
+        client.delete_model_version_tag("unidec", "1", key)
+
+
+def throw(error: Exception) -> None:
+    raise error
 
 
 def test_labels_under_other_names_stop(work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from html_page import Loaded, Page
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import XMCDataset, write_dataset
@@ -61,6 +62,19 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(slice_dataset: X
     page = re.sub(r' xmlns(:\w+)?="[^"]*"', "", page)  # names, not addresses
     assert "http" not in page.replace("http-equiv", "") and "docs/index.html" in page and "<script" not in page
     assert page.count("<figure>") == 4 and "queries whose text another query has" in page
+    docs = {path.relative_to(tmp_path / "a"): path.read_text() for path in (tmp_path / "a").rglob("*.html")}
+    assert len(docs) == 2 + 3 + 3 and not list((tmp_path / "a" / "docs").rglob("*.[!h]*"))
+    for place, html in docs.items():
+        assert not Loaded(html).addresses and "<script" not in html and "default-src 'none'" in html, place
+        links = [link for name, link in Page(html).attributes if name == "href" and "#" not in str(link)]
+        assert all((tmp_path / "a" / place.parent / str(link)).is_file() for link in links), place
+        if "validations" in place.parts:  # what Great Expectations states is still there
+            table = place.parts[2]
+            stated = [one["description"] for one in verdict["expectations"] if one["table"] == table]
+            assert stated and all(words in html for words in stated), place
+            assert html.count("fa-check-circle text-success") >= len(stated)
+    index = Page(docs[Path("docs/index.html")])
+    assert len(index.rows) == 6 and index.row("Data Docs: validations of labels")[1] == "passed"
     validate_dataset(slice_dataset.path, tmp_path / "b", docs=False)
     assert (tmp_path / "b" / "result.json").read_bytes() == written
     assert not (tmp_path / "b" / "docs").exists()

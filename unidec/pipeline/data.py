@@ -64,13 +64,15 @@ def validate(params: Params) -> Validated:
     Raises:
         DataError: an expectation of severity critical failed.
     """
+    from unidec.pipeline.drift_check import champion_change
     from unidec.validation.suite import validate_dataset
 
     def find(queries: list[str], labels: list[str]) -> tuple[dict[str, str], dict[str, str]]:
         files = paths.open_dataset().manifest["meta"]["raw_files"]
         return find_rows(params.data, params.raw, files, queries, labels)
 
-    result = validate_dataset(paths.DATASET, paths.VALIDATION, limits=params.validation, find=find)
+    change = champion_change(params)
+    result = validate_dataset(paths.DATASET, paths.VALIDATION, limits=params.validation, find=find, change=change)
     page = str(paths.VALIDATION / "index.html")
     if not result["success"]:
         raise DataError(

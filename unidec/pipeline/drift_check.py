@@ -20,7 +20,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.profile import LENGTH_EDGES, PROFILE_KEY, VERSION, measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
-from unidec.errors import ArtifactError, DataError
+from unidec.errors import ArtifactError, DataError, without_credentials
 from unidec.evaluation.drift import Check, compare, served_facts
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.metrics import by_query
@@ -32,6 +32,7 @@ from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.retrieval.text_file import Window, read_window
 from unidec.tracking.fetch import fetch_bundle, find_alias
 from unidec.tracking.run import Tracker
+from unidec.tracking.store import answers, sqlite_path, store_errors, tracking_uri
 
 MAX_QUERIES = 20_000  # of a window; of a larger one this many evenly spaced ones are used
 BATCH = 1024
@@ -101,25 +102,8 @@ def data_change(params: Params) -> DataChange:
     """
     from unidec.validation.suite import run_change_suite
 
-    model, dataset = params.tracking.model_name, paths.open_dataset()
-    accepted, reason = None, f"{model} has no champion yet: nothing to compare with"
-    old: Side = {}
-    new: Side = {}
-    if (champion := find_alias(model, "champion")) is not None:
-        bundle = fetch_bundle(f"models:/{model}/{champion.version}", paths.BUNDLES)
-        trained_on = str(read_info(bundle).dataset.get("sha256"))
-        accepted = {"model": model, "version": str(champion.version), "dataset_sha256": trained_on}
-        reason = f"version {champion.version} of {model} has no profile that this code can read"
-        if (profile := read_profile(bundle)) is not None:
-            reason = "the data is the very data that the champion was trained on"
-        if profile is not None and profile["sha256"] != dataset.sha256:
-            old, new, reason = profile, _figures(profile, bundle / _TOKENIZER, dataset), ""
-            # shares of the champion's labels that are gone, and of the data's that are new
-            before = set(read_labels(bundle, read_info(bundle).num_labels)["uid"].to_pylist())
-            now = set(dataset.label_uids())
-            new["label_changes"] = {
-                "left": len(before - now) / max(len(before), 1), "new": len(now - before) / max(len(now), 1)
-            }  # fmt: skip
+    dataset = paths.open_dataset()
+    accepted, reason, old, new = _beside_champion(params, dataset)
     checks, docs = compare(old, new, params.drift) if old else [], "docs/index.html" if old else ""
     facts = {"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}}
     with swap_folder(paths.CHANGE) as folder:
@@ -135,6 +119,51 @@ def data_change(params: Params) -> DataChange:
         fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
         raise DataError("the data changed more than it may", where=page, got="; ".join(stops), fix=fix)
     return DataChange(accepted, reason, stops, warnings, page, docs and str(paths.CHANGE / docs))
+
+
+def champion_change(params: Params) -> dict[str, Any]:
+    """The comparison of `data_change` for the page of the data's validation, which no registry may fail.
+
+    Returns:
+        {"checks", "names" (of both sides), "charts", "reason" (why nothing was compared, or "")}.
+    """
+    uri = tracking_uri()
+    database = sqlite_path(uri)
+    accepted, reason, old, new = None, "the registry does not answer", dict[str, Any](), dict[str, Any]()
+    if database is not None and not database.is_file():
+        reason = "there is no registry yet: nothing to compare with"
+    elif answers(uri):
+        try:
+            accepted, reason, old, new = _beside_champion(params, paths.open_dataset())
+        except store_errors() as error:
+            reason = f"the champion's data could not be read: {without_credentials(str(error)).splitlines()[0]}"
+    names = (f"version {accepted['version']}" if accepted else "accepted", "now")
+    checks = compare(old, new, params.drift) if old else []
+    return {"checks": checks, "names": names, "charts": _charts(names, old, new), "reason": reason}
+
+
+def _beside_champion(params: Params, dataset: XMCDataset) -> tuple[dict[str, str] | None, str, Side, Side]:
+    """`DataChange.accepted` and `.reason`, and both sides: what the champion was trained on, and the data set."""
+    model = params.tracking.model_name
+    if (champion := find_alias(model, "champion")) is None:
+        return None, f"{model} has no champion yet: nothing to compare with", {}, {}
+    accepted = {"model": model, "version": str(champion.version), "dataset_sha256": dataset.sha256}
+    the_same = "the data is the very data that the champion was trained on"
+    tags = champion.tags
+    if tags.get("dataset.sha256") == dataset.sha256 and tags.get("start.kind") != "refresh":  # that is of the labels
+        return accepted, the_same, {}, {}  # no need to fetch its bundle
+    bundle = fetch_bundle(f"models:/{model}/{champion.version}", paths.BUNDLES)
+    info = read_info(bundle)
+    accepted["dataset_sha256"] = str(info.dataset.get("sha256"))
+    if (profile := read_profile(bundle)) is None:
+        return accepted, f"version {champion.version} of {model} has no profile that this code can read", {}, {}
+    if profile["sha256"] == dataset.sha256:
+        return accepted, the_same, {}, {}
+    new = _figures(profile, bundle / _TOKENIZER, dataset)
+    # shares of the champion's labels that are gone, and of the data's that are new
+    before, now = set(read_labels(bundle, info.num_labels)["uid"].to_pylist()), set(dataset.label_uids())
+    left, added = len(before - now) / max(len(before), 1), len(now - before) / max(len(now), 1)
+    return accepted, "", profile, new | {"label_changes": {"left": left, "new": added}}
 
 
 def drift(
@@ -256,22 +285,26 @@ def _write(
     old, new = sides
     reason = more.get("reason", "")
     findings = [check.to_json(judged=not reason) for check in checks]
-    charts = [_lengths(which, names, old[which], new[which]) for which in ("queries", "labels")
-              if which in old and which in new]  # fmt: skip
-    if old.get("served") and new.get("served"):
-        scores = [side["served"]["score_quantiles"] for side in sides]
-        lines = [Line(name, range(len(of)), of) for name, of in zip(names, scores, strict=True)]
-        charts.append(line_chart("Score of the best label", lines, "percent of queries", "top score at most"))
     words = _words(*(side["queries"]["words"] for side in sides)) if old and new else []
     html = render(
         "drift", title=title, names=names, checks=checks, facts_shown=facts, reason=reason, docs=docs,
-        distributions=charts,
+        distributions=_charts(names, old, new),
         words=Table(["word", *names], words, caption="Words that moved most, by share of all words"),
     )  # fmt: skip
     drifted = any(finding["drifted"] for finding in findings)
     write_json(folder / _FINDINGS, {"drifted": drifted, "findings": findings, **more})
     (folder / _PAGE).write_text(html, encoding="utf-8")
     return drifted, findings
+
+
+def _charts(names: Sequence[str], old: Side, new: Side) -> list[Chart | None]:
+    charts = [_lengths(which, names, old[which], new[which]) for which in ("queries", "labels")
+              if which in old and which in new]  # fmt: skip
+    if old.get("served") and new.get("served"):
+        scores = [side["served"]["score_quantiles"] for side in (old, new)]
+        lines = [Line(name, range(len(of)), of) for name, of in zip(names, scores, strict=True)]
+        charts.append(line_chart("Score of the best label", lines, "percent of queries", "top score at most"))
+    return charts
 
 
 def _lengths(which: str, names: Sequence[str], old: Side, new: Side) -> Chart | None:
