@@ -11,7 +11,7 @@ class Loaded(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.addresses: list[str] = re.findall(r"(?:@import|url\()\s*['\"]?([^'\")]+)", html)
+        self.addresses: list[str] = re.findall(r"(?:@import|url\()\s*['\"]?([^'\")#][^'\")]*)", html)
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -393,10 +393,9 @@ def _without_network(docs: Path, passed: Mapping[str, bool]) -> None:
     for path in sorted(docs.rglob("*.html")):
         body = path.read_text(encoding="utf-8").partition("<body>")[2].partition("</body>")[0]
         kind, table = path.relative_to(docs).with_suffix("").parts[:2]
-        title = f"Data Docs: {kind} of {table}"
-        path.write_text(render("docs", title=title, body=_LOADS.sub("", body)), encoding="utf-8")
-        state = passed[table] if kind == "validations" else None
-        pages.append((title, path.relative_to(docs).as_posix(), state))
+        name, state = f"{kind} of {table}", passed[table] if kind == "validations" else None
+        path.write_text(render("docs", title=f"Data Docs: {name}", body=_LOADS.sub("", body)), encoding="utf-8")
+        pages.append((name, path.relative_to(docs).as_posix(), state))
     index.write_text(render("docs", title="Data Docs", body="", pages=pages[::-1]), encoding="utf-8")
 
 
