@@ -129,7 +129,10 @@ def champion_change(params: Params) -> dict[str, Any]:
     """
     uri = tracking_uri()
     database = sqlite_path(uri)
-    accepted, reason, old, new = None, "the registry does not answer", dict[str, Any](), dict[str, Any]()
+    accepted: dict[str, str] | None = None
+    old: Side = {}
+    new: Side = {}
+    reason = "the registry does not answer"
     if database is not None and not database.is_file():
         reason = "there is no registry yet: nothing to compare with"
     elif answers(uri):
