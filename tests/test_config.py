@@ -162,6 +162,7 @@ SURROGATE = {
     "model.clf_init": "xavier",
     "pool.eta": 0,
 }
+LEVELS = {"model.levels": [8, 2], "model.heads": "clf", "index.space": "clf"}
 CONFLICTING = [
     ("index.space", {"model.heads": "de", "index.space": "clf"}),
     ("index.space", {"model.heads": "de"}),
@@ -212,6 +213,12 @@ CONFLICTING = [
     ("loss.weights", SURROGATE | {"loss.weights": "propensity"}),
     ("run.devices", SURROGATE | {"run.devices": 2}),
     ("pool.eta", SURROGATE | {"pool.eta": 1}),
+    ("model.levels", LEVELS | {"model.levels": [2, 8]}),
+    ("model.heads", {"model.levels": [8, 2]}),
+    ("model.surrogate", SURROGATE | LEVELS),
+    ("run.devices", LEVELS | {"run.devices": 2}),
+    ("loss.mixup", LEVELS | {"loss.mixup": "queries"}),
+    ("pool.shortlist", {"pool.shortlist": 4}),
     ("gate.confidence", {"gate.metric": "tail/coverage@5"}),
     ("source.path", {"source.kind": "folder"}),
     ("source.path", {"source.kind": "dvc"}),
@@ -252,8 +259,9 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         found |= set(config.Params.model_construct(**made).conflicts())
     assert all(set(conflict.keys.split()) <= set(config.known_keys()) for conflict in found)
     written = sum(inspect.getsource(module).count("yield Conflict(") for module in (params, sections))
-    # soft top-k, of both heads; gates, graph, queries of a residual row; seven keys of SimCSE, six of Astec's surrogate
-    in_loops = 3 + 12
+    # soft top-k, of both heads; gates, graph, queries of a residual row; seven keys of SimCSE, six of Astec's
+    # surrogate, four of a label tree
+    in_loops = 3 + 16
     assert len({(conflict.keys, conflict.what) for conflict in found}) == written + in_loops
 
 

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
 from unidec.data.tokens import encode_texts
 from unidec.model import losses
+from unidec.model.label_tree import num_clusters
 from unidec.model.unidec import UniDEC
 from unidec.training import trainer as trainer_module
 from unidec.training.refresh import Refresh
-from unidec.training.sampler import num_clusters, queries_a_batch
+from unidec.training.sampler import queries_a_batch
 from unidec.training.trainer import Trainer, TrainingData
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +65,8 @@ SPEC = {
                            "pool.batches": "random", "model.clf_init": "xavier"},  # the paper: BCE
     "inceptionxml-lf": DECAF | {"encoder.kind": "inception", "encoder.residual": False, "model.clf_graph": True,
                                 "label_graph.kind": "random-walk"},
+    "cascadexml": OVA | {"model.levels": [32, 4], "pool.shortlist": 64, "pool.refresh": 1, "loss.clf": "ds",
+                         "model.clf_init": "xavier", "model.clf_bias": True, "pool.clf_labels": "pool"},
     "depsl": ENCODER_ALONE | {"loss.de": "ds"},
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
@@ -274,6 +277,7 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
         }
         heads[kind] |= {part for part, key in parts.items() if getattr(params.model, key)}
         heads[kind] -= {"table"} if params.optim.lr_clf == 0 else set()
+        heads[kind] |= {"tree"} if params.model.levels else set()
     heads["de"] |= {"auxiliary"} if params.model.auxiliary else set()
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from unidec import sections
 from unidec.sections import Conflict, Section, key
 
+_NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}  # no hard negatives, no propensities
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -87,11 +89,18 @@ class Params(Section):
         if self.pool.simcse:
             what = "texts without relevance train a dual encoder, against the batch's other texts"
             needed = {"model.heads": "de", "pool.de_labels": "pool", "pool.gandalf": False, "loss.mixup": "none"}
-            yield from self._needed("pool.simcse: false", what, needed)
+            yield from self._needed("pool.simcse: false", what, needed | _NO_DRAWS)
         if self.model.surrogate:
             what = "clusters in place of labels: a classifier alone learns them, on one device"
             needed = {"model.heads": "clf", "model.clf_init": "xavier", "run.devices": 1}
-            yield from self._needed("model.surrogate: 0", what, needed)
+            yield from self._needed("model.surrogate: 0", what, needed | _NO_DRAWS)
+        if self.model.levels:
+            what = "a label tree trains beside a classifier alone, on one device"
+            needed = {"model.heads": "clf", "model.surrogate": 0, "run.devices": 1, "loss.mixup": "none"}
+            yield from self._needed("model.levels: []", what, needed)
+        elif self.pool.shortlist:
+            fix = "model.levels: [32, 4], or pool.shortlist: 0"
+            yield Conflict("pool.shortlist model.levels", "without a label tree there are no clusters to keep", fix)
         if self.optim.patience and not (self.data.validation_share or self.data.validation_sample):
             what = "nothing is measured that could stop rising"
             fix = "data.validation_share or data.validation_sample above 0, or optim.patience: 0"
@@ -172,8 +181,7 @@ class Params(Section):
             yield Conflict("loss.topk pool.size", what, "loss.topk far below pool.size")
 
     def _needed(self, off: str, what: str, needed: dict[str, Any]) -> Iterator[Conflict]:
-        """What a key needs of others, beside no hard negatives and no propensities."""
-        needed |= {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}
+        """What a key needs of others."""
         for path, value in needed.items():
             section, name = path.split(".")
             if getattr(getattr(self, section), name) != value:

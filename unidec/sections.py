@@ -189,6 +189,10 @@ class Model(Section):
     dropout: BelowOne = key(0.1, "dropout of both heads")
     auxiliary: CountOrZero = key(0, "labels a cluster, which adds a learnt vector to their embeddings (DEXA); 0: none")
     surrogate: CountOrZero = key(0, "labels a cluster, of which the classifier learns one row (Astec); 0: none")
+    levels: list[Count] = key(
+        [],
+        "labels a cluster at each level of a label tree, coarse to fine, a classifier each (CascadeXML); empty: none",
+    )
     clf_init: Literal["xavier", "normal", "label_embedding"] = key("label_embedding", "start of Psi")
     clf_residual: bool = key(False, "a label's classifier row is its text's embedding plus a free vector (SiameseXML)")
     clf_gates: bool = key(False, "learnt gates weigh the text and the free vector of such a row (DECAF)")
@@ -202,6 +206,16 @@ class Model(Section):
     temperature: Positive = key(1 / 18, "tau of both heads")
     learn_temperature: bool = key(False, "train tau, one for each head")
 
+    @property
+    def labels_a_cluster(self) -> int:
+        """Of the (finest) clusters of labels; 0: labels are not clustered."""
+        return self.auxiliary or self.surrogate or min(self.levels, default=0)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if sorted(set(self.levels), reverse=True) != self.levels:
+            fix = "fewer labels a cluster at each next level, as in [32, 4]"
+            yield Conflict("model.levels", "levels of a label tree go from coarse to fine", fix)
+
 
 class Pool(Section):
     """Batches, and the labels on which each batch's loss is computed."""
@@ -214,6 +228,9 @@ class Pool(Section):
     beta: Count = key(3, "positives sampled for each query")
     positives: Literal["uniform", "tail"] = key("uniform", "drawn alike, or by their inverse propensity")
     eta: CountOrZero = key(6, "hard negatives sampled for each query")
+    shortlist: CountOrZero = key(
+        0, "clusters of each of model.levels kept for a query: hard negatives are their labels; 0: the nearest labels"
+    )
     mining: Mining = key("exact", "search for hard negatives; faiss: approximate, for millions of labels without a GPU")
     size: CountOrZero = key(3000, "at most so many labels in a pool; 0: no limit")
     fill: bool = key(False, "further positives of the batch's queries take the room left in a pool; size 0: all")

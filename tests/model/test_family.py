@@ -176,6 +176,9 @@ FORMULAS = {
     "astec-surrogate": lambda c: decoupled(c.clf / TAU, *c.every),
     "astec": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "eclare": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
+    "cascadexml": lambda c: (
+        both_ways(decoupled, c.clf / TAU, *c.pool) + sum(decoupled(s / TAU, *rest) for s, *rest in c.levels)
+    ),
     "graphsage": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
     "inceptionxml-lf": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
@@ -214,6 +217,7 @@ class Case:
         model = self.model = trainer.model.train()
         self.trainer, self.params = trainer, params
         gates = [gate for gate in (model.gates, model.related_gate, model.auxiliary) if gate is not None]
+        gates += [] if model.tree is None else list(model.tree.parameters())
         for weight in [table.weight for table in model.tables().values()] + gates:
             torch.nn.init.normal_(weight, std=0.3)
         relevance, filtered = dataset.relevance.toarray() > 0, dataset.filter_pairs.toarray()
@@ -234,6 +238,10 @@ class Case:
         if params.model.surrogate:  # labels are clusters
             member = np.eye(model.table.num_rows)[model.label_cluster.numpy()]
             target, filtered = (target @ member > 0).astype(np.float32), filtered @ member > 0
+        self.of_level = []  # true and filter pairs of the clusters
+        for count in [] if model.tree is None else model.tree.counts:
+            member = np.eye(count, dtype=bool)[model.label_cluster.numpy() * count // model.tree.counts[-1]]
+            self.of_level.append(((target > 0) @ member, (filtered > 0) @ member))
         hard = rng.integers(0, dataset.num_labels, (len(target), 6)).astype(np.int32)
         self.batch = trainer.batches.prepare(rows, 0, 0, hard)
         own, pool = self.batch.num_own_queries, self.batch.pool.pool_S
@@ -255,6 +263,7 @@ class Case:
         loss = sum(self.trainer.objective.losses(x, self.batch, 0).values())
         leaves = [x] + ([self.model.table.used[1]] if self.model.table is not None else [])
         leaves += [self.model.auxiliary] if self.model.auxiliary is not None else []
+        leaves += [] if self.model.tree is None else list(self.model.tree.parameters())
         grads = torch.autograd.grad(loss, leaves)
         for table in self.model.tables().values():
             table.forget()
@@ -287,8 +296,27 @@ class Case:
             self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
             if model.bias is not None:
                 self.clf = self.clf + model.bias.weight.detach().double()[slice(None) if labels is None else labels].T
+        tree = [] if model.tree is None else self.tree(leaf)
         loss = formula(self)
-        return loss.detach(), torch.autograd.grad(loss, [leaf] if rows is None else [leaf, rows])
+        return loss.detach(), torch.autograd.grad(loss, [leaf, *([] if rows is None else [rows]), *tree])
+
+    def tree(self, x):
+        """Each level's scores, true pairs, and pairs that take no part: filter pairs, and clusters whose parents are
+        neither among the two of highest score nor have a positive; gives the tree's weights."""
+        weights = {name: p.detach().double().requires_grad_() for name, p in self.model.tree.named_parameters()}
+        self.levels, kept = [], None
+        for level, pairs in enumerate(self.of_level):
+            y, skip = (each[self.batch.pool.rows_B] for each in pairs)
+            a, b, w, c = (weights[f"{part}.{level}.{name}"] for part in ("layers", "classifiers") for name in
+                          ("weight", "bias"))  # fmt: skip
+            s = (x[: self.own] + F.gelu(x[: self.own] @ a.T + b)) @ w.T + c
+            hidden = np.zeros_like(y) if kept is None else ~np.repeat(kept, y.shape[1] // kept.shape[1], axis=1)
+            kept = y.copy()
+            for i in range(len(y)):
+                order = np.argsort(np.where(hidden[i], -np.inf, s.detach().numpy()[i]))
+                kept[i, order[-self.params.pool.shortlist :]] = True
+            self.levels.append((s, y, (skip & ~y) | hidden))
+        return list(weights.values())
 
     def related(self, text):
         """Texts of the labels of the pool that are related to each, times how much, or of the queries that were drawn

@@ -333,6 +333,19 @@ def test_the_labels_searched_have_their_clusters_vectors(tiny_bert, tiny_params,
     torch.testing.assert_close(torch.from_numpy(bundled.encode_labels(tokens)), plain, rtol=1e-5, atol=1e-6)
 
 
+def test_a_label_tree_is_not_exported(tiny_bert, tiny_params, tmp_path):
+    """It only trains: what is exported is an ordinary classifier."""
+    values = {"model.heads": "clf", "model.levels": [4, 2], "model.clf_init": "xavier"}
+    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    assert model.tree.counts == [2, 4] and model.label_cluster.shape == (7,)
+    model.start_table()
+    with write_folder(tmp_path / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    loaded = UniDEC.load(tmp_path / "model")
+    assert loaded.settings.levels == [] and loaded.tree is None and loaded.label_cluster is None
+    assert np.array_equal(loaded.classifier_table()[0], model.table.weight.numpy())
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bias):
     """Astec's surrogate task: as trained, and as exported, an ordinary classifier."""

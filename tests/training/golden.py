@@ -42,6 +42,7 @@ def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Par
     of_recipe = load_params(file)
     return load_params(file, {
         "seed": 0, "device": "cpu", "encoder.name": str(transformer), "tokens.max_length": 16, "model.dim": 16,
+        "model.levels": [8, 3] if of_recipe.model.levels else [], "pool.shortlist": min(of_recipe.pool.shortlist, 2),
         "encoder.trainable_layers": min(of_recipe.encoder.trainable_layers, 1),
         "encoder.bag_head": min(of_recipe.encoder.bag_head, 4),
         "encoder.transformer_tokens": min(of_recipe.encoder.transformer_tokens, 8),

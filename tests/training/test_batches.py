@@ -149,6 +149,26 @@ def test_clusters_take_the_place_of_labels(make, tiny_dataset):
     assert (batch.pool.relevance_P == 1).all() and 16 not in pool
 
 
+def test_levels_of_a_label_tree_have_targets_of_their_own(make, tiny_dataset):
+    """Against dense matrices; labels and their pool stay as they are."""
+    values = {"model.heads": "clf", "pool.eta": 0, "pool.beta": 2}
+    batches, plain = make(**values), make(**values)
+    cluster_L = np.random.default_rng(0).integers(0, 16, tiny_dataset.num_labels)
+    relevant, filtered = (pairs.toarray() > 0 for pairs in (tiny_dataset.relevance, tiny_dataset.filter_pairs))
+    batches.add_levels(cluster_L, [2, 4, 16])
+    batch, other = (each.prepare(each.rows[:20], 1, 2, None) for each in (batches, plain))
+    assert np.array_equal(batch.pool.pool_S, other.pool.pool_S) and other.levels == []
+    for count, level in zip([2, 4, 16], batch.levels, strict=True):
+        member_LC = (cluster_L * count // 16)[:, None] == np.arange(count)
+        positive, ignored = (pairs[batches.rows[:20]] @ member_LC for pairs in (relevant, filtered))
+        found = np.zeros((2, 20, count), bool)
+        found[0, level.row_P, level.col_P] = True
+        found[1, level.ignored_row_F, level.ignored_col_F] = True
+        assert np.array_equal(found[0], positive) and np.array_equal(found[1], ignored & ~positive)
+        assert (level.relevance_P == 1).all() and level.num_positives_B.tolist() == positive.sum(1).tolist()
+    assert ignored.any() and level.sampled_P.any() and not level.sampled_P.all(), "beta of the positives are drawn"
+
+
 def test_batches_of_an_epoch_from_any_step_on(make):
     """A resumed epoch leaves out what is done; the rest is drawn as it would have been."""
     batches = make()

@@ -74,6 +74,7 @@ SYSTEMS = {
     "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.bag_dropout": 0.0},
     "bf16": {"encoder.kind": "both", "encoder.trainable_layers": 1, "optim.precision": "bf16"},
     "gandalf": {"pool.gandalf": True},
+    "label tree": {"model.heads": "clf", "model.levels": [8, 3], "pool.shortlist": 2},
     "all labels' texts, cached gradients": {
         "pool.de_labels": "all",
         "optim.encode_chunk": 9,

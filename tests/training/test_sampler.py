@@ -11,13 +11,13 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unidec.model.label_tree import num_clusters
 from unidec.training.sampler import (
     PoolSampler,
     clustered_batches,
     draws_pools,
     encoded_labels,
     head_labels,
-    num_clusters,
     random_batches,
     weighs_by_propensity,
 )

@@ -8,7 +8,7 @@ row of Psi is its label's text plus a free vector (SiameseXML), with `clf_gates`
 with `clf_graph` plus the texts of related labels (ECLARE), with `clf_queries` of its training queries (GraphSAGE). With
 `auxiliary` Phi_D of a label is normalize(g1(Phi(t)) + v), v learnt, one for each cluster of labels (DEXA: Dahiya et
 al. 2023). With `surrogate` the labels of a cluster share a row of Psi, which is learnt as the cluster's (Astec: Dahiya
-et al. 2021).
+et al. 2021). With `levels` classifiers of label clusters train beside Psi (`unidec.model.label_tree`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import BY_LABEL, CONFIG, KIND, VERSION, WEIGHTS, ModelConfig, misfit
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
+from unidec.model.label_tree import LabelTree, num_clusters
 from unidec.model.pairs import all_to_host, to_device
 from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import copy_into, take_start
@@ -94,20 +95,24 @@ class UniDEC(nn.Module):
                 "without a projection the heads have the encoder's width", where="model.dim", got=settings.dim,
                 expected=str(encoder.width), fix=f"model.dim: {encoder.width}, or model.projection: true",
             )  # fmt: skip
-        if size := settings.auxiliary or settings.surrogate:
-            num_clusters = 2 ** (-(-num_labels // size) - 1).bit_length()  # as `balanced_clusters` cuts
+        if size := settings.labels_a_cluster:
+            clusters = num_clusters(num_labels, size)
             self.label_cluster = torch.zeros(num_labels, dtype=torch.int64)
         if settings.surrogate and placement.num_rows:
-            placement = replace(placement, num_rows=num_clusters)  # on one rank alone
+            placement = replace(placement, num_rows=clusters)  # on one rank alone
+        self.tree: LabelTree | None = None
+        if settings.levels:
+            counts = [num_clusters(num_labels, each) for each in settings.levels]
+            self.tree = LabelTree(counts, encoder.width, settings.dropout)
         if self.heads != "clf":
             layers = [nn.Linear(encoder.width, settings.dim), nn.Tanh()] if settings.projection else [nn.Identity()]
             self.head_de = nn.Sequential(*layers, nn.Dropout(settings.dropout))
             if settings.auxiliary:
-                self.auxiliary = nn.Parameter(torch.zeros(num_clusters, settings.dim))
+                self.auxiliary = nn.Parameter(torch.zeros(clusters, settings.dim))
         if self.heads != "de":
             layer = nn.Linear(encoder.width, settings.dim) if settings.projection else nn.Identity()
             self.head_clf = nn.Sequential(layer, nn.Dropout(settings.dropout))
-            rows = num_clusters if settings.surrogate else num_labels
+            rows = clusters if settings.surrogate else num_labels
             self.table = RowTable(rows, settings.dim, DTYPES[settings.clf_dtype], placement)
             self.bias = RowTable(rows, 1, torch.float32, placement) if settings.clf_bias else None
             self.gates = nn.Parameter(torch.zeros(2 * settings.dim)) if settings.clf_gates else None
@@ -401,7 +406,8 @@ class UniDEC(nn.Module):
     def save_into(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened.
 
-        A residual classifier and one of clusters become ordinary ones, a second table in memory meanwhile.
+        A residual classifier and one of clusters become ordinary ones, a second table in memory meanwhile; a label
+        tree, which only trains, is left out.
         """
         assert self.config_folder is not None
         state, settings = self.state_dict(), self.settings
@@ -410,10 +416,11 @@ class UniDEC(nn.Module):
             state["table.weight"] = torch.from_numpy(rows_LD).to(DTYPES[settings.clf_dtype])
             if bias_L is not None:
                 state["bias.weight"] = torch.from_numpy(bias_L)[:, None]
+        if rows_LD is not None or settings.levels:
             plain = {"clf_residual": False, "clf_gates": False, "clf_graph": False, "clf_queries": 0, "surrogate": 0}
-            settings, parts = settings.model_copy(update=plain), ["gates", "related_gate"]
-            parts += [] if settings.auxiliary else ["label_cluster"]
-            state = {name: tensor for name, tensor in state.items() if name not in parts}
+            settings = settings.model_copy(update=plain | {"levels": []})
+            parts = ("gates", "related_gate", "tree", *(() if settings.auxiliary else ("label_cluster",)))
+            state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in parts}
         write_tensors(folder.path / WEIGHTS, state)
         for name, source, names in (
             ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),

@@ -27,6 +27,7 @@ from unidec.data.tokens import CHUNK_TEXTS
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
 from unidec.model.encoder import TextEncoder, transformer_options
+from unidec.model.label_tree import num_clusters
 from unidec.model.losses import BY_COLUMNS
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
@@ -34,7 +35,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.start import effective
 from unidec.training.optim import bytes_per_row
 from unidec.training.precision import autocast_type, choose_device
-from unidec.training.sampler import draws_pools, encoded_labels, head_labels, num_clusters, queries_a_batch
+from unidec.training.sampler import draws_pools, encoded_labels, head_labels, queries_a_batch
 
 Place = Literal["device", "host", "disk"]
 Phase = Literal["always", "step", "refresh", "index"]
@@ -220,6 +221,9 @@ class Formulas:
             empty = UniDEC(settings, model, 1, TextEncoder(settings, own, 1, self.config.hidden_size))
         self.width, weights = empty.encoder.width, empty.named_parameters()
         clusters = {"auxiliary": num_clusters(sizes.num_labels, max(model.auxiliary, 1))}  # one label's, so far
+        for level, size in enumerate(model.levels):
+            for part in ("weight", "bias"):
+                clusters[f"tree.classifiers.{level}.{part}"] = num_clusters(sizes.num_labels, size)
         self.dense = [
             (name, p.numel() * clusters.get(name, 1), p.requires_grad)
             for name, p in weights
@@ -237,7 +241,8 @@ class Formulas:
         # the largest step
         self.queries = min(queries_a_batch(pool, self.rows), self.rows)
         mines = pool.eta > 0 and draws_pools(model, pool)
-        self.shortlist = INT32 * (sizes.num_queries + sizes.num_labels * pool.gandalf) * pool.eta * pool.refresh * mines
+        places = pool.shortlist * model.labels_a_cluster if pool.shortlist else pool.eta * pool.refresh
+        self.shortlist = INT32 * (sizes.num_queries + sizes.num_labels * pool.gandalf) * places * mines
         mean = sizes.num_pairs / sizes.num_queries
         most = max(pool.beta, mean) if pool.fill else pool.beta
         positives = most if pool.gandalf else min(most, mean)

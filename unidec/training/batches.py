@@ -51,6 +51,7 @@ class Prepared:
             and a query drawn for it, by its place among those whose texts follow the labels'.
         mix: how the queries are mixed, with `loss.mixup`, else None.
         own_labels: with `model.auxiliary` int64 ids of the labels whose texts this rank encodes, else None.
+        levels: pairs of the queries and the clusters of each of `model.levels`.
         texts: what this rank encodes: its part of the queries, then its part of the labels; in chunks where
             gradients are cached.
         num_own_queries: how many of the texts are queries.
@@ -66,6 +67,7 @@ class Prepared:
     related: tuple[Tensor, ...] | None
     mix: Mix | None
     own_labels: Tensor | None
+    levels: list[PoolTargets]
     texts: EncoderInput | TextChunks
     num_own_queries: int
     num_texts: int
@@ -86,7 +88,7 @@ class Batches:
             them, else None.
         related_LN: csr [L, L], the label graph without its diagonal, with `model.clf_graph`; with `model.clf_queries`
             csr [L, n], 1 where a training query has the label; else None.
-        sampler: draws pools.
+        sampler: draws pools; levels: the same of the clusters of each of `model.levels` (`add_levels`).
 
     Raises:
         DataError: no training query has a positive.
@@ -131,6 +133,7 @@ class Batches:
             self.rows = np.concatenate([self.rows, self.num_queries + np.arange(dataset.num_labels)])
             relevance, filter_pairs = _texts_alone(filter_pairs)
         self._draw_from(relevance, filter_pairs)
+        self.levels: list[PoolSampler] = []
 
     def _draw_from(self, relevance: sp.csr_matrix, filter_pairs: sp.csr_matrix) -> None:
         pool = self.settings.pool
@@ -141,6 +144,18 @@ class Batches:
 
     def label_by_cluster(self, cluster_L: np.ndarray, num_clusters: int) -> None:
         """From now on clusters are the labels: int64 [L], the cluster of each label (Astec's surrogate task)."""
+        self._draw_from(*self._grouped(cluster_L, num_clusters))
+
+    def add_levels(self, cluster_L: np.ndarray, counts: list[int]) -> None:
+        """From now on a batch has the pairs of its queries and the clusters of a label tree, `counts` of each level:
+        `cluster_L` int64 [L] are the finest one's, of which a cluster of a coarser level has several in a row."""
+        for count in counts:
+            pairs = self._grouped(cluster_L // (counts[-1] // count), count)
+            beta, seed = self.settings.pool.beta, self.settings.seed
+            self.levels.append(PoolSampler(*pairs, beta=beta, eta=0, size=0, seed=seed))
+
+    def _grouped(self, cluster_L: np.ndarray, num_clusters: int) -> list[sp.csr_matrix]:
+        """Relevance and filter pairs of clusters in place of labels, csr [rows, clusters]."""
         labels = np.arange(len(cluster_L))
         shape = (len(cluster_L), num_clusters)
         member_LC = sp.csr_matrix((np.ones(len(labels), dtype=np.float32), (labels, cluster_L)), shape)
@@ -148,7 +163,7 @@ class Batches:
         for pairs in grouped:
             pairs.sort_indices()
             np.minimum(pairs.data, 1, out=pairs.data)
-        self._draw_from(*grouped)
+        return grouped
 
     def parts(self, rows: np.ndarray) -> TextParts:
         """Texts of training rows; rows of labels follow those of queries."""
@@ -185,12 +200,14 @@ class Batches:
         own = self.parts(own_rows) + self._label_parts(own_labels) + near
         size = self.settings.optim.encode_chunk
         everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded), *near]
-        losses = self.settings.loss
+        losses, soft = self.settings.loss, self.settings.pool.gandalf
+        levels = [level.batch(pool.rows_B, epoch=epoch, step=step, all_labels=True) for level in self.levels]
         return Prepared(
             pool, replace(targets, columns=self._columns(pool, self.de_labels, losses.de)),
             replace(clf_targets, columns=self._columns(clf_pool, self.clf_labels, losses.clf)),
             *self._classified(clf_pool, encoded), related, self._mix(pool, epoch, step),
             to_device(own_labels, self.device) if self.settings.model.auxiliary else None,
+            [PoolTargets.from_batch(level, self.device, soft=soft) for level in levels],
             cut_texts(own, self.build, size, self.device) if size else self.build(own), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),

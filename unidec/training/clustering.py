@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unidec.errors import DataError
+from unidec.model.label_tree import num_clusters
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.sampler import num_clusters
 
 POINTS_AT_ONCE = (1 << 16, 1 << 20)  # on a CPU (its cache), on a GPU: bounds the copies of points
 TOLERANCE = 1e-4  # a split stops when an iteration adds less than this to its mean cosine

@@ -32,6 +32,7 @@ class Objective:
     Args:
         seed: of what a loss draws at random.
         autocast: gives the context of heads and products.
+        num_kept: clusters that each level of a label tree keeps (`pool.shortlist`); 0: all.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Objective:
         model: UniDEC,
         ranks: Ranks,
         autocast: Callable[[], AbstractContextManager[Any]],
+        num_kept: int = 0,
     ):
         self.settings, self.seed, self.model, self.ranks, self.autocast = settings, seed, model, ranks, autocast
+        self.num_kept = num_kept
 
     def losses(self, x_BW: Tensor, batch: Prepared, step: int) -> dict[str, Tensor]:
         """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).
@@ -52,7 +55,7 @@ class Objective:
             step: number of the step in the run; decides what is drawn at random.
 
         Returns:
-            "loss_de", "loss_clf": 0-d, of the heads that the model has.
+            "loss_de", "loss_clf": 0-d, of the heads that the model has; "loss_levels": of its label tree.
         """
         settings, both = self.settings, self.model.heads == "both"
         mix = batch.mix if self.model.training else None
@@ -63,7 +66,19 @@ class Objective:
             losses["loss_de"] = (settings.balance if both else 1.0) * self._de_loss(x_BW, batch, step, mix)
         if self.model.heads != "de":
             losses["loss_clf"] = (1.0 - settings.balance if both else 1.0) * self._clf_loss(x_BW, batch, step, mix)
+        if self.model.tree is not None:
+            losses["loss_levels"] = self._level_loss(x_BW[: batch.num_own_queries], batch, step)
         return losses
+
+    def _level_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
+        """Sum over the levels of a label tree of the classifier's loss, query to label, on the clusters that the level
+        above keeps (CascadeXML, a loss for each resolution)."""
+        assert self.model.tree is not None
+        with self.autocast():
+            scores = self.model.tree(x_BW, self.num_kept, [(each.row_P, each.col_P) for each in batch.levels])
+        kind, scale = self.settings.clf, self.model.log_scale.exp()[1]
+        pairs = zip(scores, batch.levels, strict=True)
+        return torch.stack([self.loss(kind, score_BC, scale, level, 1.0, step) for score_BC, level in pairs]).sum()
 
     def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
         """L_D: queries against the texts of the labels."""

@@ -24,6 +24,7 @@ import torch
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
 from unidec.model.faiss_library import faiss_module
+from unidec.model.label_tree import LabelTree, num_clusters
 from unidec.model.search import exact_search, labels_that_fit, query_block
 from unidec.params import TrainingSettings
 from unidec.progress import progress
@@ -36,7 +37,6 @@ from unidec.training.sampler import (
     PoolSampler,
     clustered_batches,
     draws_pools,
-    num_clusters,
     queries_a_batch,
     random_batches,
 )
@@ -133,7 +133,7 @@ def make_clusters(
     size = cluster_size(settings.pool, epoch, len(rows))
     report: Figures = {}
     clustered = settings.pool.batches == "clustered"
-    if (clustered and size > 1) or (settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)):
+    if (clustered and size > 1) or (_mines(settings) and not settings.pool.shortlist):
         query_ND = query_vectors()
         report["encode_queries_seconds"] = time.perf_counter() - begin
     if clustered and size == 1:  # a query is its own cluster: nothing to compare
@@ -147,6 +147,11 @@ def make_clusters(
     return refresh, query_ND, report | {"refresh_seconds": time.perf_counter() - begin}
 
 
+def _mines(settings: TrainingSettings) -> bool:
+    """Whether steps read hard negatives."""
+    return settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)
+
+
 def make_refresh(
     settings: TrainingSettings,
     rows: np.ndarray,
@@ -155,12 +160,20 @@ def make_refresh(
     label_vectors: Callable[[], np.ndarray],
     device: torch.device,
     ranks: Ranks = ALONE,
+    shortlist: Callable[[], tuple[np.ndarray, Figures]] | None = None,
 ) -> tuple[Refresh, Figures]:
     """Mine hard negatives where a loss runs over pools, by products in the type that steps compute in; with the
     clusters that is the refresh, and figures of both.
-    `label_vectors` gives float32 [L, D], with several ranks this rank's part of it; called only when needed."""
+    `label_vectors` gives float32 [L, D], with several ranks this rank's part of it; called only when needed.
+    `shortlist` gives what `shortlist_labels` does, in place of the nearest labels."""
     begin, pool, (refresh, query_ND, report) = time.perf_counter(), settings.pool, clusters
-    if query_ND is not None and pool.eta > 0 and draws_pools(settings.model, pool):
+    if not _mines(settings):
+        pass
+    elif shortlist is not None:
+        negatives, mined = shortlist()
+        report = report | {f"mine_{key}": value for key, value in mined.items()}
+        refresh = replace(refresh, negatives=negatives)
+    elif query_ND is not None:
         label_LD = label_vectors()
         report["encode_labels_seconds"] = time.perf_counter() - begin
         pairs, count = (sampler.relevance, sampler.filter_pairs), pool.eta * pool.refresh
@@ -240,6 +253,47 @@ def mine_hard_negatives(
         same = (shortlist[rows][:, :, None] == expected[:, None]) & (expected >= 0)[:, None]
         report["recall"] = float(same.sum() / max((expected >= 0).sum(), 1))
     return shortlist, report
+
+
+@torch.no_grad()
+def shortlist_labels(
+    tree: LabelTree,
+    cluster_L: np.ndarray,
+    encode: Callable[[np.ndarray], torch.Tensor],
+    rows_n: np.ndarray,
+    relevance: sp.csr_matrix,
+    num_kept: int,
+) -> tuple[np.ndarray, Figures]:
+    """For each training query the labels of the `num_kept` clusters that a label tree ranks highest among those whose
+    parents it keeps (CascadeXML, SyncXML: the classifier's shortlist). Positives may be among them.
+
+    Args:
+        cluster_L: int64 [L], each label's cluster of the finest level.
+        encode: the encoder's outputs [n, W] of some rows. rows_n: int64 [n] data set rows, each once.
+        relevance: csr [N, L].
+
+    Returns:
+        labels by data set row, those of the best cluster first, int32 [N, H], -1 where there is none; and a report:
+        `queries`, `positives_found` (share of the queries' positives in the clusters), `seconds`.
+    """
+    begin_time, num_kept = time.perf_counter(), min(num_kept, tree.counts[-1])
+    size_C = np.bincount(cluster_L, minlength=tree.counts[-1])
+    order_L, member_CM = np.argsort(cluster_L, kind="stable"), np.full((len(size_C), size_C.max()), -1, dtype=np.int32)
+    member_CM[cluster_L[order_L], np.arange(len(order_L)) - (np.cumsum(size_C) - size_C)[cluster_L[order_L]]] = order_L
+    found = np.full((relevance.shape[0], num_kept * member_CM.shape[1]), -1, dtype=np.int32)
+    positives, was_training = np.zeros(2), tree.training  # all of them, those found
+    for begin in range(0, len(rows_n), _BLOCKS * BLOCK):
+        some = rows_n[begin : begin + _BLOCKS * BLOCK]
+        x_BW = encode(some)  # which may turn its model's dropout on again
+        cluster_BK = tree.eval()(x_BW, num_kept)[-1].topk(num_kept, dim=1).indices.cpu().numpy()
+        found[some] = member_CM[cluster_BK].reshape(len(some), -1)
+        positive = relevance[some].tocoo()
+        positives += positive.nnz, (cluster_BK[positive.row] == cluster_L[positive.col][:, None]).any(1).sum()
+    tree.train(was_training)
+    return found, {
+        "queries": len(rows_n), "positives_found": positives[1] / max(positives[0], 1),
+        "seconds": time.perf_counter() - begin_time,
+    }  # fmt: skip
 
 
 def faiss_search(label: torch.Tensor) -> Search:

@@ -205,11 +205,6 @@ def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> 
     return np.array_split(shuffled, -(-len(rows) // batch_size))
 
 
-def num_clusters(num_rows: int, size: int) -> int:
-    """2^depth with the smallest depth that leaves at most `size` rows in a cluster (as `balanced_clusters` cuts)."""
-    return 2 ** max(-(-num_rows // size) - 1, 0).bit_length()
-
-
 def queries_a_batch(pool: Pool, num_rows: int) -> int:
     """Queries of the largest batch: `pool.batch_size`, or with `pool.batch_fit: least` the smallest N / 2^depth,
     rounded up, that is not below it (spec, detail 7: published 1,152 on 131K and 1,098 on 1.3M are such numbers)."""

@@ -29,6 +29,7 @@ from unidec.errors import ArtifactError, TrainingError
 from unidec.interrupt import stop_signals
 from unidec.model.encoder import InputBuilder
 from unidec.model.frozen import cached_inputs
+from unidec.model.label_tree import num_clusters
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
@@ -43,8 +44,8 @@ from unidec.training.identity import check_same, run_identity
 from unidec.training.objective import Objective
 from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device, random_state, restore_random_state
-from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
-from unidec.training.sampler import num_clusters, queries_a_batch
+from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh, shortlist_labels
+from unidec.training.sampler import queries_a_batch
 from unidec.training.start import Start, cluster_labels, start_bag, take_model, take_rows
 from unidec.training.stopping import Stopping
 
@@ -121,7 +122,8 @@ class Trainer:
         self.model.encoder.recompute = settings.run.recompute
         if settings.run.compile:
             self.model.encoder.compile_transformer()
-        self.objective = Objective(settings.loss, settings.seed, self.model, ranks, self._autocast)
+        kept = settings.pool.shortlist
+        self.objective = Objective(settings.loss, settings.seed, self.model, ranks, self._autocast, kept)
         not_cached = InputBuilder(self.model.encoder, self.device)
         self.batches = Batches(
             settings, self.dataset, self.tokens, not_cached, self.device, ranks, data.label_graph
@@ -203,12 +205,14 @@ class Trainer:
                 self.model.start_table(self._encode_labels)
             if self.model.label_cluster is not None:
                 vectors_LD = self._vectors("labels", np.arange(self.dataset.num_labels))
-                size = self.settings.model.auxiliary or self.settings.model.surrogate
+                size = self.settings.model.labels_a_cluster
                 cluster_labels(self.model, vectors_LD, size, self.settings.seed, self.ranks)
         else:
             self._take(checkpoint)
         if self.settings.model.surrogate and self.model.table is not None and self.model.label_cluster is not None:
             self.batches.label_by_cluster(self.model.label_cluster.cpu().numpy(), self.model.table.num_rows)
+        if self.model.tree is not None and self.model.label_cluster is not None:
+            self.batches.add_levels(self.model.label_cluster.cpu().numpy(), self.model.tree.counts)
         if self.ranks.is_first:
             for name, key, last in (("history", "step", self.step - 1), ("rounds", "epoch", self.epoch)):
                 # steps are counted from 0: the next one has the number of those that are done
@@ -295,8 +299,9 @@ class Trainer:
         clusters, self._clusters, begin = self._clusters, None, self.clock()
         assert clusters is not None
         made, report = make_refresh(
-            self.settings, self.rows, self.batches.sampler, clusters, self._label_vectors, self.device, self.ranks
-        )
+            self.settings, self.rows, self.batches.sampler, clusters, self._label_vectors, self.device, self.ranks,
+            self._shortlist if self.settings.pool.shortlist else None,
+        )  # fmt: skip
         if self.ranks.is_first:
             made.save(self._refresh_folder(self.epoch), self.epoch)
             needed = {self._refresh_folder(epoch) for epoch in (self.epoch, self.epoch - self.settings.pool.refresh)}
@@ -304,6 +309,19 @@ class Trainer:
                 shutil.rmtree(old, ignore_errors=True)  # no checkpoint that is kept lies inside its round
         self.ranks.barrier()  # the others read it
         return report | {"work_seconds": report["work_seconds"] + self.clock() - begin}
+
+    def _shortlist(self) -> tuple[np.ndarray, Figures]:
+        """Labels of the clusters that the label tree keeps for each training row."""
+        assert self.model.tree is not None and self.model.label_cluster is not None
+
+        def encode(rows: np.ndarray) -> Tensor:
+            return torch.cat([self._encode(name, some) for name, _, some in self.batches.parts(rows)])
+
+        cluster_L, relevance = self.model.label_cluster.cpu().numpy(), self.batches.sampler.relevance
+        with self._autocast():
+            return shortlist_labels(
+                self.model.tree, cluster_L, encode, self.rows, relevance, self.settings.pool.shortlist
+            )  # fmt: skip
 
     def _query_vectors(self) -> np.ndarray:
         """Of all training rows, each rank having encoded its part."""
