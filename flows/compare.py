@@ -6,7 +6,8 @@ not run again, and a training that was stopped resumes from its checkpoint. A fa
 
 examples:
   unidec compare comparison/small.yaml
-  unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2
+  unidec compare comparison/fair.yaml --tune --jobs 2
+  unidec compare comparison/fair.yaml --only "lf-debian titles/unidec/0" --jobs 2
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def compare(
     jobs: int = 1,
     folder: str | None = None,
     metrics: str | None = None,
+    tune: bool = False,
 ) -> dict[str, Any]:
     """Runs what is not done yet, and writes report.html.
 
@@ -58,17 +60,21 @@ def compare(
         jobs: runs at a time: their times are no fair measure unless it is 1.
         folder: of the workspace, instead of runs/compare/<name>.
         metrics: a JSON file for the figures of the last run that was asked for.
+        tune: run the trials of the file's `tuning` instead, and write what is best for each cell.
 
     Returns:
-        {"report": its path, "runs": names of those that were asked for}.
+        {"report": its path, or "chosen": the file of the tuning; "runs": names of those that were asked for}.
 
     Raises:
         UnidecError: the file is wrong, or some runs have no result; the others are in the report.
     """
     with lifecycle.at_work():
-        comparison = load_comparison(file, overrides, folder)
+        comparison = load_comparison(file, overrides, folder, tune)
         steps = select(comparison, only)
-        outcomes = run_steps(steps, jobs, {"comparison": comparison.file.name})
+        outcomes = run_steps(steps, jobs, {"comparison": comparison.file.name} | ({"tuning": "trial"} if tune else {}))
+        runs = [step.name for step in steps if step.name in comparison.jobs]
+        if tune:
+            return {"chosen": str(results.write_chosen(comparison, steps, outcomes)), "runs": runs}
         page = results.write_report(comparison)
         print("\n".join("\t".join(row) for row in results.table(comparison)), flush=True)
         if metrics is not None and not outcomes[steps[-1].name]:
@@ -76,7 +82,7 @@ def compare(
         lost = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
         if lost:
             raise UnidecError("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"report: {page}"]))
-        return {"report": str(page), "runs": [step.name for step in steps if step.name in comparison.jobs]}
+        return {"report": str(page), "runs": runs}
 
 
 def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[str, str]:
@@ -126,5 +132,6 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
 
 
 def in_words(done: dict[str, Any]) -> str:
-    """Where the page is."""
-    return f"report: {done['report']}"
+    """Where the page is, or what was chosen."""
+    name = "chosen" if "chosen" in done else "report"
+    return f"{name}: {done[name]}"

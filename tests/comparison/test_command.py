@@ -99,6 +99,29 @@ def test_wrong_files_and_names(project: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (project / "runs").exists()
 
 
+def test_tuned_then_compared(project: Path) -> None:
+    """Two trials, of which one is chosen; before that nothing runs."""
+    values = yaml.safe_load((project / "c.yaml").read_text())
+    values["data"]["part"] = {"path": "raw", "train": 60, "test": 10, "set": {"data.validation_share": 0.3}}
+    values["tuning"] = {"data": "part", "file": "tuned/c.yaml", "trials": [{}, {"lr": 30}]}
+    (project / "c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    short = ("--set", "optim.epochs=1", "--set", "optim.warmup_epochs=0.0")
+    before = unidec(*short)
+    assert before.returncode == 2 and "unidec compare c.yaml --tune" in before.stderr
+    tuned = unidec("--tune", *short)
+    assert tuned.returncode == 0 and "chosen: tuned/c.yaml" in tuned.stdout, tuned.stderr
+    entry = yaml.safe_load((project / "tuned/c.yaml").read_text())["depsl"]
+    figures = entry["trials"]
+    assert entry["set"] == ({"lr": 30} if figures["lr=30"] > figures["as it is"] else {}) and len(figures) == 2
+    results = (project / "runs/compare/tiny/cells/part/depsl").glob("0-*/result.json")
+    reached = [json.loads(file.read_text())["curve"][-1]["validation"]["nDCG@5"] for file in results]
+    assert sorted(reached) == pytest.approx(sorted(figures.values()), abs=1e-3)
+    made = unidec("--only", "depsl", *short)
+    assert made.returncode == 0, made.stderr
+    page = (project / "runs/compare/tiny/report.html").read_text()
+    assert "2 trials" in page and f"tuned {'lr=30' if entry['set'] else 'as it is'}" in page
+
+
 @pytest.mark.slow  # test_cell.py has its quick form
 def test_terminated_and_started_again(project: Path) -> None:
     """SIGTERM to the comparison ends the training with a checkpoint; the same command goes on from it."""

@@ -106,6 +106,18 @@ def test_what_a_cell_needs_comes_before_it(write: Write) -> None:
     assert len(selected(comparison)) == len(comparison.jobs)
 
 
+def test_some_cells_have_more_seeds(write: Write) -> None:
+    cells = (
+        "cells:\n  first: {recipe: ngame, seeds: [0, 2]}\n"
+        "  second: {recipe: ngame-classifier, after: first, seeds: [2]}\n"
+        "  third: {recipe: depsl}\n  like: {like: first}\n  kNN: {peer: knn}\n"
+    )
+    jobs = list(load_comparison(write(HEAD + cells)).jobs)
+    assert jobs == ["d/first/0", "d/third/0", "d/like/0", "d/kNN/0", "d/first/2", "d/second/2", "d/like/2"]
+    found = problems(write(HEAD + cells.replace("seeds: [2]", "seeds: [2, 3]")))
+    assert "cells.second.seeds" in found and "the cell that it builds on has others" in found
+
+
 def test_set_from_the_command_line_goes_over_everything(write: Write) -> None:
     path = write(HEAD + "cells:\n  a: {recipe: depsl, set: {pool.beta: 2}}\n")
     assert load_comparison(path, {"pool.beta": 4}).jobs["d/a/0"].params.pool.beta == 4
@@ -218,14 +230,17 @@ def test_shipped_comparisons_are_valid(path: Path, tmp_path: Path, monkeypatch: 
     for entry in yaml.safe_load(path.read_text())["data"].values():  # lf-wordnet is not in every checkout
         (tmp_path / entry["path"]).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    comparison = load_comparison(path)
+    comparison = load_comparison(
+        path, tune="tuning" in yaml.safe_load(path.read_text())
+    )  # what was chosen may be of other trials
     assert comparison.file.name == path.stem and comparison.file.title and comparison.file.about
     defaults = Params().model_dump()
     assert all(j.params.model_dump() != defaults for j in comparison.jobs.values())
-    used = {job.cell for job in comparison.jobs.values()}
-    assert used == set(comparison.file.cells)
-    if path.stem in ("small", "full"):
-        recipes = {job.params.recipe for job in comparison.jobs.values() if job.kind == "recipe"}
+    used, kinds = {job.cell for job in comparison.jobs.values()}, {"recipe", "trial"}
+    assert used >= {name for name, cell in comparison.file.cells.items() if cell.recipe or cell.like}
+    assert used == set(comparison.file.cells) or comparison.file.tuning is not None
+    if path.stem in ("small", "fair"):
+        recipes = {job.params.recipe for job in comparison.jobs.values() if job.kind in kinds}
         # unidec-long is unidec on another text and encoder, which a comparison says for all alike
         assert recipes == {name for name in recipe_names() if "gpu" not in name} - {"unidec-long"}
 

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from unidec.evaluation.figures import COLOURS, Chart, Line, Range, bar_chart, line_chart, range_chart
+from unidec.evaluation.figures import (
+    COLOURS,
+    MUTED,
+    PEER,
+    Chart,
+    Line,
+    Range,
+    bar_chart,
+    line_chart,
+    point_chart,
+    range_chart,
+)
 
 NAN = math.nan
 SVG = "{http://www.w3.org/2000/svg}"
@@ -55,6 +66,25 @@ def test_lines_lie_where_their_numbers_are_and_break_at_gaps():
     for y in ([3.0], [0.0, 0.0], [1e-9, 2e-9], [-5.0, 1e12]):
         assert "<svg" in drawn(line_chart("c", [Line("a", list(range(len(y))), y)], "x", "y"))
     assert line_chart("c", [Line("a", [], [])], "x", "y") is None and line_chart("c", [], "x", "y") is None
+
+
+def test_muted_lines_are_grey_and_in_no_table():
+    lines = [Line("a", [0, 1], [1, 2]), Line("b", [0, 2], [3, 4], muted=True)]
+    chart = line_chart("c", lines, "x", "y")
+    assert len(paths(chart, COLOURS[0])) == 1 and len(paths(chart, f"stroke: {MUTED}")) >= 1
+    assert list(chart.legend) == ["a"] and list(chart.table.header) == ["x", "a"] and len(chart.table.rows) == 2
+    assert any(title.startswith("b: ") for title in titles(chart))
+
+
+def test_points_lie_where_their_numbers_are_and_the_best_are_named():
+    points = [("low", 1.0, 1.0, False), ("left", 2.0, 9.0, False), ("right", 3.0, 5.0, True), ("none", NAN, 1.0, False)]
+    chart = point_chart("c", "x", "y", points)
+    (low, left), (right,) = dots(chart, COLOURS[0]), dots(chart, COLOURS[PEER])
+    assert left[0] - low[0] == pytest.approx((right[0] - low[0]) / 2, abs=0.01)
+    assert low[1] - right[1] == pytest.approx((low[1] - left[1]) / 2, abs=0.01)
+    assert [name for name in ("low", "left", "right") if f">{name}</text>" in drawn(chart)] == ["left", "right"]
+    assert titles(chart)[0] == "low: x 1, y 1" and point_chart("c", "x", "y", points[3:]) is None
+    assert [row[0] for row in chart.table.rows] == ["right", "left", "low"]
 
 
 def test_bars_are_as_high_as_their_numbers():

@@ -77,7 +77,7 @@ add_stage(
 
 @app.command(
     epilog="Examples: unidec compare comparison/small.yaml  |  unidec compare comparison/small.yaml --report-only  |  "
-    'unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2'
+    'unidec compare comparison/fair.yaml --only "lf-debian titles/unidec/0" --jobs 2'
 )
 def compare(
     file: Annotated[str, Argument(metavar="FILE", help="the comparison file")],
@@ -88,6 +88,7 @@ def compare(
     jobs: Annotated[int, Option(help="runs at a time: their times are no fair measure unless it is 1")] = 1,
     folder: Annotated[str | None, Option(help="of the results, instead of runs/compare/<name>")] = None,
     metrics: Annotated[str | None, Option(help="a JSON file for the last run's figures")] = None,
+    tune: Annotated[bool, Option("--tune", help="run the trials of section `tuning`, and write what is best")] = False,
     as_json: AsJson = False,
     report_only: Annotated[
         bool, Option("--report-only", help="write the report: results, and the runs without one; run nothing")

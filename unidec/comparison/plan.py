@@ -7,7 +7,7 @@ A cell names only cells above it: what is read in order needs no sorting and has
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +20,7 @@ from unidec.config import (
     Params,
     ParamsError,
     build_params,
+    leaves,
     nearest,
     problem,
     read_yaml,
@@ -61,6 +62,16 @@ class CellEntry(Section):
     after: str | None = Field(None, description="a cell whose model is this one's start")
     about: str = Field("", description="one line")
     set: Overrides = Field({}, description="parameters over those of the recipe, `common` and the data set")
+    trials: list[Overrides] | None = Field(None, description="what --tune tries beside the trials of all cells")
+    seeds: Annotated[list[Seed], Field(min_length=1)] | None = Field(None, description="in place of the file's")
+
+
+class TuningEntry(Section):
+    """Equal tuning: every recipe cell is trained on one data set with each of its trials, the best is kept."""
+
+    data: str = Field(description="an entry of `data` that nothing else uses")
+    trials: list[Overrides] = Field(description="of every recipe cell; `lr: 2` doubles all of its learning rates")
+    file: str = Field(description="YAML: what was chosen, from where the command is run")
 
 
 class GroupEntry(Section):
@@ -84,6 +95,7 @@ class ComparisonFile(Section):
     data: Annotated[dict[Name, DataEntry], Field(min_length=1)] = Field(description="data sets by name")
     cells: Annotated[dict[Name, CellEntry], Field(min_length=1)] = Field(description="systems by name")
     groups: dict[str, GroupEntry] = Field({}, description="ablations by title")
+    tuning: TuningEntry | None = Field(None, description="the same number of trials for every recipe cell")
 
 
 def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
@@ -112,7 +124,8 @@ def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
     """What pydantic reports about one key, as a problem."""
     path = [str(part) for part in detail["loc"] if part != "[key]"]
     sections: dict[str, type[Section]] = {"data": DataEntry, "cells": CellEntry, "groups": GroupEntry}
-    known = list((sections.get(path[0], ComparisonFile) if len(path) > 2 else ComparisonFile).model_fields)
+    section = sections.get(path[0], ComparisonFile) if len(path) > 2 else ComparisonFile
+    known = list((TuningEntry if path[0] == "tuning" and len(path) > 1 else section).model_fields)
     key, got = ".".join(path), short(detail["input"])
     if detail["type"] == "extra_forbidden":
         return problem(key, "unknown key", got, f"one of {', '.join(known)}", origin, nearest(path[-1], known))
@@ -137,11 +150,12 @@ class Job:
     """One run: a cell on a data set with a seed; data, cell and seed as in the file.
 
     Attributes:
-        kind: trained by us, another cell's model served otherwise, a peer, or a trial of `unidec tune`.
+        kind: trained by us, another cell's model served otherwise, a peer, or a trial of a tuning.
         params: all of them; of a peer those that it shares with the recipes (data, texts, encoder, epochs).
-        settings: what is set beyond the recipe and the common settings, and the cell that it builds on.
+        settings: what is set beyond the recipe and the common settings, and the cell that it builds on; of a trial
+            what it tries.
         needs: key of the job whose model this one starts from or serves; "": none.
-        peer: its name.
+        peer: its name. trial: what is tried, in words.
     """
 
     data: str
@@ -153,11 +167,12 @@ class Job:
     settings: Mapping[str, Any]
     needs: str = ""
     peer: str = ""
+    trial: str = ""
 
     @property
     def key(self) -> str:
-        """Its name: "data/cell/seed"."""
-        return f"{self.data}/{self.cell}/{self.seed}"
+        """Its name: "data/cell/seed"; a trial's: "data/cell, pool.beta=2/seed"."""
+        return f"{self.data}/{', '.join(filter(None, [self.cell, self.trial]))}/{self.seed}"
 
 
 def slug(name: str) -> str:
@@ -165,15 +180,25 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9_.=]+", "-", name.lower()).strip("-.") or "x"
 
 
+def in_words(trial: Mapping[str, Any]) -> str:
+    """{"lr": 2, "pool.beta": 3} -> "lr=2, pool.beta=3"; "" for the cell as it is."""
+    return ", ".join(f"{key}={value}" for key, value in flat(trial).items() if (key, value) != ("lr", 1))
+
+
 @dataclass(frozen=True)
-class _System:
-    """A cell with what it takes over from others; `given` holds each setting and where it was given."""
+class System:
+    """A cell with what it takes over from others; `given` holds each setting and where it was given.
+
+    `trials`: of its tuning, those of all cells first. `tuned_as`: the cell whose chosen settings it has."""
 
     kind: Kind
     recipe: str = ""
     peer: str = ""
     needs: str = ""
     given: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    seeds: Sequence[int] = ()
+    trials: Sequence[Overrides] = ()
+    tuned_as: str = ""
 
 
 class Planner:
@@ -181,12 +206,17 @@ class Planner:
 
     def __init__(self, file: ComparisonFile, origin: dict[str, str], overrides: Mapping[str, Any]) -> None:
         self.file, self.origin, self.overrides = file, origin, overrides
+        self.chosen: Mapping[str, Overrides] = {}  # of the cells that were tuned
         self.problems: list[str] = []
-        self.systems: dict[str, _System | None] = {}  # of the cells read so far; None: something is wrong
+        self.systems: dict[str, System | None] = {}  # of the cells read so far; None: something is wrong
         self.wrong_params: dict[str, str] = {}  # text of a problem -> first cell that has it
 
-    def jobs(self, path: str | Path) -> dict[str, Job]:
+    def jobs(self, path: str | Path, choose: Callable[[Mapping[str, System]], Mapping[str, Overrides]] | None = None
+             ) -> dict[str, Job]:  # fmt: skip
         """Every job by its key, in the order of the file; seeds vary slowest.
+
+        Args:
+            path: of the file. choose: gives the chosen settings of tuned cells; None: the jobs are the tuning's.
 
         Raises:
             ParamsError: everything that is wrong, with key path, line, what was expected and the nearest name.
@@ -195,18 +225,49 @@ class Planner:
         for name, cell in self.file.cells.items():
             self._check_cell(name, cell)
             self.systems[name] = self._system(name, cell)
-        jobs = [
+        tuning, systems = self.file.tuning, {name: system for name, system in self.systems.items() if system}
+        trials = self._trials(tuning, systems) if tuning else []
+        own = [seed for system in systems.values() for seed in system.seeds]
+        seeds = dict.fromkeys([*self.file.seeds, *own])
+        if tuning and choose and not (self.problems or self.wrong_params):
+            self.chosen = choose(systems)
+        jobs = trials if choose is None else [
             job
-            for seed in dict.fromkeys(self.file.seeds)
+            for seed in seeds
             for data in self.file.data
-            for cell, system in self.systems.items()
-            if system and (seed == self.file.seeds[0] or system.kind != "peer" or PEERS[system.peer].script)
+            if tuning is None or data != tuning.data
+            for cell, system in systems.items()
+            if seed in system.seeds
             if (job := self._job(data, cell, system, seed)) is not None
-        ]
+        ]  # fmt: skip
         self.problems += [f"{text}\n    in: {cell}" for text, cell in self.wrong_params.items()]
         if self.problems:
             raise ParamsError(list(dict.fromkeys(self.problems)), str(path), "comparison file")
         return {job.key: job for job in jobs}
+
+    def _trials(self, tuning: TuningEntry, systems: Mapping[str, System]) -> list[Job]:
+        """The trials of every recipe cell, as many for each; a cell starts from the one before it as that is."""
+        before = len(self.problems)
+        self._check_name("tuning.data", "data set", tuning.data, self.file.data)
+        recipes = {name: system for name, system in systems.items() if system.kind == "recipe"}
+        most = max((len(system.trials) for system in recipes.values()), default=0)
+        if {} not in tuning.trials:
+            self._add("tuning.trials", "each cell as it is, {}, is not among them", tuning.trials)
+        for name, system in recipes.items():
+            key, words = f"cells.{name}.trials", {in_words(trial) for trial in system.trials}
+            if len(system.trials) < most:
+                self._add(key, "fewer trials than others have", len(system.trials), str(most))
+            elif len(words) < most:
+                self._add(key, "the same trial twice", sorted(words), f"{most} different ones")
+            for rate in (trial.get("lr", 1) for trial in system.trials):
+                if type(rate) not in (int, float) or rate <= 0:
+                    self._add(key, "lr multiplies all learning rates", rate, "a number above 0")
+        return [
+            job
+            for name, system in (recipes.items() if len(self.problems) == before else ())
+            for trial in system.trials
+            if (job := self._job(tuning.data, name, system, self.file.seeds[0], trial)) is not None
+        ]
 
     def _add(self, key: str, what: str, got: Any, expected: str | None = None, near: str | None = None) -> None:
         self.problems.append(problem(key, what, short(got), expected, self.origin, near))
@@ -241,6 +302,8 @@ class Planner:
             self._check_name(f"{where}.{place}", "cell above this one", getattr(cell, place), self.systems)
         if cell.peer is not None and (cell.set or cell.after):
             self._add(where, "a peer has no parameters of ours", cell.set or cell.after, "nothing beside `peer`")
+        if cell.trials and (self.file.tuning is None or cell.peer or cell.model_of):
+            self._add(f"{where}.trials", "nothing is tuned here", cell.trials, "a recipe cell, and a section `tuning`")
         for key in flat(cell.set):
             section, place = key.partition(".")[0], f"{where}.set.{key}"
             if section in ALIKE:
@@ -248,24 +311,35 @@ class Planner:
             elif cell.model_of is not None and section != "index":
                 self._add(place, "would need another training", cell.set, "keys of index, or like: instead")
 
-    def _system(self, name: str, cell: CellEntry) -> _System | None:
+    def _system(self, name: str, cell: CellEntry) -> System | None:
         """A cell over the one that it is like, or whose model it serves."""
         for place in ("model_of", "after"):
             other = self.systems.get(getattr(cell, place) or "")
             if other is not None and other.kind != "recipe":
                 self._add(f"cells.{name}.{place}", "has no model of its own", getattr(cell, place), "a trained cell")
         if cell.peer in PEERS:
-            return _System("peer", peer=cell.peer)
+            own = cell.seeds or self.file.seeds
+            return System("peer", peer=cell.peer, seeds=own if PEERS[cell.peer].script else own[:1])
         system = self.systems.get(cell.like or cell.model_of or "")
         if cell.recipe in recipe_names():
-            system = _System("recipe", cell.recipe)
+            trials = self.file.tuning.trials if self.file.tuning else []
+            system = System("recipe", cell.recipe, seeds=self.file.seeds, trials=trials)
         if system is None or system.kind == "peer":
             return system
+        shared = len(self.file.tuning.trials) if self.file.tuning else 0
+        needs = cell.model_of or cell.after or system.needs
+        seeds = cell.seeds or system.seeds
+        if (other := self.systems.get(needs)) and not set(seeds) <= set(other.seeds):
+            self._add(f"cells.{name}.seeds", "the cell that it builds on has others", seeds, str(list(other.seeds)))
+        kind: Kind = "model_of" if cell.model_of else system.kind
         return replace(
             system,
-            kind="model_of" if cell.model_of else system.kind,
-            needs=cell.model_of or cell.after or system.needs,
+            kind=kind,
+            needs=needs,
+            seeds=seeds,
             given={**system.given, **self._given(f"cells.{name}.set", cell.set)},
+            trials=system.trials if cell.trials is None else [*system.trials[:shared], *cell.trials],
+            tuned_as=name if kind == "recipe" else system.tuned_as,
         )
 
     def _given(self, section: str, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -276,14 +350,21 @@ class Planner:
             found[key] = (value, f"{line}, {section}" if line else section)
         return found
 
-    def _job(self, data: str, cell: str, system: _System, seed: int) -> Job | None:
-        """The job with its parameters; None where these are wrong."""
+    def _job(
+        self, data: str, cell: str, system: System, seed: int, trial: Mapping[str, Any] | None = None
+    ) -> Job | None:  # fmt: skip
+        """The job with its parameters, with what was chosen for it or a trial; None where these are wrong."""
         entry = self.file.data[data]
         given = self._given("common", self.file.common) | self._given(f"data.{data}.set", entry.set)
         given |= system.given
+        tuned = flat(self.chosen.get(system.tuned_as, {}) if trial is None else trial)
+        place = f"cells.{cell}.trials"
+        given |= {key: (value, place) for key, value in tuned.items() if key != "lr"}
         values = {key: value for key, (value, _) in given.items()}
         origin = {key: place for key, (_, place) in given.items()} | dict.fromkeys(self.overrides, "--set")
         settings = {key: value for key, (value, _) in system.given.items()}
+        if self.chosen and system.tuned_as and trial is None:
+            settings["tuned"] = in_words(tuned) or "as it is"
         if system.needs:
             settings["model of" if system.kind == "model_of" else "after"] = system.needs
             values |= {"encoder.start": START} if system.kind == "recipe" else {}
@@ -292,9 +373,15 @@ class Planner:
         values |= {"tracking.experiment": EXPERIMENT} | ({"recipe": system.recipe} if system.recipe else {})
         try:
             params = build_params(values, origin, f"cells.{cell}")
+            if "lr" in tuned:
+                rates = {key: rate * tuned["lr"] for key, rate in leaves(params) if key.startswith("optim.lr_")}
+                values |= {key: rate for key, rate in rates.items() if key not in self.overrides}
+                params = build_params(values, origin | dict.fromkeys(rates, f"{place}, lr"), f"cells.{cell}")
         except ParamsError as error:
             for text in error.problems:
                 self.wrong_params.setdefault(text, cell)
             return None
         needs = f"{data}/{system.needs}/{seed}" if system.needs else ""
+        if trial is not None:
+            return Job(data, cell, seed, "trial", params, entry, trial, needs, trial=in_words(trial))
         return Job(data, cell, seed, system.kind, params, entry, settings, needs, system.peer)

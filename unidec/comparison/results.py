@@ -5,23 +5,29 @@ Legend: n test queries, K labels a query.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import yaml
 
+from unidec.comparison.chosen import AS_IT_IS
 from unidec.comparison.peers import PEERS
-from unidec.comparison.plan import Job
+from unidec.comparison.plan import Job, flat
 from unidec.comparison.workspace import LOG, PREDICTIONS, Comparison, Step
+from unidec.config import read_yaml
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
-from unidec.data.storage import load_array, write_json
+from unidec.data.storage import load_array, write_bytes_atomic, write_json
+from unidec.errors import UnidecError
 from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, write_comparison
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
+from unidec.training.stopping import METRIC
 
 TESTED = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")
 TABLE = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100")
@@ -30,6 +36,10 @@ NOTE = (
     "Paired randomisation test over the test queries, scores of a system averaged over its seeds, Holm's "
     "correction over all tests of a table at 5 %."
 )
+HEAD = """\
+# Written by `unidec compare {path} --tune`: the best of each system's trials by {metric} of the
+# validation split of "{data}", seed {seed}.
+"""
 
 
 def write_report(comparison: Comparison) -> Path:
@@ -72,6 +82,13 @@ def page_input(
     """Everything that the page shows."""
     file = comparison.file
     old = sum(result["code"] != comparison.steps[key].spec["code"] for key, result in found.items())
+    notes = [f"{old} of {len(found)} results were made by another version of the code."] if old else []
+    if (tuning := file.tuning) is not None:
+        own = max(len(entry.trials or ()) for entry in file.cells.values())
+        notes.append(
+            f"Each recipe had {len(tuning.trials) + own} trials on {tuning.data}; the best by {METRIC} of its "
+            f"validation split is its setting here (Settings, tuned). Figures of all trials: {tuning.file}."
+        )
     cards = {comparison.jobs[key].data: found[key]["dataset"] for key in reversed(found)}
     # what made the figures; several values where they differ between cells
     made: dict[str, dict[str, None]] = {"command": {f"unidec compare {comparison.path}": None}}
@@ -82,8 +99,12 @@ def page_input(
         title=file.title or f"Comparison {file.name}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         about=file.about,
-        notes=[f"{old} of {len(found)} results were made by another version of the code."] if old else [],
-        tasks=[Task(name, entry.about, cards.get(name, {})) for name, entry in file.data.items()],
+        notes=notes,
+        tasks=[
+            Task(name, entry.about, cards.get(name, {}))
+            for name, entry in file.data.items()
+            if file.tuning is None or name != file.tuning.data
+        ],
         cells=_cells(comparison, found),
         contrasts=contrasts,
         contrast_note=NOTE,
@@ -127,12 +148,17 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
     """One seed; the seconds of the trainings that it builds on are counted with its own."""
     result = found[job.key]
     costs, curve = dict(result["costs"]), [dict(line) for line in result["curve"]]
+    if curve and "work_seconds" in curve[-1]:
+        costs["work_seconds"] = curve[-1]["work_seconds"]
     if job.needs in found:
         earlier = _run(comparison, comparison.jobs[job.needs], found).costs
-        for name in ("train_seconds", "refresh_seconds", "total_seconds"):
-            costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
+        for name in ("train_seconds", "refresh_seconds", "total_seconds", "work_seconds"):
+            if name in costs or name in earlier:
+                costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
         if curve:
             curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get("refresh_seconds", 0.0)
+        for line in curve if "work_seconds" in costs else ():
+            line["work_seconds"] += earlier.get("work_seconds", 0.0)
     return Run(job.seed, result["metrics"], result["validation"], costs, curve)
 
 
@@ -159,3 +185,41 @@ def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[Query
         parts = by_query(load_array(file, np.int32, ndim=2), truth, TESTED, inverse_L)
         scores.setdefault(cell, []).append(parts)
     return scores
+
+
+def write_chosen(comparison: Comparison, steps: Sequence[Step], outcomes: Mapping[str, str]) -> Path:
+    """Choose for each cell whose trials ran, and write the file; entries of other cells stay.
+
+    Args:
+        steps: those that were asked for. outcomes: why a step has no result.
+
+    Raises:
+        UnidecError: a cell has no trial with a result, or some did not run; the others are written.
+    """
+    tuning = comparison.file.tuning
+    assert tuning is not None
+    asked, path = {step.name for step in steps}, Path(tuning.file)
+    entries: dict[str, Any] = read_yaml(path)[0] if path.is_file() else {}
+    for cell in comparison.file.cells:
+        trials = {job.trial: job for key, job in comparison.jobs.items() if job.cell == cell and key in asked}
+        figures = {words: _figure(comparison.steps[job.key]) for words, job in trials.items()}
+        ran = {words: value for words, value in figures.items() if value is not None}
+        if ran and len(trials) == sum(job.cell == cell for job in comparison.jobs.values()):
+            best = max(ran, key=lambda words: ran[words])
+            shown = {words or AS_IT_IS: value for words, value in figures.items()}
+            entries[cell] = {"set": flat(trials[best].settings), "trials": shown}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ordered = {cell: entries[cell] for cell in comparison.file.cells if cell in entries}
+    head = HEAD.format(path=comparison.path, metric=METRIC, data=tuning.data, seed=comparison.file.seeds[0])
+    text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, default_flow_style=None, width=118)
+    write_bytes_atomic(path, (head + text).encode())
+    if lost := [f"{name}: {reason}" for name, reason in outcomes.items() if reason]:
+        raise UnidecError("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"chosen: {path}"]))
+    return path
+
+
+def _figure(step: Step) -> float | None:
+    """The metric after the last round; None: no result by this code, or no number."""
+    curve = (step.result() or {}).get("curve") if step.is_done() else None
+    value = curve[-1]["validation"].get(METRIC) if curve else None
+    return round(value, 3) if value is not None and math.isfinite(value) else None

@@ -18,10 +18,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from unidec.comparison.chosen import read_chosen
 from unidec.comparison.plan import START, ComparisonFile, Job, Planner, flat, read_file, slug
 from unidec.config import Params, fingerprint
 from unidec.data.storage import MANIFEST, folder_sha256
@@ -29,6 +30,7 @@ from unidec.errors import ConfigError
 from unidec.version import PACKAGE
 
 ROOT = Path("runs/compare")
+EXAMPLE = "comparison/fair.yaml is an example"
 RESULT, FAILURE, LOG, SPEC = "result.json", "failure.json", "log.txt", "cell.json"
 MODEL, PREDICTIONS = "outputs/model", "labels.npy"
 
@@ -85,7 +87,10 @@ class Comparison:
 
 
 def load_comparison(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, folder: str | Path | None = None
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    tune: bool = False,
 ) -> Comparison:
     """Read a comparison file and make its jobs and steps.
 
@@ -93,12 +98,17 @@ def load_comparison(
         path: the file.
         overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
         folder: of the results, instead of runs/compare/<name>.
+        tune: the jobs are the trials of the file's `tuning`.
 
     Raises:
         ParamsError: everything that is wrong, at once, with key path, line, what was expected and the nearest name.
+        ConfigError: it has been tuned for nothing, or not yet.
     """
     file, origin = read_file(path)
-    jobs, root = Planner(file, origin, overrides or {}).jobs(path), Path(folder or ROOT / file.name)
+    if tune and file.tuning is None:
+        raise ConfigError("nothing to tune", where=str(path), expected="a section `tuning`", fix=EXAMPLE)
+    choose = None if tune else partial(read_chosen, path, file)
+    jobs, root = Planner(file, origin, overrides or {}).jobs(path, choose), Path(folder or ROOT / file.name)
     common = flat(file.common) | dict(overrides or {})
     return Comparison(Path(path), file, common, root, jobs, steps_of(jobs, root))
 
@@ -150,7 +160,7 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
         spec = {
             "kind": job.kind, "name": job.key, "params": _placed(job.params), "peer": job.peer,
             "code": code_sha256(PEER_CODE if job.kind == "peer" else TRAINING),
-            "keep": job.kind == "recipe" and job.key in needed,
+            "keep": job.key in needed,
             "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
         }  # fmt: skip
         steps[data.name] = data

@@ -6,21 +6,22 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from unidec.evaluation.figures import Chart, Line, Range, line_chart, range_chart
+from unidec.evaluation.figures import PEER, Chart, Line, Range, line_chart, point_chart, range_chart
 from unidec.evaluation.page import Records, Shown, number, render, write_page
 from unidec.evaluation.report import validation_records
 from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS
 
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
-CURVES = 8  # systems in a chart of curves: as many as there are colours
-PEER_COLOUR = 5
+CURVES = 8  # systems with a colour in a chart of curves: as many as there are colours
 MARKS = {"right": " ▲", "wrong": " ▼", "": ""}
 MAIN = ("P@1", "PSP@5", "R@100")  # drawn
 GROUP_METRICS = ("P@5", "PSP@5", "R@10", "coverage@5")
+CURVE_METRICS = ("nDCG@5", *MAIN)
+BY_GROUP = "R@10"  # drawn for each group of labels
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Run:
 
     Attributes:
         metrics: of the test split in percent, named as `metrics.evaluate` does. validation: of the validation split.
-        costs: "train_seconds", "refresh_seconds", "total_seconds", "search_ms" (a query), "peak_memory_bytes",
-            "parameters", "bundle_bytes"; what was not measured is left out.
+        costs: "train_seconds", "refresh_seconds", "work_seconds" (processor seconds of both, on a GPU wall seconds),
+            "total_seconds", "search_ms" (a query), "peak_memory_bytes", "parameters", "bundle_bytes"; what was not
+            measured is left out.
         curve: lines of rounds.jsonl; peers have none.
     """
 
@@ -147,7 +149,7 @@ def render_comparison(comparison: ComparisonInput) -> str:
         tasks=[{"task": task, **_of_task(cells[name])} for name, task in tasks.items()],
         contrasts=contrasts,
         alpha=ALPHA, difference_to=difference_to, marks=MARKS,
-        limit=f"The {CURVES} best by {MAIN[0]} are drawn.",
+        limit=f"The {CURVES} best by {MAIN[0]} have colours.",
     )  # fmt: skip
 
 
@@ -156,7 +158,9 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
     cells = ranked(cells, MAIN[0])
     metrics = [metric for metric in HEADLINE if any(cell.values(metric) for cell in cells)]
     groups = [(f"{group}/{metric}", f"{metric} {group}") for metric in GROUP_METRICS for group in GROUPS]
-    timed = [cell for cell in cells if any(_curve(cell, metric).x for metric in MAIN)]
+    timed = [cell for cell in cells if any(_curve(cell, metric).x for metric in CURVE_METRICS)]
+    by_work = all("work_seconds" in line for cell in timed for run in cell.runs for line in run.curve)
+    x_label = f"{'processor ' if by_work else ''}minutes of training and refreshes"
     return {
         "cells": cells,
         "metrics": metrics,
@@ -164,10 +168,16 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
                        for m in metrics},
         "groups": {name: head for name, head in groups if any(any(cell.values(name)) for cell in cells)},  # 0: no query
         "ranges": [_ranges(cells, metric) for metric in MAIN],
+        "group_ranges": [_ranges(cells, f"{group}/{BY_GROUP}") for group in GROUPS],
+        "trade": point_chart(
+            "P@1 against PSP@5, test split", "P@1, percent", "PSP@5, percent",
+            [(cell.name, cell.summary("P@1").mean, cell.summary("PSP@5").mean, cell.kind == "peer") for cell in cells],
+        ),
         "curves": [
-            line_chart(f"{metric}, validation split", [_curve(cell, metric) for cell in timed[:CURVES]],
-                       "minutes of training and refreshes", "percent", x_from_zero=True)
-            for metric in MAIN
+            line_chart(f"{metric}, validation split",
+                       [replace(_curve(cell, metric, by_work), muted=i >= CURVES) for i, cell in enumerate(timed)],
+                       x_label, "percent", x_from_zero=True)
+            for metric in CURVE_METRICS
         ],
         "more_curves": len(timed) > CURVES,
     }  # fmt: skip
@@ -175,27 +185,35 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
 
 def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
     rows = []
-    for cell in ranked(cells, metric):
+    for cell in ranked(cells, metric) if any(any(cell.values(metric)) for cell in cells) else ():
         of = cell.summary(metric)
         ends = (of.mean - of.spread, of.mean + of.spread) if of.count > 1 else None
-        seeds, shade = cell.values(metric) if ends else (), PEER_COLOUR if cell.kind == "peer" else 0
+        seeds, shade = cell.values(metric) if ends else (), PEER if cell.kind == "peer" else 0
         rows.append(Range(cell.name, of.mean, ends, seeds, shade))
     return range_chart(f"{metric}, test split", rows, "percent; grey: peers")
 
 
-def _curve(cell: Cell, metric: str) -> Line:
+def _curve(cell: Cell, metric: str, by_work: bool = False) -> Line:
     """Means over seeds of a validation metric against time; the first seed that ends, ends the line."""
-    seeds = [points for run in cell.runs if (points := _points(run, metric))]
+    seeds = [points for run in cell.runs if (points := _points(run, metric, by_work))]
     x, y = ([statistics.fmean(point[axis] for point in points) for points in zip(*seeds, strict=False)]
             for axis in (0, 1))  # fmt: skip
     return Line(cell.name, x, y, dots=True)
 
 
-def _points(run: Run, metric: str) -> list[tuple[float, float]]:
+def _points(run: Run, metric: str, by_work: bool) -> list[tuple[float, float]]:
     """(minutes, value) of each measured round; of a run without rounds the one point after its training."""
-    points = [(r["minutes"], float(r[metric])) for r in validation_records(run.curve) if r.get(metric) is not None]
-    if not points and metric in run.validation and "train_seconds" in run.costs:
-        points = [(run.costs["train_seconds"] / 60, run.validation[metric])]
+    minutes = [r["minutes"] for r in validation_records(run.curve)]
+    lines, whole = (
+        [line for line in run.curve if line.get("validation")],
+        "work_seconds" if by_work else "train_seconds",
+    )
+    if by_work:
+        minutes = [line["work_seconds"] / 60 for line in lines]
+    values = [line["validation"].get(metric) for line in lines]
+    points = [(x, float(y)) for x, y in zip(minutes, values, strict=True) if y is not None]
+    if not points and metric in run.validation and whole in run.costs:
+        points = [(run.costs[whole] / 60, run.validation[metric])]
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 

@@ -25,7 +25,8 @@ TEXT, MUTED, RULE = "#1c2430", "#5b6675", "#dde2e9"
 MAX_POINTS = 300
 MAX_TITLES = 40  # points of a line that have a title and a row in the table: means of neighbours where it has more
 _SVG, _TITLES, _BETWEEN = "http://www.w3.org/2000/svg", "titles:", " \u2063"  # a separator that no text holds
-LONGEST_NAME = 28  # characters of a name in `range_chart`
+LONGEST_NAME = 28  # characters of a name in `range_chart` and `point_chart`
+PEER = 5  # number of the colour of what others made
 
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "unidec", "text.parse_math": False, "font.size": 8, "text.color": MUTED,
@@ -38,12 +39,14 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: x and y of the same length; a y that is not finite leaves a gap."""
+    """One line of a chart: x and y of the same length; a y that is not finite leaves a gap. `muted`: grey, beside
+    others that have colours, and without a column in the table; behind those in the order of lines."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     dots: bool = False
+    muted: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,15 @@ def line_chart(
     if not any(math.isfinite(y) for line in lines for y in line.y):
         return None
     points = [list(zip(_thinned(line.x, MAX_TITLES), _thinned(line.y, MAX_TITLES), strict=True)) for line in lines]
-    places = sorted({x for own in points for x, y in own if math.isfinite(y)})
-    rows = [[_short(x), *(_short(dict(own).get(x, math.nan)) for own in points)] for x in places]
+    shown = [own for line, own in zip(lines, points, strict=True) if not line.muted]
+    places = sorted({x for own in shown for x, y in own if math.isfinite(y)})
+    rows = [[_short(x), *(_short(dict(own).get(x, math.nan)) for own in shown)] for x in places]
 
     def draw(axes: Any) -> None:
         for i, (line, own) in enumerate(zip(lines, points, strict=True)):
-            marker, colour = "o" if line.dots else None, COLOURS[i % len(COLOURS)]
-            axes.plot(_thinned(line.x), _thinned(line.y), color=colour, marker=marker, clip_on=not line.dots)
+            marker, colour = "o" if line.dots else None, MUTED if line.muted else COLOURS[i % len(COLOURS)]
+            style = {"alpha": 0.35, "linewidth": 0.8, "markersize": 2, "zorder": 1} if line.muted else {}
+            axes.plot(_thinned(line.x), _thinned(line.y), color=colour, marker=marker, clip_on=not line.dots, **style)
             shown = [(x, y) for x, y in own if math.isfinite(x) and math.isfinite(y)]
             titles = [f"{line.name}: {_short(y)}; {x_label}: {_short(x)}" for x, y in shown]
             # unseen, and larger than the marks: easy to point at
@@ -118,8 +123,36 @@ def line_chart(
         axes.set_xlim(left=0 if x_from_zero else None)
         axes.set_ylim(bottom=0 if y_from_zero else None)
 
-    names = [line.name for line in lines]
+    names = [line.name for line in lines if not line.muted]
     return Chart(caption, f"{y_label} by {x_label}", names, draw, Table([x_label, *names], rows))
+
+
+def point_chart(
+    caption: str, x_label: str, y_label: str, points: Sequence[tuple[str, float, float, bool]]
+) -> Chart | None:  # fmt: skip
+    """Points (name, x, y, whether it is grey); named are those that none beats in both. None without a point."""
+    points = [point for point in points if math.isfinite(point[1]) and math.isfinite(point[2])]
+    if not points:
+        return None
+
+    middle = (min(x for _, x, _, _ in points) + max(x for _, x, _, _ in points)) / 2
+
+    def draw(axes: Any) -> None:
+        for name, x, y, grey in points:
+            best = not any(a >= x and b >= y and (a, b) != (x, y) for _, a, b, _ in points)
+            titles = _titles([f"{name}: {x_label} {_short(x)}, {y_label} {_short(y)}"])
+            axes.plot(x, y, "o", color=COLOURS[PEER if grey else 0], markersize=5.5, gid=titles)
+            if best:
+                label = _clean(name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…")
+                left, place = x < middle, {"textcoords": "offset points", "ha": "left" if x < middle else "right"}
+                text = axes.annotate(label, (x, y), (5 if left else -5, 4), color=TEXT, fontsize=7.5, **place)
+                text.set_in_layout(False)  # names take no room from the axes
+        axes.set(xlabel=_clean(x_label), ylabel=_clean(y_label))
+        axes.margins(0.08)
+        axes.grid(visible=True, axis="both")
+
+    rows = [[name, _short(x), _short(y)] for name, x, y, _ in sorted(points, key=lambda point: -point[1])]
+    return Chart(caption, f"{y_label} by {x_label}", (), draw, Table(["system", x_label, y_label], rows), 3.6)
 
 
 def bar_chart(
