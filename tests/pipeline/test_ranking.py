@@ -15,8 +15,7 @@ from unidec.config import Params
 from unidec.data.propensity import Propensity
 from unidec.evaluation.metrics import by_query
 from unidec.model.search import exact_search
-from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, ExactLabels, Ranking, tuned_blend
-from unidec.retrieval.index import LabelIndex
+from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, tuned_blend
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import unit_rows
 
@@ -184,15 +183,15 @@ def test_labels_are_searched_on_the_models_device(random_ranking, monkeypatch) -
     assert devices == [torch.device("cuda", 1)]
 
 
-def test_exact_labels_stand_in_for_an_index() -> None:
-    """Of equal scores the smaller label comes first, and what is not there is -1."""
+def test_of_equal_scores_the_smaller_label_comes_first(random_ranking) -> None:
+    ranking, _ = random_ranking(0)
     rng = np.random.default_rng(0)
-    label_LD = rng.integers(-1, 2, (7, 3)).astype(np.float32)
-    query_BD = rng.integers(-1, 2, (5, 3)).astype(np.float32)
-    index, flat = ExactLabels(label_LD, None), LabelIndex.build(label_LD, "flat")
-    for k in (3, 7, 9):
-        score_BK, label_BK = index.search(query_BD, k)
-        expected = np.lexsort((np.broadcast_to(np.arange(7), (5, 7)), -(query_BD @ label_LD.T)), axis=1)
-        if k >= 7:
-            assert np.array_equal(label_BK[:, :7], expected) and (label_BK[:, 7:] == -1).all()
-        np.testing.assert_allclose(score_BK, flat.search(query_BD, k)[0])
+    whole = {name: rng.integers(-1, 2, part.shape).astype(np.float32) for name, part in ranking.vectors.items()}
+    query = rng.integers(-1, 2, (NUM, DIM)).astype(np.float32)
+    ranking = replace(ranking, vectors=whole, query_de=query, query_clf=query)
+    score_NL = query @ whole["de"].T + 2 * query @ whole["clf"].T
+    score_NL[ranking.filter_pairs.toarray() > 0] = -np.inf
+    scores, labels = ranking.top("both", 2.0, False, LABELS + 3)
+    expected = np.lexsort((np.broadcast_to(np.arange(LABELS), score_NL.shape), -score_NL), axis=1)
+    np.testing.assert_array_equal(scores, np.take_along_axis(score_NL, expected, axis=1))
+    np.testing.assert_array_equal(labels, np.where(np.isinf(scores), -1, expected))

@@ -9,7 +9,7 @@ from scipy.sparse import csr_matrix
 from tiny_bundle import TITLES, WORDS, StubModel, tiny_neighbours, write_model
 
 from unidec.data.tokens import encode_texts
-from unidec.retrieval import fusion_fit
+from unidec.retrieval import fusion_fit, word_scores
 from unidec.retrieval.fusion_fit import fit_word_network
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.word_scores import WORD_FEATURES, WordScorer
@@ -155,7 +155,7 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
     parts = (dense_votes(scores.votes), scores.label_BL, scores.query_BL)
     assert first_is_right(ranked) >= max(map(first_is_right, parts)) and first_is_right(ranked) > 0.9
     assert network == fit_word_network(scorer, none) != fit_word_network(scorer, none, seed=1)
-    monkeypatch.setattr(fusion_fit, "_QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
+    monkeypatch.setattr(word_scores, "_QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
     np.testing.assert_allclose(fit_word_network(scorer, none).mean, network.mean, atol=1e-4)
 
 
@@ -180,7 +180,7 @@ def test_no_network_of_few_queries_or_too_many_labels(voters, monkeypatch):
     assert fit_word_network(scorer, none) is None
 
 
-def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng):
+def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng, monkeypatch):
     model = StubModel(write_model(tmp_path / "model", rng))
     both = tiny_neighbours(model, rng, "ridge-labels", by_words=True, word_head=2)
     space = WordSpace(model.tokenizer_folder, both.words.keys_F, both.words.idf_F)
@@ -197,3 +197,9 @@ def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng):
         got = WordScorer(both, VOTING).score(both.vectors_MD, left_out).features(*every_pair(len(rows)))
         wanted = WordScorer(alone, VOTING).score(alone.vectors_MD, left_out).features(*every_pair(len(rows)))
         np.testing.assert_allclose(got[:, len(WORD_FEATURES) :], wanted, atol=2e-3)
+        scorer = WordScorer(both, VOTING)
+        whole = scorer.score(both.vectors_MD, left_out, first_words=False).features(*every_pair(len(rows)))
+        np.testing.assert_array_equal(whole, got[:, : len(WORD_FEATURES)])
+    assert scorer.queries_at_once == WordScorer(alone, VOTING).queries_at_once == 256
+    monkeypatch.setattr(word_scores, "_BLOCK_SCORES", 60 * len(TITLES))
+    assert (scorer.queries_at_once, WordScorer(alone, VOTING).queries_at_once) == (10, 20)  # twice as many scores

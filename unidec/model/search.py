@@ -6,12 +6,15 @@ of a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import scipy.sparse as sp
 import torch
 from torch import Tensor
 
 from unidec.errors import DataError
+from unidec.progress import progress
 
 MAX_BLOCK_SCORES = 1 << 26  # entries of a tile of scores: at most 256 MB of float32, whatever the number of labels
 LABELS_AT_ONCE = 1 << 16  # of a tile: selecting the best of a row is five times as fast where the row fits the cache
@@ -45,6 +48,7 @@ def exact_search(
     exclude: sp.csr_matrix | None = None,
     block: int = 512,
     device: str | torch.device | None = None,
+    desc: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The k labels with the largest inner product, best first: score_NK float32, label_NK int64; -inf and -1 where a
     query has fewer than k labels. Under autocast the products are of its type.
@@ -56,6 +60,7 @@ def exact_search(
         block: queries at a time, at most.
         device: where to compute; None: where the queries are. Labels that do not fit there come in parts, each read
             once.
+        desc: what its progress is called; None: shows none.
 
     Raises:
         DataError: vectors of another shape or not finite, or `exclude` of another shape.
@@ -71,7 +76,8 @@ def exact_search(
     step, first = query_block(num_labels, block), 0
     for part_TD in label.split(max(labels_that_fit(query.device, query.shape[1]), 1)):
         part_TD, found = part_TD.to(query.device), min(k, first)
-        for begin in range(0, num_queries, step):
+        begins: Iterable[int] = range(0, num_queries, step)
+        for begin in begins if desc is None else progress(begins, desc=desc, unit="block"):
             some = slice(begin, min(begin + step, num_queries))
             best = tuple(torch.from_numpy(x[some, :found]).to(query.device) for x in (score_NK, label_NK))
             score_BK, label_BK = _best(query[some], part_TD, first, best, k, None if exclude is None else exclude[some])

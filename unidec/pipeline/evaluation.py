@@ -5,7 +5,6 @@ Legend: n queries of the split, K places.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -25,11 +24,14 @@ from unidec.evaluation.report import ReportInput, plots_csv, render, validation_
 from unidec.metric_names import BASELINES, GROUPS
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import QUERIES_AT_ONCE, ExactLabels, K, Ranking, headline
+from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import read_start
+from unidec.progress import progress
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.fusion import CANDIDATES
 from unidec.retrieval.index import recall
+from unidec.retrieval.neighbours import Ranked
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.scoring_space import Space
 from unidec.tracking.fetch import measured_before
@@ -70,10 +72,9 @@ def evaluate(params: Params) -> Evaluation:
     dataset = paths.open_dataset()
     bundle = Bundle.load(paths.BUNDLE, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
-    space, exact = (bundle.info.space, bundle.info.clf_normalize), copy.copy(bundle)
-    exact.index = ExactLabels(ranking.labels(*space), ranking.device)  # type: ignore[assignment]
-    scores, labels = _search(exact, ranking)
-    result = _measured(bundle, ranking, labels)
+    best_scores, best = ranking.top(bundle.info.space, bundle.info.clf_weight, bundle.info.clf_normalize, CANDIDATES)
+    scores, labels = _ranked(bundle, ranking, Ranked(best, best_scores))
+    result = _measured(bundle, ranking, labels, best[:, :K])
     text, weights = params.tokens.text, (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
     compared = baselines.compare_with_baselines(labels, ranking.truth, tfidf, *weights)
@@ -124,18 +125,18 @@ def described(figures: Mapping[str, float]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (shown, ["---"] * len(shown), shown.values()))
 
 
-def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str, Any]:
+def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.ndarray) -> dict[str, Any]:
     """Every metric: of the bundle, of its parts; the index, the weights, the validation split, the frequency bins.
 
     Args:
-        labels: by exact search, int [n, K].
+        labels, by_heads: by exact search, int [n, K], as the bundle ranks and by the heads' score alone.
     """
     info, propensity = bundle.info, ranking.propensity
     result: dict[str, Any] = {"test": ranking.metrics_of(labels)}
     for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
         result[space] = ranking.metrics(space, 1.0, info.clf_normalize)
     if bundle.neighbours is not None and info.knn is not None:
-        result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize)
+        result["heads"] = ranking.metrics_of(by_heads)
         result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours)
     weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
     result["index"] = _against_exact(bundle, ranking, labels) | weights
@@ -144,12 +145,18 @@ def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str,
     return result
 
 
-def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
-    """The bundle's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K])."""
+def _ranked(bundle: Bundle, ranking: Ranking, found: Ranked | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The bundle's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K]).
+
+    Args:
+        found: the best labels by the heads' score; None: the bundle's index is searched.
+    """
     asked, parts = Encoded(ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), []
-    for start in range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE):
+    starts = range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE)
+    for start in progress(starts, desc="rank labels", unit="block"):
         some = slice(start, start + QUERIES_AT_ONCE)
-        parts.append(bundle.rank(asked.take(some), K, pair_keys(ranking.filter_pairs[some])))
+        own = None if found is None else Ranked(found.rows[some], found.scores[some])
+        parts.append(bundle.rank(asked.take(some), K, pair_keys(ranking.filter_pairs[some]), found=own))
     return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
 
 
@@ -161,7 +168,7 @@ def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict
     k = min(K, bundle.num_labels)
     exact = exact_search(query, some.labels(info.space, info.clf_normalize), k, device=ranking.device)[1]
     found = bundle.index.search(query, k)[1]
-    own, served = (some.metrics_of(each) for each in (labels[:ORACLE_QUERIES], _search(bundle, some)[1]))
+    own, served = (some.metrics_of(each) for each in (labels[:ORACLE_QUERIES], _ranked(bundle, some)[1]))
     recalls = {f"recall@{n}": 100 * recall(found[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
     return recalls | {f"lost/{name}": own[name] - served[name] for name in _OF_PART}
 

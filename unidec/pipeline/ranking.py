@@ -6,6 +6,7 @@ Legend: N queries, n queries of a split, M training queries, L labels, D width o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,8 +20,10 @@ from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
+from unidec.progress import progress
 from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, Vote, candidate_keys, votes_alone
+from unidec.retrieval.query_encoder import usable_cores
 from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
 from unidec.retrieval.sparse import PairScores
 from unidec.retrieval.words import WordSpace
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 K = 100
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
 CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
-QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; the votes of a query take some kilobytes
+QUERIES_AT_ONCE = 2048  # the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 NeighboursBy = Literal["model", "words"]
 VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "ridge-labels"}  # measured: benchmarks/results/votes.md
@@ -114,11 +117,15 @@ class Ranking:
         return query_vectors(self.query_de, self.query_clf, space, clf_weight, clf_normalize, has_bias)
 
     def top(self, space: Space, clf_weight: float, clf_normalize: bool, k: int = K) -> tuple[np.ndarray, np.ndarray]:
-        """Exact search without filtered pairs: (scores float32, labels int64) [n, k], -1 where there is no label."""
+        """Exact search without filtered pairs: (scores float32, labels int64) [n, k], -1 where there is no label. Of
+        equal scores the smaller label number comes first."""
         from unidec.model.search import exact_search
 
         query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
-        return exact_search(query, label, min(k, len(label)), exclude=self.filter_pairs, device=self.device)
+        only = {"exclude": self.filter_pairs, "device": self.device, "desc": "exact search"}
+        scores, labels = exact_search(query, label, min(k, len(label)), **only)
+        order = np.lexsort((labels, -scores), axis=1)
+        return np.take_along_axis(scores, order, axis=1), np.take_along_axis(labels, order, axis=1)
 
     def votes(self, neighbours: Neighbours, num: int) -> PairScores:
         """Votes of the `num` nearest training queries."""
@@ -188,29 +195,16 @@ class Ranking:
         """Every metric of the split by the votes of similar training queries alone."""
         labels = np.full((len(self.rows), K), -1, dtype=np.int64)
         compared = self.compared(neighbours)
-        for start in range(0, len(labels), QUERIES_AT_ONCE):
+
+        def rank(start: int) -> None:
             some = slice(start, start + QUERIES_AT_ONCE)
             votes = neighbours.votes(compared[some], num)
             labels[some] = votes_alone(votes, K, pair_keys(self.filter_pairs[some])).rows
+
+        with ThreadPoolExecutor(usable_cores()) as threads:
+            starts = range(0, len(labels), QUERIES_AT_ONCE)
+            list(progress(threads.map(rank, starts), total=len(starts), desc="votes alone", unit="block"))
         return self.metrics_of(labels)
-
-
-class ExactLabels:
-    """The labels of a space on a device, searched exactly: what takes an index's place in a bundle that is measured."""
-
-    def __init__(self, label_LD: np.ndarray, device: torch.device | None):
-        import torch
-
-        # torch shares memory with writable arrays only; a read-only memory map is copied.
-        self._label_LD = torch.from_numpy(np.require(label_LD, requirements=["C", "W"])).to(device)
-
-    def search(self, queries_BD: np.ndarray, k: int, rescore: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """As `LabelIndex.search`; of equal scores the smaller label number comes first."""
-        from unidec.model.search import exact_search
-
-        score_BK, label_BK = exact_search(queries_BD, self._label_LD, k, device=self._label_LD.device)
-        order_BK = np.lexsort((label_BK, -score_BK), axis=1)
-        return np.take_along_axis(score_BK, order_BK, axis=1), np.take_along_axis(label_BK, order_BK, axis=1)
 
 
 def training_neighbours(

@@ -280,6 +280,7 @@ class Bundle:
         head: Space = "both",
         tail: float = 0.0,
         allowed: Labels | None = None,
+        found: Ranked | None = None,
     ) -> Ranked:
         """The k best labels of queries: by the fusion where there is one, else by the heads' score and the
         votes of training queries. As exact as the index: every label with votes is scored.
@@ -291,12 +292,19 @@ class Bundle:
             tail: added to the fusion's weight of the log inverse propensity: more of it for rare labels. Without a
                 fusion it does nothing.
             allowed: int64, ascending, the only labels that may be returned; their scores are exact.
+            found: the best labels by the heads' score, without excluded pairs, at least `CANDIDATES` of them or all;
+                None: the index is searched.
         """
         info, num_queries, query_BD = self.info, len(asked), self.searched(asked, head)
         excluded = np.zeros(0, np.int64) if excluded is None else excluded
+
+        def best(num: int, search: Callable[[Floats, int], tuple[Floats, Labels]]) -> tuple[Floats, Labels]:
+            if found is not None:
+                return found.scores[:, :num], found.rows[:, :num]
+            return self._search(search, query_BD, num, excluded)
+
         if self.evidence is not None and info.fusion is not None and head == "both":
-            search = functools.partial(self.index.search, rescore=RESCORE)
-            _, found_BC = self._search(search, query_BD, max(FEWEST_CANDIDATES, 3 * k), excluded)
+            _, found_BC = best(max(FEWEST_CANDIDATES, 3 * k), functools.partial(self.index.search, rescore=RESCORE))
             assert asked.de_BD is not None and asked.clf_BD is not None and asked.words_BF is not None
             evidence = self.evidence.read(asked.de_BD, asked.clf_BD, asked.words_BF, found_BC, excluded, allowed)
             return self.evidence.rank(info.fusion, evidence, k, tail)
@@ -306,7 +314,7 @@ class Bundle:
         if allowed is not None:
             key_P = allowed_keys(allowed, num_queries, self.num_labels, excluded)
         else:
-            scores_BK, rows_BK = self._search(self.index.search, query_BD, k, excluded)
+            scores_BK, rows_BK = best(k, self.index.search)
             if votes is None:
                 return Ranked(rows_BK, scores_BK)
             key_P = candidate_keys(rows_BK, votes.key_N, self.num_labels, excluded)
@@ -314,8 +322,8 @@ class Bundle:
             pair_scores, query_BD, vectors=self.vectors, space=info.space, clf_normalize=info.clf_normalize
         )
         none = PairScores.none((num_queries, self.num_labels))
-        found = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
-        return found if votes is not None else replace(found, knn_scores=None)
+        ranked = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
+        return ranked if votes is not None else replace(ranked, knn_scores=None)
 
     def compared(self, asked: Encoded) -> Floats | csr_matrix:
         """Which part of queries training queries that vote are compared by: a head's vectors, or words."""

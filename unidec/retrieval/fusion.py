@@ -15,6 +15,7 @@ reads votes, words and frequencies.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from scipy.sparse import csr_matrix
 from unidec.data.propensity import inverse_propensity
 from unidec.retrieval.neighbours import Neighbours, Ranked, allowed_keys, best_of, candidate_keys
 from unidec.retrieval.network import Floats, Network, Number
+from unidec.retrieval.query_encoder import usable_cores
 from unidec.retrieval.scoring_space import pair_scores, query_vectors
 from unidec.retrieval.sparse import SparseRows
 from unidec.retrieval.word_scores import WORD_FEATURES, WordScorer
@@ -43,8 +45,6 @@ FEATURES = (
 BY_WORDS = ("score by words", "score by words below the best", "log rank by words")
 _LIKELY = 10  # labels of the best blend that others may come with
 _LIKELY_TEMPERATURE = 0.3  # of the softmax that weights them
-_QUERIES_AT_ONCE = 256
-_BLOCK_SCORES = 1 << 22  # of queries read at once with all labels
 
 Rows = npt.NDArray[np.int64]
 
@@ -145,15 +145,17 @@ class LabelEvidence:
             excluded: int64 keys query * L + label that are left out.
             allowed: the only labels that are kept; what is read of each is the same without it.
         """
-        step = max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // (2 * self.num_labels)))
+        step = self.words.queries_at_once
         if len(found_BC) <= step:
             return self._read(de_BD, clf_BD, words_BF, found_BC, excluded, allowed)
-        parts = []
-        for start in range(0, len(found_BC), step):
-            some = slice(start, start + step)
-            own = excluded - start * self.num_labels
+
+        def read_block(start: int) -> Evidence:
+            some, own = slice(start, start + step), excluded - start * self.num_labels
             own = own[(own >= 0) & (own < step * self.num_labels)]
-            parts.append(self._read(de_BD[some], clf_BD[some], words_BF[some], found_BC[some], own, allowed))
+            return self._read(de_BD[some], clf_BD[some], words_BF[some], found_BC[some], own, allowed)
+
+        with ThreadPoolExecutor(usable_cores()) as threads:
+            parts = list(threads.map(read_block, range(0, len(found_BC), step)))
         query_P = np.concatenate([part.query_P + i * step for i, part in enumerate(parts)])
         names = ("label_P", "feature_PX", "votes_P")
         label_P, feature_PX, votes_P = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
@@ -173,7 +175,7 @@ class LabelEvidence:
         self, de_BD: Floats, clf_BD: Floats, words_BF: csr_matrix, found_BC: Rows, excluded: Rows, allowed: Rows | None
     ) -> Evidence:
         num_queries, num_labels = len(found_BC), self.num_labels
-        scored = self.words.score(words_BF)
+        scored = self.words.score(words_BF, first_words=self.by_words is not None)
         key_P = candidate_keys(found_BC, scored.votes.largest(VOTED), num_labels, excluded)
         usual_P = np.ones(len(key_P), dtype=bool)
         if allowed is not None:  # others are read too: how far a label is below the best must not depend on the choice

@@ -31,8 +31,6 @@ MOST_STEPS, STEPS_PER_QUERY = 600, 0.75  # a few hundred queries are learnt by h
 WORD_HIDDEN, WORD_BATCH, WORD_STEPS = 64, 256, 1500
 LEAST_WORD_QUERIES, MOST_WORD_QUERIES = 1000, 24_000
 _MOST_SCORES = 1 << 29  # of training queries with all labels, which takes minutes
-_QUERIES_AT_ONCE = 256
-_BLOCK_SCORES = 1 << 22
 _LEAST_SCALE = 1e-6
 
 
@@ -106,7 +104,7 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
         return None
     rows = np.sort(generator.choice(neighbours.num_queries, num, replace=False))
     truth = PairScores.of(neighbours.labels_ML[rows].sorted_indices())
-    step = max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // (3 * num_labels)))
+    step = scorer.queries_at_once
 
     def read(start: int) -> tuple[Rows, Floats]:
         some = rows[start : start + step]

@@ -54,12 +54,16 @@ class PairScores:
         return self.key_N[largest_of_each(self.key_N // self.shape[1], self.score_N, count)]
 
 
+_SOME = 16  # queries from which on scipy's product is faster, whatever it takes to make a matrix
+
+
 class SparseRows:
     """A sparse matrix of which some rows are summed at a time. Safe from several threads at once."""
 
     def __init__(self, matrix_FC: csr_matrix) -> None:
         self.indptr, self.column_N = matrix_FC.indptr.astype(np.int64), matrix_FC.indices
         self.value_N, self.num_columns = matrix_FC.data.astype(np.float32, copy=False), int(matrix_FC.shape[1])
+        self._matrix_FC = csr_matrix((self.value_N, self.column_N, matrix_FC.indptr), matrix_FC.shape)
 
     def entries(self, row_T: npt.NDArray) -> tuple[Keys, npt.NDArray, Floats]:
         """All entries of some rows: which of `row_T` it belongs to, column and value, [E] each."""
@@ -72,6 +76,8 @@ class SparseRows:
     def product(self, matrix_BF: csr_matrix) -> Floats:
         """A matrix times this one, dense float32 [B, C]."""
         weight_T: Floats = matrix_BF.data
+        if matrix_BF.shape[0] >= _SOME:
+            return (matrix_BF.astype(np.float32, copy=False) @ self._matrix_FC).toarray()
         return self.sums(matrix_BF.indptr, matrix_BF.indices, weight_T)
 
     def sums(self, indptr: npt.NDArray, row_T: npt.NDArray, weight_T: Floats) -> Floats:

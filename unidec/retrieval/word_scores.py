@@ -30,6 +30,8 @@ WORD_FEATURES = (
 CANDIDATES = (100, 50, 50)  # of a left-out query: labels with most votes, best by label words, best by query words
 _RANKED = 64  # best labels that a rank counts
 _ROUNDING = 1e-5  # relative difference that may be nothing else
+_QUERIES_AT_ONCE = 256
+_BLOCK_SCORES = 1 << 22  # of queries that are scored at once with all labels
 _PROFILE_WORDS = 256  # words of a label's queries that are kept, the heaviest: popular labels have thousands
 
 Floats = npt.NDArray[np.float32]
@@ -104,12 +106,18 @@ class WordScorer:
         self._words_F2L = SparseRows(words_2LF.T.tocsr())
         self.by_head = None if neighbours.by_head is None else WordScorer(neighbours.by_head, num_votes)
 
-    def score(self, words_BF: csr_matrix, left_out: Rows | None = None) -> WordScores:
+    @property
+    def queries_at_once(self) -> int:
+        """How many queries to score in one call, so that their scores take some 16 MB."""
+        scores = 3 * max(1, self.neighbours.num_labels) * (1 if self.by_head is None else 2)
+        return max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // scores))
+
+    def score(self, words_BF: csr_matrix, left_out: Rows | None = None, first_words: bool = True) -> WordScores:
         """Scores of all labels.
 
         Args:
             words_BF: queries, as `WordSpace.vectors` gives them. left_out: int64 [B], where they are training queries:
-                their own rows; each is read as if it were not there.
+                their own rows; each is read as if it were not there. first_words: score by these too, if they are kept.
         """
         neighbours, num_labels = self.neighbours, self.neighbours.num_labels
         votes = neighbours.votes(words_BF, self.num_votes, left_out)
@@ -122,7 +130,7 @@ class WordScorer:
         assert neighbours.words is not None
         read_N = words_BF.indices // max(neighbours.words.num_features, 1) == neighbours.part
         num_words_B = np.diff(np.concatenate([[0], np.cumsum(read_N)])[words_BF.indptr])
-        by_head = None if self.by_head is None else self.by_head.score(words_BF, left_out)
+        by_head = self.by_head.score(words_BF, left_out) if self.by_head is not None and first_words else None
         return WordScores(votes, label_BL, query_BL, neighbours.label_counts, num_words_B, own, by_head)
 
     def _without(self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats) -> Floats:
