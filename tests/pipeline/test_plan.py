@@ -76,6 +76,7 @@ def by_name(amounts):
         {"model.heads": "de", "encoder.residual": True},
         {"model.heads": "clf", "optim.clf_state": "adagrad", "model.learn_temperature": True},
         {"model.clf_dtype": "bf16", "optim.clf_state": "sgd", "pool.clf_labels": "all"},
+        {"model.heads": "clf", "model.levels": [8, 3], "pool.shortlist": 2},
         {"optim.clf_state": "adamw", "optim.clf_decay": 0.01},
         {"optim.clf_state": "momentum", "model.clf_bias": True},
         {"model.clf_dtype": "bf16", "optim.clf_state": "adam", "model.clf_bias": True, **FROZEN},
@@ -179,6 +180,7 @@ PEAKS = {
     "bert, cached, recomputed": {"optim.encode_chunk": 64, "run.recompute": True, **ALL},
     "bag, cached": {"pool.de_labels": "all", "optim.encode_chunk": 64},
     "bce over all labels": {"model.heads": "clf", "pool.clf_labels": "all", "loss.clf": "bce", "loss.clf_bce": 0.0},
+    "label tree": {"model.heads": "clf", "model.levels": [9, 1], "pool.shortlist": 20, "pool.size": 300},
     "residual rows": {"model.heads": "clf", "model.clf_residual": True},
     "soft top-k": {"model.heads": "de", "loss.de": "softtopk", "loss.de_forward": 1.0, "pool.de_labels": "all"},
     "hinge": {"model.heads": "clf", "loss.clf": "hinge", "loss.clf_bce": 0.0, "pool.clf_labels": "all"},
@@ -263,6 +265,8 @@ def test_sizes_follow_what_the_heads_see(data, tiny_params):
     assert every.texts - plain.texts == every.de_labels - plain.de_labels
     assert plain.shortlist > 0 and not found(**{"pool.de_labels": "all", "model.heads": "de"}).shortlist
     alone = found(**{"model.heads": "clf"})
+    listed = found(**{"model.heads": "clf", "model.levels": [9, 3], "pool.shortlist": 20})
+    assert listed.shortlist == plain.shortlist * 60 / (plain.params.pool.eta * plain.params.pool.refresh)
     assert alone.texts == alone.queries
     assert found(**{"model.heads": "clf", "model.clf_residual": True}).texts == alone.queries + alone.clf_labels
     part = found(**{"pool.de_labels": "all", "optim.encode_chunk": 50})

@@ -221,9 +221,9 @@ class Formulas:
             empty = UniDEC(settings, model, 1, TextEncoder(settings, own, 1, self.config.hidden_size))
         self.width, weights = empty.encoder.width, empty.named_parameters()
         clusters = {"auxiliary": num_clusters(sizes.num_labels, max(model.auxiliary, 1))}  # one label's, so far
-        for level, size in enumerate(model.levels):
-            for part in ("weight", "bias"):
-                clusters[f"tree.classifiers.{level}.{part}"] = num_clusters(sizes.num_labels, size)
+        self.levels = [num_clusters(sizes.num_labels, size) for size in model.levels]
+        for level, rows in enumerate(self.levels):
+            clusters |= {f"tree.classifiers.{level}.{part}": rows for part in ("weight", "bias")}
         self.dense = [
             (name, p.numel() * clusters.get(name, 1), p.requires_grad)
             for name, p in weights
@@ -337,7 +337,8 @@ class Formulas:
             of_clf = min(of_clf, _FULL_BCE_CHUNK)
         every = "triplet" in (loss.de, loss.clf) and loss.triplet_negatives == "all"
         triplets = every * min(pairs * max(self.de_labels, of_clf), _TRIPLET_BLOCK)
-        return 5 * FP32 * self.queries * (self.de_labels + of_clf) + 80 * pairs + 9 * triplets
+        of_heads, pairs = self.de_labels + of_clf + sum(self.levels), pairs * (1 + len(self.levels))
+        return 5 * FP32 * self.queries * of_heads + 80 * pairs + 9 * triplets
 
     def refresh(self) -> list[Amount]:
         """Clustering copies up to half of the points, a GPU holds all of them; mining has all vectors on a GPU, and a
