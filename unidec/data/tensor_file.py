@@ -41,8 +41,6 @@ def write_tensors(
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
     held, specs = [], {}
-    Path(path).touch()  # by the umask; safetensors replaces the file by one that its owner alone may read
-    mode = os.stat(path).st_mode
     try:
         for name, tensor in tensors.items():
             held.append(tensor.detach().cpu().contiguous())  # kept until its memory is written
@@ -51,7 +49,10 @@ def write_tensors(
                 data_ptr=held[-1].data_ptr(), data_len=tensor.numel() * tensor.element_size(),
             )  # fmt: skip
         serialize_file(specs, os.fspath(path), metadata=dict(metadata or {}) or None)
-        os.chmod(path, mode)
+        like = Path(f"{os.fspath(path)}.mode")  # safetensors leaves its file readable by the owner alone
+        like.touch()
+        os.chmod(path, like.stat().st_mode)
+        like.unlink()
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(path)) from error
