@@ -53,7 +53,34 @@ def dense_bag(tokens, rows, embedding_VD, log_weight_V):
     return torch.stack(vectors)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 # -- bag ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"kind": "inception", "inception_tokens": 4}], ids=["bag", "inception"])
+def test_gradients_of_two_threads_are_the_same_each_time(rng, two_threads, settings):
+    """Enough tokens that torch adds gradients of `x[index]` by atomic operations, in any order."""
+    encoder = make_encoder(width=64, bag_dropout=0, dropout=0, **settings).train()
+    rows = np.arange(10_000)
+    batch = InputBuilder(encoder, CPU)([("queries", make_tokens(rng, np.full(len(rows), 5)), rows)])
+    weight_BD = torch.randn(len(rows), encoder.width)
+
+    def gradients() -> torch.Tensor:
+        tables = (encoder.bag.embedding, encoder.bag.log_weight)
+        for table in tables:
+            table.forget()
+        (encoder(batch) * weight_BD).sum().backward()
+        return torch.cat([table.used[1].grad.flatten() for table in tables])
+
+    first = gradients()
+    assert first.abs().max() > 0 and all(torch.equal(gradients(), first) for _ in range(5))
 
 
 def test_bag_equals_a_loop_over_tokens_with_its_gradients(rng):

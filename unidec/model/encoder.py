@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from unidec.data.tokens import Tokens, length_chunks
 from unidec.errors import ConfigError
 from unidec.model.inception import Inception
-from unidec.model.pairs import to_device
+from unidec.model.pairs import rows_at, to_device
 from unidec.model.row_table import RowTable
 from unidec.model.words import with_words
 from unidec.sections import Encoder
@@ -170,7 +170,7 @@ class BagEncoder(nn.Module):
         """float32 [B, D], unit length (0 where every token was dropped); with a head's bag beside it [B, 2 D]."""
         assert batch.unique_U is not None and batch.local_F is not None and batch.offsets_B is not None
         embedding_UD = self.embedding.gather(batch.unique_U)
-        weight_F = self.log_weight.gather(batch.unique_U).squeeze(1)[batch.local_F].exp()
+        weight_F = rows_at(self.log_weight.gather(batch.unique_U).squeeze(1), batch.local_F).exp()
         if self.training and self.dropout > 0:
             weight_F = weight_F * (torch.rand_like(weight_F) >= self.dropout)
         if self.inception is not None:
@@ -191,7 +191,9 @@ class BagEncoder(nn.Module):
         place_BT = torch.where(place_BT < end_B[:, None], place_BT, num_tokens)  # one more token, which is zero
         local_F = F.pad(batch.local_F, (0, 1), value=len(embedding_UD))
         weight_F = F.pad(weight_F, (0, 1))
-        return F.pad(embedding_UD, (0, 0, 0, 1))[local_F[place_BT]] * weight_F[place_BT].unsqueeze(-1)
+        embedding_ND = rows_at(F.pad(embedding_UD, (0, 0, 0, 1)), local_F[place_BT].flatten())
+        weighted_ND = embedding_ND * rows_at(weight_F, place_BT.flatten()).unsqueeze(-1)
+        return weighted_ND.unflatten(0, place_BT.shape)
 
 
 class TextEncoder(nn.Module):

@@ -36,6 +36,7 @@ from unidec.model.pairs import (
     loss_dtype,
     mask_,
     mean_over_rows,
+    rows_at,
     target_weights,
 )
 from unidec.sections import Loss
@@ -107,9 +108,9 @@ def _softmax_loss(
     losses = []
     for share, is_forward, pairs in directions:
         if is_forward:
-            num_rows, lse_P = logit_BS.shape[0], columns.logsumexp(lse_B)[pairs.row_P]
+            num_rows, lse_P = logit_BS.shape[0], rows_at(columns.logsumexp(lse_B), pairs.row_P)
         else:
-            num_rows, lse_P = columns.total(logit_BS.shape[1]), columns.of_all_pairs(lse_S[own.col_P])
+            num_rows, lse_P = columns.total(logit_BS.shape[1]), columns.of_all_pairs(rows_at(lse_S, own.col_P))
         # ds: -log(e^s / (e^s + sum over negatives)) = softplus(lse - s); logsigmoid is exact at both ends.
         loss_P = -F.logsigmoid(s_P - lse_P) if kind == "ds" else lse_P - s_P
         losses.append(share * mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, num_rows))
@@ -201,7 +202,7 @@ def bce(
 
 def _hinges(x_BS: Tensor, s_P: Tensor, row_P: Tensor, weight_P: Tensor, margin: float) -> Tensor:
     """sum_P weight_P * sum_{negatives n of the row} [s_n - s_p + margin]_+ of some pairs."""
-    over_PS = F.relu(x_BS.index_select(0, row_P) - (s_P - margin).unsqueeze(1))
+    over_PS = F.relu(rows_at(x_BS, row_P) - (s_P - margin).unsqueeze(1))
     return (over_PS.sum(1) * weight_P).sum()
 
 
@@ -237,7 +238,7 @@ def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: s
     if x_BS.shape[1] == 0:
         return x_BS.sum()
     other_BS = mask_(x_BS.clone(), *pairs.masked("ds"))
-    other_PK = other_BS.topk(min(top, x_BS.shape[1]), dim=1).values[row_P]
+    other_PK = rows_at(other_BS.topk(min(top, x_BS.shape[1]), dim=1).values, row_P)
     hinge_PK = F.relu(other_PK - x_BS[row_P, pairs.col_P].unsqueeze(1) + margin)
     if negatives == "softmax":
         hinge_PK = hinge_PK * (other_PK / NGAME_TAU * (hinge_PK > 0)).softmax(dim=1)
@@ -368,7 +369,7 @@ def soft_topk(logit_BS: Tensor, pairs: Pairs, *, topk: int = 5, columns: Columns
         columns: which of the pool's columns the logits are.
     """
     s_P, t_B = _SoftTopK.apply(logit_BS, columns.own(pairs), topk, columns)
-    loss_P = -F.logsigmoid(columns.of_all_pairs(s_P) + t_B[pairs.row_P])
+    loss_P = -F.logsigmoid(columns.of_all_pairs(s_P) + rows_at(t_B, pairs.row_P))
     return mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, logit_BS.shape[0])
 
 

@@ -261,6 +261,14 @@ def loss_dtype(logit_BS: Tensor) -> torch.dtype:
     return torch.float64 if logit_BS.dtype == torch.float64 else torch.float32
 
 
+def rows_at(x: Tensor, at_N: Tensor) -> Tensor:
+    """`x[at_N]` along the first dimension, whose gradients are added in the same order each time.
+
+    With several threads a CPU adds those of `x[at_N]` by atomic operations, in any order; a GPU does so for
+    `index_select`."""
+    return x.index_select(0, at_N) if x.device.type == "cpu" else x[at_N]
+
+
 def mask_(x_BS: Tensor, row_M: Tensor, col_M: Tensor) -> Tensor:
     # The value is filled in on the device: a Python number made into a tensor there would wait for it.
     return x_BS.index_put_((row_M, col_M), torch.full((), MASKED, dtype=x_BS.dtype, device=x_BS.device))

@@ -35,7 +35,7 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import BY_LABEL, CONFIG, KIND, VERSION, WEIGHTS, ModelConfig, misfit
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
 from unidec.model.label_tree import LabelTree, num_clusters
-from unidec.model.pairs import all_to_host, to_device
+from unidec.model.pairs import all_to_host, rows_at, to_device
 from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import copy_into, take_start
 from unidec.model.words import continuing_pieces
@@ -479,6 +479,6 @@ def related_texts(text_ND: Tensor, row_E: Tensor, col_E: Tensor, weight_E: Tenso
         text_ND: [N, D]; row_E, col_E: int64 [E], places of a label and of a text related to it; weight_E: how much.
         num_labels: S.
     """
-    weighted_ED = text_ND[col_E] * weight_E.unsqueeze(1)
+    weighted_ED = rows_at(text_ND, col_E) * weight_E.unsqueeze(1)
     sums_SD = text_ND.new_zeros(num_labels, text_ND.shape[1]).index_add(0, row_E, weighted_ED)
     return F.normalize(sums_SD, dim=-1)

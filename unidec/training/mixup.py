@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unidec.model.pairs import PoolTargets, to_device
+from unidec.model.pairs import PoolTargets, rows_at, to_device
 from unidec.sections import Loss
 from unidec.training.sampler import PoolBatch
 
@@ -38,7 +38,7 @@ class Mix:
     def vectors(self, x_BW: Tensor) -> Tensor:
         """The encoder's outputs with mixed queries."""
         count = len(self.other_B)
-        mixed_BW = self.own_B1 * x_BW[:count] + (1 - self.own_B1) * x_BW[self.other_B]
+        mixed_BW = self.own_B1 * x_BW[:count] + (1 - self.own_B1) * rows_at(x_BW, self.other_B)
         return torch.cat([mixed_BW, x_BW[count:]])
 
     def targets(self, targets: PoolTargets) -> list[tuple[float, PoolTargets]]:
