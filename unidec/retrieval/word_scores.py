@@ -31,7 +31,7 @@ CANDIDATES = (100, 50, 50)  # of a left-out query: labels with most votes, best 
 _RANKED = 64  # best labels that a rank counts
 _ROUNDING = 1e-5  # relative difference that may be nothing else
 _QUERIES_AT_ONCE = 256
-_BLOCK_SCORES = 1 << 22  # of queries that are scored at once with all labels
+_BLOCK_SCORES = 1 << 23  # of queries that are scored at once with all labels
 _PROFILE_WORDS = 256  # words of a label's queries that are kept, the heaviest: popular labels have thousands
 
 Floats = npt.NDArray[np.float32]
@@ -108,7 +108,7 @@ class WordScorer:
 
     @property
     def queries_at_once(self) -> int:
-        """How many queries to score in one call, so that their scores take some 16 MB."""
+        """How many queries to score in one call, so that their scores take some 32 MB."""
         scores = 3 * max(1, self.neighbours.num_labels) * (1 if self.by_head is None else 2)
         return max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // scores))
 
