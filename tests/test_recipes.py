@@ -67,7 +67,7 @@ SPEC = {
                                 "label_graph.kind": "random-walk"},
     "cascadexml": OVA | {"model.levels": [32, 4], "pool.shortlist": 64, "pool.refresh": 1, "loss.clf": "ds",
                          "model.clf_init": "xavier", "model.clf_bias": True, "pool.clf_labels": "pool"},
-    "depsl": ENCODER_ALONE | {"loss.de": "ds"},
+    "depsl": ENCODER_ALONE | {"loss.de": "ds", "model.temperature": 0.02},  # the paper: 1 / 18
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
     "simcse": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.simcse": True,

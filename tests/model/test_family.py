@@ -182,7 +182,7 @@ FORMULAS = {
     "graphsage": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
     "inceptionxml-lf": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
-    "depsl": lambda c: both_ways(decoupled, c.de / TAU, *c.pool),
+    "depsl": lambda c: both_ways(decoupled, c.de / 0.02, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
     "simcse": lambda c: infonce(c.de / DEXML_TAU, *c.pool),
