@@ -121,9 +121,9 @@ class CutStep:
         kept = {"de": model.de, "clf": model.clf, "loss": trainer.objective.loss, "build": trainer.batches.build}
 
         def head(name: str) -> Any:
-            def run(x_BW: Tensor) -> Tensor:
+            def run(x_BW: Tensor, *rest: Any) -> Tensor:
                 with watch.part("heads forward"):
-                    return self.at_heads.cut(kept[name](x_BW))
+                    return self.at_heads.cut(kept[name](x_BW, *rest))
 
             return run
 

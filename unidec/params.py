@@ -126,7 +126,7 @@ class Params(Section):
             yield Conflict("data.validation_share index.clf_weight index.knn_weight", what, f"{fix} as the weight")
 
     def _classifier(self) -> Iterator[Conflict]:
-        all_labels, all_rows = self.pool.clf_labels == "all", self.optim.clf_state == "adamw"
+        all_labels, all_rows = self.pool.clf_labels != "pool", self.optim.clf_state == "adamw"
         if self.loss.clf == "bce" and self.loss.clf_bce > 0:
             what = "the classifier's loss is BCE already: the auxiliary BCE would count it twice"
             yield Conflict("loss.clf_bce loss.clf model.heads", what, "loss.clf_bce: 0")

@@ -17,9 +17,11 @@ import psutil
 import pytest
 import scipy.sparse as sp
 
-from unidec.comparison.peers import PEERS, running
+from unidec.comparison.peers import PEERS, linear, running
 from unidec.comparison.peers.running import features, requirements, run_peer, start_command, write_task
 from unidec.errors import ArtifactError, DataError, TrainingError
+from unidec.evaluation.baselines import top_rows
+from unidec.evaluation.metrics import evaluate
 
 SETTINGS = {
     "text": "title", "max_length": 16, "encoder": "", "pooling": "mean", "epochs": 3, "batch_size": 8, "threads": 1,
@@ -96,6 +98,20 @@ def test_what_a_peer_is_given(tiny_dataset, folder):
     assert sp.load_npz(folder / "task" / "X.labels.npz").shape[0] == 40
 
 
+def test_text_vectors_stand_beside_the_words(tiny_dataset):
+    words = features(tiny_dataset, "title")[1]
+    rng = np.random.default_rng(0)
+    numbers = {"queries": tiny_dataset.num_queries, "labels": tiny_dataset.num_labels}
+    vectors = {name: rng.standard_normal((number, 3)).astype(np.float32) for name, number in numbers.items()}
+    texts, both, _ = features(tiny_dataset, "title", vectors)
+    splits = [name for name in ("train", "validation", "test") if len(tiny_dataset.rows(name))]
+    assert sorted(both) == sorted(words) and {f"X.{name}" for name in (*splits, "labels")} < set(both)
+    for name in (*splits, "labels"):
+        own = vectors["labels"] if name == "labels" else vectors["queries"][tiny_dataset.rows(name)]
+        assert both[f"X.{name}"].shape[0] == len(texts[name])
+        np.testing.assert_allclose(both[f"X.{name}"].toarray(), np.hstack([words[f"X.{name}"].toarray(), own]))
+
+
 def test_nothing_to_train_on_is_refused(raw_factory, folder):
     from unidec.data.dataset import write_dataset
 
@@ -112,6 +128,8 @@ def test_every_script_names_its_packages_with_their_versions():
         assert all(str(one.specifier).startswith("==") for one in requirements(SCRIPTS / name)), name
         text = (SCRIPTS / name).read_text()
         assert "unidec" not in "".join(line for line in text.splitlines() if "import" in line), name
+    text = (SCRIPTS / "linear.py").read_text()
+    assert not [line for line in text.splitlines() if line.startswith(("import unidec", "from unidec"))]
     assert {"libpecos", "numpy"} <= {one.name for one in requirements(SCRIPTS / "xr_linear.py")}
 
 
@@ -175,6 +193,52 @@ def test_a_script_that_fails_shows_the_end_of_its_log(own, tiny_dataset, folder)
     own("print('nothing is written')")
     with pytest.raises(TrainingError, match="left no predictions"):
         run_peer("own", tiny_dataset, SETTINGS)
+
+
+# -- what the scripts of linear peers share ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_their_ndcg_equals_ours(seed):
+    rng = np.random.default_rng(seed)
+    scores = sp.csr_matrix(rng.random((30, 20)) * (rng.random((30, 20)) < 0.3))
+    truth = sp.csr_matrix(rng.random((30, 20)) < 0.15)
+    ranked = top_rows(scores, 5)
+    ones, groups = np.ones(20), np.zeros(20, dtype=np.int64)
+    kept = np.diff(truth.indptr) > 0
+    want = evaluate(ranked[kept], truth[kept].astype(np.float32), ones, groups)["nDCG@5"]
+    assert 100 * linear.ndcg(scores, truth) == pytest.approx(want, abs=1e-4)
+    assert linear.ndcg(scores, sp.csr_matrix((30, 20))) == 0 == linear.ndcg(sp.csr_matrix((30, 20)), truth)
+
+
+class Guess:
+    """Ranks labels by a number that is given for each."""
+
+    num_parameters = 7
+
+    def __init__(self, task, settings):
+        self.order_L = np.asarray(settings.get("order", [3.0, 2.0, 1.0, 4.0]))
+
+    def predict(self, x_nF):
+        return sp.csr_matrix(np.tile(self.order_L, (x_nF.shape[0], 1)))
+
+
+@pytest.mark.parametrize(("has_validation", "want"), [(True, [1.0, 2.0, 9.0, 4.0]), (False, [3.0, 2.0, 1.0, 4.0])])
+def test_of_several_trials_the_best_on_the_validation_split_predicts(folder, monkeypatch, has_validation, want):
+    one = sp.csr_matrix(np.eye(3, 5, dtype=np.float32))
+    relevant = sp.csr_matrix(np.tile([0.0, 0, 1, 0], (3, 1)))
+    matrices = {"X.train": one, "Y.train": relevant, "X.labels": one, "X.test": one[:2]}
+    if has_validation:
+        matrices |= {"X.validation": one, "Y.validation": relevant}
+    write_task({}, matrices, folder / "task")
+    given = {"width": 4, "threads": 1, "seed": 0}
+    monkeypatch.setattr(sys, "argv", ["script", str(folder / "task"), str(folder), json.dumps(given)])
+    trials = [{}, {"order": [1.0, 2.0, 9.0, 4.0]}, {"order": [1.0, 2.0, 3.0, 9.0]}]
+    linear.main(Guess, trials, "own 1.0")
+    assert sp.load_npz(folder / "test.npz").toarray().tolist() == [want, want]
+    facts = json.loads((folder / "facts.json").read_text())
+    assert facts["parameters"] == 7 and facts["version"].startswith("own 1.0")
+    assert ("order" in facts["version"]) == has_validation
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")

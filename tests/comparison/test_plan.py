@@ -89,14 +89,16 @@ def test_what_a_cell_needs_comes_before_it(write: Write) -> None:
         "  second: {recipe: ngame-classifier, after: first}\n"
         "  votes: {model_of: second, set: {index.knn_weight: 0.5}}\n"
         "  third: {like: second, set: {pool.beta: 1}}\n"
+        "  peer: {peer: xr-linear-vectors, after: first}\n"
     )
     comparison = load_comparison(path)
-    needs = {"first": "", "second": "d/first/0", "votes": "d/second/0", "third": "d/first/0"}
+    needs = {"first": "", "second": "d/first/0", "votes": "d/second/0", "third": "d/first/0", "peer": "d/first/0"}
     assert {j.cell: j.needs for j in comparison.jobs.values()} == needs
     order = list(comparison.jobs)
     assert all(order.index(j.needs) < order.index(j.key) for j in comparison.jobs.values() if j.needs)
     second, votes = comparison.jobs["d/second/0"], comparison.jobs["d/votes/0"]
-    assert second.params.encoder.start == "data/start"
+    assert second.params.encoder.start == "data/start" and not comparison.jobs["d/peer/0"].params.encoder.start
+    assert "data/start" in comparison.steps["d/peer/0"].spec["links"]
     assert (votes.kind, votes.params.index.knn_weight) == ("model_of", 0.5)
     without = {"encoder": {"start"}, "index": True}
     assert votes.params.model_dump(exclude=without) == second.params.model_dump(exclude=without)
@@ -201,6 +203,8 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
         ("a: {peer: knn}\n  b: {recipe: depsl, after: a}", "has no model of its own"),
         ("a: {peer: knn}\n  b: {model_of: a}", "has no model of its own"),
         ("a: {peer: knn, set: {pool.beta: 1}}", "a peer has no parameters of ours"),
+        ("a: {recipe: depsl}\n  b: {peer: knn, after: a}", "no `after`"),
+        ("a: {peer: xr-linear-vectors}", "the cell whose text vectors it reads"),
         ("a: {recipe: unidec}\n  b: {model_of: a, set: {pool.beta: 1}}", "would need another training"),
         ("a/b: {recipe: depsl}", "match pattern"),
         ("a: {recipe: depsl, set: 3}", "wrong value"),

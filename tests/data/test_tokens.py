@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from unidec.data import storage, tokens
-from unidec.data.tokens import TextTokenizer, TokenCache, build_token_cache, encode_texts, load_tokenizer
+from unidec.data.tokens import (
+    TextTokenizer,
+    TokenCache,
+    Tokens,
+    build_token_cache,
+    encode_texts,
+    load_tokenizer,
+    same_texts,
+)
 from unidec.errors import ArtifactError, DataError
 
 TEXTS = [
@@ -303,3 +311,34 @@ def test_unknown_tokens_of_other_tokenizers(tmp_path):
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
     assert [TextTokenizer(tmp_path / name, 8).unknown_id for name in made] == [1, -1, -1]
+
+
+# -- texts with the same tokens ---------------------------------------------------------------------------------------
+
+
+def some_tokens(rng, num_texts, dtype=np.uint16):
+    lengths = rng.integers(0, 5, num_texts)
+    ids = rng.integers(0, 6, lengths.sum()).astype(dtype)  # few ids: many texts are the same, or begin alike
+    return Tokens(ids, np.concatenate([[0], np.cumsum(lengths)]), 6, 0, 5)
+
+
+@pytest.mark.parametrize("most", [0, 2])
+@pytest.mark.parametrize("alike", [False, True])
+def test_same_texts_as_by_a_loop(monkeypatch, most, alike):
+    rng = np.random.default_rng()
+    monkeypatch.setattr(tokens, "_ENCODE_AT_ONCE", 7)
+    if alike:  # hashes that tell nothing
+        monkeypatch.setattr(tokens, "_hashes", lambda each, most: np.zeros(len(each), dtype=np.uint64))
+    own, others = some_tokens(rng, 90), some_tokens(rng, 40, np.uint32)
+    found, known = same_texts(own, others, most), []
+    for row in range(len(others)):
+        known.append(others.ragged([row])[0].tolist()[: most or None])
+    for row, other in enumerate(found):
+        text = own.ragged([row])[0].tolist()[: most or None]
+        if other >= 0:
+            assert known[other] == text
+        elif not alike:
+            assert text not in known
+    assert alike or ((found >= 0).any() and (found < 0).any())
+    assert same_texts(own, some_tokens(rng, 0), most).tolist() == [-1] * 90
+    assert len(same_texts(some_tokens(rng, 0), others, most)) == 0

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder, TextEncoder, load_transformer
 from unidec.model.frozen import FrozenCaches, cached_inputs, frozen_sha256
@@ -36,6 +37,24 @@ def test_cached_equals_uncached(folder, tiny_tokens, tmp_path, rng, monkeypatch)
         fast = encoder(InputBuilder(encoder, CPU, stored)(parts))
     torch.testing.assert_close(fast, plain, rtol=5e-3, atol=5e-3)
     assert (plain[0] - plain[1]).abs().max() > 0.05  # texts differ by more than the tolerance
+
+
+@pytest.mark.parametrize("what", ["vectors", "outputs"])
+def test_a_label_that_is_a_query_too_is_computed_once(tiny_bert, tmp_path, monkeypatch, what):
+    queries = [f"text {number} of many" for number in range(40)]
+    texts = {"queries": queries, "labels": [*queries[5:14], "a text of its own", "and another one"]}
+    for name, own in texts.items():
+        build_token_cache([own], tiny_bert, 16, tmp_path / name, len(own))
+    tokens = {name: TokenCache.open(tmp_path / name) for name in texts}
+    encoder = make_encoder(tiny_bert, frozen=what == "outputs").eval()
+    whole = FrozenCaches(encoder, tmp_path / "alone", CPU, None)
+    alone = {name: whole.read(what, {name: cache})[name] for name, cache in tokens.items()}
+    computed, forward = [], encoder.transformer.forward
+    monkeypatch.setattr(encoder.transformer, "forward", lambda ids, mask: computed.append(len(ids)) or forward(ids, mask))
+    found = FrozenCaches(encoder, tmp_path / "both", CPU, None).read(what, tokens)
+    assert sum(computed) == len(tokens["queries"]) + 2
+    for name, values in found.items():
+        np.testing.assert_allclose(values.astype(np.float32), alone[name].astype(np.float32), atol=2e-3)
 
 
 def test_made_once(tiny_bert, tiny_tokens, tmp_path, monkeypatch):

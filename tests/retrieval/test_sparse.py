@@ -43,6 +43,13 @@ def test_the_largest_of_each_row(dense, count):
     np.testing.assert_array_equal(heaviest(csr_matrix(dense), count).toarray(), wanted)
 
 
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_the_top_of_each_row(dense, count):
+    wanted = -np.sort(-np.pad(dense, ((0, 0), (0, 20))), axis=1)[:, :count]
+    np.testing.assert_array_equal(PairScores.of(csr_matrix(dense)).top(count), wanted)
+    assert not PairScores.none((3, 4)).top(count).any()
+
+
 @pytest.mark.parametrize("shape", [(4, 5, 9), (1, 5, 9), (0, 5, 9), (3, 1, 1)])
 def test_products_of_sparse_rows(rng, dense, shape):
     num_queries, num_rows, num_columns = shape

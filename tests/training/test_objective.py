@@ -75,7 +75,7 @@ def slow_bce(logit, positive, ignored, normalise):
 
 
 @pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("clf_labels", ["pool", "all"])
+@pytest.mark.parametrize("clf_labels", ["pool", "all", 34, 1000])
 def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels, chunk):
     trainer = begun(open_trainer(**QUIET, **{
         "pool.de_labels": "all", "pool.clf_labels": clf_labels, "loss.balance": 0.3, "loss.de_forward": 0.7,
@@ -90,7 +90,9 @@ def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels
     expected = 0.7 * slow_ds(de, positive, ignored) + 0.3 * slow_ds(de.T, positive.T, ignored.T)
     assert found["loss_de"] == pytest.approx(0.3 * expected, rel=1e-4)
     seen = every if batch.clf_labels is None else batch.clf_labels.numpy()
-    assert (len(seen) < len(every)) == (clf_labels == "pool")
+    assert (len(seen) < len(every)) == (clf_labels in ("pool", 34))
+    drawn = trainer.batches.sampler.batch(rows, epoch=0, step=0, shortlist_NH=trainer.made.negatives).pool_S
+    assert set(drawn) <= set(seen) and (len(seen) > len(drawn)) == (clf_labels != "pool")
     expected = slow_ds(clf[:, seen], positive[:, seen], ignored[:, seen])
     assert found["loss_clf"] == pytest.approx(0.7 * expected, rel=1e-4)
 

@@ -98,8 +98,8 @@ def test_pairs_of_the_pool_equal_set_intersections(rng):
     for step in range(6):
         rows = rng.choice(40, size=rng.integers(1, 15), replace=False)
         for sampler in samplers:
-            for every in (False, True):
-                drawn = sampler.batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist, all_labels=every)
+            for up_to in (0, 20, 30):
+                drawn = sampler.batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=up_to)
                 check_pairs(world, drawn)
 
 
@@ -224,10 +224,28 @@ def test_a_fill_that_finds_nothing_changes_nothing(rng):
 
 def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
     world = World(rng)
-    batch = world.sampler(beta=1).batch(np.arange(12), epoch=0, step=0, all_labels=True)
+    batch = world.sampler(beta=1).batch(np.arange(12), epoch=0, step=0, up_to=30)
     assert batch.pool_S.tolist() == list(range(30))
     assert np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
     assert all(len(labels) == min(1, n) for labels, n in zip(sampled_labels(batch).values(), batch.num_positives_B))
+
+
+@pytest.mark.parametrize("size", [0, 6])
+def test_a_pool_is_filled_up_by_labels_drawn_alike(rng, size):
+    """Those of the pool are in it, the others as often as their number says, none more often than another."""
+    world, rows, count = World(rng), np.arange(5), np.zeros(30)
+    for step in range(4000):
+        pool = world.sampler(size=size).batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist)
+        more = world.sampler(size=size).batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=24)
+        assert set(pool.pool_S) <= set(more.pool_S) and (np.diff(more.pool_S) > 0).all()
+        assert len(pool.pool_S) <= len(more.pool_S) <= 24 and len(pool.pool_S) < 24
+        assert sampled_labels(pool) == {row: own & set(pool.pool_S) for row, own in sampled_labels(more).items()}
+        drawn = np.full(30, np.nan)
+        drawn[np.setdiff1d(np.arange(30), pool.pool_S)] = 0
+        drawn[np.setdiff1d(more.pool_S, pool.pool_S)] = 1
+        chance = (24 - len(pool.pool_S)) / 30  # of each label; those of the pool may be drawn too
+        count += np.nan_to_num((drawn - chance) / np.sqrt(chance * (1 - chance)))
+    assert np.abs(count / np.sqrt(4000)).max() < 4.5
 
 
 def as_bytes(batch):
@@ -305,17 +323,17 @@ def test_a_filtered_pair_is_never_a_negative(data):
         fill=data.draw(st.booleans()),
     )
     rows = np.array(data.draw(st.lists(st.integers(0, num_queries - 1), min_size=1, max_size=6)))
-    full = data.draw(st.booleans())
-    batch = sampler.batch(rows, epoch=0, step=0, shortlist_NH=shortlist, all_labels=full)
+    up_to = data.draw(st.integers(0, 12))
+    batch = sampler.batch(rows, epoch=0, step=0, shortlist_NH=shortlist, up_to=up_to)
     negative = np.ones((len(rows), len(batch.pool_S)), dtype=bool)
     negative[batch.positive_row_P, batch.positive_col_P] = False
     negative[batch.ignored_row_F, batch.ignored_col_F] = False
     pool = batch.pool_S
     assert not (negative & filtered[rows][:, pool]).any()
     assert (negative == ~(filtered | positive)[rows][:, pool]).all()
-    if len(rows) == 1 and not full:  # whatever a lone query brought in is its positive or a true negative
+    if len(rows) == 1 and not up_to:  # whatever a lone query brought in is its positive or a true negative
         assert not (filtered & ~positive)[rows[0], pool].any()
-    assert sampler.size == 0 or full or len(pool) <= sampler.size
+    assert sampler.size == 0 or up_to or len(pool) <= sampler.size
 
 
 def test_a_batch_with_nothing_to_learn():
@@ -443,14 +461,15 @@ def test_weights_leave_the_other_draws_as_they_were(rng):
 # -- what a step needs under its parameters ----------------------------------------------------------------------------
 
 HEADS, LABELS = ("both", "de", "clf"), ("pool", "all")
+OF_CLF = {"pool": "pool", "all": "all", 7: "some"}
 
 
-@pytest.mark.parametrize(("heads", "de", "clf"), [*itertools.product(HEADS, LABELS, LABELS)])
+@pytest.mark.parametrize(("heads", "de", "clf"), [*itertools.product(HEADS, LABELS, OF_CLF)])
 def test_labels_of_the_heads(tiny_params, heads, de, clf):
     params = tiny_params(**{"model.heads": heads, "pool.de_labels": de, "pool.clf_labels": clf})
     seen = head_labels(params.model, params.pool)
-    assert seen == (de if heads != "clf" else "none", clf if heads != "de" else "none")
-    assert draws_pools(params.model, params.pool) == any(labels == "pool" for labels in seen)
+    assert seen == (de if heads != "clf" else "none", OF_CLF[clf] if heads != "de" else "none")
+    assert draws_pools(params.model, params.pool) == any(labels in ("pool", "some") for labels in seen)
     assert encoded_labels(params.model, params.pool) == seen[0]
     if clf == "pool":
         params = tiny_params(**{"model.heads": heads, "pool.de_labels": de, "model.clf_residual": True})

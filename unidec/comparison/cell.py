@@ -26,10 +26,11 @@ import numpy as np
 
 from unidec.comparison.peers import PEERS
 from unidec.comparison.peers.running import K, last_lines, run_peer
+from unidec.comparison.plan import START
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
 from unidec.data.storage import MANIFEST, read_json_lines, write_json
-from unidec.errors import Stopped, TrainingError, UnidecError
+from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
 from unidec.machine import host_peak
 from unidec.pipeline import paths
 
@@ -219,7 +220,7 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
         "encoder": str(resolve_encoder(params.encoder.name)) if PEERS[name].script == "sentence.py" else "",
         "epochs": params.optim.epochs, "batch_size": params.pool.batch_size, "seed": params.seed,
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
-    })  # fmt: skip
+    }, _vectors(params, dataset) if PEERS[name].reads_vectors else None)  # fmt: skip
     rows = dataset.rows("test")
     filters = dataset.filter_pairs[rows]
     truth, labels = filtered_truth(dataset.relevance[rows], filters), remove_filtered(labels, filters, K)
@@ -234,6 +235,18 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
     tracker.finish("FINISHED")
     return {"metrics": metrics, "validation": {}, "costs": costs, "curve": [], "mlflow_run": tracker.run_id,
             "lineage": {name: version}}  # fmt: skip
+
+
+def _vectors(params: Params, dataset: XMCDataset) -> dict[str, np.ndarray]:
+    """Unit vectors of all texts by the model that a peer comes after."""
+    from unidec.model.unidec import UniDEC
+    from unidec.pipeline.ranking import Ranking
+
+    model = UniDEC.load(START)
+    ranking = Ranking.of_model(model, dataset, np.arange(dataset.num_queries), params.optim.precision)
+    if ranking.query_de is None:
+        raise ConfigError("a model without vectors of label texts", fix="name a cell with a dual encoder in `after`")
+    return {"queries": ranking.query_de, "labels": ranking.vectors["de"]}
 
 
 def _lineage() -> dict[str, str]:

@@ -300,8 +300,11 @@ class Planner:
         self._check_name(f"{where}.peer", "peer", cell.peer, PEERS)
         for place in ("like", "model_of", "after"):
             self._check_name(f"{where}.{place}", "cell above this one", getattr(cell, place), self.systems)
-        if cell.peer is not None and (cell.set or cell.after):
-            self._add(where, "a peer has no parameters of ours", cell.set or cell.after, "nothing beside `peer`")
+        if cell.peer is not None and cell.set:
+            self._add(where, "a peer has no parameters of ours", cell.set, "nothing beside `peer`")
+        if cell.peer in PEERS and (cell.after is not None) != PEERS[cell.peer].reads_vectors:
+            expected = "after: the cell whose text vectors it reads" if cell.after is None else "no `after`"
+            self._add(where, "the start of a peer", cell.after, expected)
         if cell.trials and (self.file.tuning is None or cell.peer or cell.model_of):
             self._add(f"{where}.trials", "nothing is tuned here", cell.trials, "a recipe cell, and a section `tuning`")
         for key in flat(cell.set):
@@ -319,7 +322,8 @@ class Planner:
                 self._add(f"cells.{name}.{place}", "has no model of its own", getattr(cell, place), "a trained cell")
         if cell.peer in PEERS:
             own = cell.seeds or self.file.seeds
-            return System("peer", peer=cell.peer, seeds=own if PEERS[cell.peer].script else own[:1])
+            own = own if PEERS[cell.peer].script else own[:1]
+            return System("peer", peer=cell.peer, needs=cell.after or "", seeds=own)
         system = self.systems.get(cell.like or cell.model_of or "")
         if cell.recipe in recipe_names():
             trials = self.file.tuning.trials if self.file.tuning else []

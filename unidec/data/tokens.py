@@ -96,6 +96,40 @@ def length_chunks(lengths_B: NDArray[np.int64], size: int = CHUNK_TEXTS) -> Iter
     yield from (order_B[start : start + size] for start in range(0, len(order_B), size))
 
 
+def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int64]:
+    """For each text one of `others` with the same tokens, -1 where there is none: int64 [N].
+
+    Args:
+        most: only so many tokens at a text's start count; 0: all.
+    """
+    out_N = np.full(len(tokens), -1, dtype=np.int64)
+    if not len(others):
+        return out_N
+    hash_N, hash_M = _hashes(tokens, most), _hashes(others, most)
+    order_M = np.argsort(hash_M, kind="stable")
+    other_N = order_M[np.minimum(np.searchsorted(hash_M[order_M], hash_N), len(others) - 1)]
+    length_N, length_M = (np.minimum(each.lengths(), most or each.max_length) for each in (tokens, others))
+    alike = np.flatnonzero((hash_M[other_N] == hash_N) & (length_M[other_N] == length_N))
+    for start in range(0, len(alike), _ENCODE_AT_ONCE):
+        some = alike[start : start + _ENCODE_AT_ONCE]
+        (ids_BT, mask_BT), (other_BT, _) = tokens.batch(some, most), others.batch(other_N[some], most)
+        same = ((ids_BT == other_BT) | ~mask_BT).all(axis=1)
+        out_N[some[same]] = other_N[some[same]]
+    return out_N
+
+
+def _hashes(tokens: Tokens, most: int) -> NDArray[np.uint64]:
+    """A number of each text's tokens, as a rule another one for other tokens: uint64 [N]."""
+    factor_T = np.random.default_rng(0).integers(2**64, size=tokens.max_length, dtype=np.uint64) | np.uint64(1)
+    factor_T[most or len(factor_T) :] = 0
+    out_N = np.empty(len(tokens), dtype=np.uint64)
+    for start in range(0, len(tokens), _ENCODE_AT_ONCE):
+        rows = np.arange(start, min(start + _ENCODE_AT_ONCE, len(tokens)))
+        ids, mask = tokens.batch(rows)
+        out_N[rows] = (np.where(mask, ids + 1, 0).astype(np.uint64) * factor_T[: ids.shape[1]]).sum(axis=1)
+    return out_N
+
+
 class TokenCache(Tokens):
     """`Tokens` memory-mapped from a folder of `build_token_cache`.
 

@@ -1,5 +1,7 @@
 """Outputs of a frozen transformer, or of a frozen encoder, for each text: computed once and kept on disk.
 
+Labels are often queries too (a product, an article): such a text is computed once.
+
 Legend: N texts, D width of the transformer, W of the encoder.
 
 A transformer frozen as a whole: its pooled vector of each text, float16 [N, D]. An encoder frozen as a whole, bag of
@@ -20,13 +22,13 @@ import numpy as np
 import torch
 
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
-from unidec.data.tokens import TokenCache, length_chunks
+from unidec.data.tokens import TokenCache, length_chunks, same_texts
 from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder, TextEncoder, TransformerEncoder
 from unidec.model.weights import output_settings
 from unidec.progress import progress
 
-KIND, VERSION = "encoder-cache", 2
+KIND, VERSION = "encoder-cache", 3
 TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
 What = Literal["vectors", "outputs"]
 
@@ -83,17 +85,28 @@ class FrozenCaches:
             facts |= {"pooling": part.pooling, "frozen_layers": part.num_frozen_layers}
             facts |= {"tokens_read": encoder.settings.transformer_tokens}
         facts |= {"weights": frozen_sha256(part), "amp": str(self.amp), "version": VERSION}
-        return {name: self._kept(facts, part.width, name, cache) for name, cache in tokens.items()}
+        kept, first = dict[str, np.ndarray](), next(iter(tokens))
+        for name in tokens:
+            sources = {first: tokens[first], name: tokens[name]}
+            kept[name] = self._kept(facts, part.width, sources, kept.get(first))
+        return kept
 
-    def _kept(self, facts: dict[str, Any], width: int, name: str, tokens: TokenCache) -> np.ndarray:
-        """The cache that is named by some facts and by the tokens."""
-        facts = facts | {"tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"]}
+    def _kept(
+        self, facts: dict[str, Any], width: int, sources: Mapping[str, TokenCache], known: np.ndarray | None
+    ) -> np.ndarray:
+        """The cache of the last of some sources, named by some facts and by the tokens.
+
+        Args:
+            sources: it alone, or the one whose values are `known` before it.
+        """
+        manifests = [read_manifest(cache.path, "tokens", 1, verify=False) for cache in sources.values()]
+        facts = facts | {"tokens": [manifest["files"] for manifest in manifests]}
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        path, shape = self.folder / f"{facts['what']}-{key[:16]}", (len(tokens), width)
+        path, shape = self.folder / f"{facts['what']}-{key[:16]}", (len([*sources.values()][-1]), width)
         if not path.is_dir():
             with write_folder(path, KIND, VERSION, {"key": key}) as out, torch.no_grad():
                 mapped = np.lib.format.open_memmap(out.path / "values.npy", mode="w+", dtype=np.float16, shape=shape)
-                self._fill(mapped, facts["what"], name, tokens)
+                self._fill(mapped, facts["what"], sources, known)
                 mapped.flush()
         with verify_once(path) as needed:
             if read_manifest(path, KIND, VERSION, verify=needed)["meta"].get("key") != key:
@@ -101,16 +114,27 @@ class FrozenCaches:
                 raise ArtifactError(what, where=str(path), fix="delete the folder: it will be computed again")
         return load_array(path / "values.npy", np.float16, ndim=2)
 
-    def _fill(self, values: np.ndarray, what: What, name: str, tokens: TokenCache) -> None:
+    def _fill(
+        self, values: np.ndarray, what: What, sources: Mapping[str, TokenCache], known: np.ndarray | None
+    ) -> None:
+        *_, (name, tokens) = sources.items()
         encoder, vectors, compute = self.encoder, {}, self.encoder.transformer_vectors
         if what == "outputs":
             compute = encoder.frozen_output
             if encoder.transformer is not None:
-                vectors = self.read("vectors", {name: tokens})
-        build = InputBuilder(encoder, self.device, vectors)
-        with progress(total=len(tokens), desc=f"encode once ({what})", unit="text") as bar:
+                vectors = self.read("vectors", sources)
+        rows = np.arange(len(tokens))
+        if known is not None:
+            first = next(iter(sources.values()))
+            same_N = same_texts(tokens, first, encoder.settings.transformer_tokens if what == "vectors" else 0)
             for start in range(0, len(tokens), TEXTS_AT_ONCE):
-                some = np.arange(start, min(start + TEXTS_AT_ONCE, len(tokens)))
+                own = start + np.flatnonzero(same_N[start : start + TEXTS_AT_ONCE] >= 0)
+                values[own] = known[same_N[own]]
+            rows = np.flatnonzero(same_N < 0)
+        build = InputBuilder(encoder, self.device, vectors)
+        with progress(total=len(rows), desc=f"encode once ({what})", unit="text") as bar:
+            for start in range(0, len(rows), TEXTS_AT_ONCE):
+                some = rows[start : start + TEXTS_AT_ONCE]
                 for places in length_chunks(tokens.lengths(some)):
                     texts = build.texts([(name, tokens, some[places])])
                     with torch.autocast(

@@ -49,6 +49,16 @@ class PairScores:
         at_P = np.minimum(np.searchsorted(self.key_N, key_P), len(self.key_N) - 1)
         return np.where(self.key_N[at_P] == key_P, self.score_N[at_P], np.float32(0))
 
+    def top(self, count: int) -> Floats:
+        """Each query's `count` largest scores, best first, 0 behind the last: float32 [B, count]."""
+        key_N, query_N = self.key_N, self.key_N // self.shape[1]
+        order = np.lexsort((-self.score_N, query_N))
+        rank_N = np.arange(len(key_N)) - np.searchsorted(query_N, query_N)
+        kept = rank_N < count
+        out = np.zeros((self.shape[0], count), dtype=np.float32)
+        out[query_N[kept], rank_N[kept]] = self.score_N[order][kept]
+        return out
+
     def largest(self, count: int) -> Keys:
         """Keys of each query's `count` largest scores, ascending."""
         return self.key_N[largest_of_each(self.key_N // self.shape[1], self.score_N, count)]

@@ -69,14 +69,16 @@ class WordScores:
 
     def features(self, query_P: Rows, label_P: Rows) -> Floats:
         """`WORD_FEATURES` of some pairs, then, with `by_head`, those of the first words: float32 [P, X]."""
-        votes_BL = np.zeros(self.votes.shape, dtype=np.float32)
-        votes_BL.ravel()[self.votes.key_N] = self.votes.score_N
         columns, best = [], []
-        for score_BL in (votes_BL, self.label_BL, self.query_BL):
-            # of equals, here the many zeros, numpy's partition finds the smallest ten times as fast as the largest
-            top_BT = -np.partition(-score_BL, min(_RANKED, score_BL.shape[1]) - 1, axis=1)[:, :_RANKED]
+        num_labels = self.votes.shape[1]
+        for scores in (self.votes, self.label_BL, self.query_BL):
+            if isinstance(scores, PairScores):
+                top_BT, value_P = scores.top(_RANKED), scores.at(query_P * num_labels + label_P)
+            else:
+                # of equals, here the many zeros, numpy's partition finds the smallest ten times as fast as the largest
+                top_BT = -np.partition(-scores, min(_RANKED, num_labels) - 1, axis=1)[:, :_RANKED]
+                value_P = scores[query_P, label_P]
             best.append(top_BT.max(axis=1)[query_P])
-            value_P = score_BL[query_P, label_P]
             columns += [value_P, best[-1] - value_P, np.log1p((top_BT[query_P] > value_P[:, None]).sum(axis=1))]
         count_P = self.count_L[label_P]
         if self.own is not None:

@@ -29,7 +29,7 @@ from unidec.params import TrainingSettings
 from unidec.training.distributed import ALONE, OwnColumns, Ranks
 from unidec.training.gradient_cache import TextChunks, TextParts, cut_texts
 from unidec.training.mixup import Mix, draw_mix
-from unidec.training.sampler import PoolBatch, PoolSampler, encoded_labels, head_labels, weighs_by_propensity
+from unidec.training.sampler import Labels, PoolBatch, PoolSampler, encoded_labels, head_labels, weighs_by_propensity
 
 _MIX, _QUERIES = 0x6D6978, 0x717279  # apart from other random numbers of a step
 
@@ -107,8 +107,9 @@ class Batches:
         pool = settings.pool
         self.settings, self.tokens, self.build, self.device, self.ranks = settings, tokens, build, device, ranks
         self.num_queries, self.rows = dataset.num_queries, dataset.rows("train")
-        self.de_labels, self.clf_labels = head_labels(settings.model, pool)
+        self.de_labels, self._clf_labels = head_labels(settings.model, pool)
         self.encoded = encoded_labels(settings.model, pool)
+        self._some = pool.clf_labels if isinstance(pool.clf_labels, int) else 0
         relevance, filter_pairs, self.inverse_L = dataset.relevance, dataset.filter_pairs, None
         if not np.diff(relevance.indptr)[self.rows].any():
             raise DataError(
@@ -141,6 +142,11 @@ class Batches:
             relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=self.settings.seed,
             fill=pool.fill, weight_L=self.inverse_L if pool.positives == "tail" else None,
         )  # fmt: skip
+
+    @property
+    def clf_labels(self) -> Labels:
+        """Which labels the classifier's loss sees: all of them where there are no more than it is to see."""
+        return "all" if self._clf_labels == "some" and self._some >= self.sampler.num_labels else self._clf_labels
 
     def label_by_cluster(self, cluster_L: np.ndarray, num_clusters: int) -> None:
         """From now on clusters are the labels: int64 [L], the cluster of each label (Astec's surrogate task)."""
@@ -201,7 +207,7 @@ class Batches:
         size = self.settings.optim.encode_chunk
         everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded), *near]
         losses, soft = self.settings.loss, self.settings.pool.gandalf
-        levels = [level.batch(pool.rows_B, epoch=epoch, step=step, all_labels=True) for level in self.levels]
+        levels = [level.batch(pool.rows_B, epoch=epoch, step=step, up_to=level.num_labels) for level in self.levels]
         return Prepared(
             pool, replace(targets, columns=self._columns(pool, self.de_labels, losses.de)),
             replace(clf_targets, columns=self._columns(clf_pool, self.clf_labels, losses.clf)),
@@ -216,8 +222,8 @@ class Batches:
     def _draw(
         self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None, kind: str
     ) -> tuple[PoolBatch, PoolTargets]:
-        every = kind == "all"
-        pool = self.sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives, all_labels=every)
+        up_to = {"pool": 0, "some": self._some, "all": self.sampler.num_labels}[kind]
+        pool = self.sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives, up_to=up_to)
         weighted = {"importance_L": self.inverse_L} if self.settings.loss.weights == "propensity" else {}
         return pool, PoolTargets.from_batch(pool, self.device, soft=self.settings.pool.gandalf, **weighted)
 
@@ -236,7 +242,7 @@ class Batches:
         """Ids of this rank's rows among those that the classifier sees, each rank's number of them, and their places
         among the encoded labels."""
         num_labels = self.sampler.num_labels
-        if self.clf_labels != "pool":
+        if self.clf_labels not in ("pool", "some"):
             return None, self.ranks.sizes(num_labels), None
         sizes = self.ranks.sizes_among(clf_pool.pool_S, num_labels)
         first = sum(sizes[: self.ranks.rank])

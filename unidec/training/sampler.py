@@ -105,7 +105,7 @@ class PoolSampler:
         epoch: int,
         step: int,
         shortlist_NH: np.ndarray | None = None,
-        all_labels: bool = False,
+        up_to: int = 0,
     ) -> PoolBatch:
         """The pool of some queries at a step; the same arguments always give the same batch.
 
@@ -113,7 +113,8 @@ class PoolSampler:
             rows_B: int [B], data set rows.
             epoch, step: from 0; the step is unique within its epoch.
             shortlist_NH: int32 [N, H] mined labels by data set row, -1 where there is none; or None: no hard negatives.
-            all_labels: the pool is all labels, whatever the limit.
+            up_to: other labels, all alike, are drawn into the pool until it has about so many, whatever the limit; from
+                L on it is all labels.
         """
         rows_B = np.asarray(rows_B, dtype=np.int64)
         rng = _rng(self.seed, epoch, step, _POOL)
@@ -121,7 +122,7 @@ class PoolSampler:
         filter_row_Q, filter_label_Q, _ = row_entries(self.filter_pairs, rows_B)
         count_B = np.bincount(row_Q, minlength=len(rows_B))
         sampled_Q = self._sample_positives(row_Q, label_Q, count_B, rng)
-        if all_labels:
+        if up_to >= self.num_labels:
             pool_S = np.arange(self.num_labels)
         else:
             banned_Q = np.concatenate([row_Q, filter_row_Q]) * self.num_labels
@@ -129,6 +130,9 @@ class PoolSampler:
             hard_C = self._sample_hard(rows_B, shortlist_NH, banned_Q, rng)
             further_C = label_Q[~sampled_Q] if self.fill else label_Q[:0]
             pool_S = self._choose_pool((label_Q[sampled_Q], hard_C, further_C), rng)
+            if up_to > len(pool_S):
+                others_C = rng.choice(self.num_labels, up_to - len(pool_S), replace=False, shuffle=False)
+                pool_S = np.union1d(pool_S, others_C)
         kept_Q = contains(pool_S, label_Q)
         # a pair that is filtered and a positive is a positive
         kept_F = contains(pool_S, filter_label_Q) & ~contains(
@@ -235,17 +239,18 @@ def clustered_batches(
     return [batch for batch in batches if len(batch)]
 
 
-Labels = Literal["none", "pool", "all"]
+Labels = Literal["none", "pool", "some", "all"]  # some: the pool, and others drawn alike
 
 
 def head_labels(model: Model, pool: Pool) -> tuple[Labels, Labels]:
     """Labels in the dual encoder's loss, and in the classifier's; "none" for a head that the model does not have."""
-    return "none" if model.heads == "clf" else pool.de_labels, "none" if model.heads == "de" else pool.clf_labels
+    of_clf: Labels = "some" if isinstance(pool.clf_labels, int) else pool.clf_labels
+    return "none" if model.heads == "clf" else pool.de_labels, "none" if model.heads == "de" else of_clf
 
 
 def draws_pools(model: Model, pool: Pool) -> bool:
     """Whether a loss runs over a pool: hard negatives are mined for nothing else."""
-    return "pool" in head_labels(model, pool)
+    return not {"pool", "some"}.isdisjoint(head_labels(model, pool))
 
 
 def encoded_labels(model: Model, pool: Pool) -> Labels:

@@ -15,6 +15,7 @@ class Peer:
 
     about: str
     script: str = ""
+    reads_vectors: bool = False  # of texts, by the model of the cell that it comes after
 
 
 PEERS: dict[str, Peer] = {
@@ -22,6 +23,11 @@ PEERS: dict[str, Peer] = {
     "label-match": Peer("TF-IDF: cosine of the query's and the label's text"),
     "mix": Peer("kNN votes + 0.5 x label match, each scaled to a row maximum of 1"),
     "xr-linear": Peer("PECOS: linear models in a tree over the labels (Yu et al. 2022)", "xr_linear.py"),
+    "xr-linear-tuned": Peer("PECOS XR-Linear, the best of eight settings on the validation split", "xr_linear.py"),
+    "xr-linear-vectors": Peer(
+        "the same on TF-IDF beside text vectors of the cell that it comes after", "xr_linear.py", reads_vectors=True
+    ),
+    "plt": Peer("napkinXC: probabilistic label tree, the best of eight settings on the validation split", "label_tree.py"),
     "st-static": Peer("sentence-transformers: bag of the same start token embeddings, trained by MNR", "sentence.py"),
     "st-transformer": Peer("sentence-transformers: the same transformer, all layers, trained by MNR", "sentence.py"),
 }

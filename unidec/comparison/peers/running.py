@@ -24,18 +24,19 @@ from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
 from unidec.comparison.peers import PEERS
-from unidec.data.dataset import Text, XMCDataset
+from unidec.data.dataset import Split, Text, XMCDataset
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, DataError, TrainingError
 from unidec.evaluation.baselines import fit_words, rank, top_rows
 
+Floats = NDArray[np.float32]
 K = 100  # labels that are left after filters
 TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")
 _HEAD = re.compile(r"(?m)^# /// script$\s(?P<text>(^#(| .*)$\s)+)^# ///$")  # as PEP 723 gives it
 
 
 def run_peer(
-    name: str, dataset: XMCDataset, settings: Mapping[str, Any]
+    name: str, dataset: XMCDataset, settings: Mapping[str, Any], vectors: Mapping[str, Floats] | None = None
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:  # fmt: skip
     """Train one peer on the train split and predict the test split, in the working folder.
 
@@ -45,6 +46,7 @@ def run_peer(
     Args:
         settings: what it has in common with the recipes: "text", "max_length" (tokens), "encoder" (its folder),
             "pooling", "epochs", "batch_size", "threads", "seed".
+        vectors: of all "queries" and "labels", float32 [., D] of unit length, which stand beside the TF-IDF.
 
     Returns:
         labels [n, K and more] for the test split, best first, -1 where there is none, filtered pairs still in; and
@@ -55,7 +57,7 @@ def run_peer(
         DataError: an empty split. ArtifactError: its packages cannot be had. TrainingError: the script fails.
     """
     start = time.perf_counter()
-    texts, matrices, width = features(dataset, settings["text"])
+    texts, matrices, width = features(dataset, settings["text"], vectors)
     feature_seconds = time.perf_counter() - start  # the features are part of training
     if PEERS[name].script:
         write_task(texts, matrices, TASK)
@@ -67,25 +69,33 @@ def run_peer(
     return labels, facts
 
 
-def features(dataset: XMCDataset, text: Text) -> tuple[dict[str, list[str]], dict[str, sp.csr_matrix], int]:
-    """What a peer is given: texts of "train", "labels" and "test", their float32 TF-IDF (`fit_words` of the training
-    texts) and relevance as "X.train", "X.labels", "X.test" and "Y.train", and how many labels to predict, so that K are
-    left after filters.
+def features(
+    dataset: XMCDataset, text: Text, vectors: Mapping[str, Floats] | None = None
+) -> tuple[dict[str, list[str]], dict[str, sp.csr_matrix], int]:  # fmt: skip
+    """What a peer is given: texts of "train", "labels", "test" and, where there are any, "validation"; their float32
+    TF-IDF (`fit_words` of the training texts), beside it the `vectors`, as "X.train", ...; relevance as "Y.train" and
+    "Y.validation"; and how many labels to predict, so that K are left after filters.
 
     Raises:
         DataError: no queries to train on or to predict, or texts without a single word.
     """
-    train, test = dataset.rows("train"), dataset.rows("test")
+    splits: tuple[Split, ...] = ("train", "validation", "test")
+    rows = {name: dataset.rows(name) for name in splits}
+    train, test = rows["train"], rows["test"]
     if not len(train) or not len(test):
         raise DataError("an empty split", where=str(dataset.path), got=f"train: {len(train)}, test: {len(test)}")
-    texts = {
-        "train": list(dataset.query_texts(train, text)),
-        "labels": list(dataset.label_texts(None, text)),
-        "test": list(dataset.query_texts(test, text)),
-    }
+    if not len(rows["validation"]):
+        del rows["validation"]
+    texts = {name: list(dataset.query_texts(own, text)) for name, own in rows.items()}
+    texts["labels"] = list(dataset.label_texts(None, text))
     vectorizer, _ = fit_words(texts["train"], str(dataset.path))
     matrices = {f"X.{name}": sp.csr_matrix(vectorizer.transform(lines)) for name, lines in texts.items()}
-    matrices["Y.train"] = (dataset.relevance[train] > 0).astype(np.float32)
+    if vectors is not None:
+        dense = {f"X.{name}": vectors["queries"][own] for name, own in rows.items()} | {"X.labels": vectors["labels"]}
+        matrices = {name: sp.hstack([words, dense[name]], format="csr") for name, words in matrices.items()}
+    matrices |= {
+        f"Y.{name}": (dataset.relevance[own] > 0).astype(np.float32) for name, own in rows.items() if name != "test"
+    }
     most = int(np.diff(dataset.filter_pairs[test].indptr).max(initial=0))
     return texts, matrices, min(K + most, dataset.num_labels)
 

@@ -7,49 +7,59 @@
 # version = "1.2.8"
 # requires-dist = []
 # ///
-"""PECOS XR-Linear on a peer task: `xr_linear.py TASK OUT SETTINGS` (unidec/comparison/peers/running.py).
+"""PECOS XR-Linear on a peer task (`linear.py`).
 
-One tree over the labels (hierarchical k-means on PIFA beside the label's TF-IDF), teacher-forced negatives, default
-costs, beam 50. Source: Yu, Zhong, Zhang, Chang and Dhillon 2022, "PECOS".
+One tree over the labels (hierarchical k-means on PIFA beside the label's features), teacher-forced negatives, default
+costs, beam 50; the peers that are tuned have the best of `TRIALS`. Source: Yu, Zhong, Zhang, Chang and Dhillon 2022,
+"PECOS".
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import sys
-import time
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
-from pathlib import Path
+from typing import Any
 
-import numpy as np
+from linear import Task, main
 from pecos.xmc import Indexer, LabelEmbeddingFactory
 from pecos.xmc.xlinear.model import XLinearModel
-from scipy.sparse import csc_matrix, csr_matrix, load_npz, save_npz
+from scipy.sparse import csc_matrix, csr_matrix
+
+TRIALS = (  # costs of positives and negatives, pruning of weights, labels of a level that are kept
+    {}, {"Cp": 0.5, "Cn": 0.5}, {"Cp": 2.0, "Cn": 2.0}, {"Cp": 2.0}, {"Cp": 4.0}, {"threshold": 0.02},
+    {"beam_size": 10}, {"beam_size": 200},
+)  # fmt: skip
+BEAM = 50
 
 
-def main() -> None:
-    task, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    x_train, y_train, label_text, x_test = (
-        load_npz(task / f"{name}.npz").astype(np.float32) for name in ("X.train", "Y.train", "X.labels", "X.test")
-    )
-    threads = given["threads"]
-    start = time.perf_counter()
-    features = LabelEmbeddingFactory.create(y_train, x_train, Z=label_text, method="pifa_lf_concat")
-    tree = Indexer.gen(features, indexer_type="hierarchicalkmeans", threads=threads, seed=given["seed"])
-    model = XLinearModel.train(x_train, csc_matrix(y_train), C=tree, negative_sampling_scheme="tfn", threads=threads)
-    trained = time.perf_counter()
-    predicted = model.predict(x_test, beam_size=50, only_topk=given["width"], threads=threads)
-    facts = {
-        "train_seconds": trained - start,
-        "search_ms": 1000 * (time.perf_counter() - trained) / x_test.shape[0],
-        "parameters": int(sum(layer.W.nnz for layer in model.model.model_chain)),
-        "peak_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "version": f"libpecos {version('libpecos')}",
-    }
-    save_npz(out / "test.npz", csr_matrix(predicted))
-    (out / "facts.json").write_text(json.dumps(facts))
+class XRLinear:
+    """A tree of linear models."""
+
+    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
+        costs = {name: value for name, value in settings.items() if name != "beam_size"}
+        self._model = XLinearModel.train(
+            task.x_train, csc_matrix(task.y_train), C=tree(task), negative_sampling_scheme="tfn",
+            threads=task.threads, **costs,
+        )  # fmt: skip
+        self._task, self._beam = task, settings.get("beam_size", BEAM)
+        self.num_parameters = int(sum(layer.W.nnz for layer in self._model.model.model_chain))
+
+    def predict(self, x_nF: csr_matrix) -> csr_matrix:
+        """Scores of each query's best labels."""
+        task = self._task
+        return self._model.predict(x_nF, beam_size=self._beam, only_topk=task.width, threads=task.threads)
+
+
+@cache
+def tree(task: Task) -> Any:
+    """The clusters of labels, the same for all trials."""
+    features = LabelEmbeddingFactory.create(task.y_train, task.x_train, Z=task.x_labels, method="pifa_lf_concat")
+    return Indexer.gen(features, indexer_type="hierarchicalkmeans", threads=task.threads, seed=task.seed)
 
 
 if __name__ == "__main__":
-    main()
+    is_tuned = json.loads(sys.argv[3])["peer"] != "xr-linear"
+    main(XRLinear, TRIALS if is_tuned else TRIALS[:1], f"libpecos {version('libpecos')}")
