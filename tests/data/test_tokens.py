@@ -330,9 +330,8 @@ def test_same_texts_as_by_a_loop(monkeypatch, most, alike):
     if alike:  # hashes that tell nothing
         monkeypatch.setattr(tokens, "_hashes", lambda each, most: np.zeros(len(each), dtype=np.uint64))
     own, others = some_tokens(rng, 90), some_tokens(rng, 40, np.uint32)
-    found, known = same_texts(own, others, most), []
-    for row in range(len(others)):
-        known.append(others.ragged([row])[0].tolist()[: most or None])
+    found = same_texts(own, others, most)
+    known = [others.ragged([row])[0].tolist()[: most or None] for row in range(len(others))]
     for row, other in enumerate(found):
         text = own.ragged([row])[0].tolist()[: most or None]
         if other >= 0:

@@ -50,7 +50,9 @@ def test_a_label_that_is_a_query_too_is_computed_once(tiny_bert, tmp_path, monke
     whole = FrozenCaches(encoder, tmp_path / "alone", CPU, None)
     alone = {name: whole.read(what, {name: cache})[name] for name, cache in tokens.items()}
     computed, forward = [], encoder.transformer.forward
-    monkeypatch.setattr(encoder.transformer, "forward", lambda ids, mask: computed.append(len(ids)) or forward(ids, mask))
+    monkeypatch.setattr(
+        encoder.transformer, "forward", lambda ids, mask: computed.append(len(ids)) or forward(ids, mask)
+    )
     found = FrozenCaches(encoder, tmp_path / "both", CPU, None).read(what, tokens)
     assert sum(computed) == len(tokens["queries"]) + 2
     for name, values in found.items():

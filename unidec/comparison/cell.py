@@ -237,7 +237,7 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
             "lineage": {name: version}}  # fmt: skip
 
 
-def _vectors(params: Params, dataset: XMCDataset) -> dict[str, np.ndarray]:
+def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
     """Unit vectors of all texts by the model that a peer comes after."""
     from unidec.model.unidec import UniDEC
     from unidec.pipeline.ranking import Ranking

@@ -27,7 +27,9 @@ PEERS: dict[str, Peer] = {
     "xr-linear-vectors": Peer(
         "the same on TF-IDF beside text vectors of the cell that it comes after", "xr_linear.py", reads_vectors=True
     ),
-    "plt": Peer("napkinXC: probabilistic label tree, the best of eight settings on the validation split", "label_tree.py"),
+    "plt": Peer(
+        "napkinXC: probabilistic label tree, the best of eight settings on the validation split", "label_tree.py"
+    ),
     "st-static": Peer("sentence-transformers: bag of the same start token embeddings, trained by MNR", "sentence.py"),
     "st-transformer": Peer("sentence-transformers: the same transformer, all layers, trained by MNR", "sentence.py"),
 }
