@@ -203,7 +203,7 @@ ALL, POOL = {"pool.de_labels": "all"}, {"pool.de_labels": "pool"}
 
 @pytest.mark.parametrize(("overrides", "encoded", "clf"), [
     (POOL, "pool", "pool"), (ALL, "all", "pool"), (POOL | {"pool.clf_labels": "all"}, "pool", "all"),
-    (ALL | {"pool.clf_labels": "all"}, "all", "all"), (POOL | {"pool.clf_labels": 40}, "pool", "all"),
+    (ALL | {"pool.clf_labels": "all"}, "all", "all"), (POOL | {"pool.clf_labels": 20}, "pool", "all"),
     (ALL | {"model.heads": "de"}, "all", None),
     (ALL | {"model.heads": "clf"}, None, "pool"), (ALL | {"model.heads": "clf", "pool.clf_labels": "all"}, None, "all"),
     (ALL | {"model.clf_residual": True}, "all", "pool"), (POOL | {"model.clf_residual": True}, "pool", "pool"),

@@ -75,13 +75,13 @@ def slow_bce(logit, positive, ignored, normalise):
 
 
 @pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("clf_labels", ["pool", "all", 34, 1000])
+@pytest.mark.parametrize("clf_labels", ["pool", "all", 19, 20])
 def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels, chunk):
     trainer = begun(open_trainer(**QUIET, **{
         "pool.de_labels": "all", "pool.clf_labels": clf_labels, "loss.balance": 0.3, "loss.de_forward": 0.7,
         "loss.clf_forward": 1.0, "optim.encode_chunk": chunk,
     }))  # fmt: skip
-    rows = np.sort(trainer.rows[:13])
+    rows = np.sort(trainer.rows[: 3 if clf_labels == 19 else 13])
     batch = trainer.prepare(rows, 0)
     every = np.arange(tiny_dataset.num_labels)
     assert np.array_equal(batch.pool.pool_S, every)
@@ -90,7 +90,7 @@ def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels
     expected = 0.7 * slow_ds(de, positive, ignored) + 0.3 * slow_ds(de.T, positive.T, ignored.T)
     assert found["loss_de"] == pytest.approx(0.3 * expected, rel=1e-4)
     seen = every if batch.clf_labels is None else batch.clf_labels.numpy()
-    assert (len(seen) < len(every)) == (clf_labels in ("pool", 34))
+    assert (len(seen) < len(every)) == (clf_labels in ("pool", 19))
     drawn = trainer.batches.sampler.batch(rows, epoch=0, step=0, shortlist_NH=trainer.made.negatives).pool_S
     assert set(drawn) <= set(seen) and (len(seen) > len(drawn)) == (clf_labels != "pool")
     expected = slow_ds(clf[:, seen], positive[:, seen], ignored[:, seen])

@@ -249,7 +249,8 @@ class Formulas:
         sampled = math.ceil(self.queries * (positives + pool.eta * mines))
         count = {"none": 0, "pool": max(1, min(sampled, sizes.num_labels, pool.size or sampled))}
         count["all"] = sizes.num_labels
-        count["some"] = min(sizes.num_labels, pool.clf_labels) if isinstance(pool.clf_labels, int) else 0
+        some = pool.clf_labels if isinstance(pool.clf_labels, int) else 0
+        count["some"] = some if 2 * some < sizes.num_labels else sizes.num_labels
         of_heads = head_labels(model, pool)
         self.labels = max(count[labels] for labels in of_heads)
         # those that one rank compares with the queries

@@ -164,13 +164,13 @@ class Ranking:
         found = np.concatenate([self.top(space, weight, clf_normalize, k)[1] for weight in searched], axis=1)
         key_P = candidate_keys(found, votes.key_N, votes.shape[1], pair_keys(self.filter_pairs))
 
-        def scored(weight: float) -> Candidates:
-            query = self.queries(space, weight, clf_normalize)
-            heads = partial(pair_scores, query, vectors=self.vectors, space=space, clf_normalize=clf_normalize)
+        def scored(own: Space, weight: float) -> Candidates:
+            query = self.queries(own, weight, clf_normalize)
+            heads = partial(pair_scores, query, vectors=self.vectors, space=own, clf_normalize=clf_normalize)
             return Candidates.of(key_P, votes, heads)
 
-        at_0, at_1 = scored(0.0), scored(1.0)
-        slope_P = at_1.heads_P - at_0.heads_P
+        at_0 = scored("de" if space == "both" else space, 0.0)
+        slope_P = scored("clf", 1.0).heads_P if space == "both" else np.zeros_like(at_0.heads_P)
         return lambda weight: replace(at_0, heads_P=at_0.heads_P + np.float32(weight) * slope_P)
 
     @cached_property

@@ -145,8 +145,8 @@ class Batches:
 
     @property
     def clf_labels(self) -> Labels:
-        """Which labels the classifier's loss sees: all of them where there are no more than it is to see."""
-        return "all" if self._clf_labels == "some" and self._some >= self.sampler.num_labels else self._clf_labels
+        """Which labels the classifier's loss sees: all of them where fetching so many rows would take longer."""
+        return "all" if self._clf_labels == "some" and 2 * self._some >= self.sampler.num_labels else self._clf_labels
 
     def label_by_cluster(self, cluster_L: np.ndarray, num_clusters: int) -> None:
         """From now on clusters are the labels: int64 [L], the cluster of each label (Astec's surrogate task)."""
