@@ -126,7 +126,7 @@ class Params(Section):
             yield Conflict("data.validation_share index.clf_weight index.knn_weight", what, f"{fix} as the weight")
 
     def _classifier(self) -> Iterator[Conflict]:
-        all_labels, all_rows = self.pool.clf_labels != "pool", self.optim.clf_state == "adamw"
+        all_labels, all_rows = self.pool.clf_labels == "all", self.optim.clf_state == "adamw"
         if self.loss.clf == "bce" and self.loss.clf_bce > 0:
             what = "the classifier's loss is BCE already: the auxiliary BCE would count it twice"
             yield Conflict("loss.clf_bce loss.clf model.heads", what, "loss.clf_bce: 0")
@@ -152,8 +152,8 @@ class Params(Section):
         if self.model.clf_init != "label_embedding":
             what, fix = "a residual classifier starts from its labels' embeddings", "model.clf_init: label_embedding"
             yield Conflict("model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}")
-        if all_labels:
-            what = "a residual classifier over all labels would encode every label's text in each step"
+        if self.pool.clf_labels != "pool":
+            what = "a residual classifier over so many labels would encode all their texts in each step"
             yield Conflict("model.clf_residual pool.clf_labels model.heads", what, f"pool.clf_labels: pool, {or_none}")
         if self.run.devices > 1:
             what = "a residual classifier trains on one device"
@@ -194,7 +194,7 @@ class Params(Section):
         if self.loss.mixup == "labels" and self.model.heads == "clf":
             what = "a classifier alone encodes no label texts to mix with"
             yield Conflict("loss.mixup model.heads", what, f"model.heads: both, or {off}")
-        if self.model.heads != "de" and self.loss.clf == "bce" and self.pool.clf_labels == "all":
+        if self.model.heads != "de" and self.loss.clf == "bce" and self.pool.clf_labels != "pool":
             what = "the loss over all labels in chunks does not know mixtures"
             yield Conflict("loss.mixup loss.clf pool.clf_labels", what, f"pool.clf_labels: pool, or {off}")
 

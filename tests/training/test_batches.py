@@ -198,6 +198,14 @@ def test_a_share_of_the_labels_are_queries(make, tiny_dataset, tiny_tokens):
     assert set(range(batch.num_own_queries)) == set(batch.targets.row_P.tolist()), "each has a positive"
 
 
+def test_a_table_on_the_host_is_never_fetched_whole(make, tiny_dataset):
+    number = {"pool.clf_labels": 20}  # of twice as many, all
+    assert make(**number).clf_labels == "all"
+    batches = make(**number, **{"run.table_place": "host"})
+    seen = batches.prepare(batches.rows[:2], 1, 2, None).clf_labels
+    assert batches.clf_labels == "some" and len(seen) < tiny_dataset.num_labels
+
+
 ALL, POOL = {"pool.de_labels": "all"}, {"pool.de_labels": "pool"}
 
 

@@ -146,7 +146,9 @@ class Batches:
     @property
     def clf_labels(self) -> Labels:
         """Which labels the classifier's loss sees: all of them where fetching so many rows would take longer."""
-        return "all" if self._clf_labels == "some" and 2 * self._some >= self.sampler.num_labels else self._clf_labels
+        if self._clf_labels != "some" or self.settings.run.table_place != "device":
+            return self._clf_labels
+        return "all" if 2 * self._some >= self.sampler.num_labels else "some"
 
     def label_by_cluster(self, cluster_L: np.ndarray, num_clusters: int) -> None:
         """From now on clusters are the labels: int64 [L], the cluster of each label (Astec's surrogate task)."""
