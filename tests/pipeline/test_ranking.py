@@ -118,14 +118,19 @@ def slow_tuning(ranking: Ranking, neighbours: Neighbours, params: Params) -> tup
     ],
     ids=str,
 )
-def test_tuned_weights_are_those_of_dense_scores(random_ranking, seed, index) -> None:
+@pytest.mark.parametrize("few", [False, True])
+def test_tuned_weights_are_those_of_dense_scores(random_ranking, monkeypatch, seed, index, few) -> None:
     params = params_of(**index)
     ranking, neighbours = random_ranking(seed, index.get("heads", "both"))
+    some = ranking
+    if few:  # every other query decides, the figures are of all
+        monkeypatch.setattr("unidec.pipeline.ranking.TUNING_QUERIES", len(ranking.rows) // 2)
+        some = ranking.part(slice(None, None, 2))
     blend = tuned_blend(ranking, params, neighbours)
-    assert (blend.clf_weight, blend.knn_weight) == slow_tuning(ranking, neighbours, params)
+    assert (blend.clf_weight, blend.knn_weight) == slow_tuning(some, neighbours, params)
     for line in blend.tried:
-        scores = dense(ranking, neighbours, params, line["clf_weight"], line["knn_weight"])
-        assert line["nDCG@5"] == pytest.approx(slow_ndcg(ranking, scores), abs=1e-9)
+        scores = dense(some, neighbours, params, line["clf_weight"], line["knn_weight"])
+        assert line["nDCG@5"] == pytest.approx(slow_ndcg(some, scores), abs=1e-9)
     own = dense(ranking, neighbours, params, blend.clf_weight, blend.knn_weight)
     assert blend.metrics["nDCG@5"] == pytest.approx(slow_ndcg(ranking, own), abs=1e-9)
 

@@ -44,6 +44,7 @@ VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "ridge-labels"}  
 TAILS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 TAIL_TOLERANCE = 0.1  # points of the objective, far below its noise, that rare labels may cost
 LEAST_QUERIES = 100  # of a validation split that a fusion is trained on; README's example has fewer
+TUNING_QUERIES = 2000  # that choose weights: more of them change none that matters
 MAX_TURNS = 3  # of tuning one weight after the other: the second changes little
 
 
@@ -279,18 +280,24 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     """The weights: as given, or tuned on the ranking's split ("auto"), one after the other until neither changes.
 
     The classifier's weight starts as the best without votes. Of equals the smaller weight is taken. Raw classifier
-    scores are training logits times tau, of the order of cosines: one range of weights serves both forms.
+    scores are training logits times tau, of the order of cosines: one range of weights serves both forms. Of many
+    queries some `TUNING_QUERIES`, evenly spaced, decide.
     """
     index, objective, found = params.index, params.index.objective, dict[tuple[float, float], dict[str, float]]()
     clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
     knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
-    shape = (len(ranking.rows), ranking.dataset.num_labels)
-    votes = PairScores.none(shape) if neighbours is None else ranking.votes(neighbours, index.knn_neighbours)
-    candidates = ranking.candidates(index.space, clf_weights, index.clf_normalize, votes, CANDIDATES)
+
+    def candidates(some: Ranking, weights: Sequence[float]) -> Callable[[float], Candidates]:
+        none = PairScores.none((len(some.rows), some.dataset.num_labels))
+        votes = none if neighbours is None else some.votes(neighbours, index.knn_neighbours)
+        return some.candidates(index.space, weights, index.clf_normalize, votes, CANDIDATES)
+
+    some = ranking.part(slice(None, None, max(1, len(ranking.rows) // TUNING_QUERIES)))
+    of_some = candidates(some, clf_weights)
 
     def quality(weights: tuple[float, float]) -> float:
         if weights not in found:
-            found[weights] = ranking.metrics_of(candidates(weights[0]).top(weights[1], K).rows)
+            found[weights] = some.metrics_of(of_some(weights[0]).top(weights[1], K).rows)
         return found[weights][objective]
 
     at = max([(weight, 0.0) for weight in clf_weights], key=quality)
@@ -303,8 +310,9 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         if at == before:
             break
     tried = [{"clf_weight": c, "knn_weight": v, objective: metrics[objective]} for (c, v), metrics in found.items()]
-    ranked = candidates(at[0]).top(at[1], K)
-    return Blend(*at, found[at], ranked, tried if neighbours is not None else [])
+    every = of_some if len(some.rows) == len(ranking.rows) else candidates(ranking, at[:1])
+    ranked = every(at[0]).top(at[1], K)
+    return Blend(*at, ranking.metrics_of(ranked.rows), ranked, tried if neighbours is not None else [])
 
 
 def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend) -> Blend:
