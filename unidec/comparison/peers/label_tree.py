@@ -27,7 +27,7 @@ from linear import Task, main
 from napkinxc.models import PLT
 from scipy.sparse import csr_matrix
 
-TRIALS = (  # cost, loss, and form of the tree
+TRIALS: tuple[dict[str, Any], ...] = (  # cost, loss, and form of the tree
     {}, {"liblinear_c": 2.0}, {"liblinear_c": 32.0}, {"loss": "l2", "liblinear_c": 1.0},
     {"loss": "l2", "liblinear_c": 0.2}, {"max_leaves": 400}, {"arity": 16}, {"ensemble": 3},
 )  # fmt: skip

@@ -89,10 +89,10 @@ def _read(folder: Path, given: Mapping[str, Any]) -> Task:
     def matrix(name: str) -> csr_matrix:
         return load_npz(folder / f"{name}.npz").astype(np.float32)
 
-    parts = [matrix(name) for name in ("X.train", "Y.train", "X.labels", "X.test")]
+    x_train, y_train, x_labels, x_test = (matrix(name) for name in ("X.train", "Y.train", "X.labels", "X.test"))
     has_validation = (folder / "X.validation.npz").is_file()
     validation = (matrix("X.validation"), matrix("Y.validation")) if has_validation else None
-    return Task(*parts, validation, given["width"], given["threads"], given["seed"])
+    return Task(x_train, y_train, x_labels, x_test, validation, given["width"], given["threads"], given["seed"])
 
 
 def ndcg(score_nL: csr_matrix, relevant_nL: csr_matrix) -> float:

@@ -80,7 +80,7 @@ def features(
         DataError: no queries to train on or to predict, or texts without a single word.
     """
     splits: tuple[Split, ...] = ("train", "validation", "test")
-    rows = {name: dataset.rows(name) for name in splits}
+    rows: dict[str, NDArray[np.int64]] = {name: dataset.rows(name) for name in splits}
     train, test = rows["train"], rows["test"]
     if not len(train) or not len(test):
         raise DataError("an empty split", where=str(dataset.path), got=f"train: {len(train)}, test: {len(test)}")
