@@ -28,7 +28,8 @@ from pecos.xmc import Indexer, LabelEmbeddingFactory
 from pecos.xmc.xlinear.model import XLinearModel
 from scipy.sparse import csc_matrix, csr_matrix
 
-TRIALS: tuple[dict[str, Any], ...] = (  # costs of positives and negatives, pruning of weights, labels of a level that are kept
+# costs of positives and negatives, pruning of weights, labels of a level that are kept
+TRIALS: tuple[dict[str, Any], ...] = (
     {}, {"Cp": 0.5, "Cn": 0.5}, {"Cp": 2.0, "Cn": 2.0}, {"Cp": 2.0}, {"Cp": 4.0}, {"threshold": 0.02},
     {"beam_size": 10}, {"beam_size": 200},
 )  # fmt: skip
