@@ -236,7 +236,7 @@ class Pool(Section):
     fill: bool = key(False, "further positives of the batch's queries take the room left in a pool; size 0: all")
     de_labels: Literal["pool", "all"] = key("pool", "labels of the encoder's loss; all: DEXML")
     clf_labels: Literal["pool", "all"] | Count = key(
-        "pool", "the same for the classifier; a number: a pool that labels drawn alike fill up to it; of twice it, all"
+        "pool", "the same for the classifier; N: a pool filled up to N by random labels, all if there are at most 2 N"
     )
     gandalf: bool = key(False, "label texts train as queries too, the label graph as soft targets (Gandalf)")
     simcse: bool = key(False, "each text, of a query or a label, has itself as its only positive (SimCSE)")

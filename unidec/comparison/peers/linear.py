@@ -102,7 +102,9 @@ def ndcg(score_nL: csr_matrix, relevant_nL: csr_matrix) -> float:
     row_N, label_N = row_N[order], score_nL.indices[order]
     rank_N = np.arange(len(row_N)) - np.searchsorted(row_N, row_N)
     first = rank_N < AT
-    hit_N = np.asarray(relevant_nL[row_N[first], label_N[first]]).ravel() > 0
+    relevant_row, relevant_label = relevant_nL.nonzero()
+    num_labels = relevant_nL.shape[1]
+    hit_N = np.isin(row_N[first] * num_labels + label_N[first], relevant_row * num_labels + relevant_label)
     gain = np.bincount(row_N[first], hit_N / np.log2(2 + rank_N[first]), minlength=score_nL.shape[0])
     count = np.diff(relevant_nL.indptr)
     ideal = np.concatenate([[0], np.cumsum(1 / np.log2(2 + np.arange(AT)))])[np.minimum(count, AT)]
