@@ -31,7 +31,7 @@ class Model(Protocol):
         """Scores [n, L] of each query's best labels."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Task:
     """Features of texts and relevance of labels, and what the comparison's cells have in common.
 

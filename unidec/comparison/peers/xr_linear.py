@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -54,9 +53,8 @@ class XRLinear:
         return self._model.predict(x_nF, beam_size=self._beam, only_topk=task.width, threads=task.threads)
 
 
-@cache
 def tree(task: Task) -> Any:
-    """The clusters of labels, the same for all trials."""
+    """The clusters of labels, the same in each trial; made anew, for a training's seconds hold them."""
     features = LabelEmbeddingFactory.create(task.y_train, task.x_train, Z=task.x_labels, method="pifa_lf_concat")
     return Indexer.gen(features, indexer_type="hierarchicalkmeans", threads=task.threads, seed=task.seed)
 
