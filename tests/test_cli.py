@@ -322,6 +322,7 @@ def test_version(run) -> None:
     assert code == 0
     assert out.startswith(f"unidec-xmc {unidec.__version__}\n")
     assert "torch " in out
+    assert run("--version")[:2] == (0, f"unidec-xmc {unidec.__version__}\n")
 
 
 def test_conflicting_assignments(run) -> None:

@@ -15,7 +15,7 @@ import threading
 import traceback
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from unidec import pipeline
 from unidec.cli import bundles, data, init, labels, models  # noqa: F401  init adds its command
@@ -40,9 +40,18 @@ config_app = group("config", "Show, check and explain the parameters.")
 runs_app = group("runs", "List training runs, and find and repair what a crash left.")
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"unidec-xmc {__version__}")
+        raise Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, Option("--debug", help="show the traceback of an error (anywhere on the line)")] = False,
+    version: Annotated[
+        bool, Option("--version", help="print the version", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
     """Options before the command."""
     # numpy's products are of one query each and small: more threads for one cost more than they bring, and take the
