@@ -146,7 +146,7 @@ def _add_places(results: list[dict[str, Any]], find: Find) -> None:
 
 
 def distributions(dataset: XMCDataset, tables: dict[str, pd.DataFrame]) -> list[Chart | None]:
-    """What the data looks like: lengths of texts, labels of a query, frequency of labels, characters; in percent."""
+    """What the data looks like: text length, labels per query, label frequency, characters by script; in percent."""
     queries, labels = tables["queries"], tables["labels"]
     rows = {"queries": np.arange(len(queries)), "labels": np.arange(len(labels))}
     texts = {"queries": dataset.query_texts, "labels": dataset.label_texts}
@@ -154,11 +154,11 @@ def distributions(dataset: XMCDataset, tables: dict[str, pd.DataFrame]) -> list[
     named = sorted({name for of in scripts.values() for name in of}, key=lambda name: -scripts["queries"].get(name, 0))
     lengths = {"queries": queries["text_length"], "labels": labels["text_length"]}
     return [
-        _histogram("Length of texts", lengths, "characters"),
-        _histogram("Labels of a query", {"queries": queries["num_positives"]}, "labels"),
-        _histogram("Frequency of labels", {"labels": labels["num_train_points"]}, "training queries"),
+        _histogram("Text length", lengths, "characters per text"),
+        _histogram("Labels per query", {"queries": queries["num_positives"]}, "labels per query"),
+        _histogram("Label frequency", {"labels": labels["num_train_points"]}, "training queries per label"),
         bar_chart("Characters by script", named, [(which, [of.get(name, 0.0) for name in named]) for which, of in
-                  scripts.items()], "percent of the characters", x_label="white space left out"),
+                  scripts.items()], "percent of the characters", x_label="white space not counted"),
     ]  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def _histogram(caption: str, columns: dict[str, pd.Series], unit: str) -> Chart 
     shares = [
         (name, (100 * np.bincount(own, minlength=most) / max(len(own), 1)).tolist()) for name, own in bins.items()
     ]
-    return bar_chart(caption, names, shares, "percent", x_label=f"{unit}, from; each bin is twice as wide")
+    return bar_chart(caption, names, shares, "percent", x_label=f"{unit}; a bar covers its number up to the next")
 
 
 def _scripts(text: str) -> dict[str, float]:
