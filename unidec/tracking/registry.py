@@ -137,7 +137,7 @@ def signature() -> ModelSignature:
 
 
 def serving_requirements() -> list[str]:
-    """Requirements of a served bundle, as our distribution declares them; without unidec itself (its code is copied)."""
+    """Requirements of a served bundle, as our distribution declares them; without unidec, whose code is copied."""
     from packaging.requirements import Requirement
 
     declared = [Requirement(line) for line in importlib.metadata.requires("unidec-xmc") or []]
