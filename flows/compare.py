@@ -81,8 +81,9 @@ def compare(
             results.write_metrics(Path(metrics), steps[-1])
         lost = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
         if lost:
-            message = [f"{len(lost)} of {len(outcomes)} steps have no result", *lost, f"report: {page}"]
-            raise UnidecError("\n".join(message))
+            raise UnidecError(
+                "\n".join([f"{len(lost)} of {len(outcomes)} steps have no result", *lost, f"report: {page}"])
+            )
         return {"report": str(page), "runs": runs}
 
 

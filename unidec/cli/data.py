@@ -1,4 +1,5 @@
 """`unidec data`: the data stages, and comparisons of data over time."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
