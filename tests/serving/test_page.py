@@ -306,7 +306,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(tab: Any, server: Any) -> None:
     tab.click("#key")
     tab.type("wrong")
     tab.press("Enter")
-    tab.until("document.querySelector('#alert b').textContent.includes('not the right one')")
+    tab.until("document.querySelector('#alert b').textContent.includes('key is wrong')")
     tab.click("#key")
     tab.type("secret key")
     tab.press("Enter")
