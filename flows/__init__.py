@@ -1,11 +1,11 @@
-"""Orchestration: when the library's stages run, what a person sees of it, retries and cancellation; never a tensor.
+"""Orchestration with Prefect: when the library's stages run, what is shown of them, retries, cancellation; no tensors.
 
-Prefect reads its settings when it is imported, so those that this project needs are set here, before that.
+Prefect reads its settings when it is imported, so the settings of this project are set here, before that.
 """
 
 from __future__ import annotations
 
-import unidec.interrupt  # noqa: F401  before all that takes time: from now on Ctrl-C ends with a line
+import unidec.interrupt  # noqa: F401  first, before slow imports: from here on Ctrl-C prints one line, no traceback
 
 # isort: split
 import importlib.util
@@ -20,7 +20,7 @@ from unidec.tracking.store import project_folder
 if importlib.util.find_spec("prefect") is None:
     sys.exit(f"error: {missing_package(ModuleNotFoundError(name='prefect'))}")
 
-_CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed package: no project
+_CHECKOUT = Path(__file__).resolve().parents[1]  # not a project if this is an installed package
 _FOLDER = _CHECKOUT if (_CHECKOUT / "prefect.toml").is_file() and project_folder() == Path() else project_folder()
 
 # the same as in prefect.toml, for runs that start in another folder
@@ -29,13 +29,13 @@ _DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "unidec",
-    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # the library also speaks outside of runs
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # the library also logs outside of runs
     "DO_NOT_TRACK": "true",
 }
 for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
-# Prefect prints its address; user and password belong into the variable that it has for them
+# Prefect prints its address, so user and password move to the variable that Prefect has for them
 _API = urlsplit(os.environ.get("PREFECT_API_URL", ""))
 if _API.username:
     os.environ.setdefault("PREFECT_API_AUTH_STRING", f"{unquote(_API.username)}:{unquote(_API.password or '')}")

@@ -1,7 +1,7 @@
-"""`python -m flows.<name>`: options from the flow's parameters, one line for a known error, exit codes.
+"""`python -m flows.<name>`: options from the flow's parameters, one line per known error, exit codes.
 
-A module may have, beside its flow: `in_words(result)`, what is printed without --json; and `prepare(options)`, called
-while Prefect's temporary server starts: a result that it returns needs no flow run.
+Besides its flow, a module may define `in_words(result)`, the text printed without --json, and `prepare(options)`, which
+is called while Prefect's temporary server starts; if it returns a result, no flow run is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "regist
 def main(name: str, words: Sequence[str] | None = None) -> int:
     """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
     words = sys.argv[1:] if words is None else words
-    if not {"-h", "--help"} & set(words) and (words or name != "train"):  # a plain training may find nothing to do
+    if not {"-h", "--help"} & set(words) and (words or name != "train"):  # a plain training may have nothing to do
         server.start()  # takes seconds, as do the imports that follow
     module = importlib.import_module(f"flows.{name}")  # by its name: workers import it so
     interrupt.end_guard()
@@ -44,9 +44,9 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[], Any], show: Callable[[Any], str]) -> int:
-    """Prints what `run` returns; known errors are one line, Ctrl-C and SIGTERM leave cleanly. Returns the exit code.
+    """Print what `run` returns; known errors are one line, Ctrl-C and SIGTERM exit cleanly. Returns the exit code.
 
-    A run that the gate leaves without a champion ends with exit code 6; its last line has the command to run.
+    If the gate's refusal leaves no champion, the exit code is 6, and the last line has the command to run.
     """
     from prefect.exceptions import TerminationSignal
 
@@ -55,7 +55,7 @@ def guarded(run: Callable[[], Any], show: Callable[[Any], str]) -> int:
     def terminate(number: int, _frame: Any) -> None:
         raise TerminationSignal(signal=number)
 
-    # Prefect hands SIGTERM back to the previous handler, and the default would end us before a checkpoint is written
+    # Prefect restores the previous handler of SIGTERM; the default would end us before a checkpoint is written
     before = signal.signal(signal.SIGTERM, terminate)
     one_line_for_known_errors()
     try:
@@ -80,7 +80,7 @@ def guarded(run: Callable[[], Any], show: Callable[[Any], str]) -> int:
 
 
 def _parser(module: Any, name: str) -> argparse.ArgumentParser:
-    """An option for each parameter of the flow, with the type, the default and the words that it has in Prefect."""
+    """An option per parameter of the flow, with the type, default and description that it has in Prefect."""
     parser = argparse.ArgumentParser(
         prog=f"python -m flows.{name}", description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -96,8 +96,8 @@ def _parser(module: Any, name: str) -> argparse.ArgumentParser:
             continue
         given |= {"dest": key, "default": default, "required": key in schema.required}
         if "boolean" in kinds:
-            if default is not False:  # it is on, or as params.yaml says
-                word, given["help"] = f"no-{word}", f"not: {words}"
+            if default is not False:  # on, or as params.yaml sets it
+                word, given["help"] = f"no-{word}", f"do not {words}"
             given |= {"action": "store_const", "const": default is False}
         elif "object" in kinds or described.get("type") == "array":
             given |= {"action": "append", "default": [], "metavar": "KEY=VALUE" if "object" in kinds else "NAME"}

@@ -1,8 +1,8 @@
 """Compare every system of a comparison file on the same data and seeds, and report (docs/comparing.md).
 
 `unidec compare FILE` starts `python -m flows.compare FILE`. Each data set and each (data set, system, seed) is a task
-that runs in a process of its own and writes its result into a folder named by the hash of its inputs: what is there is
-not run again, and a training that was stopped resumes from its checkpoint. A failure stops only what needs it.
+that runs in its own process and writes its result to a folder named by the hash of its inputs: finished tasks are not
+run again, and a training that was stopped resumes from its checkpoint. A failure stops only tasks that depend on it.
 
 examples:
   unidec compare comparison/small.yaml
@@ -51,22 +51,22 @@ def compare(
     metrics: str | None = None,
     tune: bool = False,
 ) -> dict[str, Any]:
-    """Runs what is not done yet, and writes report.html.
+    """Runs the tasks that have no result yet, and writes report.html.
 
     Args:
         file: the comparison file.
         only: cell, data/cell or data/cell/seed, with wildcards; may be repeated; empty: all.
-        overrides: a parameter of all cells, over what the file sets; may be repeated.
-        jobs: runs at a time: their times are no fair measure unless it is 1.
-        folder: of the workspace, instead of runs/compare/<name>.
-        metrics: a JSON file for the figures of the last run that was asked for.
-        tune: run the trials of the file's `tuning` instead, and write what is best for each cell.
+        overrides: override a parameter of all cells; may be repeated.
+        jobs: parallel runs; times are comparable only with 1.
+        folder: folder of the workspace, instead of runs/compare/<name>.
+        metrics: JSON file to write the metrics of the last requested run to.
+        tune: run the trials of the file's `tuning` instead, and write the best for each cell.
 
     Returns:
-        {"report": its path, or "chosen": the file of the tuning; "runs": names of those that were asked for}.
+        {"report": its path, or "chosen": the file of the tuning; "runs": names of the requested runs}.
 
     Raises:
-        UnidecError: the file is wrong, or some runs have no result; the others are in the report.
+        UnidecError: the file is invalid, or some runs have no result; the others are in the report.
     """
     with lifecycle.at_work():
         comparison = load_comparison(file, overrides, folder, tune)
@@ -81,21 +81,23 @@ def compare(
             results.write_metrics(Path(metrics), steps[-1])
         lost = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
         if lost:
-            raise UnidecError("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"report: {page}"]))
+            raise UnidecError(
+                "\n".join([f"{len(lost)} of {len(outcomes)} steps have no result", *lost, f"report: {page}"])
+            )
         return {"report": str(page), "runs": runs}
 
 
 def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[str, str]:
-    """Runs the steps that are not done, `jobs` at a time, and waits for all of them.
+    """Runs the steps that have no result yet, `jobs` at a time, and waits for all of them.
 
     Args:
-        steps: those that others need stand before them. tags: of the MLflow runs.
+        steps: each after the steps that it needs. tags: tags of the MLflow runs.
 
     Returns:
-        for each step "", or why it has no result: "failed: ...", "not run: ...".
+        by step: "", or why it has no result: "failed: ...", "not run: ...".
 
     Raises:
-        KeyboardInterrupt, TerminationSignal: after the children have ended, with their checkpoints written.
+        KeyboardInterrupt, TerminationSignal: after the children have written their checkpoints and ended.
     """
     jobs = max(1, jobs)
     todo = [step for step in steps if not step.is_done()]
@@ -132,6 +134,6 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
 
 
 def in_words(done: dict[str, Any]) -> str:
-    """Where the page is, or what was chosen."""
+    """The path of the report, or of the chosen settings."""
     name = "chosen" if "chosen" in done else "report"
     return f"{name}: {done[name]}"

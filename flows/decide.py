@@ -1,4 +1,4 @@
-"""From a registered version to a champion, or to the reasons why not; what is shared of it, and what is printed."""
+"""Gate and promotion of a registered version; sharing and printing of a run's result."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
 
     Args:
         promote: None: `retrain.promote` decides.
-        always: False: what was judged against the present champion before is not judged again.
+        always: False: skip a version that was already judged against the current champion.
 
     Returns:
-        {"gate": its result, "promoted": ... or "refused": words}; {} where there was nothing to judge. Where a refusal
-        leaves the model without a champion also {"no_champion": {"version", "reason", "command": what changes it}}.
+        {"gate": its result, "promoted": ... or "refused": reasons}; {} if there was nothing to judge. If a refusal
+        leaves the model without a champion, also {"no_champion": {"version", "reason", "command": how to get one}}.
     """
     version, name = str(version), params.tracking.model_name
     if not always and not pipeline.needs_gate(params, version):
@@ -53,7 +53,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         refusal = {"version": version, "champion": verdict.champion, "reasons": done["gate"]["reasons"]}
         publish.emit(name, "refused", refusal)
         if verdict.champion is None:
-            # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
+            # a bundle that is damaged or cannot answer is retrained; a limit can be overruled
             command = f"{_program()} models promote {version}{' --force' if failed else ''}"
             if failed.keys() & {"hash", "loads"}:
                 command = "make train ARGS=--force"
@@ -62,7 +62,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
 
 
 def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
-    """The run's page, `dvc push`, and the commit in git, as section `retrain` asks; a failure is a warning."""
+    """The run's page in Prefect, and `dvc push` and a git commit as section `retrain` sets; a failure is a warning."""
     shared: dict[str, Any] = {}
     publish.show_result(done)
     if params.retrain.push:
@@ -79,9 +79,9 @@ def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(done: Mapping[str, Any]) -> str:
-    """What became of the model, in one line."""
+    """The outcome for the model, in one line."""
     if done.get("version") is None:
-        return "not registered: a trial, or some of the steps alone"
+        return "not registered: a trial, or only some of the steps"
     version, gate = f"version {done['version']} of {done['model']}", done.get("gate", {})
     if "promoted" in done:
         previous = done["promoted"].get("previous")
@@ -90,14 +90,14 @@ def outcome(done: Mapping[str, Any]) -> str:
     if "refused" in done:
         return f"{version} is not promoted, see outputs/gate.html: {' '.join(done['refused'].split())}"
     if gate.get("passed") and not gate.get("already"):
-        return f"{version} passed the gate and is not promoted: `unidec models promote` promotes it"
+        return f"{version} passed the gate but is not promoted: `unidec models promote` promotes it"
     if "skipped" in done:
-        return f"nothing to train: {done['skipped']}; it is {version}"
-    return f"{version} is {'the champion already' if gate.get('already') else 'registered'}"
+        return f"nothing to train: {done['skipped']}; the model is {version}"
+    return f"{version} is {'already the champion' if gate.get('already') else 'registered'}"
 
 
 def summary(done: Mapping[str, Any]) -> str:
-    """About ten lines of what a training came to: figures beside the champion's and baselines', commands to try."""
+    """A training's result in about ten lines: metrics next to the champion's and the baselines', commands to try."""
     if "metrics" not in done and "version" not in done:
         return f"done: {', '.join(done['steps'])}"
     report = Path(done.get("report", "outputs/report.html"))
@@ -126,11 +126,11 @@ def _table(done: Mapping[str, Any]) -> list[str]:
 
 
 def _program() -> str:
-    """The command `unidec` as it is typed in this folder."""
+    """The path of the command `unidec`, from this folder."""
     return _shown(Path(sys.executable).parent / "unidec")
 
 
 def _shown(path: Path) -> str:
-    """Relative where the path is in this folder."""
+    """The path, relative if it is in this folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""How a flow run begins and ends, and its steps as tasks: process and tags, retries, errors in one line, states."""
+"""Lifecycle of a flow run, and its steps as tasks: process, tags, retries, one-line errors, states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def say(line: str) -> None:
-    """Log a line of the run: on the terminal and on its page. The library's own loggers reach the page alone."""
+    """Log a line of the run, on the terminal and on its page; the library's own loggers reach only the page."""
     try:
         get_run_logger().info("%s", line)
     except MissingContextError:
@@ -39,13 +39,13 @@ def say(line: str) -> None:
 
 
 def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
-    """An error that names its fix stays one however often it is tried; a lock, a network or a server may recover."""
+    """Whether to retry: a known error would fail again; a lock, a network or a server may recover."""
     return not isinstance(state.result(raise_on_failure=False), UnidecError)
 
 
 def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False, **named: Any) -> T:
-    """Calls `work(*arguments, **named)`, in a flow run as a task of this name, which shows what it returned; `retry`:
-    again where that may help."""
+    """Call `work(*arguments, **named)`; in a flow run as a task of this name, which shows the result. `retry`: retry
+    errors that may go away."""
     if FlowRunContext.get() is None:
         return work(*arguments, **named)
 
@@ -55,7 +55,7 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
         publish.show_task(name, result)
         return result
 
-    # DVC and our checkpoints decide what is done already: a result cache on top of them could only disagree
+    # DVC and our checkpoints decide what is already done: a result cache on top of them could only disagree
     options: dict[str, Any] = {"name": name, "task_run_name": name, "cache_policy": NO_CACHE, "persist_result": False}
     if retry:
         options |= {"retries": len(RETRY_SECONDS), "retry_delay_seconds": RETRY_SECONDS}
@@ -65,9 +65,9 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
 
 @contextlib.contextmanager
 def at_work() -> Iterator[None]:
-    """Around a flow's body: crashed runs are set in order, and MLflow's runs name this flow run.
+    """Around a flow's body: marks earlier crashed runs, and tags MLflow runs with this flow run.
 
-    Started by a worker, the run ends when the worker is gone: no one could cancel it any more.
+    If a worker started the run, it ends when the worker is gone: nobody could cancel it any more.
     """
     one_line_for_known_errors()
     context = FlowRunContext.get()
@@ -82,7 +82,7 @@ def at_work() -> Iterator[None]:
 
 
 def _tags() -> dict[str, str]:
-    """Tags for MLflow's runs and versions that are made meanwhile: they name the flow run."""
+    """Tags with this flow run, for the MLflow runs and versions that it creates."""
     tags = json.loads(os.environ.get(RUN_TAGS, "{}"))
     tags |= {"prefect.flow_run_id": str(current_flow_run.id), "prefect.flow_run_name": current_flow_run.name}
     url = without_credentials(str(current_flow_run.ui_url or ""))
@@ -94,13 +94,13 @@ def _tags() -> dict[str, str]:
 
 
 def alone(work: Callable[[], dict[str, Any]]) -> Any:
-    """What a flow returns that does its work while no other run of this project does.
+    """Run `work` while no other run of this project is at work; returns the flow's result or state.
 
-    Where the result has "skipped" or "refused" (why), that is the name of the run's state. A deployment's run that has
-    no turn ends as Cancelled.
+    If the result has "skipped" or "refused" (the reason), that becomes the name of the run's state. A deployment's run
+    that finds another at work ends as Cancelled.
 
     Raises:
-        TrainingError: another is at work, and no deployment started this run: its caller wants to know.
+        TrainingError: another run is at work, and no deployment started this one.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -117,7 +117,7 @@ def alone(work: Callable[[], dict[str, Any]]) -> Any:
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """A filter: known errors, and runs that turned themselves away, without Prefect's tracebacks."""
+    """Logging filter: no Prefect tracebacks for known errors and for runs that cancelled themselves."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, UnidecError | CancelledRun):
         record.msg, record.args = "stopped: %s", (str(error),)
@@ -126,6 +126,6 @@ def _one_line(record: logging.LogRecord) -> bool:
 
 
 def one_line_for_known_errors() -> None:
-    """Install `_one_line` in Prefect's loggers; again, it changes nothing."""
+    """Install `_one_line` in Prefect's loggers; a second call changes nothing."""
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_one_line)

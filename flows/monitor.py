@@ -1,7 +1,7 @@
-"""A window of live queries against what the champion was trained on; `unidec models monitor` does it without Prefect.
+"""Compare a window of live queries with the champion's training data; `unidec models monitor` does so without Prefect.
 
-Drift becomes a page, an MLflow run, and the event `unidec.drift`, which starts a retraining (prefect.yaml, `triggers`):
-`python -m flows.monitor queries.parquet`, or a run of the deployment `unidec-monitor/monitor`.
+Writes a page and an MLflow run; drift emits the event `unidec.drift`, which starts a retraining (prefect.yaml,
+`triggers`). Run `python -m flows.monitor queries.parquet`, or the deployment `unidec-monitor/monitor`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
     """Compares a file of queries with the training data of the champion.
 
     Args:
-        queries: .csv, .tsv, .jsonl (also with .gz) or .parquet; with `*` the newest file that fits. A column `labels`
-            holds the labels that were right, where they are known: metrics are measured then.
-        column: of the texts, if not `query` or `text`.
+        queries: .csv, .tsv, .jsonl (also with .gz) or .parquet; with `*` the newest matching file. If a column `labels`
+            holds the right labels, metrics are measured.
+        column: column of the texts; default: `query` or `text`.
         bundle: a folder, or models:/name/version; default: the champion.
 
     Returns:
@@ -52,15 +52,15 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
 
 
 def newest(pattern: str) -> str:
-    """Of the files that a pattern fits the one last written to; a DataError where there is none."""
+    """The most recently written file that matches a pattern; a DataError if there is none."""
     found = [path for path in [pattern, *glob.glob(pattern, recursive=True)] if Path(path).is_file()]
     if not found:
-        raise DataError("no such file", where=pattern, fix="export the queries that were asked lately")
+        raise DataError("no such file", where=pattern, fix="export recent queries to it")
     return max(found, key=lambda path: Path(path).stat().st_mtime)
 
 
 def in_words(result: dict[str, Any]) -> str:
-    """What a comparison found, in plain lines."""
+    """The findings, as lines of text."""
     verdict = "drifted" if result["drifted"] else "no drift"
     if not result["judged"]:
         verdict = "too few to judge (drift.min_window)"

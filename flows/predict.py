@@ -1,6 +1,6 @@
 """Predict a file of queries of any size: streamed, sharded, resumable; here or on a cluster (docs/scale.md).
 
-`python -m flows.predict`, or a run of the deployment `unidec-predict/predict`. `unidec predict` is the same in one
+Run `python -m flows.predict`, or the deployment `unidec-predict/predict`. `unidec predict` does the same in a single
 process, without Prefect. Shards are tasks, mapped over processes or threads, or a Dask or Ray cluster (`runner`, or
 UNIDEC_RUNNER); workers receive a folder and a number, import this module by its name, and must see the same folders.
 
@@ -72,12 +72,12 @@ def _task_runner(runner: Runner) -> TaskRunner[Any]:
         package = importlib.import_module(f"prefect_{runner.kind}")
     except ImportError as error:
         fix = f'pip install -c constraints.txt -e ".[{runner.kind}]"'
-        raise ConfigError("a package is needed", where="runner", got=str(error), fix=fix) from error
+        raise ConfigError("a package is not installed", where="runner", got=str(error), fix=fix) from error
     return getattr(package, f"{runner.kind.capitalize()}TaskRunner")(address=runner.address)
 
 
 def _begin_worker() -> None:
-    """Ctrl-C is the parent's to handle; a worker whose parent was killed ends with it."""
+    """The parent handles Ctrl-C; a worker whose parent was killed ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         watch(parent.pid)
@@ -88,20 +88,20 @@ def _begin_worker() -> None:
     retries=2, retry_delay_seconds=[1, 10], retry_condition_fn=lifecycle.worth_retrying,
 )  # fmt: skip
 def shard(folder: str, number: int, threads: int = 0) -> None:
-    """Writes one shard, unless it is there."""
+    """Writes one shard, unless it exists."""
     predict_file.run_shard(folder, number, threads)
 
 
 def write_shards(work: Work, runner: str | None = None) -> None:
-    """Writes all shards that are missing; each is tried three times.
+    """Writes all missing shards; each is tried three times.
 
     Raises:
-        UnidecError: what a shard raised, naming the shard and its rows; TrainingError: its worker died.
+        UnidecError: a shard's error, with the shard and its rows; TrainingError: its worker died.
     """
     where, missing = parse_runner(runner), work.missing()
     if not missing:
         return
-    if not where.address:  # one alone: a pool would take longer to start
+    if not where.address:  # for a single shard a process pool would take longer to start
         where = Runner("threads" if len(missing) == 1 else where.kind, min(where.workers, len(missing)))
     threads = 0 if where.address else max(1, usable_cores() // where.workers)
     errors: dict[int, Exception] = {}
@@ -124,13 +124,13 @@ def write_shards(work: Work, runner: str | None = None) -> None:
         if isinstance(first, UnidecError):
             raise type(first)(f"{work.name(number)} failed\n{first}") from first
         words = f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: {first or repr(first)}"
-        fix = "run the same command again: it resumes with the missing shards"
+        fix = "re-run the command: it resumes with the missing shards"
         raise TrainingError(words, where=str(work.folder), fix=fix) from first
 
 
 @contextlib.contextmanager
 def _no_orphans() -> Any:
-    """Cancelled, a pool would wait for the shards in progress: its processes are killed first."""
+    """On cancellation, kill the pool's processes: it would wait for the shards in progress."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -152,26 +152,26 @@ def predict(
     device: Literal["cpu", "cuda", "auto"] = "cpu",
     runtime: Literal["torch", "auto", "onnx", "onnx-int8"] = "torch",
 ) -> dict[str, Any]:
-    """Predicts every query of a file; killed or cancelled, the same call resumes with the shards that are missing.
+    """Predicts every query of a file; after a kill or cancellation, the same call resumes with the missing shards.
 
     Args:
         input: .csv, .tsv, .jsonl (also with .gz) or .parquet with a column of queries.
-        output: .parquet, .csv, .tsv or .jsonl, a row for each query and label, in the input's order.
+        output: .parquet, .csv, .tsv or .jsonl, a row per query and label, in the input's order.
         bundle: a bundle's folder, or a registered one: models:/unidec@champion.
-        k: labels for each query.
-        column: of the queries, if not `query` or `text`.
-        shards: how many; default: one for each 65,536 queries.
+        k: labels per query.
+        column: column of the queries; default: `query` or `text`.
+        shards: number of shards; default: one per 65,536 queries.
         runner: processes, threads (:N workers), dask://host:port or ray://host:port; default UNIDEC_RUNNER, processes.
-        device: where workers run the model.
-        runtime: what encodes the queries.
+        device: device that workers run the model on.
+        runtime: runtime of the query encoder.
 
     Returns:
         {"rows", "shards", "output"}.
 
     Raises:
-        UnidecError: what is wrong with bundle, input or a shard, which is named with its rows.
+        UnidecError: an error in the bundle, the input or a shard, which is named with its rows.
     """
-    parse_runner(runner)  # a mistake shows before the input is read
+    parse_runner(runner)  # reports a mistake before the input is read
     with lifecycle.at_work(), alone(shards_folder(output)):
         folder = str(fetch_bundle(bundle, BUNDLES))
         request = predict_file.FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
@@ -182,5 +182,5 @@ def predict(
 
 
 def in_words(done: dict[str, Any]) -> str:
-    """The result in a line."""
+    """The result in one line."""
     return f"{done['rows']:,} rows in {done['shards']:,} shards -> {done['output']}"

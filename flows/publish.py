@@ -1,4 +1,4 @@
-"""What a retraining announces: its result and events in Prefect, a commit in git. None of it fails a run."""
+"""What a retraining publishes: its result and events in Prefect, a git commit. None of it fails a run."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ log = logging.getLogger("unidec.flows")
 
 @contextlib.contextmanager
 def harmless(what: str) -> Iterator[None]:
-    """A failure inside, or of the function that this decorates, is a warning."""
+    """Logs a failure of the block, or of the decorated function, as a warning."""
     try:
         yield
     except Exception as error:
         log.warning("%s: %s", what, error)
 
 
-@harmless("the run's page in Prefect lacks what a task returned")
+@harmless("a task's result could not be shown in Prefect")
 def show_task(name: str, result: Any) -> None:
-    """What a task returned, as a table beside it; the same task of other rounds and versions has the same key."""
+    """Show a task's result as a table in Prefect; the same task of other rounds and versions has the same key."""
     rows = [{"what": what, "value": value} for what, value in rows_of(pipeline.plain(result))]
     if rows and FlowRunContext.get() is not None:
         key = re.sub(r"[^a-z]+", "-", re.split(r"( of)?( version| round)? \d", name.lower())[0]).strip("-")
@@ -46,8 +46,8 @@ def show_task(name: str, result: Any) -> None:
 
 
 def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values of what `pipeline.plain` returned, for people: checks and findings by their sentence; no metrics
-    of frequency groups, nothing that is not a number or a text."""
+    """Readable names and values of a result of `pipeline.plain`: checks and findings as their sentence; only numbers
+    and texts, without the metrics of frequency groups."""
     named = dict(enumerate(result, 1)) if isinstance(result, list) else result
     for key, value in (named if isinstance(named, Mapping) else {"result": named}).items():
         if isinstance(value, Mapping) and "words" in value:
@@ -59,9 +59,9 @@ def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", f"{value:.5g}" if isinstance(value, float) else str(value)[:1000]
 
 
-@harmless("the run's page in Prefect lacks its result")
+@harmless("the run's result could not be shown in Prefect")
 def show_result(done: Mapping[str, Any]) -> None:
-    """Every check of the gate, and where everything of this run is: its MLflow run, its version, pages that exist."""
+    """Show every check of the gate, the version, and links to the MLflow run and to existing pages."""
     if FlowRunContext.get() is None:
         return
     checks = [
@@ -74,12 +74,13 @@ def show_result(done: Mapping[str, Any]) -> None:
 
 
 def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()) -> dict[str, str]:
-    """Commits, or commits and tags, what the retraining recorded: these files and no other, staged ones included.
+    """Commits the files that a retraining records, and no others, not even staged ones; tags the commit if set.
 
-    Where nothing changed there is no commit. `verdict`: in words; `extra`: further files, as the source's .dvc file.
+    If nothing changed, there is no commit. `verdict`: for the message; `extra`: further files, such as the source's
+    .dvc file.
 
     Returns:
-        {"commit": sha} and, if asked for, {"tag": name}.
+        {"commit": sha} and, with `retrain.commit: tag`, {"tag": name}.
 
     Raises:
         UnidecError: no branch is checked out, or git failed (it refuses while a merge is under way).
@@ -93,7 +94,7 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         message = f"Retrain: version {version} of {name}, {verdict}"
         _git("commit", "--quiet", "--no-verify", "--message", message, "--only", "--", *paths)  # hooks are for code
     done = {"commit": _git("rev-parse", "HEAD")}
-    with harmless("the version could not be given its commit"):
+    with harmless("the commit could not be recorded with the version"):
         client = open_client(tracking_uri())
         client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if params.retrain.commit == "tag":
@@ -106,7 +107,7 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
-        raise UnidecError("git refused", where=f"git {' '.join(words[:2])}", got=(done.stderr or done.stdout).strip())
+        raise UnidecError("git failed", where=f"git {' '.join(words[:2])}", got=(done.stderr or done.stdout).strip())
     return done.stdout.strip()
 
 

@@ -1,7 +1,7 @@
-"""Flow runs that a crash left Running: `python -m flows.reconcile` sets those of this machine Crashed.
+"""Flow runs that a crash left Running: `python -m flows.reconcile` sets those of this machine to Crashed.
 
-Every flow run that begins does the same. Prefect's automation (flows/automations.yaml) does it for any machine after
-three silent minutes, where a server runs.
+Every flow run does the same at its start. With a Prefect server, an automation (flows/automations.yaml) does it for any
+machine after three minutes without a heartbeat.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _AT_WORK = FlowRunFilter.model_validate({"state": {"type": {"any_": [StateType.R
 
 @harmless("crashed flow runs could not be looked for")
 def reconcile_crashed_runs(own: FlowRun | None = None) -> None:
-    """Set flow runs Crashed whose process on this machine is gone; the next training ends their MLflow runs.
+    """Set flow runs whose process on this machine is gone to Crashed; the next training ends their MLflow runs.
 
-    A Crashed run no longer counts for its deployment's concurrency limit. The process that works on the run `own` is
-    written into it as Prefect's own worker does: "host:process id".
+    A Crashed run no longer counts for its deployment's concurrency limit. The process of the run `own` is recorded in
+    it as Prefect's worker does: "host:process id".
     """
     with get_client(sync_client=True) as client:
         if own is not None:
@@ -42,12 +42,12 @@ def reconcile_crashed_runs(own: FlowRun | None = None) -> None:
 
 
 def _process_is_gone(run: FlowRun) -> bool:
-    """False also where it cannot be known: another machine, or no process noted."""
+    """Whether a run's process is gone; False if unknown: another machine, or no recorded process."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if host != socket.gethostname() or not pid.isdigit():
         return False
     began = run.start_time.timestamp() if run.start_time else 0.0
-    try:  # an id that is used again belongs to a younger process
+    try:  # a reused process id belongs to a younger process
         return psutil.Process(int(pid)).create_time() > began + _SECONDS_APART
     except psutil.NoSuchProcess:
         return True

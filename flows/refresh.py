@@ -1,6 +1,6 @@
-"""The champion with the labels of today; nothing is trained.
+"""Update the champion to the current labels, without training.
 
-Minutes instead of hours, between two retrainings: `python -m flows.refresh`, or a run of the deployment
+Takes minutes instead of hours, between retrainings. Run `python -m flows.refresh`, or the deployment
 `unidec-refresh/refresh`.
 """
 
@@ -19,7 +19,7 @@ from flows import decide, lifecycle, publish, reproduce
 from unidec import pipeline
 from unidec.config import Params, load_params
 
-DATA_STEPS = ("ingest", "validate", "propensity")  # what a refresh reads, and the gate
+DATA_STEPS = ("ingest", "validate", "propensity")  # what a refresh and the gate read
 
 
 @flow(name="unidec-refresh", description=__doc__, persist_result=False)
@@ -27,13 +27,13 @@ def refresh(promote: bool | None = None) -> Any:
     """Fetches data, changes the champion's label set to that of the data, registers, judges and promotes the result.
 
     Args:
-        promote: a refreshed champion that passes the gate takes its place. Empty: as `retrain.promote` sets.
+        promote: promote the refreshed version if it passes the gate. If unset, `retrain.promote` decides.
 
     Returns:
         {"added", "removed", "kept", "version", "gate", "promoted", "refused", or "skipped": why}.
 
     Raises:
-        UnidecError: there is no champion, or the data is not fit.
+        UnidecError: there is no champion, or the data fails validation.
     """
     with lifecycle.at_work():
         params = load_params("params.yaml")
@@ -55,7 +55,7 @@ def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
 
 
 def in_words(done: dict[str, Any]) -> str:
-    """What came of a refresh, in plain lines for a terminal."""
+    """The result of a refresh, as lines for a terminal."""
     if "skipped" in done:
         return f"labels: no change, {done['skipped']}"
     return f"labels: {done['reason']}\n{decide.outcome(done)}"

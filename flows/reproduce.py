@@ -1,7 +1,7 @@
-"""What the flows ask of DVC, as its command line: new data, what is stale, reproduce a stage, record what was made.
+"""Calls of DVC's command line: fetch new data, list stale stages, reproduce stages, record outputs.
 
-Secrets are Prefect blocks named in `source.secrets`; their values reach DVC's processes as environment variables and
-nothing else: they are no parameters, and `run` masks them in the output of DVC.
+Secrets are Prefect blocks named in `source.secrets`; their values are only passed to DVC's processes, as environment
+variables: they are not parameters, and `run` masks them in DVC's output.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ Say = Callable[[str], None] | None  # receives each line of a command's output
 
 
 class CommandError(RuntimeError):
-    """A command that failed and may succeed when retried (a lock held by another process, a full table)."""
+    """A command failed and may succeed when retried (a lock held by another process, a full table)."""
 
 
 def check_repository() -> None:
-    """DVC can work here, or a ConfigError is raised."""
+    """Raises ConfigError if this folder is not a DVC repository."""
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         fix = "unidec init --project writes .dvc/ and dvc.yaml"
         raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
 
 
 def make_data(stages: Sequence[str]) -> dict[str, str]:
-    """`dvc repro` of the data stages; what the model's stages import takes seconds, and is imported beside.
+    """`dvc repro` of the data stages; meanwhile a thread imports what the model's stages need, which takes seconds.
 
     Returns:
         what the stages printed: {"propensity: a": "0.55", ...}.
 
     Raises:
-        UnidecError: of the kind that the exit code of a stage that fails means, with the stage's message.
+        UnidecError: a stage failed; of the class that its exit code stands for, with the stage's message.
         CommandError: DVC itself failed.
     """
     imports = ThreadPoolExecutor(1)
@@ -79,7 +79,7 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
 
 
 def in_words(made: Mapping[str, str]) -> str:
-    """What `make_data` returned, in a line: the stages that ran, and the sizes of a data set that was read."""
+    """The result of `make_data` in one line: the stages that ran, and the size of an ingested data set."""
     stages = list(dict.fromkeys(name.partition(":")[0] for name in made))
     queries = sum(int(made.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test"))
     read = f": {queries:,} queries, {int(made['ingest: num_labels']):,} labels" if queries else ""
@@ -87,11 +87,11 @@ def in_words(made: Mapping[str, str]) -> str:
 
 
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
-    """What is out of date, by one `dvc status`; all, where there is no data set yet.
+    """What is out of date, by one `dvc status`; everything, if there is no data set yet.
 
     Returns:
-        whether one of the data stages must be reproduced; and of the model's stages, which follow one another, the
-        first that changed and all after it (to be asked for again once the data stages are reproduced).
+        whether a data stage must be reproduced; and of the model's stages, which run in sequence, the first that
+        changed and all after it (call again once the data stages are reproduced).
     """
     check_repository()
     if data_stages and not paths.DATASET.is_dir():
@@ -108,14 +108,14 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
 
 
 def commit(stages: Sequence[str]) -> None:
-    """Records what the stages' outputs are now in dvc.lock and the cache."""
+    """Record the stages' current outputs in dvc.lock and the cache."""
     dvc(["commit", "--force", *stages])
 
 
 def inputs_state() -> dict[str, tuple[int, ...]]:
-    """Size, time of change and inode of the files that decide what the model's stages read, by path.
+    """Size, modification time and inode of the input files of the model's stages, by path.
 
-    Where it differs after a training, a lock file written then would record inputs that did not make the model.
+    If it differs after a training, dvc.lock would record inputs that did not make the model.
     """
     facts = {str(file): file.stat() for pattern in _INPUTS for file in Path().glob(pattern) if file.is_file()}
     return {name: (fact.st_size, fact.st_mtime_ns, fact.st_ino) for name, fact in facts.items()}
@@ -130,11 +130,11 @@ def dvc(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
 
 
 def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """`dvc <words>` in a process group of its own, which ends with us. Returns exit code and output.
+    """Run `dvc <words>` in its own process group, which ends with us. Returns exit code and output.
 
-    `say` receives each line; `secrets`: environment variables of that process alone, whose values are masked.
+    `say` receives each line; `secrets`: environment variables of that process only, whose values are masked.
     """
-    # our flow run's own identity is not the child's
+    # the child must not take over our flow run's identity
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
     process = subprocess.Popen(
         [sys.executable, "-m", "dvc", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -163,7 +163,7 @@ def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
 
 
 def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
-    """Fetches raw data, brings the data stages up to date; returns the model's stages that are out of date then."""
+    """Fetch raw data and bring the data stages up to date; returns the model's stages that are then out of date."""
     if params.source.kind == "dvc":
         lifecycle.say(f"fetch: {lifecycle.run('fetch', fetch, params.source, retry=True)}")
     elif params.source.kind != "none":
@@ -177,10 +177,10 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
 
 
 def fetch(source: Source) -> str:
-    """Data that DVC tracks, pulled, or updated if it is an import; returns what was done.
+    """Pull data that DVC tracks, or update it if it is an import; returns the command.
 
     Raises:
-        ConfigError: no file of DVC describes it. DataError: it is missing or damaged where it comes from.
+        ConfigError: there is no .dvc file for it. DataError: it is missing or damaged at its source.
     """
     target = dvc_file(source)
     described = yaml.safe_load(target.read_text(encoding="utf-8"))
@@ -190,12 +190,12 @@ def fetch(source: Source) -> str:
         words += ["--rev", source.revision]
     if "verify = " not in Path(".dvc/config").read_text(encoding="utf-8"):
         code, remote = run(["config", "core.remote"])
-        if code == 0:  # DVC compares what a remote sends with its hashes only where this is set
+        if code == 0:  # DVC checks the hashes of what a remote sends only if this is set
             dvc(["config", "--local", f"remote.{remote.strip()}.verify", "true"])
     code, output = run(words, log.info, secret_values(source.secrets))
     if code:
         raise DataError(
-            "DVC cannot bring this data: missing or damaged", where=str(target), got=" ".join(output.split())[-2000:],
+            "DVC cannot fetch this data: missing or damaged", where=str(target), got=" ".join(output.split())[-2000:],
             fix="run dvc push where the data is complete, or fix the remote (dvc remote list); nothing was trained",
         )  # fmt: skip
     return f"dvc {' '.join(words)}"
@@ -206,17 +206,17 @@ def dvc_file(source: Source) -> Path:
     path = Path(source.path.removesuffix(".dvc") + ".dvc")
     if not path.is_file():
         fix = "dvc import (from a repository), dvc import-url, or dvc add, and commit the .dvc file"
-        raise ConfigError("no such file of DVC", where="source.path", got=str(path), fix=fix)
+        raise ConfigError("no such .dvc file", where="source.path", got=str(path), fix=fix)
     return path
 
 
 def secret_values(names: Mapping[str, str]) -> dict[str, str]:
-    """Environment variable -> value, from Prefect's Secret blocks; a ConfigError, without values, if one is missing."""
+    """Environment variable -> value, from Prefect's Secret blocks; a ConfigError without values if one is missing."""
     values = {}
     for variable, block in names.items():
         try:
             values[variable] = str(Secret.load(block.removeprefix("secret/")).get())  # type: ignore[union-attr]
         except Exception as error:  # Prefect's client has no common error
-            got, fix = f"{block} ({type(error).__name__})", "make a block of type Secret on Prefect's page (Blocks)"
+            got, fix = f"{block} ({type(error).__name__})", "create a block of type Secret on Prefect's page Blocks"
             raise ConfigError("no such secret", where=f"source.secrets.{variable}", got=got, fix=fix) from None
     return values

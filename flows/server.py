@@ -1,7 +1,7 @@
-"""Prefect's temporary server, in a process of its own, which starts while the flow's process does other work.
+"""Prefect's temporary server, in a separate process, which starts while the flow's process does other work.
 
-Where no server is configured, Prefect itself would import the server's code into the flow's process and wait for it.
-Ctrl-C does not reach this process, and it ends when the flow's process is gone, however that ended.
+If no server is configured, Prefect itself would import the server's code into the flow's process and wait for it.
+Ctrl-C does not reach this process; it ends when the flow's process is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_needed() -> bool:
 
 @functools.cache
 def start() -> int:
-    """Starts the server, once, and returns its port without waiting; 0 where none is needed."""
+    """Start the server, once, and return its port without waiting; 0 if none is needed."""
     if not is_needed():
         return 0
     with socket.socket() as probe:
@@ -54,7 +54,7 @@ def running() -> Iterator[None]:
     address = f"http://127.0.0.1:{port}/api"
     while not answers(address) and time.monotonic() < end:
         time.sleep(0.05)
-    # it has no pages, and no automation that listens for signs of life
+    # it has no pages, and no automation that listens for heartbeats
     unset = {PREFECT_UI_URL: "", "flows.heartbeat_frequency": None}
     with temporary_settings({PREFECT_API_URL: address, **unset}):
         yield

@@ -1,13 +1,13 @@
 """Train, evaluate, register, judge and promote a UniDEC model: everything that is out of date.
 
 `make train`, the deployment `unidec/train`: DVC brings the data stages up to date; the model is trained, from the
-champion or from nothing, only if something it depends on changed; its outputs are recorded in `dvc.lock`; the bundle is
-registered; what passes the gate becomes champion. With --steps these steps only, without DVC: `dvc repro` runs it so.
+champion or from scratch, only if something it depends on changed; its outputs are recorded in `dvc.lock`; the bundle is
+registered; if it passes the gate, it becomes champion. With --steps only these steps, without DVC, as in `dvc repro`.
 
 examples:
-  python -m flows.train                              what changed is rebuilt, registered and judged
+  python -m flows.train                              rebuild, register and judge what changed
   python -m flows.train --force                      train although nothing changed
-  python -m flows.train --force --start cold         ... from nothing, not from the champion
+  python -m flows.train --force --start cold         ... from scratch, not from the champion
   python -m flows.train --set optim.epochs=3         a trial, in runs/own/: not registered, not promoted
   python -m flows.train --set optim.epochs=3 --register    ... registered as challenger
 """
@@ -62,22 +62,22 @@ def train(
 
     Args:
         force: train although nothing changed.
-        start: warm: from the champion; cold: from nothing; auto: from the champion, from nothing every so often and
-            where it does not fit. Empty: `retrain.start` decides.
-        promote: a challenger that passes the gate becomes champion. Empty: as `retrain.promote` sets.
-        overrides: {"optim.epochs": 3} or optim.epochs=3: a trial with other parameters, in a folder of its own below
-            runs/own/; DVC is left alone, nothing is registered or promoted.
-        steps: all, or some (no call of DVC, no gate) of ingest, validate, tokens, propensity, label_graph, train,
-            index, evaluate, register, with commas.
-        params_file: parameters; another file than params.yaml makes a trial.
-        register_trial: register a trial's bundle, too, as `challenger`.
+        start: warm: from the champion; cold: from scratch; auto: from the champion, from scratch every so often and
+            if the champion does not fit. If unset, `retrain.start` decides.
+        promote: promote a challenger that passes the gate. If unset, `retrain.promote` decides.
+        overrides: {"optim.epochs": 3} or optim.epochs=3: a trial with other parameters, in its own folder below
+            runs/own/; DVC is not used, nothing is registered or promoted.
+        steps: all, or some (without DVC and gate) of ingest, validate, tokens, propensity, label_graph, train,
+            index, evaluate, register, separated by commas.
+        params_file: parameter file; another file than params.yaml makes a trial.
+        register_trial: also register a trial's bundle, as `challenger`.
 
     Returns:
-        what was done: {"steps", and where they ran "start", "epoch", what `unidec.pipeline.evaluate` returns, "model",
+        what was done: {"steps", and if they ran "start", "epoch", what `unidec.pipeline.evaluate` returns, "model",
         "version", "run_url", "skipped", "gate", "promoted", "refused", "shared"}.
 
     Raises:
-        UnidecError: parameters, data, artifacts or training are wrong; nothing is retried then.
+        UnidecError: an error in parameters, data, artifacts or training; not retried.
     """
     with lifecycle.at_work():
         wanted = parse_steps(steps)
@@ -85,7 +85,7 @@ def train(
         if overrides or params_file != "params.yaml":
             if not register_trial and "register" in wanted:
                 wanted.remove("register")
-                lifecycle.say("a trial: its bundle is not registered (--register does)")
+                lifecycle.say("a trial: its bundle is not registered (--register registers it)")
             with _own_folder(params) as params:
                 return _in_process(params, wanted)
         if steps != "all":
@@ -105,7 +105,7 @@ def parse_steps(steps: str | Sequence[str]) -> list[str]:
 
 
 def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool | None) -> dict[str, Any]:
-    """Everything that is out of date."""
+    """Run everything that is out of date."""
     work = reproduce.prepare_data(params, DATA_STEPS)
     if force:
         work = list(reproduce.MODEL_STAGES)
@@ -122,7 +122,7 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
     def record() -> None:
         if reproduce.inputs_state() != before:
             what = "parameters, code or data were edited while the model was trained; its outputs are kept"
-            raise ConfigError(what, where="dvc.lock", fix="run it again: what the edit concerns is then rebuilt")
+            raise ConfigError(what, where="dvc.lock", fix="run it again: what the edit affects is rebuilt")
         run("record", reproduce.commit, work, retry=True)
 
     done |= _in_process(params, [*work, "register"], record)
@@ -131,7 +131,7 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
 
 
 def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
-    """Nothing to train; what an earlier run was killed before is made up for: registration, the gate, the commit."""
+    """Nothing to train; completes what a killed earlier run left undone: registration, the gate, the commit."""
     reason = "nothing that the model depends on changed since dvc.lock was written"
     lifecycle.say(f"training is skipped: {reason} (force trains anyway)")
     done = _in_process(params, ["register"])
@@ -143,18 +143,18 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
 
 
 def _phase(num_rounds: str, name: str, number: int, work: Callable[[], Report]) -> Report:
-    """A task, not retried: what ended a phase would end it again, and the next run resumes from its checkpoint."""
+    """A phase as a task, without retries: its error would recur, and the next run resumes from the checkpoint."""
     return run(f"{name} {number} of {num_rounds}", work)
 
 
 def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] | None = None) -> dict[str, Any]:
-    """The steps, in order; `recorded` is called once all outputs are written and before anything is registered."""
+    """Run the steps in order; `recorded` is called after all outputs are written and before registration."""
     done: dict[str, Any] = {"steps": wanted, "run_url": None}
     for stage in (step for step in wanted if step in DATA_STEPS):
         run(stage, getattr(pipeline, stage), params)
     with contextlib.ExitStack() as stack:
         if "train" in wanted:
-            if recorded is None:  # else it is held already
+            if recorded is None:  # else the lock is already held
                 stack.enter_context(one_at_a_time())
             training = run("start run", pipeline.start_run, params, retry=True)
             stack.enter_context(tracked(training.folder))
@@ -182,9 +182,9 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
 
 @contextlib.contextmanager
 def _own_folder(params: Params) -> Iterator[Params]:
-    """Runs inside `runs/own/<fingerprint>/`: the pipeline's relative paths then lead nowhere near DVC's outputs.
+    """Work inside `runs/own/<fingerprint>/`, so that the pipeline's relative paths do not touch DVC's outputs.
 
-    What the parameters point to, and the tracking store, stay where they are.
+    Paths in the parameters and the tracking store do not change.
     """
 
     def absolute(path: str) -> str:
@@ -195,15 +195,16 @@ def _own_folder(params: Params) -> Iterator[Params]:
     data = params.data.model_copy(update={"path": str(Path(params.data.path).resolve())})
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
-    lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is left alone")
+    lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is not used")
     with lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")), contextlib.chdir(folder):
         yield params.model_copy(update={"data": data, "encoder": encoder})
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Mistakes show before Prefect starts, and what takes seconds is done while its server starts.
+    """Report mistakes before Prefect starts, and do slow work while its server starts.
 
-    Where no server is configured DVC makes the data here; nothing to train needs no flow run: its result is returned.
+    If no server is configured, DVC makes the data here; if there is nothing to train, the result is returned without a
+    flow run.
     """
     parse_steps(options["steps"])
     params = load_params(options["params_file"], options["overrides"])

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run once, by PostgreSQL's image on an empty volume: a role and a database for each server; neither can do more.
+# Run once, by PostgreSQL's image on an empty volume: a role and a database per server, with no other rights.
 set -eu
 for name in mlflow prefect; do
   psql -v ON_ERROR_STOP=1 --username "${POSTGRES_USER:-postgres}" --dbname postgres \

@@ -102,13 +102,13 @@ def test_the_same_data_in_every_form_is_the_same_data(data):
     ("queries", "labels", "pairs", "words"),
     [
         ("one text", ["a"], [], "list of texts"),
-        ([], ["a"], [], "at least one text"),
-        (["q", " "], ["a"], [], "not empty"),
-        (["q"], [None], [], "not empty"),
+        ([], ["a"], [], "no texts given"),
+        (["q", " "], ["a"], [], "missing or empty"),
+        (["q"], [None], [], "missing or empty"),
         (["q"], ["a"], [(0, 7)], "unknown label"),
         (["q"], ["a"], [("x", 0)], "unknown query"),
-        (["q"], ["a"], np.ones((2, 1)), "another shape"),
-        (["q"], ["a"], np.array([[-1.0]]), "not negative"),
+        (["q"], ["a"], np.ones((2, 1)), "wrong shape"),
+        (["q"], ["a"], np.array([[-1.0]]), "non-negative"),
         (pd.DataFrame({"name": ["q"]}), ["a"], [], "column `text`"),
         (["q"], ["a"], pd.DataFrame({"query_id": [0]}), "label_id"),
         (pd.DataFrame({"id": [1, 1], "text": ["q", "r"]}), ["a"], [], "not unique"),
@@ -141,7 +141,7 @@ def test_the_estimator(data, tmp_path):
     assert clone(estimator).get_params() == estimator.get_params()
     with pytest.raises(NotFittedError):
         estimator.predict(["text"])
-    with pytest.raises(DataError, match="another shape"):
+    with pytest.raises(DataError, match="wrong shape"):
         estimator.fit(data.queries[:3], data.relevance)
     assert estimator.fit(data.queries, data.relevance, label_texts=data.labels) is estimator
     likely = estimator.predict_proba(data.queries)

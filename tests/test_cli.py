@@ -260,7 +260,7 @@ def test_predict_says_what_it_needs(run, bundle: Path) -> None:
     assert run("predict", "text", "-k", "0")[0] == 2
     for text in ("", " \t"):  # as the server does
         code, out, err = run("predict", "text", text)
-        assert code == 3 and not out and "text 2: a text without anything in it" in err
+        assert code == 3 and not out and "text 2: empty text" in err
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

@@ -105,8 +105,8 @@ def test_lines_of_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "word"),
     [
-        (b"a: 1\nb: [1, 2\nc: 3\n", 3, "not YAML"),
-        (b"a: 1\n  b: 2\n", 2, "not YAML"),
+        (b"a: 1\nb: [1, 2\nc: 3\n", 3, "invalid YAML"),
+        (b"a: 1\n  b: 2\n", 2, "invalid YAML"),
         (b"a: 1\npool:\n  beta: 1\n  eta: 2\n  beta: 3\n", 5, "duplicate"),
         (b"a: 1\nb: \xff\xfe\n", 2, "UTF-8"),
         (b"a: !!python/object/apply:os.system [ls]\n", 1, "tag"),
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_read_names_its_line(tmp_path: Path, text: bytes, 
 
 @pytest.mark.parametrize("text", ["- 1\n- 2\n", "just words\n", "3\n"])
 def test_no_mapping_at_the_top(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="no mapping"):
+    with pytest.raises(ConfigError, match="not a mapping"):
         load(tmp_path, text)
 
 

@@ -6,7 +6,7 @@
     model.predict(["brushes for painting"], k=5)           # [[Label(uid, text, score), ...]]
     model = unidec.fit(queries, labels, pairs)             # lists, mappings or DataFrames
 
-Names are imported when they are first used: `import unidec` takes milliseconds.
+Names are imported on first use, so `import unidec` takes milliseconds.
 """
 
 import importlib

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class Label(NamedTuple):
-    """A label of a prediction.
+    """A predicted label.
 
     Attributes:
-        uid: its name in the data.
-        text: its text.
-        score: what labels are ranked by; comparable within one query only.
+        uid: the label's id in the data.
+        text: the label's text.
+        score: the score that labels are ranked by; comparable within one query only.
 
     Example:
         >>> uid, text, score = model.predict(["brushes for painting"], k=1)[0][0]
@@ -44,11 +44,11 @@ class Label(NamedTuple):
 
 
 class Model:
-    """A trained model: a bundle's folder. Predicting is safe from several threads at once.
+    """A trained model, opened from a bundle's folder. Predicting is thread-safe.
 
     Args:
-        folder: the bundle.
-        runtime: what encodes queries: "auto" (the fastest that keeps quality), "torch", "onnx" or "onnx-int8".
+        folder: the bundle's folder.
+        runtime: runtime of the query encoder: "auto" (the fastest that keeps quality), "torch", "onnx" or "onnx-int8".
 
     Raises:
         ArtifactError: the bundle is missing or damaged.
@@ -67,7 +67,7 @@ class Model:
 
     @property
     def num_labels(self) -> int:
-        """Number of labels that it chooses from."""
+        """Number of labels that the model can predict."""
         return self._answerer.bundle.num_labels
 
     def predict(
@@ -84,13 +84,14 @@ class Model:
 
         Args:
             texts: queries.
-            k: labels of each query, at most.
-            allow, deny: uids of the only labels to choose from (None: all), and of labels to leave out.
-            min_score: labels that score less are left out.
-            tail: above 0 rare labels rank higher, below 0 lower; for models with a learnt fusion.
+            k: maximum number of labels per query.
+            allow: uids of the only labels that may be predicted; None: all.
+            deny: uids of labels that are never predicted.
+            min_score: labels with a lower score are dropped.
+            tail: above 0 ranks rare labels higher, below 0 lower; only for models with a learnt fusion.
 
         Raises:
-            DataError: a query that is not a text, or k below 1.
+            DataError: a query is not a string, or k is below 1.
         """
         from unidec.retrieval.answer import Request
 
@@ -100,16 +101,16 @@ class Model:
         return [[Label(*row) for row in zip(p.labels, p.titles, p.scores, strict=True)] for p in found]
 
     def explain(self, text: str, k: int = 5) -> Explanation:
-        """Why a text gets its labels: the score of each part of the model, and similar training queries."""
+        """Explain the labels of a text: the score of each part of the model, and similar training queries."""
         from unidec.retrieval.answer import Request
 
         return self._answerer.explain(Request(text, k))
 
     def evaluate(self, queries: Any, pairs: Any) -> dict[str, float]:
-        """P@k, nDCG@k and R@k of queries whose labels are known, in percent; queries without a label do not count.
+        """P@k, nDCG@k and R@k in percent, on queries with known labels; queries without labels are skipped.
 
         Args:
-            queries, pairs: as in `fit`; labels of `pairs` are named by uid, or by row where it is a matrix.
+            queries, pairs: as in `fit`; `pairs` names labels by uid, or by column if it is a matrix.
 
         Raises:
             DataError: no query has a known label.
@@ -139,15 +140,16 @@ class Model:
         remove: Sequence[str] = (),
         update: Mapping[str, str] | None = None,
     ) -> Model:
-        """A model with other labels, without training; this one stays as it is.
+        """Return a model with a changed label set, without training; this model is not modified.
 
         Args:
-            folder: of the new bundle, which must not be this one's.
-            add, update, remove: text by uid; of labels to remove the uids alone.
+            folder: folder of the new bundle; must differ from this model's.
+            add, update: text by uid.
+            remove: uids.
 
         Raises:
-            DataError: an unknown uid, or one that exists already.
-            ConfigError: the folder is this model's.
+            DataError: a uid is unknown, or already exists.
+            ConfigError: the folder is this model's own.
         """
         from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
 
@@ -179,7 +181,7 @@ def load(source: str | Path, runtime: Runtime = "auto") -> Model:
         runtime: see `Model`.
 
     Raises:
-        ArtifactError: it is missing or damaged.
+        ArtifactError: the bundle is missing or damaged.
         ConfigError: the registry has no such model.
 
     Example:
@@ -206,17 +208,17 @@ def fit(
 
     Args:
         queries, labels: a list of texts, a mapping of uid to text, or a DataFrame with a column `text` and, unless its
-            index names them, `id`. Texts of a list are named by their position.
+            index holds the uids, `id`. The uid of a list entry is its position.
         pairs: (query, label) of each relevant pair, by uid, or by position for lists; a DataFrame with the columns
             query_id and label_id; or a sparse matrix [queries, labels].
-        recipe: `unidec config keys` lists them.
+        recipe: name of a shipped recipe; `unidec config keys` lists them.
         folder: where data, checkpoints and the bundle are kept; the same call with the same folder resumes a training
-            that was killed. None: a temporary folder, for as long as the process lives; `model.save` keeps the model.
+            that was killed. None: a temporary folder; `model.save` keeps the model.
         params: other parameters by key: {"optim.epochs": 3}.
         runtime: see `Model`.
 
     Raises:
-        DataError: data that cannot be trained on. ConfigError: an unknown parameter, or too little memory.
+        DataError: the data cannot be trained on. ConfigError: an unknown parameter, or too little memory.
 
     Example:
         >>> model = unidec.fit(queries, labels, pairs)
@@ -255,7 +257,7 @@ def _raw_data(queries: Any, labels: Any, pairs: Any) -> RawData:
 
 def _list_of_texts(texts: Any) -> list[str]:
     if isinstance(texts, str):
-        raise DataError("a list of texts is needed, not one text", where="texts", fix="[text]")
+        raise DataError("expected a list of texts, got a single text", where="texts", fix="[text]")
     return list(texts)
 
 
@@ -264,7 +266,7 @@ def _texts(given: Any, what: str) -> dict[str, str]:
     if hasattr(given, "columns"):
         if "text" not in given.columns:
             columns = ", ".join(map(str, given.columns))
-            raise DataError("a column `text` is needed", where=what, got=f"columns: {columns}")
+            raise DataError("no column `text`", where=what, got=f"columns: {columns}")
         uids = given["id"] if "id" in given.columns else given.index
         pairs = list(zip(map(str, uids), given["text"], strict=True))
     elif isinstance(given, Mapping):
@@ -276,9 +278,9 @@ def _texts(given: Any, what: str) -> dict[str, str]:
         raise DataError("uids are not unique", where=what, got=f"{len(pairs) - len(texts)} duplicates")
     bad = next((uid for uid, text in texts.items() if not isinstance(text, str) or not text.strip()), None)
     if bad is not None:
-        raise DataError("each needs a text that is not empty", where=f"{what}, id {bad}", got=repr(texts[bad])[:80])
+        raise DataError("the text is missing or empty", where=f"{what}, id {bad}", got=repr(texts[bad])[:80])
     if not texts:
-        raise DataError("at least one text is needed", where=what)
+        raise DataError("no texts given", where=what)
     return texts
 
 
@@ -288,9 +290,9 @@ def _pairs(given: Any, queries: list[str], labels: list[str]) -> csr_matrix:
     if hasattr(given, "tocsr") or isinstance(given, np.ndarray):
         matrix = csr_matrix(given, dtype=np.float32)
         if matrix.shape != shape:
-            raise DataError("pairs have another shape", where="pairs", got=matrix.shape, expected=shape)
+            raise DataError("pairs have the wrong shape", where="pairs", got=matrix.shape, expected=shape)
         if matrix.nnz and not (np.isfinite(matrix.data).all() and matrix.data.min() >= 0):
-            raise DataError("pairs must be finite and not negative", where="pairs")
+            raise DataError("pairs must be finite and non-negative", where="pairs")
         matrix.eliminate_zeros()
         matrix.sort_indices()
         return matrix

@@ -1,6 +1,6 @@
-"""params.yaml as frozen, typed sections: unknown keys refused, all errors at once, recipes, fingerprint.
+"""params.yaml as frozen, typed sections: unknown keys are rejected, all errors reported together; recipes, fingerprint.
 
-The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, every key's line known. `load_params` is
+The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, with the line of every key. `load_params` is
 called by the command line and the flows only; everything else takes one section or plain arguments.
 """
 
@@ -25,14 +25,14 @@ from unidec.params import Params
 from unidec.sections import Section
 
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
-"""Sections that do not decide a model: a bundle does not keep them."""
+"""Sections that do not affect the model; a bundle does not store them."""
 
 
 KeyPath = tuple[str, ...]
 
 
 class ParamsError(ConfigError):
-    """All that is wrong with the parameters or another file, found in one go; `problems` holds one text for each."""
+    """Every problem in the parameters or in another file, reported together; `problems` holds one text per problem."""
 
     def __init__(self, problems: list[str], where: str, what: str = "parameters") -> None:
         self.problems = problems
@@ -60,11 +60,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where += f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"not YAML for parameters: {error.problem or error.context}", where=where) from error
+        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=where) from error
     except (YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"not YAML for parameters: {error}", where=where) from error
+        raise ConfigError(f"invalid YAML: {error}", where=where) from error
     if not isinstance(value or {}, dict):
-        raise ConfigError("no mapping at the top", where=where, got=type(value).__name__, expected="key: value")
+        raise ConfigError("top level is not a mapping", where=where, got=type(value).__name__, expected="key: value")
     return value or {}, lines
 
 
@@ -141,7 +141,7 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
 
 
 def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
-    """Values by key path over those of their recipe; `origin` is where one was given. Errors: `load_params`."""
+    """Parameters from values by key path over their recipe's; `origin`: where each was set. Raises as `load_params`."""
     problems, known = [], known_keys()
     recipe, names = values.get("recipe"), recipe_names()
     if recipe in names:
@@ -198,21 +198,21 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
 
 
 def with_settings(params: Params, settings: Mapping[str, Any]) -> Params | None:
-    """The parameters with other values by key path; None if they are in conflict."""
+    """The parameters with `settings` (values by key path) applied; None if they conflict."""
     changed = Params.model_validate(nested(dict(leaves(params)) | dict(settings)))
     return None if any(changed.conflicts()) else changed
 
 
 def flatten(params: Params) -> dict[str, str | int | float]:
-    """Every parameter by its key path, as a tracking server takes it: true/false in words, none as an empty word."""
+    """Every parameter by key path, for a tracking server: booleans, lists, dicts as JSON, None as an empty string."""
     words = {key: json.dumps(value) for key, value in leaves(params) if isinstance(value, bool | dict | list)}
     return {key: "" if value is None else words.get(key, value) for key, value in leaves(params)}
 
 
 def fingerprint(params: Params, *sections: str) -> str:
-    """sha256 (hex) over the canonical JSON of the named sections or key paths; when none is named, of all.
+    """sha256 (hex) over the canonical JSON of the named sections or key paths; by default, of all parameters.
 
-    The recipe's name is never part of all: its values are.
+    By default the recipe's name is left out; the values that it sets are included.
     """
     values = dict(leaves(params))
     names = sections or [name for name in Params.model_fields if name != "recipe"]
@@ -231,9 +231,9 @@ def _section(name: str) -> type[Section] | None:
 
 
 def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's values by key path, without keys and sections that have none.
+    """A file's values by key path, without keys and sections that have no value; unknown keys are kept.
 
-    params.yaml lists keys without a value, which `dvc exp run --set-param` finds by that. Unknown ones stay.
+    params.yaml lists keys without a value so that `dvc exp run --set-param` finds them.
     """
     given: dict[str, Any] = {}
     for name, value in raw.items():
@@ -286,14 +286,14 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
 
 
 def to_yaml(params: Params) -> str:
-    """Every parameter as a file that loads to the same values."""
+    """All parameters as YAML that loads to the same values."""
     import yaml
 
     return yaml.safe_dump(params.model_dump(exclude={"recipe"}), sort_keys=False, allow_unicode=True)
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
-    """Each parameter as (key path, default, what it takes, what it does)."""
+    """Each parameter as (key path, default, valid values, description)."""
     schema = Params.model_json_schema()
     for key, default in leaves(Params()):
         section, _, name = key.rpartition(".")
@@ -303,7 +303,7 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _takes(entry: dict[str, Any]) -> str:
-    """A JSON schema of one value, in words."""
+    """The valid values of a JSON schema, as text."""
     if "anyOf" in entry:
         return " or ".join(_takes(option) for option in entry["anyOf"])
     if "enum" in entry or "const" in entry:

@@ -1,4 +1,4 @@
-"""The errors a user meets: what, where, got, expected and fix."""
+"""User-facing errors: what, where, got, expected and fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SECRET_VALUE = re.compile(
 
 
 def without_credentials(text: str) -> str:
-    """The text with every address in it as it may be shown or stored: without user, password and secret parameters."""
+    """The text without the users, passwords and secret parameters of URLs: it may be shown and stored."""
     return _SECRET_VALUE.sub(r"\1***", _USER_INFO.sub("", text))
 
 
@@ -19,8 +19,8 @@ class UnidecError(Exception):
     """Base of every error meant for a user; the command line prints it without a traceback and without credentials.
 
     Args:
-        what: one sentence. where: `file:line`, a key path or a folder. got: what was found. expected: what would have
-            been right. fix: what to do about it.
+        what: one sentence. where: `file:line`, a key path or a folder. got: the value that was found. expected: what
+            would be valid. fix: how to fix it.
     """
 
     exit_code = 1
@@ -66,13 +66,13 @@ class TrainingError(UnidecError):
 
 
 class Refused(UnidecError):
-    """What a rule forbids: a promotion that the gate did not pass, a rollback to nothing."""
+    """An action that a rule forbids: promoting a version that the gate refused, a rollback without a predecessor."""
 
     exit_code = 6
 
 
 class Stopped(UnidecError):
-    """Training that a signal ended in order; `exit_code` is 130 for SIGINT, 143 for SIGTERM, as shells have it."""
+    """Work that a signal stopped cleanly; `exit_code` is 130 for SIGINT and 143 for SIGTERM, as in shells."""
 
     def __init__(self, what: str, exit_code: int) -> None:
         super().__init__(what)

@@ -21,7 +21,7 @@ class UniDECClassifier(BaseEstimator):
 
     Args:
         recipe: see `unidec.fit`.
-        k: labels of a query that are scored; all others have probability 0.
+        k: number of labels scored per query; all others have probability 0.
         params: other parameters by key.
         folder: where data, checkpoints and the bundle are kept; None: a temporary folder.
 
@@ -46,15 +46,15 @@ class UniDECClassifier(BaseEstimator):
         Args:
             texts: N queries.
             Y: [N, L] indicator matrix, dense or sparse.
-            label_texts: L texts; None: each label's text is its number, which only a classifier can learn from.
+            label_texts: L texts; None: "label 0", "label 1", ..., which only a classifier can learn from.
 
         Raises:
-            DataError: shapes that differ, or no positive.
+            DataError: the shape of Y does not fit the texts, or Y has no positives.
         """
         texts, truth = list(texts), csr_matrix(Y)
         names = list(label_texts) if label_texts is not None else [f"label {label}" for label in range(truth.shape[1])]
         if truth.shape != (len(texts), len(names)):
-            raise DataError("Y has another shape", where="Y", got=truth.shape, expected=(len(texts), len(names)))
+            raise DataError("Y has the wrong shape", where="Y", got=truth.shape, expected=(len(texts), len(names)))
         self.classes_ = np.arange(len(names))
         self.model_ = api.fit(texts, names, truth, recipe=self.recipe, params=self.params, folder=self.folder)
         self._calibrate(texts, truth)
@@ -76,14 +76,14 @@ class UniDECClassifier(BaseEstimator):
         return scores
 
     def predict(self, texts: Sequence[str]) -> csr_matrix:
-        """Labels of probability 0.5 and more: int64 CSR [N, L] of ones."""
+        """Labels with a probability of at least 0.5: int64 CSR [N, L] of ones."""
         likely = self.predict_proba(texts)
         likely.data = (likely.data >= 0.5).astype(np.int64)
         likely.eliminate_zeros()
         return likely.astype(np.int64)
 
     def _calibrate(self, texts: Sequence[str], truth: csr_matrix) -> None:
-        """Platt scaling: a logistic regression of relevance on the score, on the queries that training held out."""
+        """Platt scaling: a logistic regression of relevance on the score, on the validation queries, or on all."""
         dataset = XMCDataset.open(self.model_.folder.parents[1] / "data" / "dataset", verify=False)
         held_out = dataset.rows("validation")
         rows = held_out if len(held_out) else np.arange(len(texts))

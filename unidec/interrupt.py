@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM end work in order: a line and an exit code, not a traceback of what is being imported; a training
-finishes its step and writes a checkpoint first.
+"""SIGINT and SIGTERM stop work cleanly: one line and an exit code instead of a traceback; a training finishes its step
+and writes a checkpoint first.
 
-Importing this module guards the start of our programs until `main` calls `guard_work` or `end_guard`.
+Importing this module covers the start-up of our programs too, until `main` calls `guard_work` or `end_guard`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Interrupted(BaseException):
 
 
 class _Signal(BaseException):
-    """A signal that takes effect: no `except Exception` on the way may hold it up."""
+    """Unwinds the stack after a signal; a BaseException, so that no `except Exception` catches it."""
 
 
 def guard_work() -> None:
@@ -42,16 +42,16 @@ def end_guard() -> None:
 
 @contextlib.contextmanager
 def signals_raise(again: str, farewell: str) -> Iterator[None]:
-    """SIGTERM ends what is inside in order, as Ctrl-C does; a second signal ends the process at once.
+    """SIGTERM and Ctrl-C stop the block cleanly; a second signal ends the process at once.
 
-    Elsewhere than in the main thread, and for signals that are ignored, nothing is changed.
+    Has no effect outside the main thread, and on signals that are ignored.
 
     Args:
-        again: what running the same command again does, for the message.
-        farewell: printed when a second signal leaves at once.
+        again: end of the error message: what re-running the command does.
+        farewell: printed when a second signal ends the process.
 
     Raises:
-        Stopped: the signal came.
+        Stopped: a signal arrived.
     """
     from unidec.errors import Stopped
 
@@ -59,7 +59,7 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
 
     def come(number: int, _frame: FrameType | None) -> None:
         came.append(number)
-        if len(came) > 1:  # children see that their parent is gone, and end (unidec.pipeline.parent_watch)
+        if len(came) > 1:  # children notice that their parent is gone and exit (unidec.pipeline.parent_watch)
             print(farewell, file=sys.stderr, flush=True)
             os._exit(EXIT_CODES[number])
         raise _Signal
@@ -79,18 +79,18 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
 
 @dataclass
 class Stop:
-    """Looked at between two steps: the signal that came, None as long as none came."""
+    """Checked between steps: the signal that arrived, or None."""
 
     asked: signal.Signals | None = None
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Within, the first SIGINT or SIGTERM only sets `stop.asked`; a second one acts at once, as it would outside.
+    """Inside the block, the first SIGINT or SIGTERM only sets `stop.asked`; a second one takes effect at once.
 
-    A block that sees `stop.asked` saves and ends; then the signal is passed on (KeyboardInterrupt; under SIGTERM's
-    default the process ends). Where the block ends by an error, that error is raised instead. Python hands signals to
-    the main thread only: in another one nothing is changed, and none ever comes.
+    A block that sees `stop.asked` saves and returns; the signal is then raised again (KeyboardInterrupt; with SIGTERM's
+    default handler the process ends). If the block raises, that error is raised instead. Python delivers signals to the
+    main thread only: in other threads this has no effect.
     """
     stop, before = Stop(), _replaceable()
 
@@ -115,8 +115,8 @@ def stop_signals() -> Iterator[Stop]:
 
 
 def _replaceable() -> dict[int, Any]:
-    """Handlers of SIGINT and SIGTERM that we may replace: only Python's main thread can; one that ignores the signal (a
-    background job), or that Python could not put back, stays."""
+    """Handlers of SIGINT and SIGTERM that we may replace; {} outside the main thread, which alone can. A handler that
+    ignores the signal (a background job), or that Python could not restore, is kept."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
@@ -137,7 +137,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted
 
 
-# nothing is changed where another program imports this package
+# no effect when another program imports this package
 _is_program = sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) == "unidec"
 if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

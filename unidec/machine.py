@@ -1,4 +1,4 @@
-"""Memory and disk of this machine: what is free, how much this process has taken, and giving back what is not used."""
+"""Memory and disk of this machine: what is free, this process's peak, and returning unused memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 # limit, use and statistics of the process's own control group
 _CGROUP = tuple(Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current", "memory.stat"))
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h
-_OWN_PAGES = 1 << 19  # bytes, more than the arrays of one query; unset, it grows to 32 MiB with what is freed
+_OWN_PAGES = 1 << 19  # bytes, more than the arrays of one query; glibc raises its own default up to 32 MiB
 
 
 def available_host() -> int:
-    """Bytes of host memory that can still be taken: of the machine, and of the control group (container) it runs in."""
+    """Available host memory in bytes: the machine's, limited by the control group (container)."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -33,14 +33,14 @@ def available_host() -> int:
 
 
 def available_disk(folder: Path) -> int:
-    """Free bytes where a folder is, or will be."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     folder = folder.absolute()
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def host_peak() -> int:
-    """The most bytes this process has had in memory at once."""
-    # not getrusage's where /proc has it: that counts the parent's as well
+    """Peak memory of this process in bytes."""
+    # /proc where there is one: getrusage counts the parent's peak as well
     status = Path("/proc/self/status")
     found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
     if found:
@@ -50,8 +50,8 @@ def host_peak() -> int:
 
 
 def memory_used() -> dict[str, float]:
-    """The most memory that this process, and its tensors on the GPU, took at once: GiB by "host_used_gib" and
-    "device_used_gib". The host's includes pages of memory-mapped files and the copy that a checkpoint is written from.
+    """Peak memory in GiB of this process ("host_used_gib") and of its tensors on the GPU ("device_used_gib"). The host
+    figure includes pages of memory-mapped files and the copy that a checkpoint is written from.
     """
     import torch
 
@@ -62,9 +62,9 @@ def memory_used() -> dict[str, float]:
 
 
 def share_one_heap() -> None:
-    """Makes threads that start from now on share one heap, without what is large. glibc gives each its own, and
-    long-lived objects (cached answers) leave holes in all of them; a large body in the heap leaves one too, in pages of
-    its own none. Memory would grow though nothing more is held."""
+    """Make threads started from now on share one heap, and give large allocations pages of their own. By default glibc
+    gives each thread a heap; long-lived objects (cached answers) and large request bodies fragment them all, and memory
+    grows although nothing more is held."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_ARENA_MAX, 1)
@@ -72,7 +72,7 @@ def share_one_heap() -> None:
 
 
 def give_back() -> None:
-    """Collects garbage, and returns freed memory to the system, which glibc would keep."""
+    """Collect garbage, and return freed memory, which glibc would keep, to the system."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Names of the ranking metrics: what parameters may ask for, known before anything heavy is imported."""
+"""Names of the ranking metrics, to check parameters before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GROUPS = ("tail", "torso", "head")
 """Names of the frequency groups 0, 1, 2 of `unidec.data.propensity.frequency_group`."""
 
 BASELINES = {"knn": "TF-IDF kNN", "mix": "TF-IDF kNN + label match"}
-"""What every report compares a model with (`unidec.evaluation.baselines`), and how it is shown."""
+"""Baselines of every report (`unidec.evaluation.baselines`), and their names in it."""
 
 DEFAULT_KS = (1, 3, 5, 10, 100)
 DEFAULT_PROPENSITY_KS = (1, 3, 5)
@@ -35,7 +35,7 @@ def parse(name: str) -> MetricName:
 
 
 def metric_names() -> list[str]:
-    """Every metric of `unidec.evaluation.metrics.evaluate`, whole and by group."""
+    """Every metric of `unidec.evaluation.metrics.evaluate`, over all labels and per frequency group."""
     own = [f"{kind}@{k}" for kind in ("P", "nDCG", "R", "coverage") for k in DEFAULT_KS]
     own += [f"{kind}@{k}" for kind in ("PSP", "PSnDCG") for k in DEFAULT_PROPENSITY_KS]
     own += ["MRR"]

@@ -17,11 +17,11 @@ _NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What a training reads of the parameters.
+    """The parameters that training reads.
 
     Attributes:
         propensity: A and B of inverse propensities; keep: `warm.keep`.
-        everything: all parameters as plain values; the model's file and the run's identity have them.
+        everything: all parameters as plain values, stored in the model's file and in the run's identity.
     """
 
     seed: int
@@ -40,9 +40,9 @@ class TrainingSettings:
 class Params(Section):
     """All of params.yaml."""
 
-    recipe: str | None = key(None, "a shipped way to train, in unidec/recipes; the keys here override it")
-    seed: sections.Seed = key(0, "seed of everything random in training")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU if there is one")
+    recipe: str | None = key(None, "name of a shipped recipe (unidec/recipes); keys set here override it")
+    seed: sections.Seed = key(0, "random seed of training")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "where to train; auto: a GPU if there is one")
     data: sections.Data = sections.Data()
     raw: sections.RawBounds = sections.RawBounds()
     validation: sections.Validation = sections.Validation()
@@ -65,7 +65,7 @@ class Params(Section):
 
     @property
     def training(self) -> TrainingSettings:
-        """What a training reads."""
+        """The parameters that training reads."""
         names = ("seed", "device", "encoder", "model", "pool", "loss", "optim", "run")
         return TrainingSettings(
             **{name: getattr(self, name) for name in names}, keep=self.warm.keep, everything=self.model_dump(),
@@ -74,7 +74,7 @@ class Params(Section):
 
     @property
     def reads_label_graph(self) -> bool:
-        """Training reads the label graph: as targets of label texts, or for rows that hold related labels' texts."""
+        """Whether training reads the label graph: as targets of label texts, or for the texts of related labels."""
         return self.pool.gandalf or (self.model.clf_graph and self.model.heads != "de")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -87,22 +87,22 @@ class Params(Section):
             yield from self._classifier()
         yield from self._losses()
         if self.pool.simcse:
-            what = "texts without relevance train a dual encoder, against the batch's other texts"
+            what = "SimCSE ignores relevance: it trains a dual encoder alone, against the batch's other texts"
             needed = {"model.heads": "de", "pool.de_labels": "pool", "pool.gandalf": False, "loss.mixup": "none"}
             yield from self._needed("pool.simcse: false", what, needed | _NO_DRAWS)
         if self.model.surrogate:
-            what = "clusters in place of labels: a classifier alone learns them, on one device"
+            what = "surrogate clusters require a classifier without a dual encoder, on one device"
             needed = {"model.heads": "clf", "model.clf_init": "xavier", "run.devices": 1}
             yield from self._needed("model.surrogate: 0", what, needed | _NO_DRAWS)
         if self.model.levels:
-            what = "a label tree trains beside a classifier alone, on one device"
+            what = "a label tree requires a classifier without a dual encoder, on one device"
             needed = {"model.heads": "clf", "model.surrogate": 0, "run.devices": 1, "loss.mixup": "none"}
             yield from self._needed("model.levels: []", what, needed)
         elif self.pool.shortlist:
             fix = "model.levels: [32, 4], or pool.shortlist: 0"
             yield Conflict("pool.shortlist model.levels", "without a label tree there are no clusters to keep", fix)
         if self.optim.patience and not (self.data.validation_share or self.data.validation_sample):
-            what = "nothing is measured that could stop rising"
+            what = "patience requires queries to validate on"
             fix = "data.validation_share or data.validation_sample above 0, or optim.patience: 0"
             yield Conflict("optim.patience data.validation_share data.validation_sample", what, fix)
         yield from self._operations()
@@ -110,7 +110,7 @@ class Params(Section):
     def _heads(self) -> Iterator[Conflict]:
         heads, space = self.model.heads, self.index.space
         if heads == "clf" and self.model.auxiliary:
-            what = "auxiliary vectors belong to a dual encoder's labels"
+            what = "auxiliary vectors require a dual encoder"
             yield Conflict("model.auxiliary model.heads", what, "model.auxiliary: 0, or model.heads: de")
         if heads not in ("both", space):
             what = "the index searches a head that the model does not have"
@@ -128,10 +128,10 @@ class Params(Section):
     def _classifier(self) -> Iterator[Conflict]:
         all_labels, all_rows = self.pool.clf_labels == "all", self.optim.clf_state == "adamw"
         if self.loss.clf == "bce" and self.loss.clf_bce > 0:
-            what = "the classifier's loss is BCE already: the auxiliary BCE would count it twice"
+            what = "the classifier's loss is already BCE: the auxiliary BCE would count it twice"
             yield Conflict("loss.clf_bce loss.clf model.heads", what, "loss.clf_bce: 0")
         if all_labels and self.run.table_place != "device":
-            what = "a classifier that sees all labels uses all rows in each step: they cannot be fetched for a step"
+            what = "a classifier over all labels uses all rows in each step: they cannot be fetched per step"
             fix = "run.table_place: device, or pool.clf_labels: pool"
             yield Conflict("run.table_place pool.clf_labels model.heads", what, fix)
         if all_rows and self.run.table_place != "device":
@@ -142,18 +142,18 @@ class Params(Section):
                 if getattr(self.model, name):
                     off = "0" if name == "clf_queries" else "false"
                     keys, fix = f"model.{name} model.clf_residual model.heads", f"or model.{name}: {off}"
-                    yield Conflict(keys, "only a residual row has a text", f"model.clf_residual: true, {fix}")
+                    yield Conflict(keys, "requires residual classifier rows", f"model.clf_residual: true, {fix}")
             return
         or_none = "or model.clf_residual: false"
         if self.model.clf_queries and (self.model.clf_graph or self.model.heads == "both"):
-            what = "only a classifier alone, without a label graph, has its labels' queries in its rows"
+            what = "queries in classifier rows require a classifier without a dual encoder and without a label graph"
             fix = "model.heads: clf, or model.clf_queries: 0"
             yield Conflict("model.clf_queries model.clf_graph model.heads", what, fix)
         if self.model.clf_init != "label_embedding":
             what, fix = "a residual classifier starts from its labels' embeddings", "model.clf_init: label_embedding"
             yield Conflict("model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}")
         if self.pool.clf_labels != "pool":
-            what = "a residual classifier over so many labels would encode all their texts in each step"
+            what = "a residual classifier over more labels than the pool's would encode all their texts in each step"
             yield Conflict("model.clf_residual pool.clf_labels model.heads", what, f"pool.clf_labels: pool, {or_none}")
         if self.run.devices > 1:
             what = "a residual classifier trains on one device"
@@ -165,13 +165,13 @@ class Params(Section):
         keys = "loss.de loss.clf model.heads"
         if "infonce" in used.values() and loss.reduction != "pol":
             fix = "loss.reduction: pol, or supcon as the loss"
-            yield Conflict(f"loss.reduction {keys}", "InfoNCE is defined for one positive a query", fix)
+            yield Conflict(f"loss.reduction {keys}", "InfoNCE is defined for one positive per query", fix)
         if "hinge" in used.values() and loss.margin == 0:
             fix = "loss.margin: 1 for the classifier's scores, below 1 for cosines"
             yield Conflict(f"loss.margin {keys}", "a squared hinge without a margin is 0 where all scores are", fix)
         for head, name in used.items():
             if name == "softtopk" and getattr(loss, f"{head}_forward") < 1:
-                what = "soft top-k counts the labels of a query: there is no label to query"
+                what = "soft top-k ranks the labels of a query: it has no label-to-query direction"
                 fix = f"loss.{head}_forward: 1, or another loss.{head}"
                 yield Conflict(f"loss.{head}_forward loss.{head} model.heads", what, fix)
         if loss.mixup != "none":
@@ -181,7 +181,7 @@ class Params(Section):
             yield Conflict("loss.topk pool.size", what, "loss.topk far below pool.size")
 
     def _needed(self, off: str, what: str, needed: dict[str, Any]) -> Iterator[Conflict]:
-        """What a key needs of others."""
+        """Conflicts of an option with the values that it requires of other keys."""
         for path, value in needed.items():
             section, name = path.split(".")
             if getattr(getattr(self, section), name) != value:
@@ -190,12 +190,12 @@ class Params(Section):
     def _mixup(self) -> Iterator[Conflict]:
         off = 'loss.mixup: "none"'
         if self.run.devices > 1:
-            yield Conflict("loss.mixup run.devices", "queries are mixed on one device", f"run.devices: 1, or {off}")
+            yield Conflict("loss.mixup run.devices", "MixUp requires a single device", f"run.devices: 1, or {off}")
         if self.loss.mixup == "labels" and self.model.heads == "clf":
             what = "a classifier alone encodes no label texts to mix with"
             yield Conflict("loss.mixup model.heads", what, f"model.heads: both, or {off}")
         if self.model.heads != "de" and self.loss.clf == "bce" and self.pool.clf_labels != "pool":
-            what = "the loss over all labels in chunks does not know mixtures"
+            what = "the chunked loss over all labels does not support MixUp"
             yield Conflict("loss.mixup loss.clf pool.clf_labels", what, f"pool.clf_labels: pool, or {off}")
 
     def _operations(self) -> Iterator[Conflict]:
@@ -203,8 +203,8 @@ class Params(Section):
         copied = {"folder": [source.path], "files": [source.queries, source.labels, source.pairs]}.get(source.kind, [])
         places, own = [Path(os.path.abspath(path)) for path in copied if path], Path(os.path.abspath(self.data.path))
         if any(place.is_relative_to(own) or own.is_relative_to(place) for place in places):
-            what, fix = "what is fetched would replace its own source", "data.path: a folder of its own"
+            what, fix = "the fetched data would replace its own source", "data.path: a folder of its own"
             yield Conflict("source.kind source.path data.path", what, fix)
         if self.retrain.start == "warm" and self.encoder.start:
-            what = "two models to start from: the champion and that of encoder.start"
+            what = "two models to start from: the champion and encoder.start"
             yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')

@@ -54,12 +54,12 @@ def progress(
     iterable: Iterable[Any] | None = None, *, total: int | None = None, desc: str, unit: str = "it",
     every: float = 10.0, stream: TextIO | None = None,
 ) -> Progress[Any]:  # fmt: skip
-    """Show the progress of long work on stderr (or `stream`): of an iterable, an item a unit, or, as a context manager
-    without one, of what is given to `.update(n)`. Without a terminal a line every `every` seconds is printed."""
+    """Show the progress of long work on stderr (or `stream`): of an iterable, one unit per item, or, as a context
+    manager without an iterable, of `.update(n)` calls. Without a terminal it prints a line every `every` seconds."""
     return Progress(iterable, every, sys.stderr if stream is None else stream, total=total, desc=desc, unit=unit)
 
 
 def silence() -> None:
-    """Show no more progress: another process of the same training shows it."""
+    """Stop showing progress: another process of the same training shows it."""
     global _silent
     _silent = True

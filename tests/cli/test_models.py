@@ -51,7 +51,7 @@ def world(helper, uri, tmp_path, monkeypatch, request, capsys):
 def test_the_table_of_models(world):
     assert world.run("models", "list") == (
         0,
-        f"no versions of {world.name} yet: unidec models register makes one\n",
+        f"no versions of {world.name} yet: unidec models register creates one\n",
         "",
     )
     made = {"dataset.name": "toy", "dataset.sha256": "abcdef0123" * 6, "mlflow.source.git.commit": "1234567890" * 4}

@@ -117,7 +117,7 @@ def test_some_cells_have_more_seeds(write: Write) -> None:
     jobs = list(load_comparison(write(HEAD + cells)).jobs)
     assert jobs == ["d/first/0", "d/third/0", "d/like/0", "d/kNN/0", "d/first/2", "d/second/2", "d/like/2"]
     found = problems(write(HEAD + cells.replace("seeds: [2]", "seeds: [2, 3]")))
-    assert "cells.second.seeds" in found and "the cell that it builds on has others" in found
+    assert "cells.second.seeds" in found and "not seeds of the cell that it builds on" in found
 
 
 def test_set_from_the_command_line_goes_over_everything(write: Write) -> None:
@@ -182,7 +182,7 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
         "data.d.path (line 4): no such folder",
         "cells.a.recipe (line 6): no such recipe", "nearest: depsl",
         "pool.beta (line 7, cells.b.set): wrong value", "expected: greater than or equal to 1",
-        "cells.c.like (line 8): no such cell", "cells.e (line 9): must be one thing",
+        "cells.c.like (line 8): no such cell", "cells.e (line 9): requires one source",
         "cells.f.peer (line 10): no such peer", "nearest: xr-linear",
         "groups.G.cells (line 12): no such cell",
     ):  # fmt: skip
@@ -193,19 +193,19 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
     ("cells", "words"),
     [
         ("{}", "at least 1"),
-        ("a: {}", "must be one thing"),
-        ("a: {recipe: depsl, set: {tokens.max_length: 8}}", "is the same for all cells"),
-        ("a: {recipe: depsl, set: {seed: 8}}", "is the same for all cells"),
+        ("a: {}", "requires one source"),
+        ("a: {recipe: depsl, set: {tokens.max_length: 8}}", "must be the same for all cells"),
+        ("a: {recipe: depsl, set: {seed: 8}}", "must be the same for all cells"),
         ("a: {recipe: unidec-v2, set: {index: {fusion: true}}}", "fusion reads words that queries share"),
         ("a: {like: b}\n  b: {like: a}", "cells.a.like (line 5): no such cell above this one"),
         ("a: {like: a}", "no such cell above this one"),
         ("a: {recipe: ngame, after: b}\n  b: {recipe: ngame}", "no such cell above this one"),
         ("a: {peer: knn}\n  b: {recipe: depsl, after: a}", "has no model of its own"),
         ("a: {peer: knn}\n  b: {model_of: a}", "has no model of its own"),
-        ("a: {peer: knn, set: {pool.beta: 1}}", "a peer has no parameters of ours"),
+        ("a: {peer: knn, set: {pool.beta: 1}}", "a peer takes no parameters"),
         ("a: {recipe: depsl}\n  b: {peer: knn, after: a}", "no `after`"),
         ("a: {peer: xr-linear-vectors}", "the cell whose text vectors it reads"),
-        ("a: {recipe: unidec}\n  b: {model_of: a, set: {pool.beta: 1}}", "would need another training"),
+        ("a: {recipe: unidec}\n  b: {model_of: a, set: {pool.beta: 1}}", "would require another training"),
         ("a/b: {recipe: depsl}", "match pattern"),
         ("a: {recipe: depsl, set: 3}", "wrong value"),
         ("a: {recipe: depsl}\nseeds: [-1]", "greater than or equal to 0"),

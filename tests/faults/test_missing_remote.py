@@ -75,7 +75,7 @@ def test_a_damaged_object_is_named_and_mending_the_remote_is_enough(fetch, proje
     there = stored(project, b"hello")
     os.chmod(there, there.stat().st_mode | stat.S_IWUSR)
     there.write_bytes(b"hellO")
-    with pytest.raises(DataError, match=r"(?s)data/mine\.dvc: DVC cannot bring this data.*data/mine"):
+    with pytest.raises(DataError, match=r"(?s)data/mine\.dvc: DVC cannot fetch this data.*data/mine"):
         fetch(source_of(path="data/mine"))
     there.write_bytes(b"hello")
     assert fetch(source_of(path="data/mine.dvc")) == "dvc pull --force data/mine.dvc"
@@ -98,7 +98,7 @@ def test_a_missing_object_is_named(fetch, project, content):
 
 
 def test_no_such_target(fetch, project):
-    with pytest.raises(ConfigError, match=r"source\.path: no such file of DVC"):
+    with pytest.raises(ConfigError, match=r"source\.path: no such \.dvc file"):
         fetch(source_of(path="data/other"))
 
 

@@ -131,7 +131,7 @@ def test_processes_of_this_machine(ask, tmp_path):
         killed.append(child.pid)
 
     thread = once_a_shard_is_whole(tmp_path / "out.parquet.shards", kill_one)
-    with pytest.raises(TrainingError, match="run the same command again"):
+    with pytest.raises(TrainingError, match="re-run the command"):
         ask("processes:2")  # the pool breaks with its worker
     thread.join()
     assert len(killed) == 1 and multiprocessing.active_children() == []

@@ -66,7 +66,7 @@ def test_a_refused_version_and_warnings(promoted: dict[str, Any]) -> None:
 
 def test_nothing_to_train(here: Path) -> None:
     done = {"steps": ["register"], "model": "unidec", "version": "4", "run_url": None, "skipped": "nothing changed"}
-    assert summary(done).startswith("nothing to train: nothing changed; it is version 4 of unidec\nreport: ")
+    assert summary(done).startswith("nothing to train: nothing changed; the model is version 4 of unidec\nreport: ")
 
 
 def test_a_trial_names_its_own_folder(promoted: dict[str, Any], here: Path) -> None:

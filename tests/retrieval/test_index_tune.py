@@ -91,4 +91,4 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
     assert "unknown kinds of index" in capsys.readouterr().err
     monkeypatch.setattr(index_tune, "recall", lambda *_: 0.5)
     assert run("--kinds", "flat", "--queries", "5") == 1
-    assert "nothing that was measured finds 98.00%" in capsys.readouterr().out
+    assert "no measured kind reaches a recall of 98.00%" in capsys.readouterr().out

@@ -72,7 +72,7 @@ class World:
             return _wrong(401, what="an API key is asked for")
         if self.busy:
             self.busy -= 1
-            return _wrong(503, what="too many queries wait", got="1024", fix="ask again")
+            return _wrong(503, what="too many queries waiting", got="1024", fix="retry after Retry-After seconds")
         return None
 
     async def _predict(self, request: Request) -> JSONResponse:
@@ -109,7 +109,7 @@ class World:
     async def _feedback(self, request: Request) -> JSONResponse:
         assert self.marks is not None
         if len(self.marks) == 2:
-            return _wrong(507, what="the feedback was not kept", fix="move it away")
+            return _wrong(507, what="the feedback was not saved", fix="move the file away")
         self.marks.append(await request.json())
         return JSONResponse({"kept": True})
 

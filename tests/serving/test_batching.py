@@ -216,7 +216,7 @@ def test_the_queue_is_bounded_and_recovers() -> None:
         jobs = [submit(batches, "e", [0])]
         await begun(model)
         jobs += [submit(batches, "e", list(range(10)))]  # as many as may wait
-        with pytest.raises(RequestError, match="too many queries wait") as refused:
+        with pytest.raises(RequestError, match="too many queries waiting") as refused:
             await submit(batches, "e", [1])
         assert 1 <= int(dict(refused.value.headers)[b"retry-after"]) <= 30
         assert batches.waiting == 10
@@ -238,7 +238,7 @@ def test_what_could_not_be_answered_in_time_is_refused_at_once() -> None:
         await begun(model)
         jobs.append(submit(batches, "e", list(range(7))))
         jobs.append(submit(batches, "e", [7]))
-        with pytest.raises(RequestError, match="too many queries wait"):
+        with pytest.raises(RequestError, match="too many queries waiting"):
             await submit(batches, "e", [8])
         model.gate.set()
         await asyncio.gather(*(job for job in jobs))

@@ -198,7 +198,7 @@ def test_a_version_that_fails_its_probe_is_refused_once(world, caplog, monkeypat
     refused = world.follower.state()["refused"]
     assert world.says() == "1" and len(world.loaded) == 1, "it was never loaded here"
     assert refused["version"] == "2" and refused["sha256"] == "2" * 16 and "cannot serve" in refused["why"]
-    assert sum("version 2 is refused, version 1 stays" in text for text in caplog.messages) == 1
+    assert sum("version 2 is refused, still serving version 1" in text for text in caplog.messages) == 1
     world.probes.error = None
     monkeypatch.setattr(follow, "RETRY_SECONDS", 0)
     world.until(lambda: world.says() == "2")
@@ -281,7 +281,7 @@ def test_an_alias_that_is_taken_away(world):
     world.start()
     world.shelf.alias = ConfigError("not in the registry: no such alias")
     world.until(lambda: world.follower.state()["problem"])
-    assert world.says() == "1" and "version 1 stays" in world.follower.state()["problem"]
+    assert world.says() == "1" and "still serving version 1" in world.follower.state()["problem"]
     world.shelf.alias = "2"
     world.until(lambda: world.says() == "2")
     world.until(lambda: world.follower.state()["problem"] is None)

@@ -25,7 +25,7 @@ def test_the_key_is_asked_for_on_all_but_the_page_and_the_health_routes(asgi: An
             for path in ("/version", "/card", "/labels", "/labels/L1", "/metrics", "/openapi.json", "/nope", "/page/x"):
                 reply = await server.ask(path)
                 assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer"), path
-                assert reply.json["error"]["what"] == "an API key is needed" and reply.json["error"]["fix"]
+                assert reply.json["error"]["what"] == "an API key is required" and reply.json["error"]["fix"]
             assert (await server.predict("a")).status == 401
             for wrong in ("Bearer", "Bearer ", "Bearer secret", "Basic sécret", "sécret", "Bearer sécret2"):
                 assert (await server.ask("/version", headers={"authorization": wrong})).status == 401, wrong

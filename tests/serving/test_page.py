@@ -112,7 +112,7 @@ def test_feedback_buttons(tab: Any, server: Any) -> None:
     assert server.marks == [{**mark, "relevant": True}, {**mark, "relevant": False}]
     assert tab.ask("document.querySelector('#why')") is None  # a mark opens nothing
     tab.ask(f"{marks}[0].click()")
-    tab.until("document.querySelector('#status').textContent.startsWith('The feedback was not kept')")
+    tab.until("document.querySelector('#status').textContent.startsWith('The feedback was not saved')")
     assert tab.ask(pressed) == "false,true"
     for text, shown in (("red car", "false,false"), ("old red house", "false,true")):  # it is remembered
         tab.ask("document.querySelector('#clear').click()")
@@ -219,7 +219,7 @@ def test_keyboard_alone(tab: Any, server: Any) -> None:
 
 def test_why_shows_tokens_and_training_queries_as_text(tab: Any, server: Any) -> None:
     search(tab, server, "red zzz <b>", 10)
-    assert "1 piece of the query unknown" in tab.ask("document.querySelector('#status').textContent")
+    assert "1 token of the query unknown" in tab.ask("document.querySelector('#status').textContent")
     tab.click("#labels li[data-uid=L0] .row")
     tab.until("document.querySelector('#why .near')")
     tokens = tab.ask("[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, one.className])")
@@ -280,7 +280,7 @@ def test_a_wrong_request_says_what_to_do_and_a_busy_server_is_asked_again(tab: A
     tab.type("red")
     tab.until("document.querySelector('#alert.wait')")
     text = tab.ask("document.querySelector('#alert').innerText")
-    assert "Too many queries wait" in text and "Asked again in 1 s" in text and "ask again" not in text
+    assert "Too many queries waiting" in text and "Retrying in 1 s" in text and "Retry-After" not in text
     server.busy = 1
     tab.until(f"{ROWS}.length === 10 && !document.querySelector('#alert').textContent")
 
@@ -306,7 +306,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(tab: Any, server: Any) -> None:
     tab.click("#key")
     tab.type("wrong")
     tab.press("Enter")
-    tab.until("document.querySelector('#alert b').textContent.includes('not the right one')")
+    tab.until("document.querySelector('#alert b').textContent.includes('key is wrong')")
     tab.click("#key")
     tab.type("secret key")
     tab.press("Enter")
@@ -322,7 +322,7 @@ def test_another_model_brings_its_card(tab: Any, server: Any) -> None:
     server.model = "2" * 64
     tab.type(" car")
     tab.until("document.querySelector('#facts').textContent.includes('222222222222')")
-    assert "has changed to this model" in tab.ask("document.querySelector('#facts').textContent")
+    assert "has switched to this model" in tab.ask("document.querySelector('#facts').textContent")
 
 
 # texts whose contrast with what lies behind them is below WCAG's 4.5
@@ -423,7 +423,7 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
     examples = chromium.ask("[...document.querySelectorAll('#start button')].map((one) => one.textContent)")
     assert len(examples) == 6 and len(set(examples)) == 6
     typed(chromium, f"{text} unknownword", 10)
-    assert "1 piece of the query unknown" in chromium.ask("document.querySelector('#status').textContent")
+    assert "1 token of the query unknown" in chromium.ask("document.querySelector('#status').textContent")
     want = real.engine.bundle.predict([f"{text} unknownword"], 10)[0]
     assert chromium.ask(TITLES) == want.titles
     assert chromium.ask(f"{ROWS}.map((row) => row.querySelector('.score').textContent)") == [

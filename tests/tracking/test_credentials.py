@@ -101,7 +101,7 @@ def test_a_run_keeps_and_logs_none_and_its_next_process_still_has_them(
     assert state["tags"]["prefect.flow_run_url"] == "http://prefect.test/runs/1"
     monkeypatch.setenv("UNIDEC_MLFLOW_UI", f"http://user:{SECRET}@pages.test/")
     assert tracking_uri() == plain and ui_url(plain, "1", "2") == "http://pages.test/#/experiments/1/runs/2"
-    assert "s3cr" not in everything_below(tmp_path) + caplog.text and "is away" in caplog.text
+    assert "s3cr" not in everything_below(tmp_path) + caplog.text and "is unreachable" in caplog.text
 
 
 def test_a_databases_password_stays_out_of_the_file_which_is_private_from_the_start(

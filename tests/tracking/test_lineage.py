@@ -71,7 +71,7 @@ def test_back_to_the_model_that_started_from_nothing(store: tuple[MlflowClient, 
     lines = as_lines(found)
     assert lines[0].startswith("tiny version 3 (champion)")
     assert [line.strip() for line in lines if "└─" in line] == [
-        "└─ the labels are new, the model is that of", "└─ started from",
+        "└─ same model with other labels:", "└─ started from",
     ]  # fmt: skip
     assert any("uncommitted changes" in line for line in lines) and any(
         "passed against version 1" in line for line in lines

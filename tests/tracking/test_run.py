@@ -107,7 +107,7 @@ def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(client, tm
         for step in range(5):
             tracker.log(step, {"loss": float(step)})
         assert not tracker.flush()
-    assert caplog.text.count("is away; what is logged waits in") == 1  # said once
+    assert caplog.text.count("is unreachable; logs wait in") == 1  # said once
     assert (tmp_path / "tracking.jsonl").stat().st_mode & 0o777 == 0o600
     later = Tracker.resume(tmp_path)  # the process died; another one sends what waits
     later.log(5, {"loss": 5.0})

@@ -1,11 +1,11 @@
-"""The command line: every stage of the pipeline, prediction, and a look at the parameters.
+"""The command line: every stage of the pipeline, prediction, serving, and inspection of the parameters.
 
-Parameters are read and checked before anything heavy is imported, so that a mistake in them shows at once.
+Parameters are read and checked before anything heavy is imported, so that a mistake in them is reported at once.
 """
 
 from __future__ import annotations
 
-from unidec import interrupt  # before all that takes time: from now on Ctrl-C ends with a line
+from unidec import interrupt  # first, before slow imports: from here on Ctrl-C prints one line, no traceback
 
 # isort: split
 import contextlib
@@ -37,7 +37,7 @@ from unidec.errors import ConfigError, Stopped, UnidecError, missing_package, wi
 from unidec.version import __version__
 
 config_app = group("config", "Show, check and explain the parameters.")
-runs_app = group("runs", "List training runs, and find and repair what a crash left.")
+runs_app = group("runs", "List training runs; find and repair what a crash left behind.")
 
 
 def _print_version(asked: bool) -> None:
@@ -48,14 +48,14 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, Option("--debug", help="show the traceback of an error (anywhere on the line)")] = False,
+    debug: Annotated[bool, Option("--debug", help="show tracebacks (anywhere on the command line)")] = False,
     version: Annotated[
         bool, Option("--version", help="print the version", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Options before the command."""
-    # numpy's products are of one query each and small: more threads for one cost more than they bring, and take the
-    # cores from torch, the encoder and the search. Read once, when numpy is imported
+    # numpy's products are small, of one query each: more threads cost more than they gain, and take cores from torch,
+    # the encoder and the search. Read once, when numpy is imported
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -69,7 +69,7 @@ def train(
     resume: Annotated[bool, Option("--resume", help="resume RUN, or the newest unfinished run")] = False,
     accept: Annotated[
         list[str] | None,
-        Option(metavar="KEY", help="resume although this differs from how the run began; repeatable"),
+        Option(metavar="KEY", help="resume although KEY has changed since the run began; repeatable"),
     ] = None,
 ) -> Any:
     """Train in this process, without Prefect; re-run the command to resume a training that was stopped or killed."""
@@ -79,7 +79,7 @@ def train(
 
 
 add_stage(
-    app, "evaluate", "evaluate", "Compute every metric on the test split; report and plots in outputs/.",
+    app, "evaluate", "evaluate", "Compute every metric on the test split; write report and plots to outputs/.",
     "--json",
 )  # fmt: skip
 
@@ -94,18 +94,18 @@ def compare(
         list[str] | None, Option(metavar="NAME", help="cell, data/cell or data/cell/seed, with wildcards; repeatable")
     ] = None,
     assignments: Assignments = None,
-    jobs: Annotated[int, Option(help="runs at a time: their times are no fair measure unless it is 1")] = 1,
-    folder: Annotated[str | None, Option(help="of the results, instead of runs/compare/<name>")] = None,
-    metrics: Annotated[str | None, Option(help="a JSON file for the last run's figures")] = None,
-    tune: Annotated[bool, Option("--tune", help="run the trials of section `tuning`, and write what is best")] = False,
+    jobs: Annotated[int, Option(help="parallel runs; times are comparable only with 1")] = 1,
+    folder: Annotated[str | None, Option(help="folder of the results; default: runs/compare/<name>")] = None,
+    metrics: Annotated[str | None, Option(help="JSON file to write the last run's metrics to")] = None,
+    tune: Annotated[bool, Option("--tune", help="run the trials of section `tuning`, and write the best")] = False,
     as_json: AsJson = False,
     report_only: Annotated[
-        bool, Option("--report-only", help="write the report: results, and the runs without one; run nothing")
+        bool, Option("--report-only", help="run nothing; write the report of the results so far")
     ] = False,
 ) -> None:
-    """Run every system of a comparison file on the same data and seeds, and report; what is done is not run again."""
+    """Run every system of a comparison file on the same data and seeds, and report; finished runs are not repeated."""
     if not report_only:
-        # in this process's place, so that signals and the exit code are the flow's
+        # replaces this process, so that signals and the exit code are the flow's
         words = [word for word in sys.argv[1:] if word != "--debug"]
         os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *words[1:]])
     from unidec.comparison.results import write_report
@@ -121,16 +121,17 @@ def compare(
 )
 def tune(
     params: Params,
-    space: Annotated[str, Argument(metavar="SPACE", help="search space: key path: {low, high, log}, or [choices]")],
-    trials: Annotated[int, Option(min=1, help="trainings in all, those of an earlier call counted")] = 20,
-    metric: Annotated[str, Option(help="of the validation split, after a training's last epoch")] = "nDCG@5",
+    space: Annotated[str, Argument(metavar="SPACE", help="YAML file: {low, high, log} or [choices] per key path")],
+    trials: Annotated[int, Option(min=1, help="total number of trials, including those of earlier calls")] = 20,
+    metric: Annotated[str, Option(help="metric on the validation split after the last epoch")] = "nDCG@5",
     out: Annotated[
-        str | None, Option(metavar="FOLDER", help="of the search, instead of runs/tune/<name of SPACE>")
+        str | None, Option(metavar="FOLDER", help="folder of the search; default: runs/tune/<name of SPACE>")
     ] = None,
 ) -> Any:
-    """Search parameters by a validation metric; a trial is a training, a bad one ends after a round.
+    """Search parameters by a validation metric; each trial is a training, and bad trials are pruned after a round.
 
-    best.yaml has the best parameters. Stopped or killed, the same command continues. The test split is not looked at.
+    The best parameters are written to best.yaml. Re-run the command to resume a search that was stopped or killed. The
+    test split is not used.
     """
     from unidec.comparison import tune as tuning
 
@@ -143,14 +144,14 @@ def tune(
 )  # fmt: skip
 def plan(
     params: Params,
-    labels: Annotated[int | None, Option(min=1, help="sizes by hand instead of data/dataset: labels")] = None,
-    queries: Annotated[int | None, Option(min=1, help="training queries")] = None,
-    tokens: Annotated[int | None, Option(min=1, help="tokens of each text")] = None,
+    labels: Annotated[int | None, Option(min=1, help="number of labels, instead of data/dataset's")] = None,
+    queries: Annotated[int | None, Option(min=1, help="number of training queries")] = None,
+    tokens: Annotated[int | None, Option(min=1, help="tokens per text")] = None,
     device_memory: Annotated[
-        str | None, Option(metavar="SIZE", help="compare with a GPU of this size alone: 16GiB")
+        str | None, Option(metavar="SIZE", help="compare only with a GPU of this memory size, such as 16GiB")
     ] = None,
 ) -> Shown:
-    """Memory of a training before it starts, and settings that would fit; exit code 1: too large."""
+    """Estimate the memory of a training, and suggest settings that fit; exit code 1: it does not fit."""
     from unidec.pipeline.plan import plan_command
 
     planned = plan_command(params, labels, queries, tokens, device_memory)
@@ -159,20 +160,20 @@ def plan(
 
 @command(runs_app, "", "--json", name="list")
 def list_runs() -> Shown:
-    """List the training runs of this folder: how far each came, its newest checkpoint, its MLflow run."""
+    """List the training runs of this folder: progress, newest checkpoint, MLflow run."""
     from unidec.pipeline.runs import list_runs, rows_of
 
     found = list_runs()
-    lines = table(*rows_of(found)) if found else ["no runs yet: unidec train begins one"]
+    lines = table(*rows_of(found)) if found else ["no runs yet: unidec train starts one"]
     return Shown(found, lines)
 
 
 @command(runs_app, "", "--fix", "--deep --json")
 def doctor(
-    fix: Annotated[bool, Option("--fix", help="do what cannot lose data, and say what was done")] = False,
+    fix: Annotated[bool, Option("--fix", help="apply the fixes that cannot lose data, and print them")] = False,
     deep: Annotated[bool, Option("--deep", help="also hash models, bundles and checkpoints")] = False,
 ) -> Shown:
-    """Look for what a crash or a full disk leaves behind; exit code 0: nothing wrong, 1: warnings, 4: broken."""
+    """Check for what a crash or a full disk leaves behind; exit code 0: healthy, 1: warnings, 4: broken."""
     from unidec.pipeline.doctor import examine, exit_code, rows_of
 
     found = examine(deep=deep, fix=fix)
@@ -181,20 +182,20 @@ def doctor(
 
 @command(config_app, "--set recipe=depsl", name="show")
 def config_show(params: Params) -> Shown:
-    """Print every parameter as it will be used: file over recipe over default."""
+    """Print the effective value of every parameter: file over recipe over default."""
     return Shown(params.model_dump(), to_yaml(params).splitlines())
 
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")
 def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None) -> None:
-    """Check the parameters: all that is wrong is listed, exit code 2."""
+    """Check the parameters; every problem is listed, with exit code 2."""
     load(params, assignments)
     print(f"{params}: ok")
 
 
 @command(config_app, "| grep pool", name="keys")
 def config_keys() -> None:
-    """Explain every parameter: default, what it takes, what it does."""
+    """List every parameter with its default, description and valid values."""
     for key, default, takes, about in describe():
         print(f"{key} = {default}\n    {about} ({takes})")
     print(f"\nrecipes: {', '.join(recipe_names())}")
@@ -202,7 +203,7 @@ def config_keys() -> None:
 
 @app.command()
 def version() -> None:
-    """Print the version, and those of what results depend on."""
+    """Print the version, and the versions of the packages that results depend on."""
     from importlib import metadata
 
     print(f"unidec-xmc {__version__}\npython {sys.version.split()[0]}")
@@ -218,10 +219,10 @@ for _group in (
 
 
 def main() -> None:
-    """Entry point: an error that a user can fix is a message and an exit code, not a traceback."""
+    """Entry point: an error that a user can fix is printed as a message, with an exit code and no traceback."""
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
-    # as Python's own, without the credentials of addresses in messages
+    # Python's own hook, with the credentials of URLs removed
     sys.excepthook = lambda *error: print(
         without_credentials("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True
     )

@@ -1,4 +1,4 @@
-"""Commands that a bundle is used with: `unidec predict`, `serve`, `index` and `export`."""
+"""Commands that use a bundle: `unidec predict`, `serve`, `index` and `export`."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 Runtime = Annotated[
     Literal["torch", "auto", "onnx", "onnx-int8"] | None,
     Option(
-        help="what encodes the texts; auto: the fastest that keeps quality (docs/serving.md). Default: torch for "
-        "--input, auto for texts on the command line, as the server does",
+        help="runtime of the query encoder; auto: the fastest that keeps quality (docs/serving.md). Default: torch "
+        "for --input; auto for texts on the command line, as in the server",
     ),
 ]
 Head = Annotated[
     Literal["both", "de", "clf"] | None,
-    Option(help="of which score; queries and labels need the same one; default: the bundle's own"),
+    Option(help="head to export; queries and labels need the same one; default: the bundle's own"),
 ]
-Target = Annotated[Path, Option("--output", metavar="FOLDER", help="a new folder, or that of an earlier export")]
+Target = Annotated[Path, Option("--output", metavar="FOLDER", help="a new folder, or one of an earlier export")]
 
 index_app = group("index", "Build a bundle's search index, and choose its kind by measurement.")
 export_app = group(
@@ -55,23 +55,23 @@ export_app = group(
 )  # fmt: skip
 def predict(
     texts: Annotated[list[str] | None, Argument(metavar="[TEXT]...", help="queries")] = None,
-    k: Annotated[int, Option("-k", min=1, help="labels for each query")] = 5,
+    k: Annotated[int, Option("-k", min=1, help="labels per query")] = 5,
     bundle: BundleAddress = DEFAULT_BUNDLE,
     source: Annotated[
         Path | None, Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`")
     ] = None,
     target: Annotated[Path | None, Option("--output", help=".parquet, .csv, .tsv or .jsonl")] = None,
-    column: Annotated[str | None, Option(help="column of --input, if not `query` or `text`")] = None,
+    column: Annotated[str | None, Option(help="column of --input; default: `query` or `text`")] = None,
     runtime: Runtime = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the best labels for texts, or write those for a file of queries: after a kill, the same command resumes."""
+    """Print the best labels for texts, or write them for a file of queries; re-run to resume after a kill."""
     if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
-        raise ConfigError("either texts, or both --input and --output are needed", where="unidec predict", fix=fix)
+        raise ConfigError("requires either texts, or both --input and --output", where="unidec predict", fix=fix)
     for number, text in enumerate(texts or [], 1):
         if not text.strip():  # the server refuses it, too
-            raise DataError("a text without anything in it", where=f"text {number}", got=repr(text), fix="leave it out")
+            raise DataError("empty text", where=f"text {number}", got=repr(text), fix="remove it")
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle
 
@@ -98,19 +98,19 @@ def serve(
     source: Annotated[
         str, Argument(metavar="[BUNDLE]", help="folder, models:/name@alias (followed) or models:/name/version")
     ] = DEFAULT_BUNDLE,
-    host: Annotated[str | None, Option(help="address to listen at; default serve.host, 127.0.0.1")] = None,
-    port: Annotated[int | None, Option(help="0: any free one; default serve.port, 8080")] = None,
+    host: Annotated[str | None, Option(help="address to listen on; default serve.host, 127.0.0.1")] = None,
+    port: Annotated[int | None, Option(help="port; 0: any free one; default serve.port, 8080")] = None,
     feedback: Annotated[
-        str | None, Option(metavar="FILE", help=".jsonl for the page's buttons; `unidec models monitor` reads it")
+        str | None, Option(metavar="FILE", help=".jsonl for feedback from the page; `unidec models monitor` reads it")
     ] = None,
     params: ParamsFile = DEFAULT_PARAMS,
     assignments: Assignments = None,
 ) -> None:
-    """Answer queries over HTTP, with a page to try it at /; SIGTERM or Ctrl-C ends it when all is answered.
+    """Answer queries over HTTP, with a page to try it at /; SIGTERM or Ctrl-C ends it after all requests are answered.
 
-    When an alias moves, the new version is loaded beside the old and takes over without a failed request
-    (docs/serving.md). The environment variable UNIDEC_API_KEY holds the key that clients must send; without it none is
-    required.
+    When an alias moves, the new version is loaded next to the old one and takes over without a failed request
+    (docs/serving.md). The environment variable UNIDEC_API_KEY holds the key that clients must send; if it is not set,
+    no key is required.
     """
     from unidec.machine import share_one_heap
 
@@ -132,14 +132,14 @@ add_stage(
 @command(index_app, "", "--recall 0.99 -k 10", "--kinds pq,ivf-pq")
 def tune(
     recall: Annotated[float, Option(min=0, max=1, help="target recall against the exact search")] = 0.98,
-    k: Annotated[int, Option("-k", min=1, help="results of a search")] = 100,
+    k: Annotated[int, Option("-k", min=1, help="results per search")] = 100,
     bundle: BundleAddress = DEFAULT_BUNDLE,
-    kinds: Annotated[str, Option(metavar="A,B", help="kinds to measure; by default those that suit the labels")] = "",
-    queries: Annotated[int, Option(min=1, help="queries that are asked")] = 300,
+    kinds: Annotated[str, Option(metavar="A,B", help="kinds to measure; default: those that suit the labels")] = "",
+    queries: Annotated[int, Option(min=1, help="number of queries to measure with")] = 300,
     threads: Annotated[int, Option(min=1, help="threads of builds and searches")] = 1,
 ) -> Shown:
-    """Measure kinds of index on a bundle: recall against exact search, time of one query, memory, time to build; the
-    fastest that finds enough is chosen. Exit code 1: none does."""
+    """Measure kinds of index on a bundle (recall against exact search, query latency, memory, build time) and choose
+    the fastest that reaches the target recall. Exit code 1: none does."""
     from unidec.pipeline.indexing import index_tune
 
     named = [name.strip() for name in kinds.split(",") if name.strip()]
@@ -151,11 +151,11 @@ def _tuned(found: Tuned) -> list[str]:
     names = ["kind", "options", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
     cells = [[getattr(one, name) for name in names] for one in found.measured]
     lines = table(names, [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells])
-    lines.append(f"asked: {found.queries}, {found.labels} labels; recall of the first {found.k}")
+    lines.append(f"measured with {found.queries}, {found.labels} labels; recall of the first {found.k}")
     if found.chosen is None:
-        return [*lines, f"nothing that was measured finds {found.wanted:.2%}: try --kinds flat"]
+        return [*lines, f"no measured kind reaches a recall of {found.wanted:.2%}: try --kinds flat"]
     keys = ", ".join(f"{key.removeprefix('index.')}: {value}" for key, value in found.params.items())
-    return [*lines, f"for params.yaml: index: {{{keys}}}; `unidec index build` makes the bundle with them"]
+    return [*lines, f"for params.yaml: index: {{{keys}}}; then rebuild the bundle: `unidec index build`"]
 
 
 @command(export_app, "--output labels.parquet", "--head de --bundle models:/unidec@champion")

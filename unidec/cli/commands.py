@@ -1,4 +1,4 @@
-"""What commands share: options, how they become parameters, and what is printed: plain lines, or JSON with --json."""
+"""Shared by all commands: options, loading of parameters, and output: plain lines, or JSON with --json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 app = Typer(
     name="unidec",
     help="Extreme multi-label classification with a dual encoder and a classifier trained together.",
-    epilog="In a checkout, `make train` runs all stages, and only those that are out of date.",
+    epilog="In a checkout, `make train` runs every stage that is out of date.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -34,7 +34,7 @@ app = Typer(
 DEFAULT_PARAMS = Path("params.yaml")
 ParamsFile = Annotated[Path, Option("--params", metavar="FILE", help="parameter file")]
 Assignments = Annotated[
-    list[str] | None, Option("--set", metavar="KEY=VALUE", help="another value for one parameter; repeatable")
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="override one parameter; repeatable")
 ]
 AsJson = Annotated[bool, Option("--json", help="print the result as JSON")]
 DEFAULT_BUNDLE = "outputs/bundle"
@@ -43,7 +43,7 @@ BundleAddress = Annotated[str, Option(metavar="WHERE", help="a folder, models:/n
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command found: printed as JSON with --json, else as lines; then the program ends with the exit code."""
+    """A command's result: printed as JSON with --json, else as lines; then the program exits with `exit_code`."""
 
     found: Any
     lines: Sequence[str]
@@ -55,13 +55,13 @@ def load(path: Path, assignments: list[str] | None) -> Params:
 
 
 def load_if_there(path: Path, assignments: list[str] | None) -> Params:
-    """As `load`, for commands that a bundle alone is enough for: without params.yaml every key has its default."""
+    """As `load`, for commands that need only a bundle: without params.yaml every key has its default."""
     missing = path == DEFAULT_PARAMS and not path.exists()
     return load_params(None if missing else path, parse_overrides(assignments or []))
 
 
 def bundle_folder(address: str) -> Path:
-    """The folder of a bundle: itself, or the copy of a registered one, fetched if it is not there."""
+    """The folder of a bundle: the path itself, or the local copy of a registered bundle, fetched if missing."""
     if not address.startswith("models:"):
         return Path(address)
     from unidec.tracking import fetch
@@ -81,16 +81,16 @@ def command(
     title: str | None = None,
     loads: Callable[[Path, list[str] | None], Params] = load,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: a command of `group` with the options that its function needs.
+    """Decorator: add a function as a command of `group`, with the options that it needs.
 
-    A function with an argument `params: Params` gets the loaded parameters, and the command --params and --set; one
-    that returns a result gets --json, and its result is printed.
+    If the function has an argument `params: Params`, it receives the loaded parameters, and the command has --params
+    and --set. If it returns a result, the result is printed, and the command has --json.
 
     Args:
-        group: of the command; `app` for one without a group.
-        examples: for the help: what follows the command's name.
-        name: of the command, if it is not the function's.
-        title: of what is printed, if it is not the command's name.
+        group: group of the command; `app` for none.
+        examples: arguments that the help shows after the command's name.
+        name: name of the command; default: the function's.
+        title: prefix of the printed lines; default: the command's name.
         loads: `load` or `load_if_there`.
     """
 
@@ -128,7 +128,7 @@ def _option(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def add_stage(group: Typer, name: str, stage: str, about: str, example: str = "") -> None:
-    """Add a command that runs `unidec.pipeline.<stage>`, which takes nothing but the parameters."""
+    """Add a command that runs `unidec.pipeline.<stage>`, which takes only the parameters."""
 
     def run(params: Params) -> Any:
         return getattr(pipeline, stage)(params)
@@ -138,7 +138,7 @@ def add_stage(group: Typer, name: str, stage: str, about: str, example: str = ""
 
 
 def show(title: str, result: Any, as_json: bool) -> None:
-    """A result (`plain`) as JSON, or as lines: one for each value, nested ones too; long lists as length."""
+    """Print a result (`plain`) as JSON, or as one line per value, including nested ones; long lists as their length."""
     shown = result if isinstance(result, Shown) else Shown(result, _lines(title, pipeline.plain(result)))
     print(json.dumps(pipeline.plain(shown.found), indent=2, default=str) if as_json else "\n".join(shown.lines))
     if shown.exit_code:
@@ -171,7 +171,7 @@ def _percent(share: float) -> str:
 
 
 def show_predictions(frame: pd.DataFrame) -> None:
-    """A block for each query on a terminal: rank, score, probability, label, title; tab-separated lines otherwise."""
+    """Print a block per query on a terminal: rank, score, probability, label, title; tab-separated lines otherwise."""
     if not sys.stdout.isatty():
         print(frame.to_csv(sep="\t", index=False), end="")
         return

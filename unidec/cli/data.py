@@ -13,19 +13,19 @@ from unidec.config import Params
 if TYPE_CHECKING:
     from unidec.pipeline.drift_check import DataDrift, WindowDrift
 
-Column = Annotated[str | None, Option(metavar="NAME", help="of the texts, if not query or text")]
+Column = Annotated[str | None, Option(metavar="NAME", help="column of the texts; default: query or text")]
 
 data_app = group("data", "Read, check and prepare the data of a training, and compare it over time.")
 for _name, _stage, _about, _options in (
-    ("ingest", "ingest", "Read raw files of any known layout into data/dataset, and cut the validation split.",
+    ("ingest", "ingest", "Read raw files of any supported layout into data/dataset, and split off validation queries.",
      "--set data.path=my/folder --set data.format=tables"),
-    ("validate", "validate", "Check the data set with Great Expectations; a failure ends with exit code 3. Page: "
-     "data/validation/index.html.", ""),
+    ("validate", "validate", "Check the data set with Great Expectations; writes data/validation/index.html; exit "
+     "code 3: a check failed.", ""),
     ("tokens", "tokens", "Tokenise queries and labels.", "--set tokens.max_length=64"),
     ("propensity", "propensity", "Compute inverse propensities and frequency groups of the labels.", "--json"),
     ("label-graph", "label_graph", "Count label co-occurrences, for Gandalf's soft targets.", ""),
-    ("change", "data_change", "Compare data/dataset with what the champion was trained on; a change beyond the limits "
-     "ends with exit code 3.", "--set drift.stop_change=1"),
+    ("change", "data_change", "Compare data/dataset with the champion's training data; exit code 3: a change beyond "
+     "the limits.", "--set drift.stop_change=1"),
 ):  # fmt: skip
     add_stage(data_app, _name, _stage, _about, _options)
 
@@ -33,16 +33,16 @@ for _name, _stage, _about, _options in (
 @command(data_app, "old/dataset data/dataset", "models:/unidec@champion queries.csv")
 def drift(
     params: Params,
-    first: Annotated[str, Argument(metavar="EARLIER", help="data set folder, or bundle: its training data")],
+    first: Annotated[str, Argument(metavar="EARLIER", help="data set folder, or a bundle (its training data)")],
     second: Annotated[str, Argument(metavar="LATER", help="data set folder, or a file of queries")],
     column: Column = None,
 ) -> Shown:
-    """Compare two versions of the data, or data with a file of queries; exit code 1: something drifted."""
+    """Compare two versions of the data, or data with a file of queries; exit code 1: drift."""
     return findings(pipeline.drift(params, first, second, column))
 
 
 def findings(result: DataDrift | WindowDrift) -> Shown:
-    """What drifted, with exit code 1 if anything did."""
+    """The findings as a table, with exit code 1 if anything drifted."""
     lines = table(["state", "finding"], [[str(one["state"]), str(one["words"])] for one in result.findings])
     if not getattr(result, "judged", True):
         lines.append("not judged: fewer queries than drift.min_window")

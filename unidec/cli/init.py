@@ -1,4 +1,4 @@
-"""`unidec init`: a params.yaml for your own data, and with --project all that DVC and Prefect need beside it."""
+"""`unidec init`: a params.yaml for your own data, and with --project the files that DVC and Prefect need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "au
 
 @command(app, "--data-path data/raw/shop", "my-project --format tables")
 def init(
-    folder: Annotated[Path, Argument(help="of params.yaml; this folder, if it is not given")] = Path("."),
+    folder: Annotated[Path, Argument(help="folder of params.yaml; default: the current one")] = Path("."),
     data_path: Annotated[
         str | None, Option(help=f"folder of raw files; {DEFAULTS['data.path']} in a new params.yaml")
     ] = None,
@@ -41,10 +41,10 @@ def init(
     ] = None,
     recipe: Annotated[str | None, Option(help=f"one of {', '.join(recipe_names())}")] = None,
     project: Annotated[
-        bool, Option("--project", help="also write what DVC and Prefect need without a checkout")
+        bool, Option("--project", help="also write the files that DVC and Prefect need outside a checkout")
     ] = False,
 ) -> None:
-    """Write a params.yaml for your own data; in one that exists, change these keys and keep all other lines."""
+    """Write a params.yaml for your own data; in an existing one, change these keys and keep all other lines."""
     if project:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"project {folder.resolve()}: wrote {', '.join(write_project(folder)) or 'nothing, all files exist'}")
@@ -56,7 +56,7 @@ def init(
         if project:
             return
         raise ConfigError(
-            "exists already, and no key to change is given", where=str(path),
+            "exists already, and no option to change is given", where=str(path),
             fix="unidec init --data-path FOLDER, or another folder for params.yaml",
         )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,11 +71,11 @@ def init(
         raise
     written = ", ".join(f"{key}: {value}" for key, value in values.items())
     train = "python -m flows.train" if project else "make train"
-    print(f"{path}: {written or 'written'}; next: {train} (or unidec data ingest --params {path}, the data alone)")
+    print(f"{path}: {written or 'written'}; next: {train} (only the data: unidec data ingest --params {path})")
 
 
 def _new(values: dict[str, str]) -> str:
-    """A whole file. DVC requires every section, and `dvc exp run -S KEY` every key, with or without a value."""
+    """A new params.yaml. DVC requires every section, and `dvc exp run -S KEY` every key, with or without a value."""
     own = ("recipe", "seed", "device", "data")
     keys = {name: ", ".join(getattr(Params(), name).model_dump()) for name in Params.model_fields if name not in own}
     sections = "".join(f"{name}: {{{listed}}}\n" for name, listed in keys.items())
@@ -88,7 +88,7 @@ def _new(values: dict[str, str]) -> str:
 
 
 def _changed(text: str, values: dict[str, str], path: Path) -> str:
-    """The text with other values at these keys; all else stays as it is. ConfigError: no such key."""
+    """The text with new values at these keys, and nothing else changed. Raises ConfigError if a key is missing."""
     for key, value in values.items():
         node = YAML().compose(text)
         for name in key.split("."):
@@ -98,14 +98,14 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
             fix = f"add it by hand, with the value {json.dumps(value)}"
             raise ConfigError(f"no key {key} to change", where=str(path), fix=fix)
         before, after = text[: node.start_mark.index], text[node.end_mark.index :]
-        if not node.value:  # a key alone
+        if not node.value:  # a key without a value
             before = before if before.endswith(" ") else f"{before} " if before.endswith(":") else f"{before}: "
         text = f"{before}{json.dumps(value)}{after}"
     return text
 
 
 def write_project(folder: Path) -> list[str]:
-    """Write what is missing of a project's files; those that exist are left as they are.
+    """Write the project files that are missing; existing files are not changed.
 
     Returns:
         names of the files that were written.
@@ -113,7 +113,7 @@ def write_project(folder: Path) -> list[str]:
     from unidec.tracking.provenance import git
 
     packaged = PACKAGE / "project_template"
-    template = packaged if packaged.is_dir() else packaged.parents[1]  # a checkout is a project itself
+    template = packaged if packaged.is_dir() else packaged.parents[1]  # a checkout is itself a project
     files = {
         str(file.relative_to(template)): _adapted(file, template)
         for pattern in _FILES
@@ -133,12 +133,12 @@ def write_project(folder: Path) -> list[str]:
 
 
 def _adapted(file: Path, template: Path) -> str:
-    """A file's text: dependencies on the code of a checkout are left out, the last resort is the Python of now."""
+    """A template's text: without dependencies on a checkout's code; bin/python falls back to the running Python."""
     text, name = file.read_text(encoding="utf-8"), str(file.relative_to(template))
     if name == "bin/python":
         return text.replace("exec python3 ", f'exec "{sys.executable}" ')
     if name == "dvc.yaml":
         text = re.sub(r'^ +- "?unidec/.*\n', "", text, flags=re.MULTILINE)
         text = re.sub(r', "?unidec/[^,\]]+', "", text)
-        return f"# After an upgrade of unidec-xmc: `dvc repro --force`, its code is no dependency here.\n{text}"
+        return f"# unidec-xmc's code is not a dependency here: after an upgrade run `dvc repro --force`.\n{text}"
     return text

@@ -1,4 +1,4 @@
-"""`unidec labels`: change the labels of a bundle, without training."""
+"""`unidec labels`: change the labels of a bundle without training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from unidec.retrieval.label_change import LabelText
 
 labels_app = group(
-    "labels", "Add, remove and change the labels of a bundle without training: a new bundle, the old one stays."
+    "labels", "Add, remove and update the labels of a bundle without training; the result is a new bundle."
 )
 
 _ABOUT_FILE = "labels: .csv, .tsv, .jsonl or .parquet with the columns uid, text [, title]"
-_ABOUT_UIDS = "the same with a column uid"
+_ABOUT_UIDS = "labels: .csv, .tsv, .jsonl or .parquet with the column uid"
 File = Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_FILE)]
 Register = Annotated[bool, Option("--register", help="register the new bundle as challenger")]
 Out = Annotated[Path | None, Option(metavar="FOLDER", help="the new bundle; default outputs/refreshed")]
@@ -34,9 +34,9 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
 
     def run(
         params: Params,
-        uid: Annotated[str | None, Argument(metavar="[UID]", help="one label")] = None,
-        text: Annotated[str | None, Argument(metavar="[TEXT]", help="its text: encoded, and shown")] = None,
-        title: Annotated[str | None, Option(help="what is shown, if not the text")] = None,
+        uid: Annotated[str | None, Argument(metavar="[UID]", help="uid of the label")] = None,
+        text: Annotated[str | None, Argument(metavar="[TEXT]", help="its text, which is encoded and shown")] = None,
+        title: Annotated[str | None, Option(help="shown instead of the text")] = None,
         file: File = None,
         bundle: BundleAddress = DEFAULT_BUNDLE,
         out: Out = None,
@@ -45,7 +45,7 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
     ) -> Any:
         if (uid is None or text is None) == (file is None) or (file and (uid or title)):
             fix = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update likewise'
-            raise ConfigError("either a uid and a text, or --file are needed", where="unidec labels", fix=fix)
+            raise ConfigError("requires either a uid and a text, or --file", where="unidec labels", fix=fix)
         from unidec.pipeline.labels import change_labels
         from unidec.retrieval.label_change import LabelText
 
@@ -57,11 +57,11 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
 
 
 _add_texts_command(
-    "add", "Add labels, answered from now on by their text; the others answer as they did.",
+    "add", "Add labels, which are ranked by their text; other labels keep their vectors.",
     'zed "editor for code, shared"', "--file new.csv --bundle models:/unidec@champion --register",
 )  # fmt: skip
 _add_texts_command(
-    "update", "Change the texts of labels: they are encoded again; what was trained of them stays.",
+    "update", "Change the texts of labels; the texts are re-encoded, trained classifier rows are kept.",
     'kate "editor for KDE"', "--file changed.csv",
 )  # fmt: skip
 
@@ -69,17 +69,17 @@ _add_texts_command(
 @command(labels_app, "kate gedit", "--file gone.csv --dry-run", loads=load_if_there)
 def remove(
     params: Params,
-    uids: Annotated[list[str] | None, Argument(metavar="[UID]...", help="labels")] = None,
+    uids: Annotated[list[str] | None, Argument(metavar="[UID]...", help="uids of labels")] = None,
     file: Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_UIDS)] = None,
     bundle: BundleAddress = DEFAULT_BUNDLE,
     out: Out = None,
     register: Register = False,
     dry_run: DryRun = False,
 ) -> Any:
-    """Remove labels: they are never answered again, and get no votes."""
+    """Remove labels: they are no longer predicted, and get no votes."""
     if bool(uids) == (file is not None):
         fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
-        raise ConfigError("either uids or --file are needed", where="unidec labels remove", fix=fix)
+        raise ConfigError("requires either uids or --file", where="unidec labels remove", fix=fix)
     from unidec.pipeline.labels import change_labels
 
     uids = uids or [label.uid for label in _read(file)]
@@ -92,7 +92,7 @@ def refresh(
     version: Annotated[str, Option(metavar="VERSION", help="number or alias")] = "champion",
     register: Register = False,
 ) -> Any:
-    """Give a registered model the labels of data/dataset, without training: outputs/refreshed."""
+    """Give a registered model the labels of data/dataset, without training; writes outputs/refreshed."""
     result = pipeline.refresh_labels(params, version)
     registered = pipeline.register(params, result.bundle) if register and result.bundle else None
     return _flat(replace(result, registered=registered))

@@ -13,7 +13,7 @@ from unidec.cli.data import Column, findings
 from unidec.config import Params
 from unidec.errors import ConfigError, Refused
 
-Reason = Annotated[str, Option(metavar="TEXT", help="kept with the version")]
+Reason = Annotated[str, Option(metavar="TEXT", help="reason, stored with the version")]
 Which = Annotated[str, Argument(metavar="[VERSION]", help="number or alias")]
 
 models_app = group("models", "List, compare, promote and trace registered models.")
@@ -25,13 +25,14 @@ def list_models(params: Params) -> Shown:
     from unidec.tracking.lineage import COLUMNS, list_versions, rows_of
 
     found = list_versions(params.tracking.model_name)
-    nothing = f"no versions of {params.tracking.model_name} yet: unidec models register makes one"
+    nothing = f"no versions of {params.tracking.model_name} yet: unidec models register creates one"
     return Shown(found, table(COLUMNS, rows_of(found)) if found else [nothing])
 
 
 @command(models_app, "", "7 --set gate.margin=0.2 --json")
 def gate(params: Params, version: Which = "challenger") -> Shown:
-    """Compare a version with the champion and see whether it can be served: outputs/gate.html; exit code 6: refused."""
+    """Compare a version with the champion, and check that it can be served; writes outputs/gate.html; exit code 6:
+    refused."""
     result = pipeline.gate(params, version)
     against = f"against version {result.champion}" if result.champion else "(no champion to compare with)"
     outcome = "passed" if result.passed else "refused"
@@ -45,7 +46,7 @@ def gate(params: Params, version: Which = "challenger") -> Shown:
 def promote(
     params: Params,
     version: Which = "challenger",
-    force: Annotated[bool, Option("--force", help="whatever the gate decided; recorded in a tag")] = False,
+    force: Annotated[bool, Option("--force", help="even if the gate refused it; recorded in a tag")] = False,
     reason: Reason = "",
 ) -> Any:
     """Make a version that passed the gate the champion, and the champion the previous one."""
@@ -54,7 +55,7 @@ def promote(
 
 @command(models_app, '--reason "answers to short queries are odd"')
 def rollback(params: Params, reason: Reason = "") -> Any:
-    """Swap champion and previous; the version that is left is refused until somebody forces it."""
+    """Swap champion and previous; the version that was champion is refused until it is promoted with --force."""
     from unidec.tracking import promotion
 
     return promotion.rollback(params.tracking.model_name, reason=reason)
@@ -66,9 +67,9 @@ def lineage(
     model: Annotated[
         str | None, Argument(metavar="[MODEL]", help="champion (default), models:/unidec/7, bundle:HASH, a folder")
     ] = None,
-    data: Annotated[str | None, Option(metavar="HASH", help="the versions that this data went into instead")] = None,
+    data: Annotated[str | None, Option(metavar="HASH", help="list the versions made of this data instead")] = None,
 ) -> Shown:
-    """Print what a model was made of, back to its first ancestor; or which models data went into."""
+    """Trace a model back to its first ancestor, or list the models that were made of some data."""
     if data is not None and model is not None:
         fix = "unidec models lineage --data HASH"
         raise ConfigError("either a model or --data", where="unidec models lineage", fix=fix)
@@ -94,7 +95,7 @@ def register(
     params: Params,
     bundle: Annotated[Path | None, Option(metavar="FOLDER", help="outputs/bundle, or outputs/refreshed")] = None,
 ) -> Any:
-    """Register a bundle in MLflow under the alias `challenger`: outputs/bundle if no other is named."""
+    """Register a bundle in MLflow under the alias `challenger`; default: outputs/bundle."""
     return pipeline.register(params) if bundle is None else pipeline.register(params, bundle)
 
 
@@ -107,12 +108,12 @@ def monitor(
         str | None, Option(metavar="SOURCE", help="folder or models:/ address; default: the champion")
     ] = None,
 ) -> Shown:
-    """Compare a window of live queries with what a model was trained on; exit code 1: it drifted."""
+    """Compare a window of live queries with a model's training data; exit code 1: drift."""
     return findings(pipeline.monitor(params, queries, column=column, bundle=bundle))
 
 
 add_stage(
     models_app, "start", "choose_start",
-    "Choose what the next training starts from, the champion or nothing, and write it to data/start.json.",
+    "Choose whether the next training starts from the champion or from scratch; writes data/start.json.",
     "--set retrain.start=cold",
 )  # fmt: skip

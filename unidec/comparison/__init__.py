@@ -1,1 +1,1 @@
-"""Comparisons: many systems on the same data, split, encoder and seeds, each a child process in a folder of its own."""
+"""Comparisons: many systems on the same data, split, encoder and seeds, each in its own child process and folder."""

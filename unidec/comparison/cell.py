@@ -1,9 +1,9 @@
-"""One step of a comparison, in a process of its own: `python -m unidec.comparison.cell FOLDER`.
+"""One step of a comparison, in a separate process: `python -m unidec.comparison.cell FOLDER`.
 
-The folder is the working folder and holds cell.json. Killed or stopped, the same command continues: training from its
-checkpoint, everything else from its beginning. result.json comes last; what went wrong is in failure.json.
+The folder is the working folder and holds cell.json. Re-run the command after a kill or a stop: training resumes from
+its checkpoint, everything else starts again. result.json is written last; errors are in failure.json.
 
-Legend: n test queries, K labels a query.
+Legend: n test queries, K labels per query.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from unidec.pipeline import paths
 
 PARENT = "UNIDEC_COMPARE_PARENT"  # environment variable: the process that must be alive
 COMMAND = (sys.executable, "-m", "unidec.comparison.cell")
-POLL_S, GRACE_S = 0.1, 120.0  # the latter for the checkpoint of a child that is stopped
+POLL_S, GRACE_S = 0.1, 120.0  # the latter: time for a stopped child to write its checkpoint
 TIMED_QUERIES, TIMED_K = 512, 10  # queries whose prediction is timed
 
 
 def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Event) -> None:
-    """Make a step in a process group of its own, and wait for it; `stopping` ends it with a checkpoint.
+    """Run a step in its own process group, and wait for it; `stopping` ends it with a checkpoint.
 
     Raises:
-        TrainingError: with the reason, which is in failure.json, too.
+        TrainingError: with the reason, which is also in failure.json.
     """
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
@@ -61,7 +61,7 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
         raise TrainingError("cannot be started", where=step.name, got=error) from error
     while (code := process.poll()) is None:
         if stopping.wait(POLL_S):
-            for number in (signal.SIGTERM, signal.SIGKILL):  # the latter also for what the child had started
+            for number in (signal.SIGTERM, signal.SIGKILL):  # the latter also for the child's own children
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -78,7 +78,7 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
 
 
 def main(folder: str) -> int:
-    """Make the step of a folder; returns the exit code."""
+    """Run the step of a folder; returns the exit code."""
     from filelock import FileLock
 
     from unidec.pipeline.parent_watch import watch
@@ -102,9 +102,9 @@ def main(folder: str) -> int:
 
 
 def _make(step: Step) -> None:
-    """Data set, model or peer of a step, and its result; then what only an unfinished run needs is deleted."""
+    """Make a step's data set, model or peer, and its result; then delete what only an unfinished run needs."""
     Path(FAILURE).unlink(missing_ok=True)
-    if step.result() is not None:  # by other code
+    if step.result() is not None:  # a result of other code
         _remove(path for path in Path().iterdir() if path.name not in (SPEC, LOG, ".lock"))
     spec, begin = step.spec, time.time()
     _link(spec["links"])
@@ -119,10 +119,10 @@ def _make(step: Step) -> None:
         else:
             result |= _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
         result["dataset"], result["lineage"] = data_card(params), _lineage() | result.get("lineage", {})
-        # an attempt that was cut off before left the seconds of its training only
+        # of an interrupted earlier attempt, only the seconds of its training are known
         recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
         result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
-        result["costs"]["cpu_seconds"] = time.process_time()  # what it took of a machine that others work on too
+        result["costs"]["cpu_seconds"] = time.process_time()  # comparable on a machine that others use too
     write_json(RESULT, result)
     _remove([] if spec["keep"] else [Path(MODEL), Path("outputs/bundle")])
     remove_checkpoints(Path())
@@ -151,7 +151,7 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
 
 
 def _trained(params: Params) -> dict[str, Any]:
-    """Train; costs and curve of the training, and its MLflow run. The test split is not looked at."""
+    """Train; costs and curve of the training, and its MLflow run. The test split is not used."""
     from unidec import pipeline
     from unidec.tracking.run import tracking_state
 
@@ -199,17 +199,17 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
 
 
 def _search_ms(bundle: Any, params: Params) -> float:
-    """Milliseconds a test query, from its text to its labels."""
+    """Milliseconds per test query, from its text to its labels."""
     dataset = paths.open_dataset()
     texts = dataset.query_texts(dataset.rows("test")[:TIMED_QUERIES], params.tokens.text)
-    bundle.predict_arrays(texts[:8], k=TIMED_K)  # what is loaded at the first call is no search time
+    bundle.predict_arrays(texts[:8], k=TIMED_K)  # warm-up: loading at the first call is not search time
     begin = time.perf_counter()
     bundle.predict_arrays(texts, k=TIMED_K)
     return 1000 * (time.perf_counter() - begin) / max(len(texts), 1)
 
 
 def _peer(name: str, params: Params) -> dict[str, Any]:
-    """Run a peer; filtered pairs are removed, what is left is measured as our labels are, and becomes an MLflow run."""
+    """Run a peer, remove filtered pairs, measure its labels as we measure ours, and log an MLflow run."""
     from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
     from unidec.model.sources import resolve_encoder
     from unidec.tracking.run import Tracker
@@ -238,19 +238,19 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
 
 
 def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
-    """Unit vectors of all texts by the model that a peer comes after."""
+    """Unit vectors of all texts by the model that a peer builds on (`after`)."""
     from unidec.model.unidec import UniDEC
     from unidec.pipeline.ranking import Ranking
 
     model = UniDEC.load(START)
     ranking = Ranking.of_model(model, dataset, np.arange(dataset.num_queries), params.optim.precision)
     if ranking.query_de is None:
-        raise ConfigError("a model without vectors of label texts", fix="name a cell with a dual encoder in `after`")
+        raise ConfigError("the model has no vectors of label texts", fix="name a cell with a dual encoder in `after`")
     return {"queries": ranking.query_de, "labels": ranking.vectors["de"]}
 
 
 def _lineage() -> dict[str, str]:
-    """What the figures were measured with and on: versions, commit, machine; no names."""
+    """What the figures were measured with and on: versions, commit, machine; no user or host names."""
     import torch
 
     from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, code_tags
@@ -273,7 +273,7 @@ def _remove(paths: Iterable[Path]) -> None:
 
 
 def _link(links: Mapping[str, str]) -> None:
-    """Relative links to what is shared: a moved workspace still works."""
+    """Make relative links to the shared folders, so that a moved workspace still works."""
     for name, target in links.items():
         place = Path(name)
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""A comparison file, checked as strictly as params.yaml, and its jobs: one for each data set, cell and seed.
+"""A comparison file, checked as strictly as params.yaml, and its jobs: one per data set, cell and seed.
 
 Overrides (`common`, `set`) may be nested as in params.yaml or given by key path: `pool: {beta: 2}` or `pool.beta: 2`.
-A cell names only cells above it: what is read in order needs no sorting and has no circles.
+A cell refers only to cells above it, so the file needs no sorting and has no cycles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from unidec.sections import Count, Section, Seed
 
 Kind = Literal["recipe", "model_of", "peer", "trial"]
 SOURCES = ("recipe", "like", "model_of", "peer")
-ALIKE = ("data", "tokens", "recipe", "seed", "tracking")  # for every cell: else a table would compare data, not systems
+ALIKE = ("data", "tokens", "recipe", "seed", "tracking")  # same for every cell: else a table would compare data
 EXPERIMENT = "unidec-compare"
 START = "data/start"  # in a cell's folder: a link to the model that it starts from
 Name = Annotated[str, StringConstraints(min_length=1, max_length=60, pattern=r"^[^/*?\[\]\x00-\x1f]+$")]
@@ -43,43 +43,43 @@ Overrides = dict[str, Any]
 class DataEntry(Section):
     """A data set with a choice of text: one table of the comparison."""
 
-    path: str = Field(description="folder of raw files, from where the command is run")
+    path: str = Field(description="folder of raw files, relative to the working folder")
     about: str = Field("", description="one line")
     text: Literal["title", "title+content"] = Field("title", description="short-text or long-text task")
-    max_length: Annotated[int, Field(ge=3, le=512)] = Field(32, description="tokens a text")
-    train: Count | None = Field(None, description="only the first so many training queries, and labels they know")
-    test: Count | None = Field(None, description="only the first so many test queries")
+    max_length: Annotated[int, Field(ge=3, le=512)] = Field(32, description="maximum tokens per text")
+    train: Count | None = Field(None, description="use only the first N training queries, and their labels")
+    test: Count | None = Field(None, description="use only the first N test queries")
     set: Overrides = Field({}, description="parameters for every recipe on this data set")
 
 
 class CellEntry(Section):
-    """A system: a recipe, another cell with changes, another cell's model served otherwise, or a peer."""
+    """A system: a recipe, another cell with changes, another cell's model with another index, or a peer."""
 
     recipe: str | None = Field(None, description="a shipped recipe")
     like: str | None = Field(None, description="a cell whose settings this one starts from")
     model_of: str | None = Field(None, description="a cell whose trained model this one serves with other index keys")
-    peer: str | None = Field(None, description="a system from outside")
-    after: str | None = Field(None, description="a cell whose model is this one's start")
+    peer: str | None = Field(None, description="an external system")
+    after: str | None = Field(None, description="a cell from whose model this one starts")
     about: str = Field("", description="one line")
     set: Overrides = Field({}, description="parameters over those of the recipe, `common` and the data set")
-    trials: list[Overrides] | None = Field(None, description="what --tune tries beside the trials of all cells")
-    seeds: Annotated[list[Seed], Field(min_length=1)] | None = Field(None, description="in place of the file's")
+    trials: list[Overrides] | None = Field(None, description="trials of --tune, besides those of all cells")
+    seeds: Annotated[list[Seed], Field(min_length=1)] | None = Field(None, description="replace the file's seeds")
 
 
 class TuningEntry(Section):
     """Equal tuning: every recipe cell is trained on one data set with each of its trials, the best is kept."""
 
     data: str = Field(description="an entry of `data` that nothing else uses")
-    trials: list[Overrides] = Field(description="of every recipe cell; `lr: 2` doubles all of its learning rates")
-    file: str = Field(description="YAML: what was chosen, from where the command is run")
+    trials: list[Overrides] = Field(description="trials of every recipe cell; `lr: 2` doubles all learning rates")
+    file: str = Field(description="YAML file of the chosen settings, relative to the working folder")
 
 
 class GroupEntry(Section):
-    """Cells that differ in one thing, beside their base: an ablation."""
+    """An ablation: a base cell, and cells that differ from it in one thing."""
 
     base: str = Field(description="the cell that the others are compared with")
     cells: list[str] = Field(description="the others, in order")
-    about: str = Field("", description="which table of which paper this repeats")
+    about: str = Field("", description="the paper's table that this reproduces")
 
 
 class ComparisonFile(Section):
@@ -90,7 +90,7 @@ class ComparisonFile(Section):
     )
     title: str = Field("", description="heading of the report")
     about: str = Field("", description="one line")
-    seeds: Annotated[list[Seed], Field(min_length=1)] = Field([0], description="one run each")
+    seeds: Annotated[list[Seed], Field(min_length=1)] = Field([0], description="one run per seed")
     common: Overrides = Field({}, description="parameters for every recipe and, where they apply, every peer")
     data: Annotated[dict[Name, DataEntry], Field(min_length=1)] = Field(description="data sets by name")
     cells: Annotated[dict[Name, CellEntry], Field(min_length=1)] = Field(description="systems by name")
@@ -102,10 +102,10 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
     """Read a comparison file and check its form.
 
     Returns:
-        The file, and the line of each key path, in words.
+        The file, and the line of each key path ("line 3").
 
     Raises:
-        ConfigError: no such file, or not YAML. ParamsError: unknown keys and wrong values, all of them.
+        ConfigError: no such file, or not YAML. ParamsError: all unknown keys and wrong values.
     """
     path = Path(path)
     if not path.is_file():
@@ -121,7 +121,7 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
 
 
 def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
-    """What pydantic reports about one key, as a problem."""
+    """One of pydantic's errors as the text of a problem."""
     path = [str(part) for part in detail["loc"] if part != "[key]"]
     sections: dict[str, type[Section]] = {"data": DataEntry, "cells": CellEntry, "groups": GroupEntry}
     section = sections.get(path[0], ComparisonFile) if len(path) > 2 else ComparisonFile
@@ -135,7 +135,7 @@ def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
 
 
 def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"pool": {"beta": 2}, "pool.eta": 1}` -> `{"pool.beta": 2, "pool.eta": 1}`; an empty section is nothing."""
+    """`{"pool": {"beta": 2}, "pool.eta": 1}` -> `{"pool.beta": 2, "pool.eta": 1}`; empty sections are dropped."""
     found: dict[str, Any] = {}
     for key, value in overrides.items():
         if isinstance(value, dict):
@@ -150,12 +150,12 @@ class Job:
     """One run: a cell on a data set with a seed; data, cell and seed as in the file.
 
     Attributes:
-        kind: trained by us, another cell's model served otherwise, a peer, or a trial of a tuning.
-        params: all of them; of a peer those that it shares with the recipes (data, texts, encoder, epochs).
-        settings: what is set beyond the recipe and the common settings, and the cell that it builds on; of a trial
-            what it tries.
+        kind: a recipe, another cell's model with another index, a peer, or a trial of a tuning.
+        params: all parameters; a peer uses those that it shares with the recipes (data, texts, encoder, epochs).
+        settings: settings beyond the recipe and the common ones, and the cell that it builds on; for a trial, the
+            settings that it tries.
         needs: key of the job whose model this one starts from or serves; "": none.
-        peer: its name. trial: what is tried, in words.
+        peer: name of the peer. trial: the settings that it tries, as text.
     """
 
     data: str
@@ -187,9 +187,9 @@ def in_words(trial: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class System:
-    """A cell with what it takes over from others; `given` holds each setting and where it was given.
+    """A cell with the settings that it inherits; `given` holds each setting and where it was set.
 
-    `trials`: of its tuning, those of all cells first. `tuned_as`: the cell whose chosen settings it has."""
+    `trials`: trials of its tuning, those of all cells first. `tuned_as`: the cell whose chosen settings it uses."""
 
     kind: Kind
     recipe: str = ""
@@ -216,10 +216,10 @@ class Planner:
         """Every job by its key, in the order of the file; seeds vary slowest.
 
         Args:
-            path: of the file. choose: gives the chosen settings of tuned cells; None: the jobs are the tuning's.
+            path: path of the file. choose: returns the chosen settings of tuned cells; None: plan the tuning's jobs.
 
         Raises:
-            ParamsError: everything that is wrong, with key path, line, what was expected and the nearest name.
+            ParamsError: every problem, with key path, line, what was expected and the nearest name.
         """
         self._check_data_and_groups()
         for name, cell in self.file.cells.items():
@@ -246,19 +246,19 @@ class Planner:
         return {job.key: job for job in jobs}
 
     def _trials(self, tuning: TuningEntry, systems: Mapping[str, System]) -> list[Job]:
-        """The trials of every recipe cell, as many for each; a cell starts from the one before it as that is."""
+        """The trials of every recipe cell, the same number for each; a cell that builds on another uses it untuned."""
         before = len(self.problems)
         self._check_name("tuning.data", "data set", tuning.data, self.file.data)
         recipes = {name: system for name, system in systems.items() if system.kind == "recipe"}
         most = max((len(system.trials) for system in recipes.values()), default=0)
         if {} not in tuning.trials:
-            self._add("tuning.trials", "each cell as it is, {}, is not among them", tuning.trials)
+            self._add("tuning.trials", "the trial {}, each cell as it is, is missing", tuning.trials)
         for name, system in recipes.items():
             key, words = f"cells.{name}.trials", {in_words(trial) for trial in system.trials}
             if len(system.trials) < most:
-                self._add(key, "fewer trials than others have", len(system.trials), str(most))
+                self._add(key, "fewer trials than other cells", len(system.trials), str(most))
             elif len(words) < most:
-                self._add(key, "the same trial twice", sorted(words), f"{most} different ones")
+                self._add(key, "duplicate trials", sorted(words), f"{most} different ones")
             for rate in (trial.get("lr", 1) for trial in system.trials):
                 if type(rate) not in (int, float) or rate <= 0:
                     self._add(key, "lr multiplies all learning rates", rate, "a number above 0")
@@ -275,13 +275,13 @@ class Planner:
     def _check_name(self, key: str, what: str, name: str | None, known: Iterable[str]) -> None:
         names = list(known)
         if name is not None and name not in names:
-            expected = f"one of {', '.join(names)}" if names else "no name: there is none"
+            expected = f"one of {', '.join(names)}" if names else "nothing: there is none yet"
             self._add(key, f"no such {what}", name, expected, nearest(name, names))
 
     def _check_data_and_groups(self) -> None:
         for name, entry in self.file.data.items():
             if not Path(entry.path).is_dir():
-                self._add(f"data.{name}.path", "no such folder", entry.path, "a folder of raw files, from here")
+                self._add(f"data.{name}.path", "no such folder", entry.path, "a folder, relative to the working folder")
             for key in flat(entry.set):
                 if key == "data.path" or key.partition(".")[0] in set(ALIKE) - {"data"}:
                     expected = "path, text and max_length beside `set`"
@@ -295,27 +295,27 @@ class Planner:
         where = f"cells.{name}"
         given = [source for source in SOURCES if getattr(cell, source) is not None]
         if len(given) != 1:
-            self._add(where, "must be one thing", ", ".join(given) or "none", f"exactly one of {', '.join(SOURCES)}")
+            self._add(where, "requires one source", ", ".join(given) or "none", f"exactly one of {', '.join(SOURCES)}")
         self._check_name(f"{where}.recipe", "recipe", cell.recipe, recipe_names())
         self._check_name(f"{where}.peer", "peer", cell.peer, PEERS)
         for place in ("like", "model_of", "after"):
             self._check_name(f"{where}.{place}", "cell above this one", getattr(cell, place), self.systems)
         if cell.peer is not None and cell.set:
-            self._add(where, "a peer has no parameters of ours", cell.set, "nothing beside `peer`")
+            self._add(where, "a peer takes no parameters", cell.set, "no `set`")
         if cell.peer in PEERS and (cell.after is not None) != PEERS[cell.peer].reads_vectors:
             expected = "after: the cell whose text vectors it reads" if cell.after is None else "no `after`"
-            self._add(where, "the start of a peer", cell.after, expected)
+            self._add(where, "wrong `after` for this peer", cell.after, expected)
         if cell.trials and (self.file.tuning is None or cell.peer or cell.model_of):
-            self._add(f"{where}.trials", "nothing is tuned here", cell.trials, "a recipe cell, and a section `tuning`")
+            self._add(f"{where}.trials", "this cell is not tuned", cell.trials, "a recipe cell, and a section `tuning`")
         for key in flat(cell.set):
             section, place = key.partition(".")[0], f"{where}.set.{key}"
             if section in ALIKE:
-                self._add(place, "is the same for all cells", cell.set, "data and texts are set in `data`")
+                self._add(place, "must be the same for all cells", cell.set, "data and texts are set in `data`")
             elif cell.model_of is not None and section != "index":
-                self._add(place, "would need another training", cell.set, "keys of index, or like: instead")
+                self._add(place, "would require another training", cell.set, "keys of index, or like: instead")
 
     def _system(self, name: str, cell: CellEntry) -> System | None:
-        """A cell over the one that it is like, or whose model it serves."""
+        """A cell with the settings of the one that it is like, or whose model it serves."""
         for place in ("model_of", "after"):
             other = self.systems.get(getattr(cell, place) or "")
             if other is not None and other.kind != "recipe":
@@ -334,7 +334,7 @@ class Planner:
         needs = cell.model_of or cell.after or system.needs
         seeds = cell.seeds or system.seeds
         if (other := self.systems.get(needs)) and not set(seeds) <= set(other.seeds):
-            self._add(f"cells.{name}.seeds", "the cell that it builds on has others", seeds, str(list(other.seeds)))
+            self._add(f"cells.{name}.seeds", "not seeds of the cell that it builds on", seeds, str(list(other.seeds)))
         kind: Kind = "model_of" if cell.model_of else system.kind
         return replace(
             system,
@@ -357,7 +357,7 @@ class Planner:
     def _job(
         self, data: str, cell: str, system: System, seed: int, trial: Mapping[str, Any] | None = None
     ) -> Job | None:  # fmt: skip
-        """The job with its parameters, with what was chosen for it or a trial; None where these are wrong."""
+        """The job with its parameters, including the chosen settings or a trial's; None if they are invalid."""
         entry = self.file.data[data]
         given = self._given("common", self.file.common) | self._given(f"data.{data}.set", entry.set)
         given |= system.given

@@ -1,6 +1,7 @@
-"""Results of a comparison's cells: gathered from their folders, tested, and put together for page and terminal.
+"""Results of a comparison's cells: collected from their folders, tested for significance, and formatted for page and
+terminal.
 
-Legend: n test queries, K labels a query.
+Legend: n test queries, K labels per query.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HEAD = """\
 
 
 def write_report(comparison: Comparison) -> Path:
-    """Write report.html of everything that the comparison's folder holds, whatever was asked for last."""
+    """Write report.html with all results in the comparison's folder, not only those of the last call."""
     found = gather(comparison)
     page = page_input(comparison, found, contrasts(comparison, found))
     comparison.root.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ def write_report(comparison: Comparison) -> Path:
 
 
 def table(comparison: Comparison) -> list[list[str]]:
-    """The results so far, for a terminal: column heads, then a row for each cell, mean ± spread over seeds."""
+    """The results so far, for a terminal: column heads, then a row per cell, mean ± spread over seeds."""
     rows = [["data", "cell", "seeds", *TABLE]]
     for cell in _cells(comparison, gather(comparison)):
         if cell.runs:
@@ -63,7 +64,7 @@ def table(comparison: Comparison) -> list[list[str]]:
 
 
 def write_metrics(path: Path, step: Step) -> None:
-    """The figures of one run, small enough for git; DVC takes no `@` in a name."""
+    """Write the metrics of one run, small enough for git; DVC allows no `@` in a name."""
     result = step.result() or {}
     figures = {name.replace("@", "_at_"): round(result["metrics"][name], 3) for name in TESTED}
     seconds = round(result["costs"].get("train_seconds", 0.0), 1)
@@ -72,7 +73,7 @@ def write_metrics(path: Path, step: Step) -> None:
 
 
 def gather(comparison: Comparison) -> Results:
-    """The results that there are for these inputs."""
+    """The results that exist for these inputs."""
     return {key: result for key in comparison.jobs if (result := comparison.steps[key].result()) is not None}
 
 
@@ -90,7 +91,7 @@ def page_input(
             f"validation split is its setting here (Settings, tuned). Figures of all trials: {tuning.file}."
         )
     cards = {comparison.jobs[key].data: found[key]["dataset"] for key in reversed(found)}
-    # what made the figures; several values where they differ between cells
+    # what the figures were made with; several values if they differ between cells
     made: dict[str, dict[str, None]] = {"command": {f"unidec compare {comparison.path}": None}}
     for result in found.values():
         for name, value in result["lineage"].items():
@@ -145,7 +146,7 @@ def _cells(comparison: Comparison, found: Results) -> list[Cell]:
 
 
 def _run(comparison: Comparison, job: Job, found: Results) -> Run:
-    """One seed; the seconds of the trainings that it builds on are counted with its own."""
+    """The run of one seed; its seconds include those of the trainings that it builds on."""
     result = found[job.key]
     costs, curve = dict(result["costs"]), [dict(line) for line in result["curve"]]
     if curve and "work_seconds" in curve[-1]:
@@ -170,7 +171,7 @@ def _failure(job: Job, step: Step) -> dict[str, Any]:
 
 
 def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[QueryParts]]:
-    """Scores of each query under each system of one data set, a list over seeds."""
+    """Scores of each query by each system on one data set, a list over seeds."""
     scores: dict[str, list[QueryParts]] = {}
     steps = [(job, comparison.steps[job.key]) for job in jobs]
     files = [(job.cell, file) for job, step in steps if (file := step.folder / PREDICTIONS).is_file()]
@@ -188,13 +189,13 @@ def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[Query
 
 
 def write_chosen(comparison: Comparison, steps: Sequence[Step], outcomes: Mapping[str, str]) -> Path:
-    """Choose for each cell whose trials ran, and write the file; entries of other cells stay.
+    """Choose the best trial of each cell whose trials ran, and write the file; entries of other cells are kept.
 
     Args:
-        steps: those that were asked for. outcomes: why a step has no result.
+        steps: the requested steps. outcomes: why a step has no result, "" if it has one.
 
     Raises:
-        UnidecError: a cell has no trial with a result, or some did not run; the others are written.
+        UnidecError: some steps have no result; the cells whose trials all ran are written.
     """
     tuning = comparison.file.tuning
     assert tuning is not None
@@ -214,12 +215,12 @@ def write_chosen(comparison: Comparison, steps: Sequence[Step], outcomes: Mappin
     text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, default_flow_style=None, width=118)
     write_bytes_atomic(path, (head + text).encode())
     if lost := [f"{name}: {reason}" for name, reason in outcomes.items() if reason]:
-        raise UnidecError("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"chosen: {path}"]))
+        raise UnidecError("\n".join([f"{len(lost)} of {len(outcomes)} steps have no result", *lost, f"chosen: {path}"]))
     return path
 
 
 def _figure(step: Step) -> float | None:
-    """The metric after the last round; None: no result by this code, or no number."""
+    """The metric after the last round; None: no result by this code, or not a finite number."""
     curve = (step.result() or {}).get("curve") if step.is_done() else None
     value = curve[-1]["validation"].get(METRIC) if curve else None
     return round(value, 3) if value is not None and math.isfinite(value) else None

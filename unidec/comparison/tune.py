@@ -1,13 +1,13 @@
-"""`unidec tune`: search of parameters by a validation metric; a trial is a training in a process and folder of its own.
+"""`unidec tune`: search parameters by a validation metric; each trial is a training in its own process and folder.
 
     runs/tune/<name>/
       study.db                   Optuna's records: trials, and their metric after each round
       shared/                    data set, tokens and vectors of frozen encoders, computed once
-      cells/<data>/trial/        a folder for each training, named by its parameters
-      trials.md, best.yaml       what was tried, and the best parameters; written after each trial
+      cells/<data>/trial/        a folder per training, named by its parameters
+      trials.md, best.yaml       all trials, and the best parameters; written after each trial
 
-Killed or stopped, the same command continues. Trials that ended are kept. The one that was interrupted is drawn again:
-it follows from the seed and the trials before it, so it has the same folder, where its training resumes.
+Re-run the command to resume after a kill or a stop. Finished trials are kept. The interrupted one is drawn again: seed
+and earlier trials determine it, so it has the same folder, where its training resumes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ STUDY, TABLE, BEST = "study.db", "trials.md", "best.yaml"
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best trial: its number, its metric (percent, validation split) after the last epoch, what it set; how many
-    trials there are; the files with its parameters and with all trials."""
+    """The best trial.
+
+    Attributes:
+        trial: its number. metric: in percent, on the validation split, after the last epoch. settings: its values.
+        trials: number of trials. best, table: files with its parameters and with all trials.
+    """
 
     trial: int
     metric: float
@@ -60,21 +64,21 @@ class Tuned:
 def tune(
     params: Params, file: str | Path, trials: int = 20, metric: str = "nDCG@5", folder: str | Path | None = None
 ) -> Tuned:
-    """Search the parameters that a file gives ranges for: Optuna's TPE; its median rule ends bad trials after a round.
+    """Search the parameters that a file gives ranges for, with Optuna's TPE; its median rule prunes bad trials.
 
-    The first trial has the parameters as they are, where these lie in the ranges.
+    The first trial uses the unchanged parameters, if these lie in the ranges.
 
     Args:
-        params: all others, and the seed of the search.
+        params: all other parameters, and the seed of the search.
         file: see `read_space`.
-        trials: in all; a search that is continued with more of them adds the rest.
-        metric: of the validation split, by the heads alone, after a trial's last epoch.
-        folder: of the search; None: runs/tune/<name of the file>.
+        trials: total number; a resumed search adds the missing ones.
+        metric: on the validation split, by the heads alone, after a trial's last epoch.
+        folder: folder of the search; None: runs/tune/<name of the file>.
 
     Raises:
-        Stopped: by SIGINT or SIGTERM, with the running trial's checkpoint written.
+        Stopped: by SIGINT or SIGTERM, after the running trial's checkpoint was written.
         ConfigError: wrong file or metric, no validation split, a folder of another search, Optuna is missing.
-        TrainingError: another process is at it, the first trial fails with the parameters as they are, or all fail.
+        TrainingError: another process works on it, the first trial fails with unchanged parameters, or all fail.
     """
     if metric not in metric_names():
         near = nearest(metric, metric_names())
@@ -82,8 +86,8 @@ def tune(
                           fix=near and f"--metric {near}")  # fmt: skip
     space, root = read_space(file, params), Path(folder or ROOT / Path(file).stem)
     if root.is_dir() and not (root / STUDY).exists() and any(path.name[0] != "." for path in root.iterdir()):
-        raise ConfigError("holds other things than a search", where=str(root), fix="another folder with --out")
-    again, farewell = "run the same command again to continue", "stopped at once; trials that ended are kept"
+        raise ConfigError("not the folder of a search", where=str(root), fix="another folder with --out")
+    again, farewell = "re-run the command to resume", "stopped at once; finished trials are kept"
     with (
         signals_raise(again, farewell),
         one_at_a_time(root),
@@ -116,7 +120,7 @@ class Search:
         self.tracker.start(root, {"metric": metric, **about["ranges"]}, code_tags(), None, f"tune {root.name}")
 
     def _open(self, about: Mapping[str, Any]) -> None:
-        """Open Optuna's records, or begin them; those of another search are refused."""
+        """Open or create Optuna's records; those of another search are refused."""
         from sqlalchemy.exc import DatabaseError
 
         place = str(self.root / STUDY)
@@ -132,7 +136,7 @@ class Search:
         known = self.study.user_attrs.get("about", about)
         if others := [name for name in about if known.get(name) != about[name]]:
             self.close()
-            raise ConfigError("the folder of another search", where=str(self.root), got=f"other {', '.join(others)}",
+            raise ConfigError("folder of another search", where=str(self.root), got=f"other {', '.join(others)}",
                               fix="another folder with --out, or remove this one")  # fmt: skip
         self.study.set_user_attr("about", about)
 
@@ -149,7 +153,7 @@ class Search:
         return [trial for trial in trials if trial.state.name in ("COMPLETE", "PRUNED") or "failed" in trial.user_attrs]
 
     def run(self, trials: int) -> Tuned:
-        """Run trials until there are so many; the best of them."""
+        """Run trials until there are `trials` in total; returns the best."""
         with tracked(self.root):
             for _ in self._rounds(self.data, "data"):
                 pass
@@ -193,7 +197,7 @@ class Search:
                 self._end_pruned(step, line["round"])
         except UnidecError as error:
             if number == 0 and len(self.unchanged) == len(self.space):
-                raise  # no matter of what is tuned: repeated when the search is continued
+                raise  # not caused by the tuned values: repeated when the search is resumed
             state, failed = self.states.FAIL, str(error)
         with stop_signals():
             trial.set_user_attr("seconds", seconds)
@@ -204,7 +208,7 @@ class Search:
         return line.get("epoch", 0)
 
     def _draw(self, number: int) -> Any:
-        """The trial of a number; the same in every attempt, after the same trials before it."""
+        """Draw the trial with this number; the same in every attempt, given the same trials before it."""
         seed = random.Random(f"{self.params.seed}/{number}").getrandbits(32)
         with stop_signals():
             self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
@@ -214,10 +218,10 @@ class Search:
             return self.study.ask(self.space)
 
     def _steps(self, settings: Mapping[str, Any]) -> tuple[Step, Step]:
-        """What makes the data set, and the training with some other settings.
+        """The step that makes the data set, and the training with these settings.
 
         Raises:
-            ParamsError: settings that are right one by one are in conflict.
+            ParamsError: the settings conflict with each other.
         """
         values = dict(leaves(self.params)) | dict(settings) | {"tracking.experiment": EXPERIMENT}
         start = values["encoder.start"]  # for a process in another folder
@@ -228,8 +232,8 @@ class Search:
         return made, training
 
     def _rounds(self, step: Step, name: str) -> Generator[dict[str, Any], None, None]:
-        """Make a step in a child process, and yield the record of each round as soon as it is there; those of an
-        interrupted attempt first. Closed before its end, it stops the child, which writes a checkpoint."""
+        """Run a step in a child process, and yield the record of each round as soon as it is written; those of an
+        interrupted attempt first. Closing the generator early stops the child, which writes a checkpoint."""
         parent = {"mlflow.parentRunId": self.tracker.run_id} if self.tracker.run_id else {}
         tags = run_tags() | parent | {"tuning": self.root.name, "mlflow.runName": f"{self.root.name} {name}"}
         environment = {"MLFLOW_TRACKING_URI": tracking_uri("."), RUN_TAGS: json.dumps(tags)}
@@ -251,7 +255,7 @@ class Search:
                 stopping.set()
 
     def _end_pruned(self, step: Step, number: int) -> None:
-        """The MLflow run of a pruned trial ended as planned; its training is not resumed."""
+        """End the MLflow run of a pruned trial as FINISHED; its training is not resumed."""
         for run_dir in step.folder.glob("runs/*"):
             tracker = Tracker.resume(run_dir)
             tracker.set_tags({"tuning.pruned": f"after round {number}"})
@@ -259,8 +263,8 @@ class Search:
         remove_checkpoints(step.folder)
 
     def _record(self) -> Tuned | None:
-        """After a trial: trials.md, best.yaml (None: no trial has come to its end), and the metric in the parent's
-        MLflow run."""
+        """After a trial: write trials.md and best.yaml (None: no trial has finished), and log the metric to the
+        parent's MLflow run."""
         rows = [["trial", "state", self.metric, "seconds", *self.space]]
         rows.append(["---"] * len(rows[0]))
         ended = self.ended
@@ -281,12 +285,12 @@ class Search:
         """best.yaml: all parameters, with those of the best trial.
 
         Raises:
-            TrainingError: no trial has come to its end.
+            TrainingError: no trial has finished.
         """
         ended, path, table = self.ended, self.root / BEST, self.root / TABLE
         trained = [(trial.value, -number) for number, trial in enumerate(ended) if trial.state == self.states.COMPLETE]
         if not trained:
-            raise TrainingError("no trial has come to its end", where=str(table), fix="narrower ranges, or --trials")
+            raise TrainingError("no trial has finished", where=str(table), fix="narrower ranges, or more --trials")
         value, number = max(trained)[0], -max(trained)[1]
         settings = {key: ended[number].params[key] for key in self.space}
         best = build_params(dict(leaves(self.params)) | settings, {}, str(path))

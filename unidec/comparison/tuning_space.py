@@ -12,7 +12,7 @@ from unidec.config import Params, ParamsError, build_params, describe, leaves, p
 from unidec.errors import ConfigError
 
 SECTIONS = ("encoder", "label_graph", "loss", "model", "optim", "pool")
-"""What decides a training on one data set and its tokens; `encoder.name` would need other tokens."""
+"""Sections that affect a training on one data set and its tokens; `encoder.name` would require other tokens."""
 
 
 def import_optuna() -> Any:
@@ -31,16 +31,16 @@ def import_optuna() -> Any:
 
 
 def read_space(path: str | Path, params: Params) -> dict[str, Any]:
-    """Read a search space file, and check each end and each choice with all other parameters as they are.
+    """Read a search space file, and check each bound and each choice with all other parameters unchanged.
 
     Args:
         path: YAML: `optim.lr_bag: {low: 0.0003, high: 0.003, log: true}`, `pool.beta: [1, 2, 3]`.
 
     Returns:
-        An Optuna distribution for each key path; whole numbers where the key takes no others.
+        An Optuna distribution per key path; over integers if the key takes only those.
 
     Raises:
-        ConfigError: no such file, not YAML, or nothing in it. ParamsError: everything that is wrong, with lines.
+        ConfigError: no such file, not YAML, or an empty file. ParamsError: every problem, with its line.
     """
     if not Path(path).is_file():
         raise ConfigError("no such search space file", where=str(path), fix="comparison/tune.yaml is an example")
@@ -61,17 +61,17 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
         except ParamsError as error:
             problems += error.problems
         except ValueError as error:
-            problems.append(problem(key, "not to be tuned so", short(entry), str(error), origin))
+            problems.append(problem(key, "cannot be tuned like this", short(entry), str(error), origin))
     if problems:
         raise ParamsError(problems, str(path), "search space")
     return space
 
 
 def _distribution(key: str, entry: Any, takes: str) -> Any:
-    """The distribution of a key; ValueError: what would be right."""
+    """The distribution of a key; a ValueError describes what would be valid."""
     kinds = import_optuna().distributions
     if key.partition(".")[0] not in SECTIONS or key == "encoder.name":
-        raise ValueError(f"a key of {', '.join(SECTIONS)}, which decide a training on the same tokens")
+        raise ValueError(f"a key of {', '.join(SECTIONS)} that needs no other tokens")
     if isinstance(entry, list):
         return kinds.CategoricalDistribution(entry)
     numbers = {"number", "integer"} & set(takes.split())

@@ -1,13 +1,13 @@
-"""A comparison and its steps, and where they lie on disk: derived data once for all cells, a folder for each run.
+"""A comparison, its steps and their folders: derived data is shared by all cells, and each run has its own folder.
 
     runs/compare/<name>/
-      shared/data-<key>/data/{dataset,tokens,propensity}   one for each data set, text and tokenizer
+      shared/data-<key>/data/{dataset,tokens,propensity}   one per data set, text and tokenizer
       shared/cache                                         vectors of frozen encoders
-      cells/<data>/<cell>/<seed>-<key>/                    working folder of one run; result.json comes last
+      cells/<data>/<cell>/<seed>-<key>/                    working folder of one run; result.json is written last
       report.html
 
 A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get another folder.
-A result names the code that made it; by other code it is rebuilt.
+A result names the code that made it; if the code has changed, it is rebuilt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXAMPLE = "comparison/fair.yaml is an example"
 RESULT, FAILURE, LOG, SPEC = "result.json", "failure.json", "log.txt", "cell.json"
 MODEL, PREDICTIONS = "outputs/model", "labels.npy"
 
-# which code decides what; pages and command lines decide nothing
+# which code affects which results; pages and command lines affect none
 READERS = ("data/**/*.py",)
 TRAINING = ("model/**/*.py", "training/**/*.py", "retrieval/**/*.py", "pipeline/*.py", "evaluation/metrics.py")
 PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/baselines.py")
@@ -45,11 +45,11 @@ _PEERS_TAKE = ["seed", "encoder", "optim.epochs", "pool.batch_size"]
 
 @dataclass(frozen=True)
 class Step:
-    """A data set or a run, made by a child process in a folder of its own; result.json comes last.
+    """A data set or a run, made by a child process in its own folder; result.json is written last.
 
     Attributes:
         name: the job's key, or the data set's. key: sha256 (hex) of its inputs. folder: its working folder.
-        spec: cell.json, all that the child is given. needs: names of the steps before it.
+        spec: cell.json, all inputs of the child. needs: names of the steps that it depends on.
     """
 
     name: str
@@ -59,24 +59,24 @@ class Step:
     needs: tuple[str, ...] = ()
 
     def is_done(self) -> bool:
-        """Whether its result is there, by this code, with the model where others need it."""
+        """Whether its result exists and was made by this code, with the model if others need it."""
         result = self.result()
         if result is None or result["code"] != self.spec["code"]:
             return False
         return not self.spec["keep"] or (self.folder / MODEL / MANIFEST).is_file()
 
     def result(self) -> dict[str, Any] | None:
-        """result.json, None where there is none."""
+        """result.json; None if there is none."""
         return _read_json(self.folder / RESULT)
 
     def failure(self) -> str:
-        """What its last attempt ended with; "" where it ended well or was never made."""
+        """The error of its last attempt; "" if it succeeded or was never run."""
         return "" if self.result() else (_read_json(self.folder / FAILURE) or {}).get("what", "")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A checked comparison file, its jobs by key, and their steps by name; each after those that it needs."""
+    """A checked comparison file, its jobs by key, and their steps by name; each after the steps that it needs."""
 
     path: Path
     file: ComparisonFile
@@ -101,8 +101,8 @@ def load_comparison(
         tune: the jobs are the trials of the file's `tuning`.
 
     Raises:
-        ParamsError: everything that is wrong, at once, with key path, line, what was expected and the nearest name.
-        ConfigError: it has been tuned for nothing, or not yet.
+        ParamsError: every problem at once, with key path, line, what was expected and the nearest name.
+        ConfigError: the file has no section `tuning` to run, or has not been tuned yet.
     """
     file, origin = read_file(path)
     if tune and file.tuning is None:
@@ -114,13 +114,13 @@ def load_comparison(
 
 
 def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
-    """The steps that patterns name, and those that these need; all of them where there is no pattern.
+    """The steps that match the patterns, and the steps that they need; without patterns, all.
 
     Args:
         only: "cell", "data/cell" or "data/cell/seed", as in the file or as folders; `*` and `?` match anything.
 
     Raises:
-        ConfigError: a pattern that names nothing.
+        ConfigError: a pattern matches nothing.
     """
     chosen = set() if only else set(comparison.steps)
     for pattern in only:
@@ -169,9 +169,9 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
 
 
 def _data_step(job: Job, root: Path) -> Step:
-    """What makes data set, token cache and propensities of a job, in the folder `data`.
+    """The step that makes a job's data set, token cache and propensities, in the folder `data`.
 
-    Its key: raw files, slice, split, texts, tokenizer, and the code that reads them.
+    Its key hashes raw files, slice, split, texts, tokenizer, and the code that reads them.
     """
     section = job.params.data.model_copy(update={"path": ""})
     params = fingerprint(job.params.model_copy(update={"data": section}), "data", "tokens", "encoder.name")
@@ -185,7 +185,7 @@ def _data_step(job: Job, root: Path) -> Step:
 
 
 def _placed(params: Params) -> dict[str, Any]:
-    """The parameters for a process that works in another folder: local folders by their whole paths."""
+    """The parameters for a process in another working folder: local folders as absolute paths."""
     values = params.model_dump(mode="json")
     for section, key in (("encoder", "name"), ("data", "path")):
         if values[section][key] and Path(values[section][key]).exists():
@@ -194,19 +194,19 @@ def _placed(params: Params) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, None where there is none that can be read."""
+    """A JSON object; None if it cannot be read."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
-raw_sha256 = cache(folder_sha256)  # read once a process
+raw_sha256 = cache(folder_sha256)  # read once per process
 
 
 @cache
 def code_sha256(patterns: tuple[str, ...]) -> str:
-    """Hash of modules of unidec, as they are on disk when first asked for."""
+    """Hash of modules of unidec, as they are on disk at the first call."""
     files = sorted(file for pattern in patterns for file in PACKAGE.glob(pattern))
     return _digest([[file.relative_to(PACKAGE).as_posix(), file.read_text(encoding="utf-8")] for file in files])
 

@@ -1,4 +1,4 @@
-"""Predictions as the JSON of the routes: written once for each query, so that the cache keeps bytes."""
+"""Predictions as the JSON of the routes, serialised once per query, so that the cache holds bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LIMITS = ("max_k", "max_query_chars", "max_queries", "max_filter_labels")
 
 
 class Answer(NamedTuple):
-    """One query's answer, and what the metrics need of it.
+    """One query's answer, and its figures for the metrics.
 
     Attributes:
         json: {"labels", "unknown_tokens", "unknown_filters"}.
-        best: score of the best label; None where there is none.
+        best: score of the best label; None if there is no label.
         num_tokens, unknown_tokens: of the query.
     """
 
@@ -42,7 +42,7 @@ def answer_of(prediction: Prediction) -> Answer:
 
 
 def predict_json(model: bytes, answers: Sequence[bytes]) -> bytes:
-    """The body of POST /predict: the model's JSON, and that of each query."""
+    """The body of POST /predict: the model's JSON, and each query's."""
     return b'{"model":%b,"predictions":[%b]}' % (model, b",".join(answers))
 
 
@@ -82,7 +82,7 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
 
 
 def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
-    """What the page shows of a bundle, without what the server adds: model, runtime, api_key."""
+    """What the page shows of a bundle; the server adds model, runtime, api_key and feedback."""
     info = bundle.info
     texts = bundle.titles if bundle.neighbours is None else bundle.neighbours.titles  # queries of the data
     shown = dict.fromkeys((2 * i + 1) * len(texts) // (2 * NUM_EXAMPLES) for i in range(NUM_EXAMPLES) if len(texts))
@@ -114,7 +114,7 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
 
 
 def _at(facts: Any, *keys: str) -> Any:
-    """A value of a bundle's free-form facts; None where there is none."""
+    """A value of a bundle's free-form facts; None if missing."""
     for key in keys:
         facts = facts.get(key) if isinstance(facts, dict) else None
     return facts

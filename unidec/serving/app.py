@@ -20,17 +20,17 @@ from unidec.serving.page import PAGE_PATHS, page_routes
 from unidec.serving.routes import JsonBytes, Routes
 from unidec.version import __version__
 
-_ABOUT = "Labels for texts. Every error is JSON with what, where, got, expected and fix. 503 comes with Retry-After."
+_ABOUT = "Labels for texts. Every error is JSON with what, where, got, expected and fix. 503 has a header Retry-After."
 
-# FastAPI's OpenTelemetry, which an environment variable of another program could switch on
+# FastAPI's OpenTelemetry, which an environment variable meant for another program could switch on
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorAnswer, "description": about}
     for status, about in {
-        400: "broken JSON", 401: "the API key is missing or wrong", 404: "there is none",
+        400: "broken JSON", 401: "the API key is missing or wrong", 404: "not found",
         408: "the body arrived too slowly", 413: "the body is too large", 415: "the body is not declared as JSON",
-        422: "wrong values", 503: "overloaded, not ready, or too late: try again after Retry-After seconds",
+        422: "wrong values", 503: "overloaded, not ready, or timed out: retry after Retry-After seconds",
     }.items()
 }  # fmt: skip
 
@@ -41,9 +41,9 @@ def create_app(
     """The server's application; the batcher lives as long as its lifespan.
 
     Args:
-        service: whose current engine answers; it may have none yet.
+        service: its current engine answers; there may be none yet.
         api_key: required on all routes but the page and the health routes; None: on none.
-        hosts: names that the header Host may hold, beside addresses and localhost; None: any.
+        hosts: names that the header Host may hold, besides IP addresses and localhost; None: any.
     """
     routes = Routes(service, settings, api_key)
     app = FastAPI(
@@ -52,7 +52,7 @@ def create_app(
         generate_unique_id_function=lambda route: route.name, responses=_ERRORS,
     )  # fmt: skip
     _add_routes(app, routes)
-    # the hot path without FastAPI's dependencies (80 of 200 us a request); FastAPI's own route documents it
+    # the hot path without FastAPI's dependencies (80 of 200 us per request); FastAPI's own route documents it
     app.router.routes.insert(0, Route("/predict", routes.predict, methods=["POST"]))
     app.router.routes.extend(page_routes())
     paths = frozenset(getattr(route, "path", "") for route in app.router.routes)
@@ -79,7 +79,7 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         content = {"application/json": body}
         return {"methods": ["POST"], "openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
-    not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded, or a file of it was edited"}}
+    not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded, or its files were edited"}}
     models = routes.models
     add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer,
         **post(models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip
@@ -87,26 +87,26 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         **post(models.explain, schemas.EXPLAIN_EXAMPLE))  # fmt: skip
     if routes.settings.feedback:
         full: Any = {507: {"model": schemas.ErrorAnswer, "description": "the file is full, or cannot be written"}}
-        add("/feedback", routes.feedback, "Whether a label is right for a query", schemas.Facts, responses=full,
+        add("/feedback", routes.feedback, "Mark a label as relevant or not for a query", schemas.Facts, responses=full,
             **post(models.feedback, schemas.FEEDBACK_EXAMPLE))  # fmt: skip
-    add("/labels", routes.labels, "Labels by prefix", schemas.Facts)
+    add("/labels", routes.labels, "Search labels by prefix", schemas.Facts)
     add("/labels/{uid:path}", routes.label, "A label", schemas.Facts)
-    add("/healthz", routes.healthz, "Whether the process answers", schemas.Facts, dependencies=[])
-    add("/readyz", routes.readyz, "Whether a model answers, and which", schemas.Facts, dependencies=[],
+    add("/healthz", routes.healthz, "Liveness: whether the process answers", schemas.Facts, dependencies=[])
+    add("/readyz", routes.readyz, "Readiness: whether a model is loaded, and which", schemas.Facts, dependencies=[],
         responses=not_ready)  # fmt: skip
-    add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.Facts)
+    add("/version", routes.version, "Hashes, versions and runtime of the model", schemas.Facts)
     add("/card", routes.card, "The model's card", schemas.Facts)
     add("/metrics", routes.metrics, "Metrics for Prometheus", None, response_class=PlainTextResponse)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such path, or another method."""
+    """Starlette's own errors: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
     headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         raise RequestError(
-            405, "method", "the path does not have this method", where="method", got=request.method, expected=allowed,
+            405, "method", "method not allowed", where="method", got=request.method, expected=allowed,
             fix="use a method of the header Allow", headers=headers,
         )  # fmt: skip
     raise RequestError(
@@ -116,6 +116,6 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 
 async def _wrong_parameters(request: Request, error: Exception) -> Response:
-    """FastAPI's own: query parameters."""
+    """FastAPI's own errors: invalid query parameters."""
     assert isinstance(error, RequestValidationError)
     raise wrong_values(error.errors())

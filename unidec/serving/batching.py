@@ -1,13 +1,13 @@
-"""Queries of many requests are answered together, by one thread, while the event loop reads and writes.
+"""Batches the queries of concurrent requests: one thread answers them, while the event loop reads and writes.
 
-While the model works, requests gather; when it is done, what has gathered becomes the next batch. After a batch of
-several queries an idle model waits `wait_seconds` for more. A lone query that takes a few milliseconds is answered in
-the event loop itself: waking another thread, and having it wake the loop, takes a third longer.
+While the model works, requests gather; when it is done, they become the next batch. After a batch of several queries an
+idle model waits `wait_seconds` for more. A lone query that takes a few milliseconds is answered in the event loop
+itself: waking another thread, and having it wake the loop, takes a third longer.
 
-- Bounded: at most `queue_queries` queries wait, and none is accepted that could not be answered in time at the current
-  pace. A request that timed out, or whose client disconnected, leaves the queue.
-- Fair: waiting requests take turns, query by query, so one of 256 queries does not delay those of one.
-- A batch holds queries for one engine: the one that was current when the request came.
+- Bounded: at most `queue_queries` queries wait, and a request that could not be answered in time at the current pace is
+  rejected. A request that timed out, or whose client disconnected, leaves the queue.
+- Fair: waiting requests take turns, query by query, so a request of 256 queries does not delay those of one.
+- A batch holds queries for one engine: the one that was current when the request arrived.
 - A batch that fails is retried request by request, so only the request that caused it fails.
 """
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 Work = Callable[[Any, Sequence[Any]], Sequence[Any]]
 _PACE = 0.2  # weight of the newest batch in the moving average
-_LONE_SECONDS = 0.015  # how long a lone query may keep the event loop
+_LONE_SECONDS = 0.015  # how long a lone query may block the event loop
 
 
 @dataclass(eq=False)
 class _Job:
-    """The queries of one request; `next` is the first one that is in no batch yet."""
+    """The queries of one request; `next` is the first one that is not in a batch yet."""
 
     engine: Any
     queries: Sequence[Any]
@@ -57,9 +57,9 @@ class Batcher:
     """Created and used in one event loop.
 
     Args:
-        work: (engine, queries) -> their answers; never called twice at once.
-        batch_queries, queue_queries: how many are answered together, and may wait.
-        wait_seconds: how long an idle model waits for others. timeout_seconds: of a request.
+        work: (engine, queries) -> their answers; never called concurrently.
+        batch_queries: maximum queries per batch. queue_queries: maximum queries in the queue.
+        wait_seconds: how long an idle model waits for more queries. timeout_seconds: timeout of a request.
         on_batch: called with (number of queries, seconds) after each batch.
     """
 
@@ -77,7 +77,7 @@ class Batcher:
         self.batch_queries, self.queue_queries = batch_queries, queue_queries
         self.wait_seconds, self.timeout_seconds = wait_seconds, timeout_seconds
         self.waiting = 0  # queries in no batch yet
-        self.pace = 0.0  # moving average of seconds a batch; too low after small ones, then more is accepted
+        self.pace = 0.0  # moving average of seconds per batch; too low after small ones, then more is accepted
         self.busy_since: float | None = None
         self._together = 1  # queries of the last batch
         self._lone_seconds = math.inf  # of the last lone query; unknown before the first
@@ -96,14 +96,14 @@ class Batcher:
             disconnected: returns when the client disconnects.
 
         Raises:
-            RequestError: 503, the request is not accepted now, or timed out. ClientGone. Whatever `work` raises.
+            RequestError: 503, the request is rejected for now, or timed out. ClientGone. Whatever `work` raises.
         """
         if not queries:
             return []
         ahead = self.waiting + len(queries)
         if self.waiting and (ahead > self.queue_queries or self._seconds(ahead) > self.timeout_seconds):
             raise self._unavailable(
-                "overload", "too many queries wait", got=f"{self.waiting} queries",
+                "overload", "too many queries waiting", got=f"{self.waiting} queries",
                 expected=f"at most {self.queue_queries}, none longer than {self.timeout_seconds:g} s",
             )  # fmt: skip
         job = _Job(engine, queries, self._loop.create_future())
@@ -112,7 +112,7 @@ class Batcher:
         self._arrived.set()
         gone = None
         try:
-            await asyncio.sleep(0)  # a single quick query is answered by then: its client is not watched
+            await asyncio.sleep(0)  # a single quick query is answered by then, and its client need not be watched
             if disconnected is not None and not job.answers.done():
                 gone = asyncio.ensure_future(disconnected())
                 gone.add_done_callback(lambda _: job.lose(ClientGone()))
@@ -123,7 +123,7 @@ class Batcher:
         finally:
             if gone is not None:
                 gone.cancel()
-            self.waiting -= job.left()  # what is given up is skipped when its turn comes
+            self.waiting -= job.left()  # abandoned queries are skipped when their turn comes
             job.next = len(queries)
 
     def too_late(self) -> RequestError:
@@ -131,16 +131,16 @@ class Batcher:
         return self._unavailable("timeout", "no answer in time", expected=f"one within {self.timeout_seconds:g} s")
 
     def _unavailable(self, kind: str, what: str, **parts: Any) -> RequestError:
-        """With Retry-After: whole seconds until the queries that wait now will be answered, 1 to 30."""
+        """A 503 with Retry-After: whole seconds until the queue of now will be answered, 1 to 30."""
         seconds = min(max(math.ceil(self._seconds(self.waiting)), 1), 30)
-        return RequestError(503, kind, what, fix="try again after Retry-After seconds", retry_after=seconds, **parts)
+        return RequestError(503, kind, what, fix="retry after Retry-After seconds", retry_after=seconds, **parts)
 
     def is_stuck(self, seconds: float) -> bool:
         """Whether the current batch has taken longer than this."""
         return self.busy_since is not None and time.monotonic() - self.busy_since > seconds
 
     async def stop(self) -> None:
-        """Answers what waits, then ends the thread; takes at most the timeout of a request."""
+        """Answer the waiting queries, then end the thread; takes at most the timeout of a request."""
         until = self._loop.time() + self.timeout_seconds
         while (self.busy_since is not None or self.waiting) and self._loop.time() < until:
             await asyncio.sleep(0.01)
@@ -176,14 +176,14 @@ class Batcher:
             del batch, outcomes, job, outcome  # hold no engine while the queue is empty
 
     def _next_batch(self) -> _Batch:
-        """Queries of waiting jobs for one engine, one of each job in turn."""
+        """Queries of waiting jobs for one engine, taken from each job in turn."""
         batch: _Batch = []
         other_engines: list[_Job] = []
         while self._jobs and len(batch) < self.batch_queries:
             job = self._jobs.popleft()
             if batch and job.engine is not batch[0][0].engine:
                 other_engines.append(job)
-            elif job.left():  # else it was given up
+            elif job.left():  # else it was abandoned
                 batch.append((job, job.next))
                 job.next += 1
                 if job.left():
@@ -192,7 +192,7 @@ class Batcher:
         return batch
 
     def _timed(self, batch: _Batch) -> tuple[list[tuple[tuple[_Job, int], Any]], float]:
-        """Each query with its answer or error, and the model's seconds, without what waking a thread takes."""
+        """Each query with its answer or error, and the model's seconds, without the time to wake a thread."""
         begun = time.perf_counter()
         outcomes = self._answers_of(batch)
         return outcomes, time.perf_counter() - begun
@@ -206,7 +206,7 @@ class Batcher:
             jobs = {id(job): job for job, _ in batch}
             if len(jobs) == 1:
                 return [(entry, error) for entry in batch]
-            log.warning("a batch of %d requests failed (%s); each is retried alone", len(jobs), error)
+            log.warning("a batch of %d requests failed (%s); retrying each request alone", len(jobs), error)
             alone = ([entry for entry in batch if entry[0] is job] for job in jobs.values())
             return [outcome for part in alone for outcome in self._answers_of(part)]
 

@@ -1,7 +1,7 @@
-"""What answers: an engine is one loaded bundle that never changes; the service knows which one is current.
+"""An engine is one loaded bundle, which never changes; the service knows which engine is current.
 
 A request takes the current engine once and is answered by it, even if another one becomes current meanwhile. Nothing
-else keeps an engine: when it is neither current nor previous and its last request is answered, it is freed.
+else holds an engine: when it is neither current nor previous and its last request is answered, it is freed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NUM_BLOCKS, _BLOCK = 4, 1024  # of each file that /readyz compares: a fraction 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which bundle it is.
+    """Identity of a bundle.
 
     Attributes:
-        sha256: of the bundle. data: of its data set; None where the bundle does not name it.
+        sha256: hash of the bundle. data: hash of its data set; None if unknown.
         name, version, alias: in the registry; None for a folder.
     """
 
@@ -50,11 +50,11 @@ class Identity:
 
 
 class Engine:
-    """One loaded bundle with its encoder; several threads may use it.
+    """One loaded bundle with its encoder; thread-safe.
 
     Attributes:
-        identity, bundle, answerer: what it was made of. files: the bundle's files, which are mapped into memory.
-        runtime: what encodes queries.
+        identity, bundle, answerer: its parts. files: the bundle's files, which are mapped into memory.
+        runtime: runtime of the query encoder.
         model_json: {"sha256", "version"} as answers show it. card: the answer to GET /card.
     """
 
@@ -74,7 +74,7 @@ class Engine:
         """Open a bundle: hashes of all its files are checked before anything in it is parsed.
 
         Raises:
-            ArtifactError: damaged, or not the bundle that `identity` (None: a folder) names.
+            ArtifactError: it is damaged, or not the bundle that `identity` names (None: any).
             ConfigError: `serve.runtime` is not available.
         """
         from unidec.retrieval.answer import Answerer
@@ -88,7 +88,7 @@ class Engine:
             identity = Identity(bundle.sha256, data=data if isinstance(data, str) else None)
         elif identity.sha256 != bundle.sha256:
             raise ArtifactError(
-                "the folder holds another bundle than the registry names", where=str(folder), got=bundle.sha256,
+                "the folder holds another bundle than the registry's", where=str(folder), got=bundle.sha256,
                 expected=identity.sha256,
             )  # fmt: skip
         return cls(identity, Answerer(bundle, open_encoder(bundle, settings.runtime, settings.threads)), settings)
@@ -102,18 +102,18 @@ class Engine:
 
     @functools.cached_property
     def labels(self) -> LabelSearch:
-        """Created on first use."""
+        """Search over uids and titles, created on first use."""
         return LabelSearch(self.bundle.uids, self.bundle.titles)
 
 
 class Service:
-    """Which engine answers, and the previous one; one thread swaps them.
+    """The current engine and the previous one; one thread swaps them.
 
     Attributes:
         settings: section `serve`. metrics: the server's counters.
-        current: what answers new requests; None until the first is loaded.
-        previous: kept where `settings.keep_previous`, to swap back at once.
-        follower: the `Follower` that swaps; None where nothing does.
+        current: answers new requests; None until the first engine is loaded.
+        previous: kept if `settings.keep_previous`, to swap back at once.
+        follower: the `Follower` that swaps; None if there is none.
     """
 
     def __init__(self, settings: Serve) -> None:
@@ -123,25 +123,25 @@ class Service:
         self.follower: Any = None
 
     def swap(self, engine: Engine) -> None:
-        """New requests are answered by this engine; the one before is kept or freed."""
+        """Make this engine current; the one before becomes previous or is freed."""
         self.previous = self.current if self.settings.keep_previous else None
         self.current = engine
 
     def swap_back(self) -> None:
-        """Current and previous change places."""
+        """Exchange current and previous."""
         self.current, self.previous = self.previous, self.current
 
 
 class LabelSearch:
-    """Finds labels by the beginning of their uid, their title, or a word in it; upper and lower case are equal."""
+    """Finds labels by a prefix of their uid, their title, or a word in the title; case-insensitive."""
 
     def __init__(self, uids: pa.Array, titles: pa.Array) -> None:
         self.uids, self.titles = uids, titles
         self._uids, self._titles = pc.utf8_lower(uids), pc.utf8_lower(titles)
 
     def find(self, prefix: str, limit: int) -> tuple[list[dict[str, str]], bool]:
-        """At most `limit` labels {"uid", "title"}, and whether there are more: those that begin so first, then those
-        with a word that does, each in the order of rows."""
+        """At most `limit` labels {"uid", "title"}, and whether there are more: first those whose uid or title has the
+        prefix, then those with such a word in the title, each in the order of rows."""
         wanted = prefix.lower()
         begins = pc.or_(pc.starts_with(self._uids, wanted), pc.starts_with(self._titles, wanted))
         rows = pc.indices_nonzero(begins)[: limit + 1].to_pylist()
@@ -153,10 +153,10 @@ class LabelSearch:
 
 
 class MappedFiles:
-    """All files of a bundle, held open, with their sizes, times of change and a hash of some of their blocks.
+    """All files of a bundle, held open, with their sizes, modification times and a hash of some of their blocks.
 
-    A file that is edited in place changes answers; one that gets shorter ends the process with SIGBUS. A file or folder
-    replaced by renaming does neither: the old one is still mapped, and is what is compared here.
+    Editing a file in place changes answers; truncating it ends the process with SIGBUS. Replacing a file or folder by
+    renaming does neither: the old one is still mapped, and is the one compared here.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -167,7 +167,7 @@ class MappedFiles:
         self._files = {name: (file, _facts(file)) for name, file in files.items()}
 
     def changed(self) -> str:
-        """Name of a file that changed since it was loaded, "" where none did."""
+        """Name of a file that changed since it was loaded; "" if none did."""
         return next((name for name, (file, seen) in self._files.items() if _facts(file) != seen), "")
 
 

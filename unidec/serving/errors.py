@@ -45,7 +45,7 @@ class RequestError(Exception):
             self.headers.append((b"connection", b"close"))
 
     def body(self) -> bytes:
-        """The JSON."""
+        """The JSON body."""
         return json.dumps({"error": self.parts}).encode()
 
 
@@ -73,5 +73,5 @@ def wrong_values(errors: Sequence[Any]) -> RequestError:
         422, "wrong_value", ("an unknown key" if is_unknown else "a wrong value") + more,
         where=shown(place.lstrip(".") or "body"), got=got,
         expected="a key of this route" if is_unknown else first["msg"],
-        fix="send what GET /openapi.json shows for this route",
+        fix="send a body as described in GET /openapi.json",
     )  # fmt: skip

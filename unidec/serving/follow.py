@@ -1,8 +1,8 @@
-"""The server follows an alias: when it moves, the new version is fetched, probed in a process of its own, then loaded.
+"""The server follows an alias: when it moves, the new version is fetched, probed in a separate process, then loaded.
 
 One thread polls the registry and does all of it; requests never wait for it. A version that cannot serve is refused and
-the old one stays, whatever the cause: a registry that is away, a damaged or hostile bundle, too little memory. A return
-to the previous version is a swap in memory. The registry is only read.
+the old one keeps serving, whatever the cause: an unreachable registry, a damaged or hostile bundle, too little memory.
+Returning to the previous version is a swap in memory. The registry is only read.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from unidec.tracking.store import quiet_mlflow, tracking_uri
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-RETRY_SECONDS = 600.0  # before a refused version is tried again: memory or disk space may be free by then
-KEEP_FREE = 256 << 20  # bytes of memory that loading leaves
-PROBE_MEMORY, PROBE_SPACE = 2, 384 << 20  # times the bundle's size, and bytes: what a probe may allocate
-PROBE_SECONDS, PROBE_BYTES_A_SECOND = 60.0, 20e6  # time limit: a minute, and more for a large bundle
+RETRY_SECONDS = 600.0  # before a refused version is retried: memory or disk space may be free by then
+KEEP_FREE = 256 << 20  # bytes of memory that loading leaves free
+PROBE_MEMORY, PROBE_SPACE = 2, 384 << 20  # a probe may allocate this multiple of the bundle's size, plus these bytes
+PROBE_SECONDS, PROBE_BYTES_A_SECOND = 60.0, 20e6  # time limit of a probe: a minute, more for a large bundle
 _MAX_REASON = 600  # characters
 
 log = logging.getLogger(__name__)
 
 
 class RegistryAway(UnidecError):
-    """The registry did not answer, or not in time; it may later."""
+    """The registry did not answer in time; it may answer later."""
 
 
 class Registry:
-    """MLflow's registry; used by one thread. MLflow itself gives up after 20 s, three times (`tracking.store`).
+    """MLflow's registry; used by one thread. MLflow itself gives up after three attempts of 20 s (`tracking.store`).
 
     Args:
-        address: what is followed. copies: folder of fetched bundles, by hash. uri: tracking store.
+        address: the followed address. copies: folder of fetched bundles, by hash. uri: tracking store.
     """
 
     def __init__(self, address: Address, copies: Path, uri: str) -> None:
@@ -103,7 +103,7 @@ class Registry:
             return fetch_bundle(address, self.copies, uri=self.uri).resolve()
         except (MlflowException, OSError) as error:
             with contextlib.suppress(ConfigError):
-                self.find()  # raises where the registry is the cause, not this version
+                self.find()  # raises if the registry is the cause, not this version
             raise ArtifactError("the version cannot be fetched", where=address, got=_named(error)) from error
 
 
@@ -122,7 +122,7 @@ def _stored_bytes(address: str, enough: int) -> int:
 
 
 def probe_as_served(folder: Path, settings: Serve) -> Probe:
-    """Load and ask a bundle in a fresh process with bounded time and memory, as this server would.
+    """Load a bundle and query it in a fresh process with bounded time and memory, as this server would.
 
     Raises:
         ArtifactError: it does not load, takes too much memory, crashes or does not answer in time.
@@ -135,7 +135,7 @@ def probe_as_served(folder: Path, settings: Serve) -> Probe:
 
 
 class Follower:
-    """Loads what a server answers with, and swaps it when the alias moves.
+    """Loads the engines of a server, and swaps them when the alias moves.
 
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`. Only an alias is polled.
@@ -143,11 +143,11 @@ class Follower:
         registry, probe, load: replace the real ones in tests.
 
     Attributes:
-        found: done once it is known which bundle is loaded first; not where there is none.
-        first: which bundle serves first, once it does, or the error for which none does.
+        found: done once it is known which bundle is loaded first; never if there is none.
+        first: the first bundle, once it serves, or the error because of which none does.
 
     Raises:
-        ConfigError: `source` begins like an address and is none.
+        ConfigError: `source` looks like an address and is not a valid one.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class Follower:
         self._thread.start()
 
     def stop(self, seconds: float = 2.0) -> None:
-        """Ends the thread; waits at most this long, since loading cannot be cut short."""
+        """Ends the thread; waits at most this long, since loading cannot be interrupted."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
 
     def state(self) -> dict[str, Any]:
-        """What is followed, and its state; JSON-able. Times are seconds ago."""
+        """The followed source and its state, JSON-serialisable. Times are seconds ago."""
         age = time.monotonic() - self._looked
         return self._state | {"looked_seconds_ago": round(age, 1) if math.isfinite(age) else None}
 
@@ -214,16 +214,16 @@ class Follower:
             try:
                 self._poll()
             except UnidecError as error:
-                problem = f"{_on_a_line(error)}; {self._current()} stays"[:_MAX_REASON]
+                problem = f"{_on_a_line(error)}; still serving {self._current()}"[:_MAX_REASON]
                 if self._state["problem"] is None:  # once, not at each poll
                     log.warning("%s", problem)
                 self._state["problem"] = problem
             except Exception:  # the thread survives whatever happened; requests are not affected
                 self._state["problem"] = "following failed: see the log"
-                log.exception("following %s failed; the current model stays", self.source)
+                log.exception("following %s failed; the current model keeps serving", self.source)
 
     def _first_engine(self) -> Engine:
-        """What the registry names; where that cannot be had, the version that served before the restart."""
+        """The registry's version; if that is not available, the version that served before the restart."""
         if self._registry is None:
             self.found.set_result(None)
             return self._load_engine(None, Path(self.source))
@@ -240,7 +240,7 @@ class Follower:
                 self._refuse(version, error)
             if version is None:
                 self.found.set_result(None)
-            log.warning("version %s serves, as before the restart: %s", noted.version, _on_a_line(error))
+            log.warning("serving version %s, as before the restart: %s", noted.version, _on_a_line(error))
             return self._load_engine(noted, self._copies / noted.sha256[:16])
 
     def _last_served(self) -> Identity | None:
@@ -252,10 +252,10 @@ class Follower:
             return None
 
     def _look(self, registry: Registry) -> Identity:
-        """What the address names now.
+        """The version that the address names now.
 
         Raises:
-            RegistryAway: no answer. ConfigError: there is none.
+            RegistryAway: no answer. ConfigError: there is no such version.
         """
         try:
             found = registry.find()
@@ -285,7 +285,7 @@ class Follower:
             try:
                 engine = self._new_engine(self._registry, version, probed=True)
                 if self._look(self._registry) != version or self._ended.is_set():
-                    return  # the next poll handles what it names now
+                    return  # the next poll handles the version that it names now
                 self._serve(engine)
             except RegistryAway:
                 raise
@@ -306,17 +306,17 @@ class Follower:
     def _swapped(self, version: Identity) -> None:
         self._note_served(version)
         self._state |= {"swaps": self._state["swaps"] + 1, "refused": None}
-        log.info("%s serves", self._current())
+        log.info("now serving %s", self._current())
 
     def _note_served(self, identity: Identity) -> None:
         if self.address is not None:
             try:
                 write_json(self._note, asdict(identity))
             except (ArtifactError, OSError) as error:  # a read-only folder: a restart then needs the registry
-                log.warning("the served version is not noted for a restart: %s", error)
+                log.warning("the served version could not be recorded for a restart: %s", error)
 
     def _new_engine(self, registry: Registry, version: Identity, probed: bool) -> Engine:
-        """Fetch a version, have a fresh process answer with it where `probed`, and load it."""
+        """Fetch a version, probe it in a fresh process if `probed`, and load it."""
         if not version.sha256:
             fix = "register it with `unidec models register`"
             raise ArtifactError("a version without its bundle's hash", where=self.source, got=version.version, fix=fix)
@@ -329,14 +329,14 @@ class Follower:
         return self._load_engine(version, folder)
 
     def _load_engine(self, version: Identity | None, folder: Path) -> Engine:
-        """A warm engine. The previous one is freed where there is too little memory.
+        """A warmed-up engine. The previous one is freed if memory is low.
 
         Raises:
-            ArtifactError: damaged, another bundle, or that is not enough.
+            ArtifactError: the bundle is damaged or another one, or there is still too little memory.
         """
         needed = _num_bytes(folder) + KEEP_FREE
         if needed > available_host() and self.service.previous is not None:
-            log.warning("little memory: the previous model is no longer kept")
+            log.warning("memory is low: the previous model is no longer kept")
             self.service.previous = None
             give_back()
         if needed > (free := available_host()):
@@ -350,7 +350,7 @@ class Follower:
 
     def _refuse(self, version: Identity, error: Exception) -> None:
         why = without_credentials(str(error) if isinstance(error, UnidecError) else _named(error))[:_MAX_REASON]
-        log.warning("version %s is refused, %s stays: %s", version.version, self._current(), _on_a_line(why))
+        log.warning("version %s is refused, still serving %s: %s", version.version, self._current(), _on_a_line(why))
         self._state |= {"refused": _shown(version) | {"why": why}, "refusals": self._state["refusals"] + 1}
         self._refused = self._clean_at = time.monotonic()
 
@@ -364,7 +364,7 @@ class Follower:
             try:
                 remove_folder(folder)
             except OSError as error:
-                log.warning("%s is not removed: %s", folder, error)
+                log.warning("%s could not be removed: %s", folder, error)
             self._fetched.discard(folder)
 
     def _current(self) -> str:

@@ -1,4 +1,4 @@
-"""The server's Prometheus metrics, in a registry of their own, so that several servers in one process do not mix.
+"""The server's Prometheus metrics, in a registry per server, so that several servers in one process do not mix.
 
 Labels have few values: routes are those of `app.py` or "other"; a model's facts are in one info metric.
 """
@@ -45,18 +45,18 @@ class Metrics:
             return Histogram(f"unidec_{name}", about, labels, buckets=buckets, registry=self.registry)
 
         self._requests = counter("requests", "Requests answered", "route", "status")
-        self._seconds = histogram("request_seconds", "From head read to answer written", SECONDS, "route")
+        self._seconds = histogram("request_seconds", "From reading the head to writing the answer", SECONDS, "route")
         self._errors = counter("errors", "Requests answered with an error, by kind", "kind")
         self.in_flight = Gauge("unidec_in_flight_requests", "Requests being answered", registry=self.registry)
-        self.batch_queries = histogram("batch_queries", "Queries answered together", BATCH)
-        self.batch_seconds = histogram("batch_seconds", "The model's time for them", SECONDS)
-        self.queries = counter("queries", "Queries answered, also from the cache")
+        self.batch_queries = histogram("batch_queries", "Queries per batch", BATCH)
+        self.batch_seconds = histogram("batch_seconds", "The model's time per batch", SECONDS)
+        self.queries = counter("queries", "Queries answered, including from the cache")
         self.cache_hits = counter("cache_hits", "Queries answered from the cache")
         self.cache_misses = counter("cache_misses", "Queries that the cache did not hold")
         self.best_score = histogram("best_score", "Score of each query's best label, both heads", SCORES)
         self.empty = counter("empty_answers", "Queries without any label in their answer")
         self.tokens = counter("tokens", "Tokens of queries")
-        self.unknown_tokens = counter("unknown_tokens", "Those that the tokenizer does not know")
+        self.unknown_tokens = counter("unknown_tokens", "Tokens of queries that the tokenizer does not know")
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count a request that was answered."""
@@ -73,7 +73,7 @@ class Metrics:
         self.batch_seconds.observe(seconds)
 
     def watch(self, current: Callable[[], Iterable[Any]]) -> None:
-        """Add metric families that are read when a scraper asks."""
+        """Add metric families that are read at each scrape."""
         self.registry.register(_Live(current))
 
     def page(self) -> bytes:
@@ -85,28 +85,28 @@ def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:
     """The queue's length and the model that answers.
 
     Args:
-        engine: the current `Engine`; None where no model is loaded.
+        engine: the current `Engine`; None if no model is loaded.
     """
-    yield GaugeMetricFamily("unidec_queue_queries", "Queries that wait for the model", queue_queries)
-    yield GaugeMetricFamily("unidec_ready", "1: a model answers", float(engine is not None))
+    yield GaugeMetricFamily("unidec_queue_queries", "Queries waiting for the model", queue_queries)
+    yield GaugeMetricFamily("unidec_ready", "1: a model is loaded", float(engine is not None))
     if engine is None:
         return
     identity = engine.identity
     facts = {"sha256": identity.sha256, "runtime": engine.runtime, "unidec": __version__}
     facts |= {name: getattr(identity, name) or "" for name in ("name", "version", "alias")}
-    yield InfoMetricFamily("unidec_model", "What answers", facts)
-    yield GaugeMetricFamily("unidec_model_labels", "Labels it knows", engine.bundle.num_labels)
+    yield InfoMetricFamily("unidec_model", "The current model", facts)
+    yield GaugeMetricFamily("unidec_model_labels", "Labels of the current model", engine.bundle.num_labels)
 
 
 def follow_metrics(state: dict[str, Any]) -> Iterable[Any]:
-    """What a `Follower` does, from its `state()`."""
-    counts = {"swaps": "changes of the model that serves", "refusals": "versions that were refused"}
+    """Metrics of a `Follower`, from its `state()`."""
+    counts = {"swaps": "Swaps of the serving model", "refusals": "Versions that were refused"}
     for name, about in counts.items():
         yield CounterMetricFamily(f"unidec_follow_{name}", about, value=state[name])
     for name, about, value in (
         ("registry_up", "1: the registry answered the last request", state["registry"] == "up"),
         ("refused", "1: the version that the alias names was refused", state["refused"] is not None),
-        ("look_age_seconds", "since the last request to the registry", state["looked_seconds_ago"]),
+        ("look_age_seconds", "Seconds since the last request to the registry", state["looked_seconds_ago"]),
     ):
         if value is not None:
             yield GaugeMetricFamily(f"unidec_follow_{name}", about, value=float(value))

@@ -1,7 +1,7 @@
 """Checks before every route: the host name, the API key, a body's size and time; errors as JSON; request metrics.
 
-Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. Heads, broken HTTP and the
-number of connections are bounded by uvicorn's own options (`run.py`); slow clients are a reverse proxy's work.
+Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. uvicorn's own options (`run.py`)
+bound heads, broken HTTP and the number of connections; slow clients are left to a reverse proxy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Guard:
     Args:
         api_key: required on every path but those in `free`; None: on none.
         routes: paths by which requests are counted; others count as the prefix in `routes` or as "other".
-        hosts: names that the header Host may hold, beside addresses and localhost; None: any.
+        hosts: names that the header Host may hold, besides IP addresses and localhost; None: any.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Guard:
                 self.metrics.error(error.kind)
                 await _refuse(error, receive, counted_send, self.seconds)
         except Exception as error:
-            if isinstance(error, ClientGone) or "handler is closed" in str(error):  # uvloop's: the client has reset it
+            if isinstance(error, ClientGone) or "handler is closed" in str(error):  # uvloop's: the client reset it
                 self.metrics.error("client_gone")
                 status = 499  # nginx's code for a client that closed the request
                 await asyncio.sleep(0.01)  # until uvicorn has noticed: it then expects no rest of the answer
@@ -81,7 +81,7 @@ class Guard:
             self.metrics.error("internal")
             if status:
                 raise  # the answer is half sent: the connection must end
-            fix = "ask whoever runs this server: its log has the cause"
+            fix = "ask the server's operator: its log has the cause"
             await _refuse(RequestError(500, "internal", "the server failed", fix=fix), receive, counted_send, 0)
         finally:
             self.metrics.in_flight.dec()
@@ -97,7 +97,7 @@ class Guard:
             raise RequestError(400, "broken_http", what, where="headers", fix=fix, close=True)
         if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
             raise RequestError(
-                421, "wrong_host", "this server does not answer to that name", where="header Host",
+                421, "wrong_host", "this server does not accept that host name", where="header Host",
                 got=headers[b"host"].decode("latin-1"), expected="localhost, an address, or a name of serve.hosts",
                 fix="add the name to serve.hosts", close=True,
             )  # fmt: skip
@@ -116,7 +116,7 @@ class Guard:
         assert self.key_digest is not None
         if not hmac.compare_digest(hashlib.sha256(given.strip()).digest(), self.key_digest):
             raise RequestError(
-                401, "unauthorized", "the API key is wrong" if given else "an API key is needed",
+                401, "unauthorized", "the API key is wrong" if given else "an API key is required",
                 where="header Authorization", expected="Authorization: Bearer KEY",
                 fix=f"the server reads the key from {self.key_env}", headers=[(b"www-authenticate", b"Bearer")],
             )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What the routes do: read a request, have it answered by the current engine, write the answer.
+"""The routes: read a request, have the current engine answer it, write the answer.
 
 POST /predict is the hot path: its body is checked by pydantic without FastAPI's dependencies, and its answer is written
-by hand and not checked again. What a request costs beside the model: `benchmarks/serving_overhead.py`.
+by hand and not checked again. `benchmarks/serving_overhead.py` measures a request's cost besides the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
 
 
 class JsonBytes(Response):
-    """JSON that is bytes already; without Starlette's search for missing headers."""
+    """JSON that is already bytes; without Starlette's search for missing headers."""
 
     def __init__(self, body: bytes, status_code: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self.status_code, self.body, self.background = status_code, body, None
@@ -47,7 +47,7 @@ class JsonBytes(Response):
 
 
 class Routes:
-    """What the routes do."""
+    """Handlers of the routes."""
 
     def __init__(self, service: Service, settings: Serve, api_key: str | None) -> None:
         self.service, self.settings, self.has_key = service, settings, api_key is not None
@@ -76,7 +76,7 @@ class Routes:
             self.side_thread.shutdown(wait=False, cancel_futures=True)
 
     async def predict(self, request: Request) -> Response:
-        """Labels for up to `serve.max_queries` texts, best first, answered wholly by the model that is named."""
+        """Labels for up to `serve.max_queries` texts, best first; the named model answers all of them."""
         engine, asked = self._engine(), _read_request(request, self.models.predict)
         queries = _queries(engine, asked.queries, asked)
         answers = await self._cached_or_new(engine, queries, request)
@@ -92,7 +92,7 @@ class Routes:
         return JsonBytes(explain_json(engine.model_json, explanation))
 
     async def feedback(self, request: Request) -> Response:
-        """Append what a person thinks to the file `serve.feedback`, which `unidec models monitor` reads."""
+        """Append a person's judgement to the file `serve.feedback`, which `unidec models monitor` reads."""
         engine, mark = self._engine(), _read_request(request, self.models.feedback)
         if mark.label not in engine.bundle.row_of:
             raise _no_such_label(mark.label)
@@ -102,7 +102,7 @@ class Routes:
         return JsonBytes(b'{"kept":true}')
 
     async def _cached_or_new(self, engine: Engine, queries: list[Asked], request: Request) -> list[Answer]:
-        """From the cache, whose keys hold the bundle's hash; the rest from the model, and into the cache."""
+        """Answers from the cache, whose keys hold the bundle's hash; missing ones from the model, then cached."""
         filters = sum(map(len, queries[0].allow or ())) + sum(map(len, queries[0].deny))
         if not self.cache.maxsize or filters + max(len(query.text) for query in queries) > CACHED_BYTES:
             return await self._answers(engine, queries, request)
@@ -119,7 +119,7 @@ class Routes:
         return [next(rest) if answer is None else answer for answer in cached]
 
     async def _answers(self, engine: Engine, queries: Sequence[Asked], request: Request) -> list[Answer]:
-        """From the model, in batches with other requests."""
+        """Answers from the model, in batches with other requests."""
         assert self.batcher is not None
 
         async def disconnected() -> None:
@@ -144,10 +144,10 @@ class Routes:
 
     async def labels(
         self,
-        prefix: Annotated[str, Query(max_length=200, description="beginning of uid, title or a word of it")] = "",
+        prefix: Annotated[str, Query(max_length=200, description="prefix of the uid, the title, or a word in it")] = "",
         limit: Annotated[int, Query(ge=1, le=MAX_LABELS)] = 20,
     ) -> Response:
-        """Upper and lower case are equal."""
+        """Case-insensitive."""
         engine = self._engine()
         labels, more = await self._aside(lambda: engine.labels.find(prefix, limit))
         return JsonBytes(orjson.dumps({"labels": labels, "more": more}))
@@ -161,7 +161,7 @@ class Routes:
         return JsonBytes(orjson.dumps({"uid": uid, "title": engine.bundle.titles[row].as_py(), "row": row}))
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
-        """Work in a thread of its own, beside the model's."""
+        """Run work in a separate thread, next to the model's."""
         assert self.batcher is not None
         try:
             running = asyncio.get_running_loop().run_in_executor(self.side_thread, work)
@@ -170,14 +170,14 @@ class Routes:
             raise self.batcher.too_late() from None
 
     async def healthz(self) -> Response:
-        """503 where the model has hung for a minute."""
+        """503 if the model has hung for a minute."""
         if self.batcher is not None and self.batcher.is_stuck(STUCK_SECONDS):
-            raise RequestError(503, "internal", "the model does not come back", fix="restart the server")
+            raise RequestError(503, "internal", "the model hangs", fix="restart the server")
         return JsonBytes(b'{"status":"alive"}')
 
     async def readyz(self) -> Response:
-        """503 until a model is loaded and warm, and where a file that it maps was edited (another size or time of
-        change). `follow`: the registry's state; an old model is ready."""
+        """503 until a model is loaded and warmed up, and if one of its memory-mapped files was edited (size,
+        modification time or sampled content changed). `follow`: the registry's state; an outdated model is ready."""
         engine, follow = self.service.current, self._follow()
         model = None if engine is None else asdict(engine.identity)
         changed = "" if engine is None else engine.files.changed()
@@ -186,7 +186,7 @@ class Routes:
         error = _not_ready()
         if changed:
             error = RequestError(
-                503, "edited_file", "a file of the bundle was edited while it is served", where=changed,
+                503, "edited_file", "a file of the bundle was edited while being served", where=changed,
                 expected="the bytes that were loaded", retry_after=60,
                 fix="restore the bundle and restart the server; replace bundles by renaming, never in place",
             )  # fmt: skip
@@ -195,7 +195,7 @@ class Routes:
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
 
     async def version(self) -> Response:
-        """Of the bundle, its data, the previous model, and this program."""
+        """Versions of the bundle, its data, the previous model, and this program."""
         engine, previous = self._engine(), self.service.previous
         info = engine.bundle.info
         facts = {
@@ -228,7 +228,7 @@ class Routes:
 
 
 def _read_request(request: Request, model: Any) -> Any:
-    """The body as an instance of its model."""
+    """The request's body as an instance of its model."""
     kind = next((value for name, value in request.scope["headers"] if name == b"content-type"), b"")
     if kind.partition(b";")[0].strip().lower() != b"application/json":
         raise RequestError(
@@ -244,8 +244,8 @@ def _no_such_label(uid: str) -> RequestError:
 
 
 def _append(path: str, line: bytes, most: int) -> None:
-    """A line, in one write, to a file that only its owner reads; a RequestError where it would grow beyond `most`."""
-    got, fix = f"{most} bytes at most", "move it away once it was read, or set serve.feedback_bytes"
+    """Append a line, in one write, to a file that only its owner reads; a RequestError if it would exceed `most`."""
+    got, fix = f"{most} bytes at most", "move the file away after reading it, or raise serve.feedback_bytes"
     try:
         with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             if os.fstat(file.fileno()).st_size + len(line) <= most:
@@ -253,11 +253,11 @@ def _append(path: str, line: bytes, most: int) -> None:
                 return
     except OSError as error:
         got, fix = error.strerror or str(error), "make room, or name another file: serve.feedback"
-    raise RequestError(507, "feedback", "the feedback was not kept", where="serve.feedback", got=got, fix=fix)
+    raise RequestError(507, "feedback", "the feedback was not saved", where="serve.feedback", got=got, fix=fix)
 
 
 def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
-    """Each text with the request's settings; an error for what the bundle cannot do, e.g. a head that it lacks."""
+    """Each text with the request's settings; an error if the bundle does not support them, e.g. lacks a head."""
     allow, deny = None if asked.allow is None else tuple(asked.allow), tuple(asked.deny)
     queries = [Asked(text, asked.k, allow, deny, asked.min_score, asked.head, asked.tail) for text in texts]
     try:

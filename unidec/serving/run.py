@@ -1,6 +1,6 @@
 """`unidec serve`: one process, uvicorn's event loop, and a thread for the model.
 
-It listens at once (/healthz answers, /readyz gives 503) and loads meanwhile. SIGTERM or Ctrl-C: new connections are
+It listens at once (/healthz answers, /readyz returns 503) and loads meanwhile. On SIGTERM or Ctrl-C new connections are
 refused, requests on open ones are answered for `DRAIN_SECONDS` more, exit code 0; a second Ctrl-C ends it at once.
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after this time
 BACKLOG = 2048
-DRAIN_SECONDS = 2.0  # after SIGTERM: connections that are open may send requests for this time
-SWITCH_SECONDS = 0.001  # of Python's threads: the event loop waits no longer than this for the model's thread
+DRAIN_SECONDS = 2.0  # after SIGTERM: open connections may send requests for this time
+SWITCH_SECONDS = 0.001  # Python's switch interval: the event loop waits no longer than this for the model's thread
 _NEEDED = ("uvicorn", "prometheus_client", "orjson", "cachetools")
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
         settings: section `serve`. root: the project, for the tracking store.
 
     Raises:
-        ConfigError: the address is not available, something is not installed, or there is no such bundle.
+        ConfigError: the address is not available, a package is not installed, or there is no such bundle.
         ArtifactError: the bundle is damaged.
     """
     begun = time.monotonic()
@@ -66,7 +66,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     with _listen(settings) as listener:
-        follower.start()  # it loads while this thread imports what serves
+        follower.start()  # it loads while this thread imports the server
         try:
             server = _server(service, settings, api_key)
             address = _address(listener)
@@ -79,7 +79,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
                     server.should_exit = True
 
             follower.first.add_done_callback(loaded)
-            for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn's own; at its end it raises what it got once more
+            for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sets its own, and re-raises at its end
                 signal.signal(number, lambda *_: None)
             server.run(sockets=[listener])
         finally:
@@ -105,7 +105,7 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """uvicorn resets connections that wait to be accepted, and closes idle ones while a request is on its way.
-            Here the former are accepted first, and all may send requests for `DRAIN_SECONDS` more: each answer
+            Here waiting ones are accepted first, and all may send requests for `DRAIN_SECONDS` more: each answer
             carries `Connection: close`."""
             self.server_state.default_headers.append((b"connection", b"close"))
             await _accept_rest(self, sockets or [])
@@ -154,7 +154,7 @@ async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -
 
 
 def _listen(settings: Serve) -> socket.socket:
-    """The socket, bound before anything is loaded: an address in use shows at once."""
+    """The socket, bound before anything is loaded: an address in use is reported at once."""
     try:
         family, *_, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -162,7 +162,7 @@ def _listen(settings: Serve) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(
-            "cannot listen there", where="serve.host, serve.port", got=f"{settings.host}:{settings.port}: {error}",
+            "cannot listen", where="serve.host, serve.port", got=f"{settings.host}:{settings.port}: {error}",
             fix="another --port; --port 0 takes any free one",
         ) from error  # fmt: skip
 
@@ -176,7 +176,7 @@ def _print_ready(service: Service, address: str, seconds: float) -> None:
     engine = service.current
     assert engine is not None
     gc.collect()
-    gc.freeze()  # what is loaded by now stays: garbage collections need not look at it
+    gc.freeze()  # what is loaded by now stays: garbage collection need not scan it
     version = f", version {engine.identity.version}" if engine.identity.version else ""
     print(
         f"serve: ready at {address} after {seconds:.2f} s: bundle {engine.identity.sha256[:16]}{version}, "
@@ -186,19 +186,19 @@ def _print_ready(service: Service, address: str, seconds: float) -> None:
 
 
 def _api_key(settings: Serve) -> str | None:
-    """From the environment; warns where others in the network may send requests without one."""
+    """The API key from the environment; warns if others in the network may send requests without one."""
     key = os.environ.get(settings.api_key_env, "").strip() or None
     if key is None and not _is_loopback(settings.host):
         log.warning(
-            "everyone who reaches %s may send requests: set %s, or listen at 127.0.0.1",
+            "anyone who can reach %s may send requests: set %s, or listen on 127.0.0.1",
             settings.host, settings.api_key_env,
         )  # fmt: skip
     return key
 
 
 def hosts_of(settings: Serve, api_key: str | None) -> frozenset[str] | None:
-    """Names that the header Host may hold; None: any. Without a key on loopback no name is accepted, so that no web
-    page whose name points at this machine can use the server through its user's browser; no page has the key."""
+    """Names that the header Host may hold; None: any. On loopback without a key no name is accepted, so that no web
+    page whose name points at this machine can use the server through its user's browser (no page has the key)."""
     if settings.hosts:
         return frozenset(name.lower() for name in settings.hosts)
     return frozenset() if api_key is None and _is_loopback(settings.host) else None

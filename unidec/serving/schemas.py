@@ -1,7 +1,7 @@
-"""What requests and answers hold: requests are checked by pydantic, both are shown by OpenAPI.
+"""Schemas of requests and answers: requests are checked by pydantic, OpenAPI shows both.
 
 Requests are read with the limits of section `serve`, so their models are created for each server. Answers are written
-by hand (`answers.py`) and not checked again: their models here are documentation, and tests keep the two together.
+by hand (`answers.py`) and not checked again: their models here are documentation, which tests keep up to date.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Head = Literal["both", "de", "clf"]
 Uid = Annotated[str, Field(min_length=1)]
 DEFAULT_K = 5
 MAX_KEYS = 50  # of a body
-_MORE_TOKENS = 4096  # than a body needs: what is a little too long gets an error that names the list
+_MORE_TOKENS = 4096  # than a valid body has: a list that is slightly too long gets an error that names it
 _TOKEN = rb'[^"\[{,]*+(?:"(?:[^"\\]++|\\.)*+"|[\[{,])'  # a JSON string, or up to one of [ { ,
 
 
 class RequestBase(BaseModel):
-    """What all requests share; `too_many` matches a body of more values than any request has."""
+    """Base of all requests; `too_many` matches a body with more values than any valid request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     too_many: ClassVar[re.Pattern[bytes]]
@@ -50,17 +50,17 @@ def request_models(settings: Serve) -> RequestModels:
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
     k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
     shared: dict[str, Any] = {
-        "k": (k, Field(min(DEFAULT_K, settings.max_k), description="labels a query; fewer where fewer are left")),
+        "k": (k, Field(min(DEFAULT_K, settings.max_k), description="labels per query; fewer if fewer are left")),
         "allow": (uids | None, Field(
             None, description="uids: only these labels may be returned; unknown ones are ignored and counted",
         )),
         "deny": (uids, Field(default_factory=list, description="uids: these labels are never returned")),
-        "min_score": (float | None, Field(None, description="labels that score less are left out")),
+        "min_score": (float | None, Field(None, description="labels with a lower score are dropped")),
         "head": (Head, Field(
-            "both", description="what scores: both (the bundle's ranking), the dual encoder, or the classifier",
+            "both", description="rank by both heads (the bundle's ranking), the dual encoder, or the classifier",
         )),
         "tail": (float, Field(
-            0.0, ge=-10, le=10, description="above 0 rare labels rank higher; where a learnt fusion ranks",
+            0.0, ge=-10, le=10, description="above 0 ranks rare labels higher; only with a learnt fusion",
         )),
     }  # fmt: skip
 
@@ -91,7 +91,7 @@ def parse_request(model: Any, body: bytes) -> Any:
         RequestError: 400: not UTF-8, not JSON, nested too deep, too many values, or NaN; 422: what does not fit the
             model.
     """
-    if model.too_many.match(body):  # that takes a millisecond; to read 300,000 lists a hundred, and 20 MB
+    if model.too_many.match(body):  # takes a millisecond; parsing 300,000 lists takes a hundred, and 20 MB
         raise _broken("the body has too many values", "body", f"{len(body)} bytes")
     try:
         value = orjson.loads(body)
@@ -107,12 +107,12 @@ def parse_request(model: Any, body: bytes) -> Any:
 
 
 def _broken(what: str, where: str, got: str) -> RequestError:
-    expected, fix = 'JSON such as {"queries": ["a text"]}', "send what GET /openapi.json shows for this route"
+    expected, fix = 'JSON such as {"queries": ["a text"]}', "send a body as described in GET /openapi.json"
     return RequestError(400, "broken_json", what, where=where, got=got, expected=expected, fix=fix)
 
 
 class _Answer(BaseModel):
-    """Documentation of an answer; a key more than these would be a mistake."""
+    """Documents an answer; other keys are an error."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -139,8 +139,8 @@ class Label(_Answer):
     title: str
     score: float
     probability: float | None = Field(
-        description="that the label is relevant, by its score, as measured on the validation split; null where the "
-        "bundle does not know it, and with another `head` than both or a `tail`"
+        description="probability that the label is relevant, by its score, as measured on the validation split; null "
+        "if the bundle does not have it, with another `head` than both, or with a `tail`"
     )
     de: float | None = Field(description="the dual encoder's own score, before its weight")
     clf: float | None = Field(description="the classifier's own score, before its weight")
@@ -156,14 +156,14 @@ class QueryAnswer(_Answer):
 
 
 class PredictAnswer(_Answer):
-    """One entry for each query, in their order."""
+    """One entry per query, in the order of the request."""
 
     model: Model
     predictions: list[QueryAnswer]
 
 
 class ErrorAnswer(_Answer):
-    """Every answer of the application that is not 2xx; what is not known is an empty string."""
+    """Every answer of the application that is not 2xx; unknown parts are empty strings."""
 
     error: Error
 

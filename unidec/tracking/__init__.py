@@ -1,1 +1,1 @@
-"""Operations: the only place in the library that imports mlflow, great_expectations or fastapi, each in use only."""
+"""MLflow: tracking of runs, the model registry, promotion and lineage; mlflow is imported on use only."""

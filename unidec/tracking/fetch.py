@@ -1,4 +1,4 @@
-"""Registered bundle -> folder: what `models:/name@alias` or `models:/name/version` names, hash checked."""
+"""Registered bundle -> folder: fetches `models:/name@alias` or `models:/name/version` and checks its hash."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Address:
 
 
 def parse_address(text: str) -> Address | None:
-    """What an address of a bundle in the registry names; None of a folder's path.
+    """A registry address in parts; None for a folder's path.
 
     Raises:
-        ConfigError: it begins like an address and is neither one nor a folder.
+        ConfigError: it looks like an address, but is neither a valid one nor a folder.
     """
     found = _URI.fullmatch(text)
     if found is None:
@@ -59,12 +59,12 @@ def fetch_bundle(source: str | os.PathLike[str], folder: str | os.PathLike[str],
 
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`.
-        folder: where copies are kept; one that is there and whole is not fetched again.
+        folder: where copies are kept; an intact copy is not fetched again.
         uri: tracking store; default: see `store.tracking_uri`.
 
     Raises:
-        ConfigError: not such an address, or the registry has none of this name, alias or version.
-        ArtifactError: what the registry gives is damaged or another bundle.
+        ConfigError: not a valid address, or no such name, alias or version in the registry.
+        ArtifactError: the registry's files are damaged, or another bundle.
         MlflowException: the registry does not answer.
     """
     address = parse_address(os.fspath(source))
@@ -86,15 +86,15 @@ def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
     except MlflowException as error:
         raise ArtifactError(
             "the registry does not answer", where=tracking_uri(), got=str(error).splitlines()[0][:300],
-            fix=f"MLFLOW_TRACKING_URI names it; bundles that were fetched before are in {folder}",
+            fix=f"check MLFLOW_TRACKING_URI; bundles that were fetched before are in {folder}",
         ) from error  # fmt: skip
 
 
 def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
-    """The folder of the registered bundle with this hash; the registry is not asked where a whole copy is kept.
+    """The folder of the registered bundle with this hash; an intact local copy is used without asking the registry.
 
     Raises:
-        ArtifactError: the registry does not have it, or what it gives is damaged.
+        ArtifactError: the registry does not have it, or its files are damaged.
         MlflowException: the registry does not answer.
     """
     target = folder / sha256[:16]
@@ -103,19 +103,19 @@ def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
     uri = tracking_uri()
     found = find_version(open_client(uri), model_name, sha256)
     if found is None:
-        fix = "MLFLOW_TRACKING_URI names the registry that it was registered in"
+        fix = "set MLFLOW_TRACKING_URI to the registry that it was registered in"
         raise ArtifactError(f"no version of {model_name} holds this bundle", where=uri, got=sha256, fix=fix)
     return _fetch(found, folder, uri)
 
 
 def find_alias(model_name: str, alias: str) -> ModelVersion | None:
-    """The version that an alias names; None where there is no such model or alias."""
+    """The version that an alias names; None if there is no such model or alias."""
     return version_of(open_client(tracking_uri()), model_name, alias)
 
 
 def measured_before(tracker: Tracker, model_name: str, dataset_sha256: str) -> dict[str, dict[str, float]]:
-    """Test metrics in percent, as "P@1", of the champion's run and of the last other run of the experiment that has
-    some, by what they are called; {} for one measured on another data set. Nothing where the store does not answer."""
+    """Test metrics in percent ({"P@1": ...}) of the champion's run and of the experiment's last other run with metrics,
+    by a name of the run; {} for a run on another data set. No entries if the store does not answer."""
     if not tracker.run_id or not answers(tracker.uri):
         return {}
     with contextlib.suppress(*store_errors()):  # figures beside those of the evaluation: they fail no report
@@ -133,7 +133,7 @@ def measured_before(tracker: Tracker, model_name: str, dataset_sha256: str) -> d
 
 
 def _test_metrics(run: Run, dataset_sha256: str) -> dict[str, float]:
-    """{} where the run's data set is another one."""
+    """Test metrics of a run; {} if its data set is another one."""
     used = run.inputs.dataset_inputs if run.inputs else []
     if not any(dataset_sha256.startswith(one.dataset.digest) for one in used):
         return {}
@@ -142,7 +142,7 @@ def _test_metrics(run: Run, dataset_sha256: str) -> dict[str, float]:
 
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
-    """A version's bundle, from its copy or the registry; several processes may ask for it at once."""
+    """A version's bundle, from its local copy or the registry; safe from several processes at once."""
     from filelock import FileLock
 
     sha256 = version.tags.get(HASH_TAG, "")
@@ -158,7 +158,7 @@ def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
 
 
 def _is_whole(folder: Path, sha256: str) -> bool:
-    """Whether a copy is there, and no file of it damaged."""
+    """Whether a copy exists and no file in it is damaged."""
     try:
         return folder.is_dir() and checked_sha256(folder) == sha256
     except ArtifactError:

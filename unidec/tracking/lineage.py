@@ -1,7 +1,7 @@
-"""From a model back to what made it, and from data to the models it went into: all read from the registry's tags.
+"""Lineage: from a model back to its inputs, and from data to the models made of it; reads only the registry's tags.
 
-A version's tags (written at registration) hold its commit, the hash of dvc.lock, DVC's hash of each artifact and the
-version it started from, so the registry alone answers.
+A version's tags, written at registration, hold its commit, the hash of dvc.lock, DVC's hash of each artifact and the
+version it started from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-SHORTEST = 6  # hexadecimal digits that a hash may be cut to
+SHORTEST = 6  # minimum hexadecimal digits of an abbreviated hash
 METRICS = ("nDCG@5", "PSP@5")
 COLUMNS = ("version", "aliases", *METRICS, "data", "start", "code", "gate", "registered")
 DATASET_TAG = "dataset.sha256"
@@ -38,13 +38,14 @@ _HASH = re.compile(rf"[0-9a-f]{{{SHORTEST},64}}(\.dir)?")
 
 @dataclass(frozen=True)
 class Version:
-    """A registered version and what it was made of. What no tag has is None or empty.
+    """A registered version and what it was made of. Missing facts are None or empty.
 
     Attributes:
         registered: ISO time. dataset: "name", "sha256". code: "commit", "dirty", "lock_commit". run: MLflow's id.
-        artifacts: DVC's hashes by path; differs: paths that are not as in dvc.lock. restore: commands that check out
-            its project. prefect to start: tags of these parts. metrics: only of `list_versions`: the gate's, else the
-            MLflow run's.
+        artifacts: DVC's hashes by path. differs: paths whose content differs from dvc.lock.
+        restore: commands that check out its project.
+        prefect, gate, promoted, rolled_back, start: tags with these prefixes.
+        metrics: only from `list_versions`: the gate's, else the MLflow run's.
     """
 
     model: str
@@ -69,7 +70,7 @@ class Version:
 
 @dataclass(frozen=True)
 class DataUse:
-    """A version that data went into: under these names, or `through` the version that it started from."""
+    """A version made of some data: directly, under the names `what`, or `through` the version that it started from."""
 
     version: str
     aliases: list[str]
@@ -81,12 +82,12 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     """A model, the version it started from, and so on, back to one that started from nothing or from a deleted one.
 
     Args:
-        source: models:/name@alias, models:/name/version, "bundle:" and the first digits of a bundle's hash (a served
-            answer names it), or a bundle's folder.
-        model_name: where a hash or a folder is looked for.
+        source: models:/name@alias, models:/name/version, "bundle:" and the first digits of a bundle's hash (every
+            served answer has it), or a bundle's folder.
+        model_name: the model in which a hash or a folder is looked up.
 
     Raises:
-        ConfigError: no such address, model, version or bundle; or a hash that several versions begin with.
+        ConfigError: no such address, model, version or bundle; or several versions match the hash.
     """
     client = open_client(tracking_uri())
     version = _version(client, os.fspath(source), model_name)
@@ -95,21 +96,21 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     named = aliases(client, version.name)
 
     found = [_about(version, named)]
-    # each once, so that versions that name each other end
+    # each version once, so that circular references end
     while (sha256 := found[-1].start.get("bundle.sha256")) and sha256 in versions:
         found.append(_about(versions.pop(sha256), named))
     return found
 
 
 def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
-    """The versions that data went into, newest first.
+    """The versions that were made of some data, newest first.
 
     Args:
-        prefix: of DVC's hash of an artifact or of raw data, of a data set's sha256, or of a bundle's: at least
-            `SHORTEST` digits.
+        prefix: at least `SHORTEST` digits of DVC's hash of an artifact or of raw data, of a data set's sha256, or of a
+            bundle's.
 
     Raises:
-        ConfigError: no hash.
+        ConfigError: not a hash.
     """
     _check_hash(prefix, "data")
     client = open_client(tracking_uri())
@@ -128,7 +129,7 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
 
 
 def list_versions(model_name: str) -> list[Version]:
-    """Every version, newest first; [] where there is no such model."""
+    """Every version, newest first; [] if there is no such model."""
     client = open_client(tracking_uri())
     named = aliases(client, model_name)
     versions = all_versions(client, model_name)
@@ -191,8 +192,8 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
         raise ConfigError("not an address of a model", where="lineage", got=source, expected=expected)
     held = [item for item in all_versions(client, model_name) if item.tags.get(HASH_TAG, "").startswith(prefix)]
     if len({item.tags[HASH_TAG] for item in held}) != 1:
-        what = f"several versions of {model_name} begin so" if held else f"no version of {model_name} holds this bundle"
-        fix = "give more digits" if held else "`unidec models list` lists what is registered"
+        what = f"several versions of {model_name} match" if held else f"no version of {model_name} holds this bundle"
+        fix = "give more digits" if held else "`unidec models list` lists the registered versions"
         raise ConfigError(what, where=source, got=prefix, fix=fix)
     return min(held, key=lambda item: int(item.version))
 
@@ -207,7 +208,7 @@ def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
 
 
 def as_lines(found: Sequence[Version]) -> list[str]:
-    """A lineage as a tree of lines, each parent below what started from it."""
+    """A lineage as a tree of lines, each parent below the version that started from it."""
     own, *parents = found
     origin, code, data = own.start.get("bundle.sha256"), own.code, own.dataset
     changes = " + uncommitted changes" if code["dirty"] else ""
@@ -218,7 +219,7 @@ def as_lines(found: Sequence[Version]) -> list[str]:
         "dvc.lock": own.lock_sha256 and own.lock_sha256 + committed,
         "data set": data["sha256"] and f"{data['name'] or ''} {data['sha256']}".strip(),
         **own.artifacts,
-        "not as in dvc.lock": ", ".join(own.differs),
+        "differs from dvc.lock": ", ".join(own.differs),
         "MLflow run": own.run,
         "Prefect run": own.prefect.get("flow_run_url") or own.prefect.get("flow_run_id"),
         "start": own.start["kind"],
@@ -232,14 +233,14 @@ def as_lines(found: Sequence[Version]) -> list[str]:
     lines = [f"{own.model} version {own.version}{named}, registered {own.registered}"]
     lines += [f"   {name:<{width}}  {value}" for name, value in facts.items() if value]
     if origin:
-        how = "the labels are new, the model is that of" if own.start["kind"] == "refresh" else "started from"
+        how = "same model with other labels:" if own.start["kind"] == "refresh" else "started from"
         gone = f"version {own.start.get('version')} (bundle {origin[:12]}): deleted from the registry"
         lines += [f"└─ {how}", *(f"   {line}" for line in (as_lines(parents) if parents else [gone]))]
     return lines
 
 
 def rows_of(versions: Sequence[Version]) -> list[list[str]]:
-    """Rows of `COLUMNS`, of what `list_versions` returns."""
+    """Rows of `COLUMNS` for the versions of `list_versions`."""
     rows = []
     for found in versions:
         measured = found.metrics or {}

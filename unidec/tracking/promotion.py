@@ -1,10 +1,10 @@
-"""Which version answers: aliases `champion` and `previous`, moved as one step, and the way back.
+"""Promotion and rollback: the aliases `champion` and `previous`, moved as one step.
 
-What a promotion does is first written down, as a tag of the version that becomes champion; then the alias `champion`
-moves: that one write decides. `previous` and the tags of the versions follow; where a kill comes between, the next call
-completes them. At no moment does `champion` name a version that was not verified.
+A promotion is first recorded as a tag on the version that becomes champion; then the alias `champion` moves: that one
+write decides. `previous` and the tags of the versions follow; after a kill in between, the next call completes them.
+`champion` never names a version that was not verified.
 
-Promotions of one machine wait for each other. Between machines there is no lock: MLflow has none.
+Promotions on one machine wait for each other. Between machines there is no lock: MLflow has none.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ _TAGGED = ("P@1", "nDCG@5", "PSP@5", "R@10", "tail/R@10", "coverage@5")
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """The champion (`version`) and the one before it. Of a promotion, not of a rollback: it was made with uncommitted
-    changes (`dirty`), something spoke against it (`forced`), it was not champion already (`changed`)."""
+    """The new champion (`version`) and the `previous` one.
+
+    Attributes:
+        dirty: it was made with uncommitted changes. forced: it was promoted in spite of `hindrances`.
+        changed: it was not already the champion. All three: None after a rollback.
+    """
 
     model: str
     version: str
@@ -49,7 +53,7 @@ class Promotion:
 
 
 def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
-    """Alias -> version; {} where there is no such model."""
+    """Alias -> version; {} if there is no such model."""
     with UnlessMissing():
         found = client.get_registered_model(model_name).aliases
         return {alias: str(version) for alias, version in found.items()}
@@ -57,12 +61,12 @@ def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
 
 
 def all_versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
-    """Every version (MLflow gives up to 10,000), newest first; [] where there is no such model."""
+    """Every version (MLflow returns up to 10,000), newest first; [] if there is no such model."""
     return sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: -int(version.version))
 
 
 def version_of(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion | None:
-    """The version of this number or alias; None where there is none."""
+    """The version with this number or alias; None if there is none."""
     number = str(which) if str(which).isdecimal() else aliases(client, model_name).get(str(which))
     with UnlessMissing():
         return client.get_model_version(model_name, number) if number else None
@@ -92,7 +96,7 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
 
 
 def record_verdict(client: MlflowClient, version: ModelVersion, verdict: Mapping[str, Any], settings: str) -> None:
-    """Writes the verdict to the version. The tag `gate.passed` comes last: where it is set, all others are."""
+    """Write the verdict to the version's tags. `gate.passed` is written last: if it is set, all others are."""
     reasons = verdict["reasons"]
     lines = [f"{'pass' if r.passed else 'FAIL'} {r.check}: {r.words}" for r in reasons]
     own = verdict.get("metrics", {}).get("challenger", {})
@@ -114,15 +118,15 @@ def record_verdict(client: MlflowClient, version: ModelVersion, verdict: Mapping
 
 
 def hindrances(version: ModelVersion, champion: str | None) -> list[str]:
-    """Why a version must not become champion, in words; [] where nothing speaks against it."""
+    """The reasons why a version must not become champion; [] if there are none."""
     tags, found = version.tags, []
     if "gate.passed" not in tags:
-        found.append("no gate has judged it: `unidec models gate` does")
+        found.append("the gate has not judged it: run `unidec models gate`")
     elif tags["gate.passed"] != "true":
         found.append(f"it did not pass the gate: {tags.get('gate.failed') or 'no reasons are kept'}")
     if "gate.passed" in tags and tags.get("gate.champion", "") != (champion or ""):
         judged, now = (f"version {one}" if one else "no champion" for one in (tags.get("gate.champion"), champion))
-        found.append(f"the gate compared it with {judged}, now it would be {now}: `unidec models gate` compares again")
+        found.append(f"the gate compared it with {judged}, now it would be {now}: run `unidec models gate` again")
     if ROLLED_BACK[0] in tags:
         found.append(rolled_back_words(tags))
     return found
@@ -135,16 +139,16 @@ def rolled_back_words(tags: Mapping[str, str]) -> str:
 
 
 def promote(model_name: str, which: str | int = CHALLENGER, *, force: bool = False, reason: str = "") -> Promotion:
-    """Make a version champion and the champion previous; a version that is champion already stays it.
+    """Make a version champion and the champion previous; if it is already the champion, nothing changes.
 
     Args:
         which: version number or alias.
-        force: accept any refusal but a wrong hash; sets the tag `promoted.forced`.
-        reason: kept in the tag `promoted.reason`.
+        force: overrule `hindrances`, but not a wrong hash; sets the tag `promoted.forced`.
+        reason: stored in the tag `promoted.reason`.
 
     Raises:
-        ConfigError: no such version. Refused: something speaks against it, or another promotion is under way.
-        ArtifactError: the stored bundle is damaged or another.
+        ConfigError: no such version. Refused: `hindrances`, or another promotion is under way.
+        ArtifactError: the stored bundle is damaged or another one.
     """
     with _one_at_a_time(model_name) as (client, _):
         version = known_version(client, model_name, which)
@@ -166,13 +170,13 @@ def promote(model_name: str, which: str | int = CHALLENGER, *, force: bool = Fal
 
 
 def rollback(model_name: str, *, reason: str = "") -> Promotion:
-    """Swap champion and previous. The version that leaves is refused by gate and promotion from now on.
+    """Swap champion and previous. From then on gate and promotion refuse the version that was champion.
 
-    Called again after a kill it completes the rollback that was cut short.
+    Called again after a kill, it completes the interrupted rollback.
 
     Raises:
         Refused: there is no previous version, or another promotion is under way.
-        ArtifactError: the stored bundle of the previous version is damaged: the champion stays.
+        ArtifactError: the stored bundle of the previous version is damaged; the champion does not change.
     """
     with _one_at_a_time(model_name) as (client, is_completed):
         now = aliases(client, model_name)
@@ -181,7 +185,7 @@ def rollback(model_name: str, *, reason: str = "") -> Promotion:
             return Promotion(model=model_name, version=champion, previous=previous)
         if champion is None or previous is None or champion == previous:
             got = f"champion {champion}, previous {previous}"
-            fix = "unidec models promote VERSION --force takes any version"
+            fix = "unidec models promote VERSION --force accepts any version"
             raise Refused("there is no earlier champion to go back to", where=model_name, got=got, fix=fix)
         back = _record("promoted", f"rollback from version {champion}" + (f": {reason}" if reason else ""))
         tags = {previous: back, champion: _record("rolled_back", reason)}
@@ -190,7 +194,7 @@ def rollback(model_name: str, *, reason: str = "") -> Promotion:
 
 
 def recover(client: MlflowClient, model_name: str) -> bool:
-    """Complete the promotion that a kill cut short after the alias `champion` had moved; whether there was one."""
+    """Complete a promotion that was killed after the alias `champion` had moved; whether there was one."""
     champion = version_of(client, model_name, CHAMPION)
     if champion is None or PENDING_TAG not in champion.tags:
         return False
@@ -221,7 +225,7 @@ def _move(
 
 @contextlib.contextmanager
 def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
-    """A client while no other process of this machine promotes this model; and whether `recover` had to be called."""
+    """A client while no other process on this machine promotes this model; and whether `recover` completed one."""
     from filelock import FileLock, Timeout
 
     uri = tracking_uri()
@@ -234,7 +238,7 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
         with FileLock(folder / f".promotion-{name}.lock", timeout=LOCK_SECONDS), tracking_to(uri):
             yield client, recover(client, model_name)
     except Timeout as error:
-        raise Refused("another promotion is under way", where=str(error.lock_file), fix="run this again") from error
+        raise Refused("another promotion is under way", where=str(error.lock_file), fix="retry later") from error
 
 
 def _record(what: str, reason: str) -> dict[str, str]:

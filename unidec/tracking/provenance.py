@@ -1,4 +1,4 @@
-"""Where a run came from: git commit and dirtiness, DVC's lock, versions; read-only and without dvc or git libraries."""
+"""Provenance of a run: git commit, uncommitted changes, dvc.lock, versions; read-only, without dvc or git libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARTIFACTS = (
 )  # fmt: skip
 """Outputs of the pipeline whose hashes a registered version carries."""
 RECORDS = ("dvc.lock", "params.yaml", "data/start.json")
-"""Files that together with a commit say how a model was made; its MLflow run keeps them as they were then."""
+"""Files that together with a commit record how a model was made; its MLflow run keeps copies from that time."""
 RECORDS_FOLDER = "made_of"
 DVC_TAG, DIFFERS_TAG, LOCK_TAG = "dvc.", "dvc.differs", "dvc.lock.sha256"
 COMMIT_TAG, DIRTY_TAG, CHANGED_TAG = "mlflow.source.git.commit", "git.dirty", "git.changed"
@@ -39,13 +39,13 @@ _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag
 
 
 def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Tags that name the code and the lock file of a run; a fact that is not available is left out.
+    """Tags that identify the code and the lock file of a run; unavailable facts are left out.
 
-    Only what decides a model makes it dirty: tracked files of the code, compared with the commit by content, and
-    parameters, compared with the commit's params.yaml by value. Data has hashes of its own: `artifact_tags`.
+    A run is dirty only by what affects a model: tracked files of the code, compared with the commit by content, and
+    parameters, compared with the commit's params.yaml by value. Data has its own hashes: `artifact_tags`.
 
     Args:
-        root: of the project, or a trial's folder in it.
+        root: folder of the project, or a trial's folder in it.
         made_with: all parameters that made the model, by section; None: parameters are not compared.
 
     Returns:
@@ -70,7 +70,7 @@ def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None
 
 
 def uncommitted(tags: Mapping[str, str], root: Path | str = ".") -> list[str]:
-    """Files that made a version (by its tags: see `code_tags`) and are not in the commit that is checked out."""
+    """Files that made a version (by its tags, see `code_tags`) and differ from the commit that is checked out."""
     if tags.get(DIRTY_TAG) != "true":
         return []
     try:
@@ -78,7 +78,7 @@ def uncommitted(tags: Mapping[str, str], root: Path | str = ".") -> list[str]:
     except (KeyError, TypeError, ValueError):
         return ["changes that were not recorded"]
     project, commit = _project(root), tags.get(COMMIT_TAG, "")
-    # files that were added since were not there when the version was made
+    # files added since did not exist when the version was made
     words = ("--diff-filter=a", commit, "HEAD", "--", *_CODE)
     since = git(project, "diff", "--name-only", "--relative", "-z", *words)
     if since is None:
@@ -107,7 +107,7 @@ def _changed_files(project: Path, commit: str) -> dict[str, str] | None:
 
 
 def _committed_sha256(project: Path, commit: str) -> str:
-    """`_parameters_sha256` of the commit's params.yaml and its recipe; "" where it has none that can be read."""
+    """`_parameters_sha256` of the commit's params.yaml and its recipe; "" if it has no readable one."""
     text = git(project, "show", f"{commit}:./{PARAMS}")
     if text is None:
         return ""
@@ -118,14 +118,14 @@ def _committed_sha256(project: Path, commit: str) -> str:
 
 
 def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
-    """sha256 (hex) of the values of all parameters that decide a model; paths in the project relative to it."""
+    """sha256 (hex) of the values of all parameters that affect a model; paths in the project relative to it."""
     values = {name: section for name, section in params.items() if name not in (*OPERATIONS, "recipe", "run")}
     text = json.dumps(values, sort_keys=True).replace(f"{project}{os.sep}", "")  # a trial's paths are absolute
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def lock_sha256(root: Path | str = ".") -> str | None:
-    """Hash of dvc.lock; None where there is none."""
+    """Hash of dvc.lock; None if there is none."""
     lock = Path(root) / "dvc.lock"
     return file_sha256(lock) if lock.is_file() else None
 
@@ -136,10 +136,10 @@ def dvc_hash(path: str, root: Path | str = ".") -> str | None:
 
 
 def artifact_tags(raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
-    """The hash by which DVC finds each artifact again: {"dvc.data/dataset": "0a1b...dir", ...}; {} without a lock file.
+    """DVC's hash of each artifact: {"dvc.data/dataset": "0a1b...dir", ...}; {} without a lock file.
 
-    An artifact that is here with another hash than dvc.lock has for it is left out and named in "dvc.differs". The raw
-    data (at the path `raw`) is taken at the lock file's word, which goes with that for data/dataset.
+    An artifact whose content differs from its hash in dvc.lock is left out and named in "dvc.differs". The hash of the
+    raw data (at the path `raw`) is taken from the lock file unchecked, if data/dataset matches its own.
     """
     lock = _lock(root)
     known, tags, differ = _entries(lock, "outs"), {}, []
@@ -157,8 +157,8 @@ def artifact_tags(raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFA
 
 
 def md5_of(path: Path) -> str | None:
-    """The hash that DVC gives a file or, with ".dir" at its end, a folder (that of the list of its files, sorted by
-    their names, as DVC writes it down); None where there is neither."""
+    """DVC's hash of a file or, ending in ".dir", of a folder (the hash of its list of files, sorted by name, in DVC's
+    format); None if the path does not exist."""
     if not path.is_dir():
         return _file_md5(path) if path.is_file() else None
     names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
@@ -167,7 +167,7 @@ def md5_of(path: Path) -> str | None:
 
 
 def git(root: Path | str, *words: str) -> str | None:
-    """A git command's output, None where it failed: no git, no repository, a commit that is not there."""
+    """A git command's output; None if it failed: no git, no repository, an unknown commit."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(root), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()

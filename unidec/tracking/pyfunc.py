@@ -22,8 +22,8 @@ class _Calls:
     def load_context(self, context: Any) -> None:
         """Opens the bundle; its hashes are checked before anything in it is parsed.
 
-        `load_model(..., model_config={"runtime": "torch", "threads": 2})` chooses what encodes the queries; by default
-        it is the fastest that keeps quality.
+        `load_model(..., model_config={"runtime": "torch", "threads": 2})` chooses the runtime of the query encoder;
+        default: the fastest that keeps quality.
         """
         from unidec.retrieval.answer import Answerer
 
@@ -31,12 +31,12 @@ class _Calls:
         runtime, threads = options.get("runtime", "auto"), int(options.get("threads", 0))
         self._answerer = Answerer.open(context.artifacts["bundle"], runtime, threads)
 
-    # without type hints, and inherited below: MLflow would make a schema of them, beside the signature it is given
+    # without type hints, and inherited below: MLflow would derive a schema from them, besides the given signature
     def predict(self, context, model_input, params=None):
         """The `k` best labels of each query, best first.
 
         Raises:
-            MlflowException: a parameter out of range, or a query that is no text; a server answers 400.
+            MlflowException: a parameter is out of range, or a query is not a string; a server answers 400.
         """
         from unidec.errors import ConfigError, DataError
 
@@ -52,7 +52,7 @@ class _Calls:
 
 
 class BundleModel(_Calls, PythonModel):
-    """What MLflow loads and asks."""
+    """The model that MLflow loads and calls."""
 
 
 set_model(BundleModel())

@@ -1,4 +1,4 @@
-"""Bundle -> registered MLflow model: one version a bundle hash, and an alias that moves only to what was verified."""
+"""Bundle -> registered MLflow model: one version per bundle hash, and an alias that moves only to verified versions."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def register(
     card: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> int:
-    """Log a bundle as a pyfunc model, register it as `challenger`; the same bundle again changes nothing.
+    """Log a bundle as a pyfunc model and register it as `challenger`; registering it again changes nothing.
 
-    A kill at any point leaves the alias where it was, and the next call makes or finds the one version.
+    A kill at any point leaves the alias where it was, and the next call creates or finds the version.
 
     Args:
-        run_id: the MLflow run that trained it; None: a run of its own.
-        card: what the description lists: {"metrics": {split: {name: value}}, and any facts}.
+        run_id: the MLflow run that trained it; None: a new run.
+        card: contents of the description: {"metrics": {split: {name: value}}, and any facts}.
         tags: further tags of the version (data set hash, git commit).
 
     Returns:
         the version's number.
 
     Raises:
-        ArtifactError: the bundle is damaged, what the registry holds under its hash is not it, or the store's files are
-            in a folder that is gone.
+        ArtifactError: the bundle is damaged, the registry holds another one under its hash, or the store's folder of
+            files no longer exists.
     """
     from filelock import FileLock
     from mlflow.exceptions import MlflowException
@@ -95,7 +95,7 @@ def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVer
 
 
 def checked_sha256(bundle_path: Path) -> str:
-    """The bundle's hash, after every file was checked against its manifest; an ArtifactError: missing or damaged."""
+    """The bundle's hash, after checking every file against its manifest; an ArtifactError if missing or damaged."""
     return manifest_sha256(read_manifest(bundle_path, "bundle"))
 
 
@@ -116,7 +116,7 @@ def model_card(card: Mapping[str, Any], sha256: str) -> str:
 def signature() -> ModelSignature:
     """Input `query`, parameters of `answer.Request`, output rows.
 
-    MLflow's lists have no "not given": an empty `allow` is none.
+    MLflow's list parameters cannot be unset: an empty `allow` counts as none.
     """
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
@@ -137,7 +137,7 @@ def signature() -> ModelSignature:
 
 
 def serving_requirements() -> list[str]:
-    """Requirements of a served bundle, as our distribution declares them; never our own name (code is copied along)."""
+    """Requirements of a served bundle, as our distribution declares them; without unidec, whose code is copied."""
     from packaging.requirements import Requirement
 
     declared = [Requirement(line) for line in importlib.metadata.requires("unidec-xmc") or []]
@@ -146,19 +146,19 @@ def serving_requirements() -> list[str]:
 
 
 def check_artifacts(experiment: Experiment | None, uri: str) -> None:
-    """Refuse to write below the folder in which an SQLite store was before it was moved.
+    """Refuse to write to the former folder of an SQLite store that was moved.
 
     Raises:
-        ArtifactError: the experiment's files are elsewhere than beside the store, in a folder that is gone.
+        ArtifactError: the experiment's files are not next to the store, but in a folder that no longer exists.
     """
     path = sqlite_path(uri)
     address = urlsplit(experiment.artifact_location if experiment else "")
     folder = Path(unquote(address.path))
-    # MLflow makes the folder itself when something is first written to it
+    # MLflow creates the folder itself on the first write
     if path is None or address.scheme != "file" or folder.is_relative_to(path.parent) or folder.parent.is_dir():
         return
     raise ArtifactError(
-        "the tracking store keeps its files in a folder that is gone: was the project's folder moved?",
+        "the tracking store keeps its files in a folder that no longer exists: was the project's folder moved?",
         where=str(path), got=str(folder), expected=str(path.parent / "artifacts"),
         fix="move it back, or replace its address in the database: docs/servers.md, 'Moving a store'",
     )  # fmt: skip
@@ -182,7 +182,7 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
             artifacts={"bundle": str(bundle_path)},
             code_paths=[str(PACKAGE)],
             signature=signature(),
-            # no input example: MLflow would load the whole model to try it, and the signature is given
+            # no input example: MLflow would load the whole model to run it, and the signature is given
             model_config={"runtime": "auto", "threads": 0},
             pip_requirements=serving_requirements(),
             metadata={HASH_TAG: tags[HASH_TAG]},
@@ -194,8 +194,8 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
 
 
 def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:
-    """The run's figures of the test split become the model's as well, with the run's data set: MLflow's Models tab
-    groups by it. With their first timestamp and step, so that the run's own history has each once."""
+    """Link the run's test metrics to the model, with the run's data set, by which MLflow's Models tab groups. Timestamp
+    and step stay the same, so that the run's own history has each metric once."""
     from mlflow.entities import Metric
 
     run = client.get_run(run_id)
@@ -206,11 +206,11 @@ def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None
 
 
 def download(address: str, sha256: str, folder: Path | str | None) -> Path:
-    """The bundle of a registered version, in a new folder below `folder`, or (None) where it is on this machine; within
-    `tracking_to`.
+    """The bundle of a registered version, in a new folder below `folder`, or (None) in place if it is on this machine;
+    call it within `tracking_to`.
 
     Raises:
-        ArtifactError: it holds no bundle, a damaged or another one. MlflowException: the registry does not answer.
+        ArtifactError: no bundle there, a damaged one, or another one. MlflowException: the registry does not answer.
     """
     import mlflow
 
@@ -223,7 +223,7 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
 
 
 def verify_version(model_name: str, version: str | int, sha256: str) -> None:
-    """`download` to nowhere: an ArtifactError also where what is stored is missing. No alias has moved."""
+    """As `download`, but keeps nothing; also an ArtifactError if the stored files are missing. Moves no alias."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
@@ -239,7 +239,7 @@ def verify_version(model_name: str, version: str | int, sha256: str) -> None:
 
 @contextlib.contextmanager
 def tracking_to(uri: str) -> Iterator[Any]:
-    """MLflow with its process-wide store set to `uri` (its fluent calls know no other), and set back afterwards."""
+    """MLflow with its process-wide store set to `uri` (fluent calls use no other), and restored afterwards."""
     mlflow = import_mlflow()
     environment = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(uri)

@@ -1,9 +1,9 @@
 """One MLflow run for one training, shared by every process that works on it.
 
 `Tracker.start(run_dir, ...)` writes `run_dir/tracking.json`; later processes continue with `Tracker.resume(run_dir)`.
-What is logged is first written to `run_dir/tracking.jsonl`; `flush` sends the lines that the store has not confirmed.
-A store that is away stops nothing: the next flush, of this process or a later one, sends what it missed. After an
-attempt that took some seconds, the store is left alone for a hundred times as long: 1% of the time, at most.
+Everything is first written to `run_dir/tracking.jsonl`; `flush` sends the lines that the store has not confirmed.
+An unreachable store stops nothing: the next flush, of this process or a later one, sends what is missing. After a
+failed attempt, the store is not tried again for a hundred times as long as that took: at most 1% of the time is lost.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 STATE, LOGGED, UNSENT = "tracking.json", "tracking.jsonl", "tracking-files"
 RUN_TAGS = "UNIDEC_RUN_TAGS"
-"""Environment variable: tags (JSON) of every run begun in this process, set by the process that started it:
-`mlflow.parentRunId` puts the run below another one; `mlflow.runName` is its name."""
+"""Environment variable with tags (JSON) of every run started in this process, set by its parent process:
+`mlflow.parentRunId` nests the run below another one; `mlflow.runName` names it."""
 _PARAMS_A_BATCH, _METRICS_A_BATCH, _VALUE_LIMIT, _DIGEST_LIMIT = 100, 1000, 6000, 36  # MLflow's limits
 _KEY_TAG = "unidec.run_key"
 _EVERY = 10.0  # seconds between two flushes of a training
-_SECONDS_APART = 5.0  # the clock that a start time is computed from may have been set a little
-_TIMES = 100  # a failed attempt is repeated after so many times as long as it took
+_SECONDS_APART = 5.0  # tolerance: the clock that start times are computed from may have been adjusted
+_TIMES = 100  # a failed attempt is repeated after this multiple of its duration
 
-_ask_again: dict[str, float] = {}  # store that is away -> when it may be asked again
+_ask_again: dict[str, float] = {}  # unreachable store -> when it may be tried again
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ class Tracker:
     """An MLflow run, in the store of `store.tracking_uri`, that outlives its processes and never raises into training.
 
     Args:
-        experiment: MLflow experiment, created where there is none.
+        experiment: MLflow experiment, created if missing.
     """
 
     def __init__(self, experiment: str = "unidec") -> None:
         self.experiment, self.uri = experiment, tracking_uri()
         self._state: dict[str, Any] = {}
         self._client: MlflowClient | None = None
-        self._newest: dict[str, tuple[int, float]] = {}  # step and value of each metric that the store has
+        self._newest: dict[str, tuple[int, float]] = {}  # last step and value of each metric in the store
         self._flushed = time.monotonic()
 
     def start(
@@ -68,16 +68,16 @@ class Tracker:
         run_name: str | None = None,
         run_id: str | None = None,
     ) -> str | None:
-        """Begin the run of `run_dir`, or continue the one that was begun there.
+        """Start the run of `run_dir`, or continue the one that was started there.
 
         Args:
             run_dir: the training's folder; it keeps the run's id.
             params_flat: every parameter, dotted keys. tags: see `code_tags`. run_name: default: the folder's name.
             dataset: {"name", "digest", "path" (relative)}, and any figures: its profile.
-            run_id: a run that a checkpoint names; it counts where the folder has lost its own note of it.
+            run_id: the run named in a checkpoint; used if the folder has lost its own record of it.
 
         Returns:
-            the run's id, or None while the store cannot be reached (a later flush tries again).
+            the run's id, or None while the store cannot be reached (a later flush retries).
         """
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class Tracker:
 
     @classmethod
     def resume(cls, run_dir: Path | str) -> Tracker:
-        """Continue the run that was begun in `run_dir`; a tracker that does nothing where none was begun."""
+        """Continue the run that was started in `run_dir`; if there is none, the tracker does nothing."""
         state = tracking_state(Path(run_dir))
         tracker = cls(state.get("experiment", ""))
         tracker._run_dir, tracker._state = Path(run_dir), state if "run_key" in state else {}
@@ -113,12 +113,12 @@ class Tracker:
 
     @property
     def run_name(self) -> str:
-        """The MLflow run's name, "" where none was begun."""
+        """The MLflow run's name, "" if none was started."""
         return str(self._state.get("run_name", ""))
 
     @property
     def status(self) -> str | None:
-        """How the run ended, None while it has not."""
+        """How the run ended; None while it has not ended."""
         return self._state.get("status")
 
     @property
@@ -128,26 +128,26 @@ class Tracker:
         return ui_url(self.uri, place, self.run_id) if place and self.run_id else None
 
     def finish(self, status: Status = "FINISHED") -> None:
-        """Send everything that waits and end the run."""
+        """Send everything that is pending and end the run."""
         if self._state:
             self._note(status=status)
             self._add(status=status)
-            _ask_again.pop(self.uri, None)  # worth an attempt, whatever it costs
+            _ask_again.pop(self.uri, None)  # always try
             self.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log figures of one step, in order of steps; a resumed training that repeats a step does not double it.
+        """Log metrics of one step, in order of steps; a resumed training that repeats a step does not duplicate them.
 
-        Every ten seconds they are sent, with figures of processor, memory, disk, network and GPU.
+        They are sent every ten seconds, together with metrics of processor, memory, disk, network and GPU.
         """
         self._add(step=int(step), metrics=_named(metrics))
         if self._state and time.monotonic() - self._flushed > _EVERY:
-            if self._client is not None:  # what MLflow's collectors are made with asks the store
+            if self._client is not None:  # creating MLflow's collectors asks the store
                 self._add(step=int(step), metrics=_system_figures(self.uri))
             self.flush()
 
     def log_final(self, metrics: Mapping[str, float]) -> None:
-        """Send figures that have no step (a test split's); the newest value is the one that is shown."""
+        """Send metrics without a step (of a test split); the newest value is shown."""
         self._add(final=_named(metrics))
         self.flush()
 
@@ -167,7 +167,7 @@ class Tracker:
                 else:
                     shutil.copyfile(path, target / path.name)
             except OSError as error:
-                log.warning("not kept for the tracking store: %s", error)
+                log.warning("not recorded for the tracking store: %s", error)
         self.flush()
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -176,20 +176,20 @@ class Tracker:
         self.flush()
 
     def _add(self, **entry: Any) -> None:
-        """Append a line: one write, about 30 microseconds. A disk that is full costs the line, and a warning."""
+        """Append a line: one write, about 30 microseconds. On a full disk the line is lost, with a warning."""
         if not self._state:
             return
-        # the line break comes first: a line that a kill cut short spoils no other
+        # the line break comes first: a line truncated by a kill does not damage the next
         line, path = f"\n{json.dumps(entry | {'at': _now_ms()})}".encode(), self._run_dir / LOGGED
         try:
             path.touch(0o600)
             with open(path, "ab", buffering=0) as file:
                 file.write(line)
         except OSError as error:
-            log.warning("not kept for the tracking store: %s", error)
+            log.warning("not recorded for the tracking store: %s", error)
 
     def flush(self) -> bool:
-        """Send what the store has not confirmed; False where it did not get all of it: a later flush sends it."""
+        """Send what the store has not confirmed; False if some of it is left for a later flush."""
         self._flushed = begin = time.monotonic()
         if not self._state:
             return True
@@ -202,15 +202,15 @@ class Tracker:
                 self._connect()
             self._send()
         except Exception as error:  # whatever MLflow, its database or the network throws: training is worth more
-            self._client = None  # how much of it arrived is looked up by the next attempt
+            self._client = None  # the next attempt looks up how much arrived
             self._flushed = time.monotonic()
             if self.uri not in _ask_again:
-                words = f"{self.uri} is away; what is logged waits in {self._run_dir}: {type(error).__name__}: {error}"
+                words = f"{self.uri} is unreachable; logs wait in {self._run_dir}: {type(error).__name__}: {error}"
                 log.warning("%s", without_credentials(words).splitlines()[0][:400])
             _ask_again[self.uri] = self._flushed + _TIMES * (self._flushed - begin)
             return False
         if _ask_again.pop(self.uri, None) is not None:
-            log.info("%s is back: everything that waited was sent", without_credentials(self.uri))
+            log.info("%s is back: all pending logs were sent", without_credentials(self.uri))
         return True
 
     def _connect(self) -> None:
@@ -229,14 +229,14 @@ class Tracker:
         self._client = client
 
     def _find_run(self, client: MlflowClient, place: str) -> Run | None:
-        """The run begun before: by the key it was created with, also when the answer got lost; or by a checkpoint's."""
+        """The run started before: by its key, even if the reply to its creation was lost; or by a checkpoint's id."""
         for wanted in (f"tags.`{_KEY_TAG}` = '{self._state['run_key']}'", f"attributes.run_id = '{self.run_id}'"):
             if found := client.search_runs([place], wanted, max_results=1):
                 return found[0]
         return None
 
     def _describe(self, client: MlflowClient, run: Run) -> None:
-        """Parameters, tags and data set: only what the run does not have yet (MLflow's parameters never change)."""
+        """Send parameters, tags and data set that the run does not have yet (MLflow's parameters never change)."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
         run_id, known = run.info.run_id, run.data.params
@@ -279,14 +279,14 @@ class Tracker:
             self._client.log_artifacts(self.run_id, str(self._run_dir / UNSENT))
             shutil.rmtree(self._run_dir / UNSENT)
         ended = next((entry for entry in reversed(entries) if "status" in entry), None)
-        if ended and ended["status"] == self.status:  # else the training was resumed since
+        if ended and ended["status"] == self.status:  # else the training has been resumed since
             self._client.set_terminated(self.run_id, status=ended["status"], end_time=ended["at"])
         self._newest = newest
         if entries:
             self._note(sent=sent)
 
     def _unconfirmed(self) -> tuple[list[dict[str, Any]], int]:
-        """What was logged and is not confirmed, oldest first, and where it ends in the file."""
+        """Logged entries that are not confirmed, oldest first, and their end position in the file."""
         path, sent = self._run_dir / LOGGED, self._state.get("sent", 0)
         data = path.read_bytes()[sent:] if path.exists() else b""
         entries = []
@@ -294,11 +294,11 @@ class Tracker:
             try:
                 entries.append(dict(json.loads(line)))
             except (ValueError, TypeError):
-                log.warning("%s: skipped a line that was cut short", path)
+                log.warning("%s: skipped a truncated line", path)
         return entries, sent + len(data)
 
     def _note(self, **changes: Any) -> None:
-        """Into the folder's note, beside what other trackers of this run wrote meanwhile."""
+        """Update the folder's tracking.json, keeping what other trackers of this run wrote meanwhile."""
         self._state = self._state | tracking_state(self._run_dir) | changes
         write_json(self._run_dir / STATE, self._state, mode=0o600)
 
@@ -311,8 +311,8 @@ def this_process() -> dict[str, Any]:
 
 
 def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
-    """Whether a process that `this_process` described still runs, and not another one that got its number; None where
-    that cannot be known from here."""
+    """Whether a process that `this_process` described still runs (not another one that reuses its id); None if that
+    cannot be known from here."""
     import psutil
 
     try:
@@ -328,12 +328,12 @@ def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
 
 
 def metric_name(name: str) -> str:
-    """MLflow allows no "@" in a name: "P@1" -> "P_at_1"."""
+    """A metric's name for MLflow, which allows no "@": "P@1" -> "P_at_1"."""
     return name.replace("@", "_at_")
 
 
 def tracking_state(run_dir: Path) -> dict[str, Any]:
-    """What `tracking.json` of a training folder holds; {} where there is none, or it is damaged."""
+    """The contents of a training folder's `tracking.json`; {} if it is missing or damaged."""
     try:
         state = json.loads((run_dir / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -342,23 +342,23 @@ def tracking_state(run_dir: Path) -> dict[str, Any]:
 
 
 def has_died(run_dir: Path) -> bool:
-    """Whether the MLflow run of a training folder was never ended although the process that held it is gone."""
+    """Whether the MLflow run of a training folder was never ended although its process is gone."""
     state = tracking_state(run_dir)
     return "holder" in state and state.get("status") is None and is_alive(state["holder"]) is False
 
 
 def is_behind(run_dir: Path) -> bool:
-    """Whether the store has not confirmed all that a run that has ended logged."""
+    """Whether a run has ended, but the store has not confirmed everything that it logged."""
     state, logged = tracking_state(run_dir), run_dir / LOGGED
     size = logged.stat().st_size if logged.exists() else 0
     return bool(state.get("status")) and (size > state.get("sent", 0) or (run_dir / UNSENT).exists())
 
 
 def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
-    """End the runs whose process died as KILLED, and send what the store has not confirmed of other ended runs.
+    """End runs whose process died as KILLED, and send what the store has not confirmed of other ended runs.
 
     Returns:
-        names of the folders whose run was ended; what a store that is away did not take waits on.
+        names of the folders whose run was ended; if the store is unreachable, the entries stay pending.
     """
     ended = []
     for run_dir in run_dirs:
@@ -371,7 +371,7 @@ def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
 
 
 def run_tags() -> dict[str, str]:
-    """The tags of every run begun in this process; see `RUN_TAGS`."""
+    """The tags of every run started in this process; see `RUN_TAGS`."""
     return {key: str(tag) for key, tag in json.loads(os.environ.get(RUN_TAGS, "{}")).items()}
 
 

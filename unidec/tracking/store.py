@@ -1,4 +1,4 @@
-"""Where MLflow keeps runs and models: its address, a safe first start, and a client that gives up soon.
+"""Where MLflow keeps runs and models: its address, a safe first start, and a client with short timeouts.
 
 Default store: SQLite in `<root>/mlflow/mlflow.db`, artifacts in `<root>/mlflow/artifacts`; `MLFLOW_TRACKING_URI` names
 any other. A DVC experiment in a temporary copy of the checkout uses the checkout's store.
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 _SQLITE = "sqlite:///"
 VIEW = "unidec"
-"""Of the table of runs: MLflow shows an experiment so at the address `.../runs?viewStateShareKey=unidec`."""
+"""A shared view of the table of runs: MLflow shows it at `.../runs?viewStateShareKey=unidec`."""
 _COLUMNS = ("test/P_at_1", "test/PSP_at_5", "test/R_at_100", "training/minutes")
 _VIEW_STATE = {
     "orderByKey": "attributes.start_time", "orderByAsc": False,
     "selectedColumns": [f"metrics.`{name}`" for name in _COLUMNS],
 }  # fmt: skip
 
-# MLflow's own defaults would hold training for minutes when its server is down; 'true' because it accepts nothing else.
+# MLflow's own defaults would block training for minutes when its server is down; it accepts only 'true', no other word
 _QUIET = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -50,7 +50,7 @@ def quiet_mlflow() -> None:
     """Turns telemetry, long retries and migration logs off; call it before the first `import mlflow`.
 
     Raises:
-        UnidecError: MLflow is not installed; the project's own folder mlflow/ is no package.
+        UnidecError: MLflow is not installed; the project's own folder mlflow/ is not a package.
     """
     if (found := importlib.util.find_spec("mlflow")) is None or found.origin is None:
         raise missing_package(ModuleNotFoundError(name="mlflow"))
@@ -72,8 +72,8 @@ def import_mlflow() -> Any:
 def tracking_uri(root: Path | str = ".") -> str:
     """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`; SQLite paths absolute.
 
-    User and password of a server's address move to the variables that MLflow has for them, so that no message of its
-    own shows them. Those of a database stay: see `without_credentials`.
+    User and password of a server's address move to MLflow's variables for them, so that MLflow's messages do not show
+    them. Those of a database address are kept: see `without_credentials`.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow/mlflow.db"
     address = urlsplit(uri)
@@ -88,7 +88,7 @@ def tracking_uri(root: Path | str = ".") -> str:
 def project_folder() -> Path:
     """The working folder; in a temporary copy made by `dvc exp run --temp` or `dvc queue`, the checkout itself.
 
-    DVC names that in DVC_ROOT, and keeps its copies below `.dvc/tmp` there.
+    DVC sets DVC_ROOT to the checkout, and keeps its copies below `.dvc/tmp` there.
     """
     checkout = Path(os.environ.get("DVC_ROOT", ""))
     return checkout if Path.cwd().is_relative_to((checkout / ".dvc" / "tmp").resolve()) else Path()
@@ -103,15 +103,15 @@ def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
 
 
 def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
-    """Address of a run's page: on `UNIDEC_MLFLOW_UI`, else the tracking server; None where there is neither."""
+    """Address of a run's page: on `UNIDEC_MLFLOW_UI`, else the tracking server; None if there is neither."""
     base = without_credentials(os.environ.get("UNIDEC_MLFLOW_UI") or uri).rstrip("/")
     return f"{base}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}" if base.startswith("http") else None
 
 
 def answers(uri: str, seconds: float = 2.0) -> bool:
-    """Whether a store answers: MLflow itself asks for minutes before it gives up.
+    """Whether a store answers: MLflow itself retries for minutes before it gives up.
 
-    A server must answer a request, whatever it says; a database must take a connection; a file is always there.
+    A server must answer a request, with any status; a database must accept a connection; a file always counts.
     """
     address = urlsplit(uri)
     port = {"postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
@@ -128,10 +128,10 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
 
 
 def prepare_store(uri: str | None = None) -> str:
-    """Creates an SQLite store once, whoever comes first; returns the absolute address.
+    """Create an SQLite store if it does not exist, safely from several processes; returns the absolute address.
 
-    MLflow's first start is a race (several processes migrate the same empty file, and a kill half way leaves one that
-    no later start can use), so it happens under a file lock, on a temporary file that is renamed when it is whole.
+    MLflow's first start is a race (several processes migrate the same empty file, and a kill half-way leaves one that
+    no later start can use), so it happens under a file lock, on a temporary file that is renamed when complete.
     """
     uri = uri or tracking_uri()
     path = sqlite_path(uri)
@@ -158,7 +158,7 @@ def _create_store(database: Path, artifacts: str) -> None:
 
 
 def open_client(uri: str) -> MlflowClient:
-    """A client of the store at `uri`, which is created first where that is ours to do.
+    """A client of the store at `uri`; an SQLite store is created first.
 
     Raises:
         ArtifactError: the database belongs to another version of MLflow.
@@ -181,8 +181,8 @@ def open_client(uri: str) -> MlflowClient:
 
 
 def store_errors() -> tuple[type[Exception], ...]:
-    """What is raised where a store cannot be reached or read: MLflow's errors, those of a database that MLflow has not
-    wrapped yet, the system's, and ours."""
+    """The errors of a store that cannot be reached or read: MLflow's, a database's that MLflow does not wrap, the
+    system's, and ours."""
     quiet_mlflow()
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -191,7 +191,7 @@ def store_errors() -> tuple[type[Exception], ...]:
 
 
 class UnlessMissing:
-    """`with UnlessMissing():` ends quietly where MLflow answers that there is no such thing."""
+    """`with UnlessMissing():` suppresses MLflow's error that something does not exist."""
 
     def __enter__(self) -> None: ...
 
@@ -200,7 +200,7 @@ class UnlessMissing:
 
 
 def user() -> str:
-    """The user's name; in a container without one the number."""
+    """The user's name; in a container without one, the user id."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):
@@ -208,7 +208,7 @@ def user() -> str:
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """The experiment's id; created with artifacts beside an SQLite store, else where the server puts them."""
+    """The experiment's id; a new one keeps artifacts next to an SQLite store, else where the server puts them."""
     from mlflow.exceptions import MlflowException
 
     path = sqlite_path(uri)

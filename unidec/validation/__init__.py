@@ -1,1 +1,1 @@
-"""Great Expectations: is the data fit to train on?"""
+"""Data validation with Great Expectations."""

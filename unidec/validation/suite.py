@@ -1,9 +1,9 @@
-"""Is a stored data set fit to train on? One Great Expectations checkpoint over queries, labels and pairs.
+"""Checks whether a stored data set is fit to train on: one Great Expectations checkpoint over queries, labels, pairs.
 
-What cannot be stored at all (an index out of range, a relevance that is not a positive number, a pair given twice, text
-that is not UTF-8, row counts that differ) stops at ingest with `file:line`, and opening a data set checks its indices.
-Here uids and pairs are checked once more, and what is legal but may be a fault is judged by section `validation` of the
-parameters. `critical` fails the gate, `warning` is reported.
+Invalid data (an index out of range, a relevance that is not a positive number, a duplicate pair, text that is not
+UTF-8, differing row counts) is rejected at ingest with `file:line`, and opening a data set checks its indices. Here
+uids and pairs are checked again, and valid but suspicious data is judged by section `validation` of the parameters.
+`critical` fails the gate, `warning` is reported.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ SHOWN_CHARS = 200  # of a sample's text
 CHARACTER_TEXTS = 20_000  # texts whose characters are counted, evenly spaced
 _LOADS = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
 Find = Callable[[list[str], list[str]], tuple[dict[str, str], dict[str, str]]]
-"""uids of queries, uids of labels -> `file:line` by uid, of both."""
+"""(uids of queries, uids of labels) -> `file:line` by uid, for each of the two."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What may be a fault in some rows: values of a column outside of minimum and maximum.
+    """A check for suspicious rows: values of a column below minimum or above maximum.
 
     Attributes:
-        key: in section `validation`: the share of rows that is allowed; `<key>_severity`: what a larger one means.
-        noted: share above which an allowed one is a warning.
+        key: key in section `validation` with the allowed share of such rows; `<key>_severity`: severity beyond it.
+        noted: an allowed share above this is a warning.
     """
 
     key: str
@@ -86,19 +86,19 @@ def validate_dataset(
     """Check a stored data set and write the verdict.
 
     Args:
-        out_path: folder for result.json (the verdict; the same bytes for the same data), index.html (the same, to be
-            read) and docs/ (Great Expectations' Data Docs, which hold run times; not without `docs`).
-        find: finds rows in the raw files; None: they are named by their place in the data set. Called only for critical
-            faults: it reads all the files again.
-        change: since the data that was accepted last, for index.html: see `pipeline.drift_check.champion_change`.
+        out_path: folder for result.json (the verdict; the same bytes for the same data), index.html (the verdict as a
+            page) and, with `docs`, docs/ (Great Expectations' Data Docs, which contain run times).
+        find: finds rows in the raw files; None: rows are named by their position in the data set. Called only for
+            critical failures, since it reads all files again.
+        change: change since the data of the champion, for index.html: see `pipeline.drift_check.champion_change`.
 
     Returns:
         {"success" (no critical expectation failed), "name", "dataset_sha256", "rows", "failed", "warnings",
         "expectations"}. An expectation has at most 20 samples {"row", "uid", "value"} (pairs: query and label instead
-        of row), with "at" (`file:line`) where `find` found it.
+        of row), with "at" (`file:line`) if `find` found it.
 
     Raises:
-        ArtifactError: the data set is missing or damaged. A failed check raises nothing: the caller decides.
+        ArtifactError: the data set is missing or damaged. A failed check raises nothing; the caller decides.
     """
     dataset = XMCDataset.open(dataset_path)
     tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset), "pairs": _pair_frame(dataset)}
@@ -133,7 +133,7 @@ def _verdict(facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
 
 
 def _add_places(results: list[dict[str, Any]], find: Find) -> None:
-    """`file:line` of the samples of critical faults, where the raw files still have them."""
+    """Add `file:line` to the samples of critical failures that the raw files still contain."""
     critical = [result for result in results if result["severity"] == "critical"]
     samples = [[one for r in critical if (r["table"] == "labels") == of_labels for one in r["samples"] if one["uid"]]
                for of_labels in (False, True)]  # fmt: skip
@@ -146,7 +146,7 @@ def _add_places(results: list[dict[str, Any]], find: Find) -> None:
 
 
 def distributions(dataset: XMCDataset, tables: dict[str, pd.DataFrame]) -> list[Chart | None]:
-    """What the data looks like: text length, labels per query, label frequency, characters by script; in percent."""
+    """Charts of the data: text length, labels per query, label frequency, characters by script; in percent."""
     queries, labels = tables["queries"], tables["labels"]
     rows = {"queries": np.arange(len(queries)), "labels": np.arange(len(labels))}
     texts = {"queries": dataset.query_texts, "labels": dataset.label_texts}
@@ -163,7 +163,7 @@ def distributions(dataset: XMCDataset, tables: dict[str, pd.DataFrame]) -> list[
 
 
 def _histogram(caption: str, columns: dict[str, pd.Series], unit: str) -> Chart | None:
-    """Shares in percent by bins that double, 0, 1, 2 to 3, 4 to 7, ..., named by where they begin."""
+    """Shares in percent in doubling bins, 0, 1, 2 to 3, 4 to 7, ..., named by their lower bound."""
     bins = {name: np.frexp(values.to_numpy(dtype=np.float64))[1] for name, values in columns.items()}
     most = max((int(own.max()) for own in bins.values() if len(own)), default=0) + 1
     names = ["0", *(f"{2**b:,}" for b in range(most - 1))]
@@ -185,7 +185,7 @@ def _scripts(text: str) -> dict[str, float]:
 
 
 def _repeated(tables: dict[str, pd.DataFrame]) -> dict[str, int]:
-    """Numbers of texts that are there more than once."""
+    """Numbers of duplicate texts."""
     return {
         "queries whose text another query has": int((tables["queries"]["queries_with_this_text"] > 1).sum()),
         "test queries whose text is a training query's": int((tables["queries"]["text_in_train"] == 1).sum()),
@@ -194,7 +194,7 @@ def _repeated(tables: dict[str, pd.DataFrame]) -> dict[str, int]:
 
 
 def _texts(results: list[dict[str, Any]], dataset: XMCDataset) -> dict[tuple[str, Any, Any], str]:
-    """The text of each sample, by table, row (of a pair its query) and label."""
+    """The text of each sample, by table, row (for a pair, its query) and label."""
     found = {}
     for table, one in ((result["table"], one) for result in results for one in result["samples"]):
         row, label = one.get("row", one.get("query")), one.get("label")
@@ -248,7 +248,7 @@ def _expectations(limits: Validation) -> dict[str, list[Any]]:
         return getattr(gxe, f"Expect{kind}")(description=what, severity=severity, **bounds)
 
     def graded(check: Check) -> list[Any]:
-        """At the parameters' bound; where a larger share is an error, a second expectation warns below it."""
+        """Expectations at the parameters' bound; if a larger share is an error, a second one warns below it."""
         severity, bound = getattr(limits, f"{check.key}_severity"), getattr(limits, check.key)
         levels = {"error": [(bound, "critical")], "warn": [(bound, "warning")], "off": []}[severity]
         if severity == "error" and check.noted < bound:
@@ -314,7 +314,7 @@ def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> 
 def _samples(
     table: str, column: str | None, rows: list[int], dataset: XMCDataset, frame: pd.DataFrame
 ) -> list[dict[str, Any]]:
-    """Great Expectations names rows; uids are what a person needs."""
+    """Samples of failing rows with their uids: Great Expectations only gives row numbers."""
     samples = []
     for row, record in zip(rows, frame.iloc[rows].to_dict("records"), strict=True):
         place = {"query": record["query"], "label": record["label"]} if table == "pairs" else {"row": int(row)}
@@ -343,11 +343,11 @@ def _place(sample: dict[str, Any]) -> str:
 def run_checkpoint(
     name: str, tables: dict[str, pd.DataFrame], suites: Callable[[], dict[str, list[Any]]], docs: Path | None
 ) -> list[tuple[str, Any]]:
-    """Run all suites as one checkpoint: (table, result as Great Expectations gives it), in the order of the suites.
+    """Run all suites as one checkpoint: (table, Great Expectations' result), in the order of the suites.
 
     Args:
-        suites: makes each table's expectations; Great Expectations may be imported only there.
-        docs: folder for Data Docs; None: none are built.
+        suites: returns each table's expectations; Great Expectations may be imported only there.
+        docs: folder for Data Docs; None: no Data Docs.
     """
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates
@@ -368,7 +368,7 @@ def run_checkpoint(
             actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
         source = context.data_sources.add_pandas(name)
         for table, frame in tables.items():
-            # a checkpoint hands one set of batch parameters to all its definitions, so three frames go through files
+            # a checkpoint passes one set of batch parameters to all its definitions, so the three frames become files
             path = Path(folder, f"{table}.parquet")
             frame.to_parquet(path, index=False)
             batch = source.add_parquet_asset(table, path=path).add_batch_definition("all")
@@ -385,8 +385,8 @@ def run_checkpoint(
 
 
 def _without_network(docs: Path, passed: Mapping[str, bool]) -> None:
-    """Data Docs as pages that load nothing: Great Expectations' own take scripts and styles from other hosts, and their
-    index is all script. Its 4 MB of fonts and pictures go."""
+    """Make Data Docs pages that load nothing: Great Expectations' own load scripts and styles from other hosts, and its
+    index is only a script. Its 4 MB of fonts and pictures are removed."""
     shutil.rmtree(docs / "static", ignore_errors=True)
     index, pages = docs / "index.html", []
     index.unlink()
@@ -400,14 +400,15 @@ def _without_network(docs: Path, passed: Mapping[str, bool]) -> None:
 
 
 def run_change_suite(checks: Sequence[DriftCheck], docs: Path | None = None) -> list[dict[str, Any]]:
-    """Every check of drift, whose bounds are learnt from the data that the accepted model was trained on, as one or two
-    expectations over a table of the later data set's figures (a row, a column each).
+    """Run every drift check as one or two expectations over the later data set's figures (one row, a column per check);
+    the bounds come from the data that the accepted model was trained on.
 
     Args:
-        docs: folder for Data Docs; None: none are built.
+        docs: folder for Data Docs; None: no Data Docs.
 
     Returns:
-        {"key", "severity" ("critical" stops, "warning" warns), "success", "minimum", "maximum", "observed"} each.
+        per expectation {"key", "severity" ("critical" stops, "warning" warns), "success", "minimum", "maximum",
+        "observed"}.
     """
     frame = pd.DataFrame({check.key: [float(check.new)] for check in checks})
     found = run_checkpoint(CHANGE_TABLE, {CHANGE_TABLE: frame}, lambda: {CHANGE_TABLE: _learnt(checks)}, docs)
@@ -426,9 +427,9 @@ def run_change_suite(checks: Sequence[DriftCheck], docs: Path | None = None) -> 
 def _learnt(checks: Sequence[DriftCheck]) -> list[Any]:
     import great_expectations.expectations as gxe
 
-    # Great Expectations takes a figure that is no number for a missing one, which passes every bound
+    # Great Expectations treats NaN as missing, and missing values pass every bound
     numbers = [
-        gxe.ExpectColumnValuesToNotBeNull(column=check.key, severity="critical", description=f"{check.name}: a number")
+        gxe.ExpectColumnValuesToNotBeNull(column=check.key, severity="critical", description=f"{check.name}: not NaN")
         for check in checks
         if math.isnan(check.new)
     ]

@@ -1,4 +1,4 @@
-"""The page at `/`: static files of this folder, read once, served with a policy that lets nothing in from outside."""
+"""The page at `/`: static files of this folder, read once, served with a policy that blocks all foreign content."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # a few kilobytes; a newer unidec shows its own page at once
+    "Cache-Control": "no-cache",  # a few kilobytes; after an upgrade the new page shows at once
 }
 
 
 def page_routes() -> list[Route]:
-    """Routes that serve the page (GET and HEAD), for the application's router; none of them is in its OpenAPI."""
+    """Routes that serve the page (GET and HEAD), for the application's router; they are not in its OpenAPI."""
     return [Route(path, _answer(name), methods=["GET"]) for path, name in _FILES.items()]
 
 

@@ -4,8 +4,8 @@ let key = ""; // an API key lives in this tab's memory only
 
 export const useKey = (text) => { key = text; };
 
-// What went wrong, in words for people: `title`, `lines`, and what to do: `kind` "key" (ask for one), "wait" (ask again
-// after `retry` seconds) or "wrong" (the request must change).
+// An error as the page shows it: `title`, `lines`, and what to do: `kind` "key" (ask for one), "wait" (retry after
+// `retry` seconds) or "wrong" (the request must change).
 export class Refused extends Error {
   constructor(title, lines, kind, retry = 0) {
     super(title);
@@ -26,7 +26,7 @@ async function ask(path, options) {
     answer = await fetch(path, { cache: "no-store", credentials: "same-origin", ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused("The server does not answer", ["Is it still running? It is asked again by itself."], "wait", 2);
+    throw new Refused("The server does not answer", ["Is it still running? This page retries."], "wait", 2);
   }
   let body = null;
   try {
@@ -44,8 +44,8 @@ function refusal(answer, error) {
   if (error?.where) lines.push(`Where: ${error.where}`);
   if (present(error?.got)) lines.push(`Got: ${shown(error.got)}`);
   if (present(error?.expected)) lines.push(`Expected: ${shown(error.expected)}`);
-  if (status === 401) return new Refused(key ? "That API key is not the right one" : "This server asks for an API key", [], "key");
-  if (status === 503 || status === 429) { // the fix is to ask again, which this page does
+  if (status === 401) return new Refused(key ? "The API key is wrong" : "This server requires an API key", [], "key");
+  if (status === 503 || status === 429) { // the fix is to retry, which this page does
     const retry = Math.min(30, Math.max(1, Number(answer.headers.get("Retry-After")) || 2));
     return new Refused(capital(shown(error?.what ?? "the server is busy")), lines, "wait", retry);
   }

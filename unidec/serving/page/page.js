@@ -1,12 +1,12 @@
-// The page: its state, what asks the server and when, the keyboard, the address.
+// The page: its state, requests to the server, keyboard, address.
 
 import { Refused, get, post, useKey } from "./api.js";
 import { Picker } from "./picker.js";
 import { count, element, facts, legend, marks, meaning, number, row, same, scale, served, why } from "./view.js";
 
 const PAUSE_MS = 90; // after the last key
-const LONGEST_MS = 350; // though keys go on
-const ADDRESS_CHARS = 2000; // of a query that still goes into the address
+const LONGEST_MS = 350; // while typing continues
+const ADDRESS_CHARS = 2000; // longest query that is put into the address
 
 const $ = (id) => document.getElementById(id);
 const query = $("query");
@@ -109,12 +109,12 @@ async function ask() {
   const body = { queries: [text.toWellFormed?.() ?? text], ...filters() };
   const begun = performance.now();
   list.setAttribute("aria-busy", "true");
-  const slow = setTimeout(() => { list.classList.add("old"); $("status").textContent = "asking …"; }, 400);
+  const slow = setTimeout(() => { list.classList.add("old"); $("status").textContent = "waiting …"; }, 400);
   try {
     const { model, predictions } = await post("predict", body, mine.signal);
     if (card?.model.sha256 !== model.sha256) await openCard();
     if (mine !== running) return;
-    if (card.model.sha256 !== model.sha256) throw new Refused("The model is just changing", [], "wait", 1);
+    if (card.model.sha256 !== model.sha256) throw new Refused("The model is being replaced", [], "wait", 1);
     show({ body, model, ...predictions[0] }, performance.now() - begun);
   } catch (error) {
     if (error.name !== "AbortError" && mine === running) failed(error, ask);
@@ -124,7 +124,7 @@ async function ask() {
   }
 }
 
-// The weights that this ranking used: one head asked for alone counts once, the others not at all.
+// The weights of this ranking: a head chosen alone has weight 1, the others none.
 const weights = () => (answer.body.head ? { [answer.body.head]: 1 } : card.weights);
 
 function show(found, milliseconds) {
@@ -155,7 +155,7 @@ function summary({ labels, body, unknown_tokens: unknown }, milliseconds) {
     const below = edges.filter((edge) => edge < labels[0].score).length / edges.length;
     words.push(`best score higher than for ${Math.round(100 * below)} % of validation queries`);
   }
-  if (unknown) words.push(`${unknown} ${unknown === 1 ? "piece" : "pieces"} of the query unknown to the model`);
+  if (unknown) words.push(`${unknown} ${unknown === 1 ? "token" : "tokens"} of the query unknown to the model`);
   words.push(`${milliseconds < 10 ? milliseconds.toFixed(1) : Math.round(milliseconds)} ms`);
   return words.join(" · ");
 }
@@ -176,7 +176,7 @@ function showNothing() {
 
 function failed(error, again) {
   const known = error instanceof Refused;
-  const shown = known ? error : new Refused("This page failed", [String(error)], "wrong");
+  const shown = known ? error : new Refused("Error in this page", [String(error)], "wrong");
   if (!known) console.error(error);
   list.classList.add("old");
   $("start").hidden = true;
@@ -191,7 +191,7 @@ function failed(error, again) {
 function alertShown(error, again) {
   const box = $("alert");
   if (error?.kind === "key" && box.dataset.kind === "key") {
-    box.querySelector("b").textContent = error.title; // the field stays, with what is typed in it
+    box.querySelector("b").textContent = error.title; // the field keeps what was typed
     return;
   }
   box.dataset.kind = error?.kind ?? "";
@@ -201,14 +201,14 @@ function alertShown(error, again) {
     return;
   }
   const lines = error.lines.map((line) => element("p", {}, line));
-  if (error.kind === "wait") lines.push(element("p", { class: "muted" }, `Asked again in ${error.retry} s.`));
+  if (error.kind === "wait") lines.push(element("p", { class: "muted" }, `Retrying in ${error.retry} s.`));
   same(box, [element("b", {}, error.title), ...lines, ...(error.kind === "key" ? [keyForm(again)] : [])]);
 }
 
 function keyForm(again) {
   const field = element("input", { id: "key", type: "password", autocomplete: "off", "aria-label": "API key", placeholder: "API key", required: "" });
-  const form = element("form", {}, field, element("button", { class: "quiet" }, "Use it"), element("p", { class: "muted" },
-    "It stays in this tab until the page is closed or loaded again."));
+  const form = element("form", {}, field, element("button", { class: "quiet" }, "Use this key"), element("p", { class: "muted" },
+    "It stays in this tab until the page is closed or reloaded."));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     useKey(field.value.trim());
@@ -224,7 +224,7 @@ async function openCard() {
   const before = card?.model.sha256;
   card = await get("card");
   if (before === card.model.sha256) return;
-  same($("facts"), [...(before ? [element("p", {}, "The server has changed to this model since the page was opened.")] : []), ...facts(card)]);
+  same($("facts"), [...(before ? [element("p", {}, "The server has switched to this model since the page was opened.")] : []), ...facts(card)]);
   $("served").textContent = served(card);
   $("card").hidden = false;
   $("k").max = card.limits.max_k;
@@ -236,7 +236,7 @@ async function openCard() {
     button.addEventListener("click", () => { query.value = text; grow(); query.focus(); soon(0); });
     return element("li", {}, button);
   });
-  same($("start"), [element("p", { class: "muted" }, tries.length ? "Labels appear while you type. Or try one of these:" : "Labels appear while you type."),
+  same($("start"), [element("p", { class: "muted" }, tries.length ? "Labels appear as you type. Or try one of these:" : "Labels appear as you type."),
     element("ul", {}, ...tries)]);
 }
 
@@ -249,7 +249,7 @@ async function open(uid) {
   opened = uid;
   const place = item(uid);
   const button = place.querySelector(".row");
-  const room = element("div", { class: "why", id: "why", role: "region", "aria-label": "why this label" }, element("p", { class: "muted" }, "asking …"));
+  const room = element("div", { class: "why", id: "why", role: "region", "aria-label": "why this label" }, element("p", { class: "muted" }, "waiting …"));
   button.setAttribute("aria-expanded", "true");
   button.setAttribute("aria-controls", "why");
   place.append(room);
@@ -282,7 +282,7 @@ function leaveOut(uid) {
 
 // ---- feedback
 
-const judged = new Map(); // query and uid -> relevant, as this page has told the server
+const judged = new Map(); // query and uid -> relevant, as sent to the server
 const judgedKey = (uid) => JSON.stringify([answer.body.queries[0], uid]);
 
 async function judge(button, uid) {
@@ -292,7 +292,7 @@ async function judge(button, uid) {
     await post("feedback", { query: answer.body.queries[0], label: uid, relevant });
     judged.set(name, relevant);
     for (const other of button.parentElement.children) other.setAttribute("aria-pressed", String(other === button));
-    $("status").textContent = "kept, thank you";
+    $("status").textContent = "saved, thank you";
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     $("status").textContent = `${error.title}. ${error.lines.join(" ")}`;
@@ -380,13 +380,13 @@ $("copy").addEventListener("click", async () => {
     await navigator.clipboard.writeText($("curl").textContent);
     $("copy").textContent = "Copied";
   } catch {
-    getSelection().selectAllChildren($("curl")); // no clipboard without https: the text is marked instead
-    $("copy").textContent = "Marked: press Ctrl-C";
+    getSelection().selectAllChildren($("curl")); // no clipboard without https: the text is selected instead
+    $("copy").textContent = "Selected: press Ctrl-C";
   }
   setTimeout(() => { $("copy").textContent = "Copy"; }, 2000);
 });
 
-const THEMES = { "": ["◐", "as the system has them"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const THEMES = { "": ["◐", "system"], light: ["☀", "light"], dark: ["☾", "dark"] };
 
 function theme(name) {
   if (name) document.documentElement.dataset.theme = name;

@@ -1,4 +1,4 @@
-// A list of labels that is filled by searching them: combobox and listbox as in the ARIA practices, chosen ones as chips.
+// A searchable list of labels: combobox and listbox as in the ARIA practices, chosen labels as chips.
 
 import { get } from "./api.js";
 import { element, same } from "./view.js";
@@ -40,7 +40,7 @@ export class Picker {
     this.#draw();
   }
 
-  // What the server says of a label that came with the address.
+  // Replaces a label from the address with the server's facts about it.
   rename(found) {
     this.set(this.labels.map((label) => (label.uid === found.uid ? found : label)));
   }
@@ -92,7 +92,7 @@ export class Picker {
     if (document.activeElement !== this.input) return;
     const chosen = new Set(this.labels.map((label) => label.uid));
     const found = answer.labels.filter((label) => !chosen.has(label.uid));
-    this.#show(found, found.length ? (answer.more ? "more: type on" : "") : "no label has a word that begins so", text !== "");
+    this.#show(found, found.length ? (answer.more ? "more: keep typing" : "") : "no matching labels", text !== "");
   }
 
   #show(found, note, first = false) {

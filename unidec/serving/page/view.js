@@ -1,8 +1,8 @@
-// What is drawn. Every text of the server goes in as text, never as HTML.
+// Rendering. Every text from the server is inserted as text, never as HTML.
 
 export const PARTS = [
-  { name: "de", title: "dual encoder", meaning: "how near the label's text lies to the query" },
-  { name: "clf", title: "classifier", meaning: "what the label's own vector learnt in training" },
+  { name: "de", title: "dual encoder", meaning: "similarity of the label's text and the query" },
+  { name: "clf", title: "classifier", meaning: "score by the label's own trained vector" },
   { name: "knn", title: "votes", meaning: "share of votes of the nearest training queries" },
 ];
 
@@ -19,7 +19,7 @@ export const number = (value, digits = 3) => (Number.isFinite(value) ? value.toF
 export const percent = (share) => (share < 0.01 ? "< 1 %" : share > 0.99 ? "> 99 %" : `${Math.round(100 * share)} %`);
 export const count = (value) => value.toLocaleString("en-GB");
 
-// What each part adds to a label's score: weight times part; those that the model has.
+// What each part adds to a label's score: weight times part, for the parts that the model has.
 export const addends = (label, weights) => PARTS.filter(({ name }) => Number.isFinite(label[name]) && weights[name])
   .map((part) => ({ ...part, part: label[part.name], weight: weights[part.name], adds: label[part.name] * weights[part.name] }));
 
@@ -56,9 +56,9 @@ function bar(label, weights, { low, high }) {
   return made;
 }
 
-const LIKELY = "probability that this label is right: the share that was right among labels with such a score, on the validation split";
+const LIKELY = "probability that this label is right: the share of right labels among those with such a score, on the validation split";
 
-// A row: a button that opens "why", and one that leaves the label out.
+// A row: a button that opens "why", and one that excludes the label.
 export function row(label, place, weights, range) {
   const parts = addends(label, weights).map(({ title, adds }) => `${title} ${number(adds)}`).join(", ");
   const named = label.title || label.uid;
@@ -71,7 +71,7 @@ export function row(label, place, weights, range) {
     element("span", { class: "title" }, named, shownUid ? element("small", {}, ` ${label.uid}`) : ""),
     element("span", { class: "score" }, number(label.score), likely && element("small", { title: LIKELY }, likely)),
     bar(label, weights, range));
-  const out = element("button", { type: "button", class: "out quiet", "aria-label": `leave out ${named}`, title: "leave this label out", tabindex: "-1" }, "×");
+  const out = element("button", { type: "button", class: "out quiet", "aria-label": `exclude ${named}`, title: "exclude this label", tabindex: "-1" }, "×");
   const item = element("li", {}, button, out);
   item.dataset.uid = label.uid;
   return item;
@@ -88,8 +88,8 @@ export function marks(label, relevant) {
 
 // What the figures beside a label mean.
 export const meaning = (labels) => (labels.some(({ probability }) => Number.isFinite(probability))
-  ? "Score: orders the labels of a query. Percent: the probability that the label is right, as often as labels with such a score were on the validation split."
-  : "Score: orders the labels of a query; it is no probability.");
+  ? "Score: ranks the labels of a query. Percent: the probability that the label is right, measured on validation labels with such a score."
+  : "Score: ranks the labels of a query; it is not a probability.");
 
 export const legend = (weights) => PARTS.filter(({ name }) => weights[name]).map(({ name, title }) =>
   element("li", {}, element("i", { class: name }), weights[name] === 1 ? title : `${title} × ${short(weights[name])}`));
@@ -119,21 +119,21 @@ function sum(label, weights, fused) {
 
 function tokens(explained) {
   const list = element("ul", { class: "tokens" }, ...explained.tokens.map(({ piece, unknown }) => {
-    const inside = piece.length > 2 && piece.startsWith("##"); // WordPiece: goes on with the word before
+    const inside = piece.length > 2 && piece.startsWith("##"); // WordPiece: continues the word before
     const kind = [unknown ? "unknown" : "", inside ? "inside" : ""].filter(Boolean).join(" ");
     const about = unknown ? { title: "not in the model's vocabulary" } : {};
     return element("li", kind ? { class: kind, ...about } : about, inside ? piece.slice(2) : piece);
   }));
   const notes = [];
-  if (!explained.tokens.length) notes.push("Nothing: the query holds no text that the tokenizer knows.");
+  if (!explained.tokens.length) notes.push("Nothing: the tokenizer knows no part of the query.");
   if (explained.unknown_tokens) notes.push(`Dashed: not in the model's vocabulary (${explained.unknown_tokens}).`);
-  if (explained.truncated) notes.push("The text is longer than the model reads; what follows is cut off.");
+  if (explained.truncated) notes.push("The text is longer than the model reads; the rest is cut off.");
   return element("div", {}, list, ...notes.map((note) => element("p", { class: "muted" }, note)));
 }
 
 function nearest(label, queries) {
   if (!queries.length) return element("p", { class: "muted" },
-    "This bundle carries no training queries. With index.knn_weight above 0 or auto it does, and they vote.");
+    "This bundle has no training queries: they are stored, and vote, if index.knn_weight is above 0 or auto.");
   return element("ul", { class: "near" }, ...queries.map(({ uid, title, cosine, labels }) => {
     const has = labels.some((other) => other.uid === label.uid);
     const others = labels.map((other) => other.title || other.uid).join(" · ");
@@ -145,8 +145,8 @@ function nearest(label, queries) {
 
 const MEANINGS = {
   P: "share of the first {k} labels that are right", R: "share of the right labels among the first {k}",
-  nDCG: "as P@{k}, the order counts", PSP: "as P@{k}, weighted so that rare labels count more",
-  MRR: "mean of 1 / rank of the first right label", coverage: "share of the labels among the first {k} of some query",
+  nDCG: "like P@{k}, but the order counts", PSP: "like P@{k}, but rare labels count more",
+  MRR: "mean of 1 / rank of the first right label", coverage: "share of all labels among the first {k} of at least one query",
 };
 const FIRST = ["P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100"];
 
@@ -169,12 +169,12 @@ export function facts(card) {
   add("data", data?.sha256?.slice(0, 12), data?.sha256);
   add("labels", count(card.num_labels));
   add("trained on", data?.rows?.train ? `${count(data.rows.train)} queries` : null);
-  add("voting", card.num_neighbours ? `${count(card.num_neighbours)} queries` : null);
+  add("voters", card.num_neighbours ? `${count(card.num_neighbours)} queries` : null);
   add("query text", card.text);
   add("recipe", card.recipe);
   add("encoder", card.encoder);
   add("runs on", card.runtime);
-  add("index", card.index ? `${card.index.kind}, ${count(card.index.width)} wide` : null);
+  add("index", card.index ? `${card.index.kind}, ${count(card.index.width)} dimensions` : null);
   add("unidec", card.unidec);
   const pieces = [element("dl", {}, ...pairs)];
   for (const [split, values] of Object.entries(card.metrics ?? {})) {
