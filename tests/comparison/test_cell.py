@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from unidec.comparison.workspace import Comparison, Step, code_sha256, load_comp
 from unidec.config import nested
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_json
-from unidec.errors import TrainingError
+from unidec.errors import ArtifactError, TrainingError
 from unidec.evaluation.metrics import filtered_truth
 
 pytestmark = pytest.mark.timeout(600)
@@ -210,6 +211,49 @@ def test_the_page_is_written(project: SimpleNamespace, tmp_path: Path) -> None:
     page = results.write_report(project.comparison)
     text = page.read_text()
     assert "Tiny" in text and all(name in text for name in ORDER)
+
+
+def test_the_figures_beside_the_page(project: SimpleNamespace) -> None:
+    found = json.loads((results.write_report(project.comparison).parent / "results.json").read_text())
+    assert [entry["cell"] for entry in found["cells"]] == list(ORDER) and not found["failures"]
+    cells = {entry["cell"]: entry for entry in found["cells"]}
+    for name, entry in cells.items():
+        own = result(project, name)
+        assert entry["metrics"] == {metric: [round(value, 3), None] for metric, value in own["metrics"].items()}
+        assert len(entry["curve"]) == len(own["curve"]) and entry["seeds"] == [0]
+    minutes, percent = cells["first"]["curve"][-1]
+    last = result(project, "first")["curve"][-1]
+    assert minutes == round(last["work_seconds"] / 60, 3) and percent == round(last["validation"]["nDCG@5"], 3)
+    tests = results.contrasts(project.comparison, results.gather(project.comparison))["d"]
+    assert [round(test.p_adjusted, 5) for test in tests] == [test["p"] for test in found["tests"]]
+
+
+def test_results_and_scores_alone_give_the_same_page(
+    project: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """They can be kept in git and completed on another machine: without data, predictions and models."""
+    page = json.loads((results.write_report(project.comparison).parent / "results.json").read_text())
+    for name in ("result.json", "scores.npz"):
+        for file in project.comparison.root.glob(f"cells/*/*/*/{name}"):
+            copy = tmp_path / file.relative_to(project.comparison.root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+    monkeypatch.setattr(workspace, "code_sha256", lambda parts: "other")  # newer code, of readers too
+    elsewhere = load_comparison(project.folder / "c.yaml", folder=tmp_path)
+    assert not any(step.is_done() for step in elsewhere.steps.values())
+    assert json.loads((results.write_report(elsewhere).parent / "results.json").read_text()) == page
+    # scores are those of the predictions
+    for path in project.comparison.root.glob("cells/*/*/*/scores.npz"):
+        kept = results._read_scores(path)
+        path.unlink()
+        results.write_report(project.comparison)
+        again = results._read_scores(path)
+        for metric, both in kept.items():
+            assert all(np.array_equal(mine, other) for mine, other in zip(both, again[metric], strict=True))
+    damaged = next(tmp_path.glob("cells/*/*/*/scores.npz"))
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    with pytest.raises(ArtifactError, match=r"scores.npz: scores cannot be read"):
+        results.write_report(elsewhere)
 
 
 def test_results_of_other_code_are_shown_and_counted(

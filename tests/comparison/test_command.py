@@ -79,6 +79,10 @@ def test_from_nothing_to_a_report(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code and "report.html" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--json"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert json.loads(capsys.readouterr().out) == {"report": str(workspace.relative_to(project) / "report.html")}
     page = (workspace / "report.html").read_text()
     assert "kNN" in page and "depsl" in page and done() == ["d/kNN/0"]
     # what fails is named, and the exit code reports it; the rest is there all the same

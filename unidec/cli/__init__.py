@@ -9,6 +9,7 @@ from unidec import interrupt  # first, before slow imports: from here on Ctrl-C 
 
 # isort: split
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -111,7 +112,8 @@ def compare(
     from unidec.comparison.results import write_report
     from unidec.comparison.workspace import load_comparison
 
-    print(f"report: {write_report(load_comparison(file, parse_overrides(assignments or []), folder))}")
+    report = write_report(load_comparison(file, parse_overrides(assignments or []), folder))
+    print(json.dumps({"report": str(report)}) if as_json else f"report: {report}")
 
 
 @command(

@@ -6,24 +6,27 @@ Legend: n test queries, K labels per query.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 import yaml
+from scipy.sparse import csr_matrix
 
 from unidec.comparison.chosen import AS_IT_IS
 from unidec.comparison.peers import PEERS
 from unidec.comparison.plan import Job, flat
-from unidec.comparison.workspace import LOG, PREDICTIONS, Comparison, Step
+from unidec.comparison.workspace import LOG, PREDICTIONS, SCORES, Comparison, Step
 from unidec.config import read_yaml
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import load_array, write_bytes_atomic, write_json
-from unidec.errors import UnidecError
+from unidec.errors import ArtifactError, UnidecError
 from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, write_comparison
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
 from unidec.evaluation.significance import Comparison as PairedTest
@@ -31,6 +34,7 @@ from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.training.stopping import METRIC
 
 TESTED = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")
+ENDS = ("above", "below")  # of the fraction whose sums over the queries are a metric
 TABLE = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100")
 Results = dict[str, dict[str, Any]]  # result.json of each job that has one, by the job's key
 NOTE = (
@@ -44,12 +48,62 @@ HEAD = """\
 
 
 def write_report(comparison: Comparison) -> Path:
-    """Write report.html with all results in the comparison's folder, not only those of the last call."""
+    """Write report.html, and its figures as results.json, to the comparison's folder.
+
+    Both contain all results of the folder, not only those of the last call.
+
+    Returns:
+        The path of report.html.
+    """
     found = gather(comparison)
     page = page_input(comparison, found, contrasts(comparison, found))
     comparison.root.mkdir(parents=True, exist_ok=True)
     write_comparison(comparison.root / "report.html", page)
+    write_json(comparison.root / "results.json", figures(page))
     return comparison.root / "report.html"
+
+
+def figures(page: ComparisonInput) -> dict[str, Any]:
+    """The figures of a page as plain values, rounded to 3 decimals: small enough for git, and for other programs.
+
+    Returns:
+        "cells": metrics and costs as [mean, standard deviation over seeds or None], and a curve: the validation metric
+        after each round of the first seed, as [processor minutes, percent]. "tests": paired tests, p-values after
+        Holm's correction. "failures": runs without a result. "title", "lineage": as on the page.
+    """
+
+    def curve(run: Run) -> list[list[float | None]]:
+        measured = [line for line in run.curve if "work_seconds" in line and METRIC in line.get("validation", ())]
+        return [[_rounded(line["work_seconds"] / 60), _rounded(line["validation"][METRIC])] for line in measured]
+
+    def summaries(cell: Cell, of: Literal["metrics", "costs"]) -> dict[str, list[float | None]]:
+        names = dict.fromkeys(name for run in cell.runs for name in getattr(run, of))
+        values = {name: cell.summary(name, of) for name in names}
+        return {name: [_rounded(value.mean), _rounded(value.spread)] for name, value in values.items()}
+
+    cells = [
+        {
+            "data": cell.task, "cell": cell.name, "kind": cell.kind, "recipe": cell.recipe, "settings": cell.settings,
+            "seeds": [run.seed for run in cell.runs], "metrics": summaries(cell, "metrics"),
+            "costs": summaries(cell, "costs"), "curve": curve(cell.runs[0]),
+        }
+        for cell in page.cells
+        if cell.runs
+    ]  # fmt: skip
+    tests = [
+        {
+            "data": data, "cell": test.system, "against": test.against, "metric": test.metric,
+            "difference": _rounded(test.difference), "low": _rounded(test.low), "high": _rounded(test.high),
+            "p": _rounded(test.p_adjusted, 5),
+        }
+        for data, tests in page.contrasts.items()
+        for test in tests
+    ]  # fmt: skip
+    return {"title": page.title, "lineage": page.lineage, "cells": cells, "tests": tests, "failures": page.failures}
+
+
+def _rounded(value: float, digits: int = 3) -> float | None:
+    return round(value, digits) if math.isfinite(value) else None
 
 
 def table(comparison: Comparison) -> list[list[str]]:
@@ -171,21 +225,51 @@ def _failure(job: Job, step: Step) -> dict[str, Any]:
 
 
 def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[QueryParts]]:
-    """Scores of each query by each system on one data set, a list over seeds."""
+    """Scores of each query by each system on one data set, a list over seeds.
+
+    They are read from a run's scores.npz; if it is missing, they are computed from the run's predictions and written.
+    """
     scores: dict[str, list[QueryParts]] = {}
-    steps = [(job, comparison.steps[job.key]) for job in jobs]
-    files = [(job.cell, file) for job, step in steps if (file := step.folder / PREDICTIONS).is_file()]
-    if not files:
-        return {}
-    data = comparison.steps[steps[0][1].needs[0]].folder / "data"
+    truth: tuple[csr_matrix, np.ndarray] | None = None  # of the test split, with inverse propensities float64 [L]
+    for job in jobs:
+        step = comparison.steps[job.key]
+        if not (step.folder / SCORES).is_file():
+            if not (step.folder / PREDICTIONS).is_file():
+                continue
+            truth = truth or _truth(comparison.steps[step.needs[0]].folder / "data")
+            labels = load_array(step.folder / PREDICTIONS, np.int32, ndim=2)
+            _write_scores(step.folder / SCORES, by_query(labels, truth[0], TESTED, truth[1]))
+        scores.setdefault(job.cell, []).append(_read_scores(step.folder / SCORES))
+    return scores
+
+
+def _truth(data: Path) -> tuple[csr_matrix, np.ndarray]:
     dataset = XMCDataset.open(data / "dataset")
     rows = dataset.rows("test")
     truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    inverse_L = load_propensity(data / "propensity").inverse_L
-    for cell, file in files:
-        parts = by_query(load_array(file, np.int32, ndim=2), truth, TESTED, inverse_L)
-        scores.setdefault(cell, []).append(parts)
-    return scores
+    return truth, load_propensity(data / "propensity").inverse_L
+
+
+def _write_scores(path: Path, parts: QueryParts) -> None:
+    """Write scores as compressed float32 [n] arrays: "P@1/above", "P@1/below", ... (see `metrics.by_query`)."""
+    arrays = {
+        f"{metric}/{end}": values_N.astype(np.float32)
+        for metric, both in parts.items()
+        for end, values_N in zip(ENDS, both, strict=True)
+    }
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    write_bytes_atomic(path, buffer.getvalue())
+
+
+def _read_scores(path: Path) -> QueryParts:
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            found = {metric: [arrays[f"{metric}/{end}"].astype(np.float64) for end in ENDS] for metric in TESTED}
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        fix = "remove it: it is computed again from the predictions beside it"
+        raise ArtifactError("scores cannot be read", where=str(path), got=error, fix=fix) from error
+    return {metric: (above_N, below_N) for metric, (above_N, below_N) in found.items()}
 
 
 def write_chosen(comparison: Comparison, steps: Sequence[Step], outcomes: Mapping[str, str]) -> Path:

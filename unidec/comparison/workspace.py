@@ -32,7 +32,7 @@ from unidec.version import PACKAGE
 ROOT = Path("runs/compare")
 EXAMPLE = "comparison/fair.yaml is an example"
 RESULT, FAILURE, LOG, SPEC = "result.json", "failure.json", "log.txt", "cell.json"
-MODEL, PREDICTIONS = "outputs/model", "labels.npy"
+MODEL, PREDICTIONS, SCORES = "outputs/model", "labels.npy", "scores.npz"
 
 # which code affects which results; pages and command lines affect none
 READERS = ("data/**/*.py",)
@@ -171,15 +171,14 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
 def _data_step(job: Job, root: Path) -> Step:
     """The step that makes a job's data set, token cache and propensities, in the folder `data`.
 
-    Its key hashes raw files, slice, split, texts, tokenizer, and the code that reads them.
+    Its key hashes raw files, slice, split, texts and tokenizer. Like a run, it is rebuilt if the code has changed.
     """
     section = job.params.data.model_copy(update={"path": ""})
     params = fingerprint(job.params.model_copy(update={"data": section}), "data", "tokens", "encoder.name")
-    raw, code = raw_sha256(str(Path(job.entry.path).resolve())), code_sha256(READERS)
-    key = _digest([params, job.entry.train, job.entry.test, raw, code])
+    key = _digest([params, job.entry.train, job.entry.test, raw_sha256(str(Path(job.entry.path).resolve()))])
     spec = {
         "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,
-        "test": job.entry.test, "code": code, "keep": False, "links": {},
+        "test": job.entry.test, "code": code_sha256(READERS), "keep": False, "links": {},
     }  # fmt: skip
     return Step(f"data {job.data} ({key[:8]})", key, root / "shared" / f"data-{key[:16]}", spec)
 
