@@ -1,4 +1,4 @@
-"""Calibration: maps a score to the probability that a label with this score is relevant, fitted on the validation split.
+"""Maps a score to the probability that a label with this score is relevant; fitted on the validation split.
 
 Legend: N queries, K results, B bins of neighbouring scores.
 

@@ -1,7 +1,7 @@
 """TF-IDF vectors of texts over words and pairs of adjacent words, by which training queries can be compared.
 
-The feature of a word is the hash of its pieces, that of a pair a hash of its two words. For long texts, the words of the
-first tokens (such as the title) can form a second part of the vector, which can be compared separately.
+A word's feature is the hash of its pieces, a pair's the hash of its two words. For long texts, the words of the first
+tokens (such as the title) can form a second part of the vector, which can be compared separately.
 
 Source: tf-idf weighting and cosine of Salton and Buckley 1988, with a logarithmic term frequency.
 
@@ -83,8 +83,8 @@ class WordSpace:
         return 2 * self.num_features if self.head else self.num_features
 
     def vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
-        """TF-IDF vectors of the given texts, (1 + ln count) * idf: float32 CSR [B, C] with sorted indices. Each part has
-        unit length, or is empty if none of its words is known.
+        """TF-IDF vectors of the given texts, (1 + ln count) * idf: float32 CSR [B, C] with sorted indices. Each part
+        has unit length, or is empty if none of its words is known.
 
         Args:
             flat, offsets: token ids of the texts, as returned by `Tokens.ragged`.
