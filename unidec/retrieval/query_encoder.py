@@ -94,8 +94,8 @@ class FastEncoder:
 
     def __init__(self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1) -> None:
         if about.encoder.kind == "inception":
-            fix = "serve.runtime: auto or torch"
-            raise ConfigError("inception queries need torch", where="serve.runtime", got="onnx", fix=fix)
+            what, fix = "only torch encodes queries with an inception encoder", "serve.runtime: auto or torch"
+            raise ConfigError(what, where="serve.runtime", got="onnx", fix=fix)
         # loaded once: the bundle's folder may be replaced while this encoder is in use
         self._tokenizer, self._words = load_tokenizer(about.tokenizer_folder, about.max_length), words
         self._parts: list[Part] = []
