@@ -180,7 +180,7 @@ class Bundle:
         """Encode queries for `rank`, in one batch; raises DataError for a text that is not valid Unicode."""
         return self.encoder.encode(texts)
 
-    def searched(self, asked: Encoded, head: Space = "both") -> Floats:
+    def searched(self, encoded: Encoded, head: Space = "both") -> Floats:
         """Queries in the searched space, float32 [B, D']; `head` restricts the score to one head.
 
         Raises:
@@ -190,7 +190,9 @@ class Bundle:
         if head != "both" and info.space not in ("both", head):
             raise DataError(f"this bundle does not rank by the head {head!r}", where="head", expected=info.space)
         weight = info.clf_weight if head == "both" else 1.0
-        out = query_vectors(asked.de_BD, asked.clf_BD, info.space, weight, info.clf_normalize, "bias" in self.vectors)
+        out = query_vectors(
+            encoded.de_BD, encoded.clf_BD, info.space, weight, info.clf_normalize, "bias" in self.vectors
+        )
         if info.space == "both" and head != "both":  # zero the other head's dimensions
             out[:, slice(info.dim, None) if head == "de" else slice(info.dim)] = 0.0
         return out
@@ -211,8 +213,6 @@ class Bundle:
         """
         ranked = self.predict_arrays(texts, k, exclude, batch_size)
         return self.predictions(ranked, (ranked.rows >= 0).sum(axis=1).tolist())
-        found = self.predict_arrays(texts, k, exclude, batch_size)
-        return self.predictions(found, (found.rows >= 0).sum(axis=1).tolist())
 
     def predictions(self, ranked: Ranked, count_B: Sequence[int], calibrated: bool = True) -> list[Prediction]:
         """The first `count_B` labels of each query, with names, and with probabilities if `calibrated`."""
@@ -279,7 +279,7 @@ class Bundle:
 
     def rank(
         self,
-        asked: Encoded,
+        encoded: Encoded,
         k: int,
         excluded: Labels | None = None,
         head: Space = "both",
@@ -300,7 +300,7 @@ class Bundle:
             found: the best labels by the heads' score, at least `CANDIDATES` of them or all, without excluded pairs;
                 None: the index is searched.
         """
-        info, num_queries, query_BD = self.info, len(asked), self.searched(asked, head)
+        info, num_queries, query_BD = self.info, len(encoded), self.searched(encoded, head)
         excluded = np.zeros(0, np.int64) if excluded is None else excluded
 
         def best(num: int, search: Callable[[Floats, int], tuple[Floats, Labels]]) -> tuple[Floats, Labels]:
@@ -311,12 +311,12 @@ class Bundle:
 
         if self.evidence is not None and info.fusion is not None and head == "both":
             _, found_BC = best(max(FEWEST_CANDIDATES, 3 * k), functools.partial(self.index.search, rescore=RESCORE))
-            assert asked.de_BD is not None and asked.clf_BD is not None and asked.words_BF is not None
-            evidence = self.evidence.read(asked.de_BD, asked.clf_BD, asked.words_BF, found_BC, excluded, allowed)
+            assert encoded.de_BD is not None and encoded.clf_BD is not None and encoded.words_BF is not None
+            evidence = self.evidence.read(encoded.de_BD, encoded.clf_BD, encoded.words_BF, found_BC, excluded, allowed)
             return self.evidence.rank(info.fusion, evidence, k, tail)
         votes = None
         if self.neighbours is not None and info.knn is not None and head == "both":
-            votes = self.neighbours.votes(self.compared(asked), info.knn.neighbours)
+            votes = self.neighbours.votes(self.compared(encoded), info.knn.neighbours)
         if allowed is not None:
             key_P = allowed_keys(allowed, num_queries, self.num_labels, excluded)
         else:
@@ -331,11 +331,11 @@ class Bundle:
         ranked = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
         return ranked if votes is not None else replace(ranked, knn_scores=None)
 
-    def compared(self, asked: Encoded) -> Floats | csr_matrix:
+    def compared(self, encoded: Encoded) -> Floats | csr_matrix:
         """The part of the queries by which they are compared with training queries: words, or vectors of a head."""
         assert self.info.knn is not None
-        by_head = asked.de_BD if self.info.knn.space == "de" else asked.clf_BD
-        part = by_head if self.words is None else asked.words_BF
+        by_head = encoded.de_BD if self.info.knn.space == "de" else encoded.clf_BD
+        part = by_head if self.words is None else encoded.words_BF
         assert part is not None
         return part
 

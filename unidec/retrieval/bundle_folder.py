@@ -232,8 +232,6 @@ def write_bundle(
     """
     arrays = {name: labels.vectors.get(name) for name in ("de", "clf", "bias")}
     vectors = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items() if array is not None}
-    given = {name: labels.vectors.get(name) for name in ("de", "clf", "bias")}
-    vectors = {name: np.ascontiguousarray(array, np.float32) for name, array in given.items() if array is not None}
     columns = [text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)]
     table = pa.table(columns, schema=LABEL_SCHEMA).combine_chunks()
     dim = next(array.shape[1] for array in vectors.values() if array.ndim == 2)

@@ -75,9 +75,9 @@ def _allocation_limits(num_bytes: int) -> Iterator[None]:
 def _check(index: Any, like: Any, num_vectors: int) -> None:
     """Raise RuntimeError unless the index has the layout of the empty index `like` and `num_vectors` valid vectors."""
     faiss = faiss_module()
-    got, wanted = _layout(index), _layout(like)
-    if got != wanted or not index.is_trained:
-        raise RuntimeError(f"layout {got}, expected {wanted}")
+    got, expected = _layout(index), _layout(like)
+    if got != expected or not index.is_trained:
+        raise RuntimeError(f"layout {got}, expected {expected}")
     inner = faiss.downcast_index(index.storage) if hasattr(index, "hnsw") else index
     if hasattr(index, "invlists"):
         _check_lists(index, num_vectors)

@@ -331,10 +331,10 @@ def _checked_rows(vectors: LabelRows, rows_P: Labels, width: int) -> Floats:
 def _train(index: Any, kind: Kind, vectors: LabelRows) -> None:
     """Train the centroids on a sample of the rows; the sample is the same for each build."""
     num_labels = vectors.shape[0]
-    wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind == "ivf-pq" else 0)
+    num_rows = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind == "ivf-pq" else 0)
     rows = np.arange(num_labels)
-    if wanted < num_labels:
-        rows = np.sort(np.random.default_rng(0).choice(num_labels, wanted, replace=False))
+    if num_rows < num_labels:
+        rows = np.sort(np.random.default_rng(0).choice(num_labels, num_rows, replace=False))
     sample = _checked_rows(vectors, rows, index.d)
     if len(sample) < _CODES:
         sample = np.resize(sample, (_CODES, index.d))  # faiss requires a row for each centroid
@@ -354,10 +354,10 @@ def recall(approx_NK: Labels, exact_NK: Labels) -> float:
     """Share of the exact results that the approximate search found, over all queries, 0 to 1; 1 without any results.
 
     Both arguments are label rows, -1 for no result; K may differ between them."""
-    wanted = int((exact_NK >= 0).sum())
-    if not wanted:
+    num_results = int((exact_NK >= 0).sum())
+    if not num_results:
         return 1.0
     span = int(max(exact_NK.max(), approx_NK.max())) + 1
     rows = np.arange(len(exact_NK), dtype=np.int64)[:, None] * span
     hit_NK = np.isin(approx_NK + rows, (exact_NK + rows)[exact_NK >= 0]) & (approx_NK >= 0)
-    return float(hit_NK.sum() / wanted)
+    return float(hit_NK.sum() / num_results)

@@ -108,10 +108,10 @@ def query_vectors(
     Raises:
         ValueError: a part that the space requires is missing.
     """
-    given = {name: np.asarray(part) for name, part in (("de", de_BD), ("clf", clf_BD)) if part is not None}
+    vectors = {name: np.asarray(part) for name, part in (("de", de_BD), ("clf", clf_BD)) if part is not None}
     if has_bias and clf_BD is not None:
-        given["bias"] = np.ones(len(clf_BD), dtype=np.float32)
-    out = _joined(_parts(given, slice(None), space, clf_normalize))
+        vectors["bias"] = np.ones(len(clf_BD), dtype=np.float32)
+    out = _joined(_parts(vectors, slice(None), space, clf_normalize))
     if space == "both" and de_BD is not None:
         out[:, de_BD.shape[1] :] *= np.float32(clf_weight)
     return out

@@ -33,13 +33,13 @@ def read_texts(path: Path, column: str | None) -> Iterator[str]:
 
 def text_column(names: Sequence[str], column: str | None, where: str) -> str:
     """Name of the text column: `column` if given, else `query`, else `text`; raises DataError if it is missing."""
-    wanted = (column,) if column else TEXT_COLUMNS
-    for name in wanted:
+    accepted = (column,) if column else TEXT_COLUMNS
+    for name in accepted:
         if name in names:
             return name
     raise DataError(
         "the file has no column of queries", where=where, got=", ".join(map(str, names))[:300] or "no columns",
-        expected=" or ".join(wanted), fix="rename the column, or name it: --column NAME",
+        expected=" or ".join(accepted), fix="rename the column, or name it: --column NAME",
     )  # fmt: skip
 
 
