@@ -168,7 +168,7 @@ class Bundle:
 
     @property
     def num_labels(self) -> int:
-        """L."""
+        """Number of labels L."""
         return self.info.num_labels
 
     @property

@@ -169,7 +169,7 @@ class LabelEvidence:
 
     @property
     def num_labels(self) -> int:
-        """L."""
+        """Number of labels L."""
         return len(self.log_frequency_L)
 
     def _read(

@@ -1,13 +1,14 @@
 """Search for the labels with the largest inner product, with one of several kinds of index, and recall of that search.
 
-    kind       stored for each label                        exact?   labels compared with a query
-    flat       float32 vector                               yes      all
-    pq         a 4-bit code per `code_dims` dimensions      rescored all
-    hnsw       float32 vector and graph links               scores   those reached by a walk through the graph
-    ivf-pq     codes as pq, in inverted lists               rescored those in the `probes` nearest lists
+    kind       stored for each label                    labels compared with a query              scores
+    flat       float32 vector                           all                                       exact
+    pq         a 4-bit code per `code_dims` dimensions  all                                       exact after two stages
+    hnsw       float32 vector and graph links           those reached by a walk on the graph      exact
+    ivf-pq     codes as pq, in inverted lists           those in the `probes` nearest lists       exact after two stages
 
-"rescored": codes select candidates (first stage), which are then scored exactly with the float32 vectors (`LabelRows`).
-Codes are searched with faiss's fast scan: files hold them in faiss's plain layout, and loading packs them.
+All kinds but flat can miss labels. Two stages: codes select candidates, which are then scored exactly with the float32
+vectors (`LabelRows`). Codes are searched with faiss's fast scan: files hold them in faiss's plain layout, and loading
+packs them.
 
 Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space (`scoring_space.py`);
 width: of the vectors in the faiss index (D with padding).

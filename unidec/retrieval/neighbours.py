@@ -141,12 +141,12 @@ class Neighbours:
 
     @property
     def num_queries(self) -> int:
-        """M."""
+        """Number of training queries M."""
         return int(self.vectors_MD.shape[0])
 
     @property
     def num_labels(self) -> int:
-        """L."""
+        """Number of labels L."""
         return int(self.labels_ML.shape[1])
 
     @cached_property

@@ -74,12 +74,12 @@ class WordSpace:
 
     @property
     def num_features(self) -> int:
-        """F."""
+        """Number of features F."""
         return len(self.keys_F)
 
     @property
     def num_columns(self) -> int:
-        """C."""
+        """Number of columns C of the vectors."""
         return 2 * self.num_features if self.head else self.num_features
 
     def vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
