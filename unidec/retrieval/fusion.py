@@ -127,7 +127,7 @@ class LabelEvidence:
         self.log_frequency_L = np.log1p(count_L).astype(np.float32)
         inverse_L = inverse_propensity(count_L.astype(np.int64), neighbours.num_queries, *propensity)
         self.log_inverse_L = np.log(inverse_L).astype(np.float32)
-        self._together_LL = SparseRows(neighbours.together)
+        self._co_occurrence_LL = SparseRows(neighbours.co_occurrence)
 
     def read(
         self,
@@ -195,9 +195,11 @@ class LabelEvidence:
         best = [_best(score_P, reference_P, query_P, num_queries) for score_P in scores]
         rank_P, *other_ranks = (_rank(score_P, reference_P, query_P, begin_B) for score_P in scores[:4])
         likely_N = np.flatnonzero(reference_P & (rank_P < _LIKELY))
-        together_P = self._likely_together(query_P[likely_N], label_P[likely_N], blend_P[likely_N], best[0])[key_P]
+        co_occurrence_P = self._co_occurrence_with_likely(
+            query_P[likely_N], label_P[likely_N], blend_P[likely_N], best[0]
+        )[key_P]
         columns = [
-            *scores, together_P, self.log_frequency_L[label_P],
+            *scores, co_occurrence_P, self.log_frequency_L[label_P],
             *(np.log1p(rank) for rank in (rank_P, *other_ranks)),
             *(best_B[query_P] - score_P for best_B, score_P in zip(best, scores, strict=True)),
             best[0][query_P], np.log1p(scored.num_words_B)[query_P],
@@ -212,7 +214,7 @@ class LabelEvidence:
         keep_P = np.isin(label_P, allowed)
         return Evidence(query_P[keep_P], label_P[keep_P], feature_PX[keep_P], votes_P[keep_P], num_queries)
 
-    def _likely_together(self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats) -> Floats:
+    def _co_occurrence_with_likely(self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats) -> Floats:
         """Co-occurrence of each label with a query's likely labels, weighted by a softmax over those: float32 [B * L].
 
         Args:
@@ -221,7 +223,7 @@ class LabelEvidence:
         begin_B = np.searchsorted(query_N, np.arange(len(best_B) + 1))
         weight_N = np.exp((blend_N - best_B[query_N]) / np.float32(_LIKELY_TEMPERATURE))
         weight_N /= np.bincount(query_N, weight_N, minlength=len(best_B))[query_N]
-        return self._together_LL.sums(begin_B, label_N, weight_N.astype(np.float32)).ravel()
+        return self._co_occurrence_LL.sums(begin_B, label_N, weight_N.astype(np.float32)).ravel()
 
 
 def _best(value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, num_queries: int) -> Floats:

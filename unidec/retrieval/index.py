@@ -145,7 +145,7 @@ class LabelIndex:
             raise ValueError(f"an index of kind {kind!r} needs the labels' vectors to score candidates")
         self.kind, self.options, self.threads = kind, options, 0
         self.vectors = vectors if kind in COMPRESSED else None
-        self.stored, self._data, self._index = index, data, _searcher(index, kind)
+        self.stored, self._data, self._index = index, data, _searchable(index, kind)
         self.num_labels = int(index.ntotal)
         self.dim = int(index.d) if vectors is None else vectors.shape[1]
 
@@ -288,7 +288,7 @@ class LabelIndex:
         return faiss.SearchParametersIVF(nprobe=min(lists, max(self.options.num_probes(lists), enough)))
 
 
-def _searcher(index: Any, kind: Kind) -> Any:
+def _searchable(index: Any, kind: Kind) -> Any:
     """The faiss index that searches: `index` itself, or for codes its fast-scan form. If there are many list centroids,
     they are searched by codes too, and the nearest ones are compared exactly."""
     faiss = faiss_module()

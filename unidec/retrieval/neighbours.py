@@ -39,7 +39,7 @@ from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import unit_rows
-from unidec.retrieval.sparse import PairScores, SparseRows, heaviest
+from unidec.retrieval.sparse import PairScores, SparseRows, keep_largest
 from unidec.retrieval.words import WordSpace
 
 Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
@@ -72,7 +72,7 @@ OF_COSINE: dict[Vote, Callable[[Floats], Floats]] = {
     "square": lambda cosine_BN: np.square(np.maximum(cosine_BN, np.float32(0))), "softmax": _softmax,
 }  # fmt: skip
 VOTES: tuple[Vote, ...] = ("square", "softmax", "ridge", "ridge-labels")
-MOST_TOGETHER = 128  # co-occurring labels stored for each label: the most frequent ones
+MOST_CO_OCCURRING = 128  # co-occurring labels stored for each label: the most frequent ones
 
 
 class Neighbours:
@@ -156,7 +156,7 @@ class Neighbours:
         return self.words.part(self.label_words_LF, self.part)
 
     @cached_property
-    def by_head(self) -> Neighbours | None:
+    def by_first_words(self) -> Neighbours | None:
         """The same training queries, compared by their first words; None if those are not stored."""
         if self.words is None or not self.words.head or self.part:
             return None
@@ -173,17 +173,17 @@ class Neighbours:
         return np.asarray(self.labels_ML.sum(axis=0)).ravel()
 
     @cached_property
-    def together(self) -> csr_matrix:
+    def co_occurrence(self) -> csr_matrix:
         """Label co-occurrence, float32 CSR [L, L]: the share of the row label's training queries that also have the
-        column label; the diagonal is 0, and each row keeps its `MOST_TOGETHER` largest entries."""
+        column label; the diagonal is 0, and each row keeps its `MOST_CO_OCCURRING` largest entries."""
         count_LL = csr_matrix(self.labels_ML.T @ self.labels_ML)
         num_queries_L = np.maximum(count_LL.diagonal(), 1)
         count_LL.setdiag(0)
-        return csr_matrix(diags(1 / num_queries_L) @ heaviest(count_LL, MOST_TOGETHER), dtype=np.float32)
+        return csr_matrix(diags(1 / num_queries_L) @ keep_largest(count_LL, MOST_CO_OCCURRING), dtype=np.float32)
 
     def _voted_by_labels(self) -> csr_matrix:
         """Labels for which each label's text votes, with weights, float32 CSR [L, L]."""
-        others_LL = self.together.copy()
+        others_LL = self.co_occurrence.copy()
         others_LL.data = np.where(others_LL.data >= LEAST_SHARE, np.float32(COMPANION) * others_LL.data, np.float32(0))
         others_LL.eliminate_zeros()
         return csr_matrix(identity(self.num_labels, dtype=np.float32, format="csr") + others_LL)

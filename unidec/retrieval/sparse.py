@@ -115,7 +115,7 @@ def largest_of_each(row_N: npt.NDArray, value_N: npt.NDArray, count: int) -> npt
     return mask_N
 
 
-def heaviest(matrix: csr_matrix, count: int) -> csr_matrix:
+def keep_largest(matrix: csr_matrix, count: int) -> csr_matrix:
     """A copy with only the `count` largest entries of each row; the first of equal values wins."""
     row_N = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
     mask_N = largest_of_each(row_N, matrix.data, count)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from scipy.sparse import csr_matrix, diags, vstack
 
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.sparse import PairScores, SparseRows, heaviest
+from unidec.retrieval.sparse import PairScores, SparseRows, keep_largest
 
 WORD_FEATURES = (
     "votes", "votes below the most", "log rank by votes",
@@ -47,8 +47,8 @@ class WordScores:
             label's text, and to those of the label's training queries; float32 [B, L].
         count_L: training queries of each label, float32 [L].
         num_words_B: known words of each query, int64 [B].
-        own: 1 for the labels of left-out queries; None if no queries are left out.
-        by_head: the same scores from the first words alone; None if those are not stored or not scored.
+        left_out_labels: 1 for the labels of left-out queries; None if no queries are left out.
+        by_first_words: the same scores from the first words alone; None if those are not stored or not scored.
     """
 
     votes: PairScores
@@ -56,8 +56,8 @@ class WordScores:
     query_BL: Floats
     count_L: Floats
     num_words_B: npt.NDArray[np.int64]
-    own: PairScores | None = None
-    by_head: WordScores | None = None
+    left_out_labels: PairScores | None = None
+    by_first_words: WordScores | None = None
 
     def candidates(self) -> Rows:
         """Keys query * L + label of the best labels by each of the three scores, ascending."""
@@ -69,7 +69,7 @@ class WordScores:
         return np.unique(np.concatenate(keys))
 
     def features(self, query_P: Rows, label_P: Rows) -> Floats:
-        """`WORD_FEATURES` of the given pairs, with `by_head` followed by those of the first words: float32 [P, X]."""
+        """`WORD_FEATURES` of the given pairs, followed by those of the first words if scored: float32 [P, X]."""
         columns, best = [], []
         num_labels = self.votes.shape[1]
         for scores in (self.votes, self.label_BL, self.query_BL):
@@ -82,13 +82,13 @@ class WordScores:
             best.append(top_BT.max(axis=1)[query_P])
             columns += [value_P, best[-1] - value_P, np.log1p((top_BT[query_P] > value_P[:, None]).sum(axis=1))]
         count_P = self.count_L[label_P]
-        if self.own is not None:
-            count_P = count_P - self.own.at(query_P * self.own.shape[1] + label_P)
+        if self.left_out_labels is not None:
+            count_P = count_P - self.left_out_labels.at(query_P * self.left_out_labels.shape[1] + label_P)
         columns += [*best, np.log1p(count_P), np.log1p(self.num_words_B)[query_P]]
         feature_PX = np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
-        if self.by_head is None:
+        if self.by_first_words is None:
             return feature_PX
-        return np.concatenate([feature_PX, self.by_head.features(query_P, label_P)], axis=1)
+        return np.concatenate([feature_PX, self.by_first_words.features(query_P, label_P)], axis=1)
 
 
 class WordScorer:
@@ -101,18 +101,20 @@ class WordScorer:
     def __init__(self, neighbours: Neighbours, num_votes: int) -> None:
         self.neighbours, self.num_votes = neighbours, num_votes
         # sums of the word vectors of each label's training queries (PECOS: PIFA); normalised below
-        self._sum_LF = heaviest(csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD), _PROFILE_WORDS)
+        self._sum_LF = keep_largest(csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD), _PROFILE_WORDS)
         self._norm_L = np.sqrt(np.asarray(self._sum_LF.multiply(self._sum_LF).sum(axis=1)).ravel())
         unit_L = np.divide(1, self._norm_L, out=np.zeros_like(self._norm_L), where=self._norm_L > 0)
         # both kinds of label vectors in one matrix, for a single product
         words_2LF = vstack([neighbours.compared_labels, diags(unit_L) @ self._sum_LF], format="csr")
         self._words_F2L = SparseRows(words_2LF.T.tocsr())
-        self.by_head = None if neighbours.by_head is None else WordScorer(neighbours.by_head, num_votes)
+        self.by_first_words = (
+            None if neighbours.by_first_words is None else WordScorer(neighbours.by_first_words, num_votes)
+        )
 
     @property
     def queries_at_once(self) -> int:
         """Queries to score in one call, so that their scores take about 32 MB."""
-        scores = 3 * max(1, self.neighbours.num_labels) * (1 if self.by_head is None else 2)
+        scores = 3 * max(1, self.neighbours.num_labels) * (1 if self.by_first_words is None else 2)
         return max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // scores))
 
     def score(self, words_BF: csr_matrix, left_out: Rows | None = None, first_words: bool = True) -> WordScores:
@@ -126,16 +128,18 @@ class WordScorer:
         neighbours, num_labels = self.neighbours, self.neighbours.num_labels
         votes = neighbours.votes(words_BF, self.num_votes, left_out)
         words_B2L = self._words_F2L.product(words_BF)
-        label_BL, query_BL, own = words_B2L[:, :num_labels], words_B2L[:, num_labels:], None
+        label_BL, query_BL, left_out_labels = words_B2L[:, :num_labels], words_B2L[:, num_labels:], None
         if left_out is not None:
-            own = PairScores.of(neighbours.labels_ML[left_out])
-            query_O, label_O = np.divmod(own.key_N, num_labels)
+            left_out_labels = PairScores.of(neighbours.labels_ML[left_out])
+            query_O, label_O = np.divmod(left_out_labels.key_N, num_labels)
             query_BL[query_O, label_O] = self._without_query(words_BF[query_O], label_O, query_BL[query_O, label_O])
         assert neighbours.words is not None
-        in_part_N = words_BF.indices // max(neighbours.words.num_features, 1) == neighbours.part
-        num_words_B = np.diff(np.concatenate([[0], np.cumsum(in_part_N)])[words_BF.indptr])
-        by_head = self.by_head.score(words_BF, left_out) if self.by_head is not None and first_words else None
-        return WordScores(votes, label_BL, query_BL, neighbours.label_counts, num_words_B, own, by_head)
+        num_words_B = neighbours.words.num_words(words_BF, neighbours.part)
+        by_first_words = None
+        if self.by_first_words is not None and first_words:
+            by_first_words = self.by_first_words.score(words_BF, left_out)
+        counts = (neighbours.label_counts, num_words_B)
+        return WordScores(votes, label_BL, query_BL, *counts, left_out_labels, by_first_words)
 
     def _without_query(self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats) -> Floats:
         """Cosine of each query q to the sum s of a label that it has, without its own part: cos(q, s - q), float32 [O].

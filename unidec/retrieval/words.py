@@ -99,9 +99,17 @@ class WordSpace:
 
     def part(self, vectors_BC: csr_matrix, which: int) -> csr_matrix:
         """A copy that keeps only the columns of one part: 0 for the whole texts, 1 for their first tokens."""
+        in_part_N, indptr = self._entries_of_part(vectors_BC, which)
+        return csr_matrix((vectors_BC.data[in_part_N], vectors_BC.indices[in_part_N], indptr), shape=vectors_BC.shape)
+
+    def num_words(self, vectors_BC: csr_matrix, which: int) -> NDArray[np.int64]:
+        """Number of known words and pairs in one part of each vector, int64 [B]."""
+        return np.diff(self._entries_of_part(vectors_BC, which)[1])
+
+    def _entries_of_part(self, vectors_BC: csr_matrix, which: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Mask of the entries in one part, and the row offsets of these entries alone."""
         in_part_N = vectors_BC.indices // max(self.num_features, 1) == which
-        ends = np.concatenate([[0], np.cumsum(in_part_N)])[vectors_BC.indptr]
-        return csr_matrix((vectors_BC.data[in_part_N], vectors_BC.indices[in_part_N], ends), shape=vectors_BC.shape)
+        return in_part_N, np.concatenate([[0], np.cumsum(in_part_N)])[vectors_BC.indptr]
 
     def _vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
         key, text, _ = self._features(flat, offsets)

@@ -30,7 +30,7 @@ from unidec.model.unidec import UniDEC
 from unidec.model.words import MIX, ODD, PLACES
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleInfo
-from unidec.retrieval.export.heads import ExportFacts, facts, refuse_foreign, scored_by, write_readme
+from unidec.retrieval.export.heads import ExportFacts, check_replaceable, facts, scored_by, write_readme
 
 ONNX, SENTENCE_TRANSFORMERS = "onnx-export", "sentence-transformers"  # kinds of folder
 VERSION = 1
@@ -58,7 +58,7 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
     if importlib.util.find_spec("onnx") is None:
         raise ConfigError("onnx is not installed", where="export onnx", fix="pip install 'unidec-xmc[serve]'")
     score, model = scored_by(bundle.info, head), bundle.model
-    refuse_foreign(Path(folder))
+    check_replaceable(Path(folder))
     size = sum(4 * parameter.numel() for parameter in model.encoder.parameters())
     if size > MAX_BYTES:
         what = "the encoder is too large for one ONNX file"
@@ -215,7 +215,7 @@ def export_sentence_transformers(
             got="both heads side by side" if only_transformer else "a bag of tokens or a residual layer",
             fix="--head de or clf exports one head" if only_transformer else "unidec export onnx",
         )  # fmt: skip
-    refuse_foreign(Path(folder))
+    check_replaceable(Path(folder))
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:

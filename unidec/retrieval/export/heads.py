@@ -66,7 +66,7 @@ def write_readme(folder: Path, bundle: Bundle, score: BundleInfo, outputs: Seque
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")
 
 
-def refuse_foreign(folder: Path) -> None:
+def check_replaceable(folder: Path) -> None:
     """Protect folders that are not exports from being replaced.
 
     Raises:
