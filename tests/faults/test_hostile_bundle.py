@@ -118,7 +118,7 @@ def test_a_pickle_is_never_run(bundle, tmp_path, monkeypatch):
 def test_files_without_a_place_are_refused(bundle, name):
     (bundle / name).write_bytes(pickle.dumps(Boom()))
     _seal(bundle)
-    with pytest.raises(ArtifactError, match="no place"):
+    with pytest.raises(ArtifactError, match="does not belong"):
         Bundle.load(bundle)
 
 

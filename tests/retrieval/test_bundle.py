@@ -284,13 +284,13 @@ def test_parts_that_do_not_fit_are_not_written(rng, tmp_path):
     for change, message in (
         ({"uids": UIDS[:-1], "titles": TITLES[:-1]}, "number of labels"),
         ({"uids": ["L0"] * 12}, "not unique"),
-        ({"vectors": {"de": de[:, :3]}}, "a space of width 6 instead of 3"),
-        ({"vectors": {"de": de[:5]}}, "instead of de of shape"),
-        ({"vectors": {"de": de, "clf": de[:, :2]}}, "instead of de of shape"),
+        ({"vectors": {"de": de[:, :3]}}, "the space has width 6, expected 3"),
+        ({"vectors": {"de": de[:5]}}, "expected de of shape"),
+        ({"vectors": {"de": de, "clf": de[:, :2]}}, "expected de of shape"),
     ):
         with pytest.raises(ValueError, match=message):
             write_bundle(tmp_path / "b", model, index, replace(labels, **change), scoring)
-    with pytest.raises(ValueError, match="instead of clf, de of shape"):
+    with pytest.raises(ValueError, match="expected clf, de of shape"):
         write_bundle(tmp_path / "b", model, index, labels, replace(scoring, space="both"))
     with pytest.raises(ArtifactError, match="no model"):
         write_bundle(tmp_path / "b", tmp_path / "none", index, labels, scoring)

@@ -7,7 +7,7 @@ import pytest
 from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
-from unidec.retrieval.sparse import PairScores, SparseRows, heaviest
+from unidec.retrieval.sparse import PairScores, SparseRows, keep_largest
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_scores_of_pairs(dense):
 def test_the_largest_of_each_row(dense, count):
     wanted = kept(dense, count)
     np.testing.assert_array_equal(PairScores.of(csr_matrix(dense)).largest(count), np.flatnonzero(wanted))
-    np.testing.assert_array_equal(heaviest(csr_matrix(dense), count).toarray(), wanted)
+    np.testing.assert_array_equal(keep_largest(csr_matrix(dense), count).toarray(), wanted)
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])

@@ -262,7 +262,7 @@ def test_one_label_and_a_text_without_words(bundle: Callable[..., Bundle], tmp_p
 
 @pytest.mark.parametrize(
     ("uids", "texts", "words"),
-    [([], [], "at least one"), (["a"], ["x", "y"], "2 texts"), (["a", "b", "a"], ["x", "y", "z"], "there twice")],
+    [([], [], "at least one"), (["a"], ["x", "y"], "2 texts"), (["a", "b", "a"], ["x", "y", "z"], "occurs twice")],
 )
 def test_label_sets_that_are_none(uids: list[str], texts: list[str], words: str, bundle: Callable[..., Bundle]) -> None:
     with pytest.raises(DataError, match=words):

@@ -41,7 +41,7 @@ INDEX = "index.faiss"
 Floats = npt.NDArray[np.float32]
 
 _FILES = {"bundle.json", "labels.arrow", INDEX}
-_OLD = {"index_rows.npy"}  # labels of a graph's nodes, for one that some labels left: such an index is built again
+_OLD = {"index_rows.npy"}  # older graph index from which labels were removed: nodes' labels; the index is rebuilt
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
 _FIX = "write the bundle again: unidec index build"
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
@@ -53,11 +53,11 @@ class KnnInfo(BaseModel):
     """How similar training queries vote; see `neighbours.py`.
 
     Attributes:
-        weight: of their votes beside the heads' score. neighbours: how many of them vote.
-        vote: what a vote counts by its cosine. space: the head in whose space queries are compared.
-        num_queries, num_pairs: training queries, and their labels in all.
-        num_words: words and pairs of words that queries are compared by; None: by their vectors in `space`.
-        word_head: first tokens of a text whose words are compared alone too; 0: none.
+        weight: weight of the votes, relative to the heads' score. neighbours: number of training queries that vote.
+        vote: weight of a vote as a function of its cosine. space: the head in whose space queries are compared.
+        num_queries, num_pairs: number of training queries, and of their (query, label) pairs.
+        num_words: number of words and pairs of words by which queries are compared; None: compared in `space`.
+        word_head: number of first tokens whose words are also compared separately; 0: none.
     """
 
     model_config = _STRICT
@@ -75,38 +75,37 @@ class KnnInfo(BaseModel):
     def of(
         cls, voters: Neighbours, weight: float, neighbours: int = 100, space: Literal["de", "clf"] = "de"
     ) -> KnnInfo:
-        """Of these training queries."""
+        """Describe the given training queries."""
         words = voters.words
         num_words, head = (None, 0) if words is None else (words.num_features, words.head)
         return cls(
             weight=float(weight), neighbours=neighbours, vote=voters.vote, space=space, num_queries=voters.num_queries,
-            num_pairs=int(voters.labels_ML.nnz), num_words=num_words,
-            word_head=head,
+            num_pairs=int(voters.labels_ML.nnz), num_words=num_words, word_head=head,
         )  # fmt: skip
 
 
 class BundleInfo(BaseModel):
-    """`bundle.json`.
+    """Content of `bundle.json`.
 
     Attributes:
-        space: what is searched: "both", "de" or "clf".
-        clf_weight: weight of the classifier's score beside the dual encoder's.
+        space: the searched space: "both", "de" or "clf".
+        clf_weight: weight of the classifier's score, relative to the dual encoder's.
         clf_normalize: the classifier's score is a cosine.
         num_labels: L. dim: D, width of a head. width: width of the searched space.
         vectors: shape of each array under vectors/.
         index_kind, index_search: kind of index, and efSearch of HNSW.
         index_bytes: size of index.faiss.
-        index_options: how it was built and is searched; None in a bundle of before format 4.
-        index_nodes: not used; nodes of a graph some of whose labels left, in older bundles.
-        estimated: row ranges [begin, end) of labels that came after the training: their classifier rows and biases are
+        index_options: build and search options of the index; None in bundles older than format 4.
+        index_nodes: unused; in older bundles, number of nodes of a graph from which labels were removed.
+        estimated: row ranges [begin, end) of labels added after the training, whose classifier rows and biases are
             estimates (label_change.py).
-        knn: the votes of similar training queries; None where there are none.
-        fusion: what ranks in place of the blend of heads and votes; None: the blend does.
-        calibration: what a score means as a probability; None: that was not measured.
-        default_k, max_k: what a server offers.
-        text: which text of a query the model was trained on: "title" or "title+content".
-        dataset: name and sha256 of the data set. metrics: their summary. params: all parameters of the training.
-        card: any further facts for people.
+        knn: votes of similar training queries; None: none vote.
+        fusion: ranks in place of the blend of heads and votes; None: the blend ranks.
+        calibration: maps scores to probabilities; None: not fitted.
+        default_k, max_k: default and maximum k of a server.
+        text: text of a query on which the model was trained: "title" or "title+content".
+        dataset: name and sha256 of the data set. metrics: summary of the metrics. params: all training parameters.
+        card: further facts for readers.
     """
 
     model_config = _STRICT
@@ -139,41 +138,43 @@ class BundleInfo(BaseModel):
     def _check(self) -> BundleInfo:
         matrix = [self.num_labels, self.dim]
         shapes = {"de": matrix, "clf": matrix, "bias": [self.num_labels]}
-        needed = {"de", "clf"} if self.space == "both" else {self.space}
-        if any(shape != shapes[name] for name, shape in self.vectors.items()) or not needed <= set(self.vectors):
-            raise ValueError(f"vectors {self.vectors} instead of {', '.join(sorted(needed))} of shape {matrix}")
+        required = {"de", "clf"} if self.space == "both" else {self.space}
+        if any(shape != shapes[name] for name, shape in self.vectors.items()) or not required <= set(self.vectors):
+            raise ValueError(f"vectors {self.vectors}, expected {', '.join(sorted(required))} of shape {matrix}")
         if any(not begin < end <= self.num_labels for begin, end in self.estimated):
-            raise ValueError(f"rows of labels that do not exist: {str(self.estimated)[:80]}")
-        if self.knn is not None and self.knn.space not in self.vectors:
-            raise ValueError(f"votes in the space of a head that is not there: {self.knn.space}")
-        if self.fusion is not None and (self.space != "both" or self.knn is None or self.knn.num_words is None):
-            raise ValueError("a fusion without both heads and training queries that are compared by words")
-        if self.knn is not None and self.knn.vote == "ridge-labels" and self.knn.num_words is None:
-            raise ValueError("labels vote by their words, and queries are not compared by words")
-        if self.fusion is not None and self.fusion.words is not None and self.knn is not None:
-            num, expected = len(self.fusion.words.mean), len(WORD_FEATURES) * (2 if self.knn.word_head else 1)
-            if num != expected:
-                raise ValueError(f"a network of {num} word features instead of {expected}")
-        if self.knn is not None and not self.knn.weight and self.fusion is None:
-            raise ValueError("votes without a weight, and no fusion that reads them")
+            raise ValueError(f"invalid row ranges of estimated labels: {str(self.estimated)[:80]}")
+        knn, fusion = self.knn, self.fusion
+        if fusion is not None and (self.space != "both" or knn is None or knn.num_words is None):
+            raise ValueError("a fusion needs both heads, and training queries that are compared by words")
+        if knn is not None:
+            if knn.space not in self.vectors:
+                raise ValueError(f"training queries are compared in the space of a missing head: {knn.space}")
+            if knn.vote == "ridge-labels" and knn.num_words is None:
+                raise ValueError("labels vote by their words, but queries are not compared by words")
+            if not knn.weight and fusion is None:
+                raise ValueError("the votes have weight 0, and there is no fusion that uses them")
+            if fusion is not None and fusion.words is not None:
+                num, expected = len(fusion.words.mean), len(WORD_FEATURES) * (2 if knn.word_head else 1)
+                if num != expected:
+                    raise ValueError(f"the word network has {num} features, expected {expected}")
         expected = width(self.dim, self.space, self.clf_normalize, "bias" in self.vectors)
         if self.width != expected:
-            raise ValueError(f"a space of width {self.width} instead of {expected}")
+            raise ValueError(f"the space has width {self.width}, expected {expected}")
         return self
 
     @property
     def has_label_words(self) -> bool:
-        """Whether the words of the labels' texts are kept beside those of training queries."""
+        """Whether the words of the label texts are stored beside those of the training queries."""
         return self.fusion is not None or (self.knn is not None and self.knn.vote == "ridge-labels")
 
 
 @dataclass(frozen=True)
 class BundleLabels:
-    """The labels of a bundle that is written.
+    """The labels of a new bundle.
 
     Attributes:
         uids, titles: of the L labels; uids are unique.
-        vectors: float32 arrays "de" and "clf" [L, D], "bias" [L]; those that the model has, others None or left out.
+        vectors: float32 arrays "de" and "clf" [L, D], "bias" [L]; arrays that the model lacks are None or absent.
         estimated: see `BundleInfo`.
     """
 
@@ -185,7 +186,7 @@ class BundleLabels:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a bundle that is written ranks: the fields of `BundleInfo` of the same names."""
+    """How a new bundle ranks: fields of `BundleInfo` of the same names."""
 
     space: Space
     clf_weight: float
@@ -197,7 +198,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Facts:
-    """What else `bundle.json` keeps: the fields of `BundleInfo` of the same names, JSON-able."""
+    """Further fields of `BundleInfo` for a new bundle, serialisable as JSON."""
 
     text: str = "title"
     dataset: Mapping[str, Any] = field(default_factory=dict)
@@ -215,22 +216,22 @@ def write_bundle(
     facts: Facts = Facts(),
     neighbours: Neighbours | None = None,
 ) -> Path:
-    """Write a bundle; an existing folder is replaced when all is written. The same input gives the same bytes.
+    """Write a bundle, deterministically; an existing folder is replaced once all files are written.
 
     Args:
-        model_path: a trained model's folder; checked and copied, without the records of its training.
-        index: built over the labels' vectors in the space of `scoring`.
-        neighbours: training queries that vote, as `scoring.knn` describes them.
+        model_path: a trained model's folder; checked, and copied without its training records.
+        index: index over the labels' vectors in the space of `scoring`.
+        neighbours: training queries that vote, as described by `scoring.knn`.
 
     Returns:
         The folder's path.
 
     Raises:
-        ValueError: parts that do not fit together.
+        ValueError: the parts do not fit together.
         ArtifactError: the model's folder is damaged, or the bundle cannot be written.
     """
-    given = {name: labels.vectors.get(name) for name in ("de", "clf", "bias")}
-    vectors = {name: np.ascontiguousarray(array, np.float32) for name, array in given.items() if array is not None}
+    arrays = {name: labels.vectors.get(name) for name in ("de", "clf", "bias")}
+    vectors = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items() if array is not None}
     columns = [text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)]
     table = pa.table(columns, schema=LABEL_SCHEMA).combine_chunks()
     dim = next(array.shape[1] for array in vectors.values() if array.ndim == 2)
@@ -261,10 +262,10 @@ def write_bundle(
 
 
 def check_names(root: Path, files: Iterable[str]) -> None:
-    """Refuse a folder that lacks a file of a bundle, or lists one that is none.
+    """Check that a bundle's folder has all required files and no file of another kind.
 
     Raises:
-        ArtifactError: naming the file.
+        ArtifactError: with the name of the missing or unexpected file.
     """
     names = set(files)
     for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
@@ -272,40 +273,42 @@ def check_names(root: Path, files: Iterable[str]) -> None:
     for name in sorted(names - _FILES - _OLD - _VECTORS - NEIGHBOURS):
         if not name.startswith("model/") or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")):
             raise ArtifactError(
-                "a file that has no place in a bundle", where=str(root / name), fix="do not use this bundle"
+                "the file does not belong in a bundle", where=str(root / name), fix="do not use this bundle"
             )
 
 
 def read_info(root: Path) -> BundleInfo:
-    """`bundle.json`, each field of the right type.
+    """Read and validate `bundle.json`.
 
     Raises:
-        ArtifactError: too large, damaged, or numbers that contradict each other.
+        ArtifactError: the file is too large or damaged, or its numbers are inconsistent.
     """
     where = root / "bundle.json"
     if (size := where.stat().st_size) > MAX_INFO_BYTES:
-        raise ArtifactError("a file of impossible size", where=str(where), got=size, expected=f"<= {MAX_INFO_BYTES}")
+        raise ArtifactError("bundle.json is too large", where=str(where), got=size, expected=f"<= {MAX_INFO_BYTES}")
     try:
         info = BundleInfo.model_validate_json(where.read_bytes())
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors()[:5]]
-        raise ArtifactError("a damaged bundle.json", where=str(where), got="; ".join(lines)[:500], fix=_FIX) from error
+        got = "; ".join(lines)[:500]
+        raise ArtifactError("bundle.json is damaged", where=str(where), got=got, fix=_FIX) from error
     index = root / INDEX
     if (size := index.stat().st_size) != info.index_bytes:
-        raise ArtifactError("an index of another size", where=str(index), got=size, expected=info.index_bytes, fix=_FIX)
+        what = "the index has another size"
+        raise ArtifactError(what, where=str(index), got=size, expected=info.index_bytes, fix=_FIX)
     return info
 
 
 def read_labels(root: Path, num_labels: int) -> pa.Table:
-    """uid and title of each label, in memory; an ArtifactError for anything else in the file."""
+    """Read uid and title of each label into memory; raises ArtifactError if the file is damaged."""
     return read_texts_table(root / "labels.arrow", LABEL_SCHEMA, num_labels).combine_chunks()
 
 
 def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str, Floats]:
-    """The arrays under vectors/, memory-mapped.
+    """Memory-map the arrays under vectors/.
 
     Raises:
-        ArtifactError: missing, of another dtype or shape, or (with `verify`) not finite.
+        ArtifactError: a file is missing, has another dtype or shape, or (with `verify`) is not finite.
     """
     vectors: dict[str, Floats] = {}
     for name, shape in info.vectors.items():
@@ -314,21 +317,27 @@ def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str,
             raise ArtifactError("a file of a bundle is missing", where=str(where), fix=_FIX)
         array = load_array(where, np.float32, ndim=len(shape))
         if list(array.shape) != shape:
-            raise ArtifactError("another shape", where=str(where), got=list(array.shape), expected=shape, fix=_FIX)
+            what, got = "the array has another shape", list(array.shape)
+            raise ArtifactError(what, where=str(where), got=got, expected=shape, fix=_FIX)
         step = max(1, (1 << 22) // (shape[1] if len(shape) > 1 else 1))
         if verify and not all(np.isfinite(array[i : i + step]).all() for i in range(0, len(array), step)):
-            raise ArtifactError("numbers that are not finite", where=str(where), fix="look at the last training steps")
-        vectors[name] = np.asarray(array)  # a plain view: np.memmap costs microseconds at each use
+            what, fix = "the array holds numbers that are not finite", "look at the last training steps"
+            raise ArtifactError(what, where=str(where), fix=fix)
+        vectors[name] = np.asarray(array)  # a plain view: each access to an np.memmap costs microseconds
     return vectors
 
 
 def read_index(root: Path, info: BundleInfo, vectors: Mapping[str, Floats]) -> LabelIndex:
-    """The index of a bundle, mapped into memory, checked against bundle.json; `vectors`: of `read_vectors`, on which a
-    compressed index scores its candidates. One of a kind that there is no more, or a graph that some labels left, is
-    built again of the vectors: seconds for 100,000 labels.
+    """Load a bundle's index, memory-mapped and checked against bundle.json.
+
+    An index of an obsolete kind, or an older graph from which labels were removed, is rebuilt from the vectors, which
+    takes seconds for 100,000 labels.
+
+    Args:
+        vectors: from `read_vectors`; a compressed index scores its candidates with them.
 
     Raises:
-        ArtifactError: naming a file that is missing, damaged, or does not fit.
+        ArtifactError: with the name of a file that is missing, damaged or inconsistent.
     """
     options = info.index_options or IndexOptions(search=info.index_search)
     rows = LabelRows(vectors, info.space, info.clf_normalize)
@@ -339,14 +348,14 @@ def read_index(root: Path, info: BundleInfo, vectors: Mapping[str, Floats]) -> L
 
 
 def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) -> None:
-    """ValueError: parts that do not fit together."""
+    """Raise ValueError if the parts of a new bundle do not fit together."""
     counts = {"index": info.num_labels, "labels": labels.num_rows}
     if (info.knn is None) != (voters is None):
         raise ValueError("training queries that vote need both neighbours and `Scoring.knn`")
     if voters is not None:
         counts["neighbours"] = voters.num_labels
         if voters.words is None and voters.vectors_MD.shape[1] != info.dim:
-            raise ValueError(f"neighbours of width {voters.vectors_MD.shape[1]}, the heads are {info.dim} wide")
+            raise ValueError(f"neighbours have width {voters.vectors_MD.shape[1]}, but the heads have {info.dim}")
     if len(set(counts.values())) != 1:
         raise ValueError(f"parts differ in their number of labels: {counts}")
     if len(labels["uid"].unique()) != labels.num_rows:

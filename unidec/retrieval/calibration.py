@@ -1,10 +1,10 @@
-"""What a score means: the probability that a label with this score is relevant, measured on the validation split.
+"""Maps a score to the probability that a label with this score is relevant; fitted on the validation split.
 
-Legend: N queries, K places, B bins of neighbouring scores.
+Legend: N queries, K results, B bins of neighbouring scores.
 
-Scores are cut into bins that hold about as many relevant labels each. Isotonic regression joins bins until a higher
-score never has a lower share of relevant labels (Zadrozny and Elkan 2002), and a score between the means of two bins
-gets a probability between theirs (centred isotonic regression, Oron and Flournoy 2017).
+Scores are divided into bins with about equally many relevant labels. Isotonic regression merges bins until the share of
+relevant labels does not fall with the score (Zadrozny and Elkan 2002). Between the mean scores of two bins, the
+probability is interpolated (centred isotonic regression, Oron and Flournoy 2017).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST_POINTS = 32
 RELEVANT_A_BIN = 25
-LEAST_RELEVANT = 2 * RELEVANT_A_BIN  # with fewer there is no calibration
+LEAST_RELEVANT = 2 * RELEVANT_A_BIN  # with fewer relevant labels, no calibration is fitted
 
 Floats = npt.NDArray[np.floating[Any]]
 Score = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
@@ -26,11 +26,11 @@ Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Calibration(BaseModel):
-    """Probabilities by score, as bundle.json keeps them.
+    """Points of the map from scores to probabilities, as stored in bundle.json.
 
     Attributes:
         scores: strictly ascending, 1 to `MOST_POINTS`.
-        probabilities: one for each score, never falling.
+        probabilities: one for each score, non-decreasing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -41,9 +41,9 @@ class Calibration(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Calibration:
         if len(self.scores) != len(self.probabilities):
-            raise ValueError(f"{len(self.scores)} scores and {len(self.probabilities)} probabilities")
+            raise ValueError(f"{len(self.scores)} scores, but {len(self.probabilities)} probabilities")
         if (np.diff(self.scores) <= 0).any() or (np.diff(self.probabilities) < 0).any():
-            raise ValueError("scores that do not ascend, or a higher score with a lower probability")
+            raise ValueError("scores must be strictly ascending, and probabilities must not fall with the score")
         return self
 
     @cached_property
@@ -51,33 +51,34 @@ class Calibration(BaseModel):
         return np.asarray(self.scores), np.asarray(self.probabilities)
 
     def of(self, scores: Floats) -> npt.NDArray[np.float64]:
-        """The probability of each score, float64 of the same shape, to six decimals."""
+        """The probability of each score, float64 of the same shape, rounded to six decimals."""
         return np.interp(scores, *self._points).round(6)
 
 
 def fit_calibration(score_NK: Floats, relevant_NK: npt.NDArray[np.bool_]) -> Calibration | None:
-    """Probabilities by score, of labels that queries were answered with.
+    """Fit a calibration to labels that were returned for queries.
 
-    Half a relevant and half an irrelevant label are added to each bin (Jeffreys' prior), so nothing is certain.
+    Half a relevant and half an irrelevant label are added to each bin (Jeffreys' prior), so that no probability is 0
+    or 1.
 
     Args:
-        score_NK: what the labels are ranked by; not finite where a query has fewer than K.
-        relevant_NK: whether each label is relevant. The queries must be new to whatever ranks.
+        score_NK: scores by which the labels are ranked; not finite where a query has fewer than K labels.
+        relevant_NK: whether each label is relevant. No part of the ranking may have been trained on these queries.
 
     Returns:
-        None with fewer than `LEAST_RELEVANT` relevant labels.
+        None if there are fewer than `LEAST_RELEVANT` relevant labels.
     """
     from scipy.optimize import isotonic_regression
 
-    known_NK = np.isfinite(score_NK)
-    score, relevant = score_NK[known_NK].astype(np.float64), relevant_NK[known_NK]
+    finite_NK = np.isfinite(score_NK)
+    score, relevant = score_NK[finite_NK].astype(np.float64), relevant_NK[finite_NK]
     if (num_relevant := int(relevant.sum())) < LEAST_RELEVANT:
         return None
     num_bins = min(MOST_POINTS, num_relevant // RELEVANT_A_BIN)
     edges = np.unique(np.quantile(score[relevant], np.arange(1, num_bins) / num_bins))
     bin_of = np.unique(np.searchsorted(edges, score, side="right"), return_inverse=True)[1]  # without empty bins
     count_B, relevant_B, score_B = (np.bincount(bin_of, weights) for weights in (None, relevant, score))
-    joined = isotonic_regression((relevant_B + 0.5) / (count_B + 1), weights=count_B + 1)
-    begins = joined.blocks[:-1]
+    regression = isotonic_regression((relevant_B + 0.5) / (count_B + 1), weights=count_B + 1)
+    begins = regression.blocks[:-1]
     scores = np.add.reduceat(score_B, begins) / np.add.reduceat(count_B, begins)
-    return Calibration(scores=scores.tolist(), probabilities=joined.x[begins].tolist())
+    return Calibration(scores=scores.tolist(), probabilities=regression.x[begins].tolist())

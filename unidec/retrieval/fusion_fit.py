@@ -1,8 +1,9 @@
-"""Trains the networks of a fusion (`fusion.py`): on queries that the model has not seen, and, by words alone, on
-training queries that are read as if they were not there.
+"""Trains the networks of a fusion (`fusion.py`).
 
-Legend: N queries, P pairs of a query and a candidate, C candidates of the query that has most, X features, H hidden
-units.
+The fusion itself is trained on queries that the model was not trained on; its word network on training queries, each
+treated as absent from the training data.
+
+Legend: N queries, P pairs of a query and a candidate, C most candidates of a query, X features, H hidden units.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from unidec.retrieval.word_scores import Rows, WordScorer
 
 FOLDS, HIDDEN = 8, 32  # hidden units of each fold's network; measured: benchmarks/results/fusion.md
 BATCH, RATE, DECAY = 128, 0.01, 0.1
-MOST_STEPS, STEPS_PER_QUERY = 600, 0.75  # a few hundred queries are learnt by heart in more
+MOST_STEPS, STEPS_PER_QUERY = 600, 0.75  # more steps overfit a few hundred queries
 WORD_HIDDEN, WORD_BATCH, WORD_STEPS = 64, 256, 1500
 LEAST_WORD_QUERIES, MOST_WORD_QUERIES = 1000, 24_000
-_MOST_SCORES = 320_000_000  # of training queries with all labels: half a minute
+_MOST_SCORES = 320_000_000  # scores of training queries with all labels: takes half a minute
 _LEAST_SCALE = 1e-6
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A fusion, and what it gives queries that it has not seen.
+    """A trained fusion, and its scores of held-out queries.
 
     Attributes:
-        fusion: the mean of the folds' networks.
-        held_out_P: float32 [P], each pair's score by the network of the fold that has not seen its query.
-        without_XP: float32 [X, P], the same with one feature after the other at its mean.
+        fusion: average of the folds' networks.
+        held_out_P: float32 [P], each pair's score by the network of the fold that did not train on its query.
+        without_XP: float32 [X, P], the same scores with one feature at a time replaced by its mean.
     """
 
     fusion: Fusion
@@ -53,12 +54,12 @@ def fit_fusion(
     evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[float, float], seed: int = 0,
     by_words: Network | None = None,
 ) -> Fitted:  # fmt: skip
-    """Train a network on each choice of all folds but one, with the decoupled softmax over a query's candidates.
+    """Train one network per fold, on the queries outside the fold, with the decoupled softmax over their candidates.
 
     Args:
         evidence: of queries that the model was not trained on.
         relevant_P: bool [P]. propensity: the data set's constants A and B.
-        by_words: with which the evidence was read.
+        by_words: the word network with which the evidence was read.
     """
     pairs = _Training.of(evidence.query_P, evidence.feature_PX, relevant_P, evidence.num_queries)
     x_PX, fold_N = pairs.x_PX, np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
@@ -66,36 +67,36 @@ def fit_fusion(
     without_XP = np.zeros(x_PX.shape[::-1], dtype=np.float32)
 
     def fit(fold: int) -> _Network:
-        torch.set_num_threads(1)  # of this thread: several folds at once take less time than several threads for one
+        torch.set_num_threads(1)  # of this thread: parallel folds are faster than parallel operations
         network = _Network(x_PX.shape[1], HIDDEN, torch.Generator().manual_seed(seed + fold))
         queries = pairs.with_positive(np.flatnonzero(fold_N != fold))
         num_steps = min(MOST_STEPS, int(STEPS_PER_QUERY * len(queries)))
         for _ in pairs.train(network, queries, num_steps, BATCH, np.random.default_rng([seed, fold])):
             pass
         with torch.no_grad():
-            own_P = fold_N[evidence.query_P] == fold
-            own_PX = x_PX[torch.from_numpy(own_P)]
-            held_out_P[own_P] = network(own_PX).numpy()
-            for without_P, kept_X in zip(without_XP, 1 - torch.eye(len(without_XP)), strict=True):
-                without_P[own_P] = network(own_PX * kept_X).numpy()
+            in_fold_P = fold_N[evidence.query_P] == fold
+            fold_PX = x_PX[torch.from_numpy(in_fold_P)]
+            held_out_P[in_fold_P] = network(fold_PX).numpy()
+            for without_P, mask_X in zip(without_XP, 1 - torch.eye(len(without_XP)), strict=True):
+                without_P[in_fold_P] = network(fold_PX * mask_X).numpy()
         return network
 
     num_threads = torch.get_num_threads()
     with ThreadPoolExecutor(min(FOLDS, usable_cores())) as threads:
         networks = list(threads.map(fit, range(FOLDS)))
-    torch.set_num_threads(num_threads)  # of threads that are started from here on
-    fusion = Fusion(**pairs.stored(networks), propensity=propensity, words=by_words)
+    torch.set_num_threads(num_threads)  # of threads that start later
+    fusion = Fusion(**pairs.network_fields(networks), propensity=propensity, words=by_words)
     return Fitted(fusion, held_out_P, without_XP)
 
 
 def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Network | None:
-    """Train a network to rank labels by words on training queries, each read as if it were not there.
+    """Train a network to rank labels by words on training queries, each treated as absent from the training data.
 
     Args:
         excluded: int64 keys training query * L + label of pairs that are not ranked.
 
     Returns:
-        None where fewer than `LEAST_WORD_QUERIES` can be read: there are too few, or too many labels for the time.
+        None if fewer than `LEAST_WORD_QUERIES` can be scored: there are too few, or too many labels to score in time.
     """
     neighbours, generator = scorer.neighbours, np.random.default_rng(seed)
     num_labels = neighbours.num_labels
@@ -107,26 +108,24 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
     step = scorer.queries_at_once
 
     def read(start: int) -> tuple[Rows, Floats]:
-        some = rows[start : start + step]
-        scores = scorer.score(neighbours.vectors_MD[some], some)
+        block = rows[start : start + step]
+        scores = scorer.score(neighbours.vectors_MD[block], block)
         query_P, label_P = np.divmod(scores.candidates(), num_labels)
-        kept = ~np.isin(some[query_P] * num_labels + label_P, excluded)
-        query_P, label_P = query_P[kept], label_P[kept]
+        keep_P = ~np.isin(block[query_P] * num_labels + label_P, excluded)
+        query_P, label_P = query_P[keep_P], label_P[keep_P]
         return (query_P + start) * num_labels + label_P, scores.features(query_P, label_P)
 
     starts = range(0, num, step)
     with ThreadPoolExecutor(usable_cores()) as threads:
-        read_all = progress(
-            threads.map(read, starts), total=len(starts), desc="words of training queries", unit="block"
-        )
-        key_P, feature_PX = (np.concatenate(part) for part in zip(*read_all, strict=True))
+        results = progress(threads.map(read, starts), total=len(starts), desc="words of training queries", unit="block")
+        key_P, feature_PX = (np.concatenate(part) for part in zip(*results, strict=True))
     pairs = _Training.of(key_P // num_labels, feature_PX, truth.at(key_P) > 0, num)
     network = _Network(feature_PX.shape[1], WORD_HIDDEN, torch.Generator().manual_seed(seed))
     queries = pairs.with_positive(np.arange(num))
     steps = pairs.train(network, queries, WORD_STEPS if len(queries) else 0, WORD_BATCH, generator)
     for _ in progress(steps, total=WORD_STEPS, desc="rank by words", unit="step"):
         pass
-    return Network(**pairs.stored([network]))
+    return Network(**pairs.network_fields([network]))
 
 
 class _Network(nn.Module):
@@ -148,12 +147,12 @@ class _Network(nn.Module):
 
 @dataclass(frozen=True)
 class _Training:
-    """Pairs that networks are trained on.
+    """Training pairs.
 
     Attributes:
-        x_PX: standardised features, ascending by query. relevant_P: bool [P]. begin_N: int [N + 1], where the pairs of
-            each query begin.
-        mean_X, scale_X: of the features.
+        x_PX: standardised features, ascending by query. relevant_P: bool [P].
+        begin_N: int [N + 1], offset of each query's first pair.
+        mean_X, scale_X: mean and standard deviation of each feature.
     """
 
     x_PX: Tensor
@@ -164,14 +163,14 @@ class _Training:
 
     @classmethod
     def of(cls, query_P: Rows, feature_PX: Floats, relevant_P: np.ndarray, num_queries: int) -> _Training:
-        """Pairs of these queries, which ascend."""
+        """Standardise the features of pairs that are ascending by query."""
         mean_X = feature_PX.mean(axis=0)
         scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
         x_PX = torch.from_numpy(np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT))
         return cls(x_PX, relevant_P, np.searchsorted(query_P, np.arange(num_queries + 1)), mean_X, scale_X)
 
     def with_positive(self, queries: np.ndarray) -> np.ndarray:
-        """Those of some queries that have a relevant candidate."""
+        """The given queries that have a relevant candidate."""
         begin_N, count_N = self.begin_N, np.diff(self.begin_N)
         has_positive = np.add.reduceat(np.append(self.relevant_P, False), begin_N[:-1]) * (count_N > 0) > 0
         return queries[has_positive[queries]]
@@ -179,7 +178,7 @@ class _Training:
     def train(
         self, network: _Network, queries: np.ndarray, num_steps: int, batch: int, generator: np.random.Generator
     ) -> Iterator[None]:
-        """Train on some queries, which have a relevant candidate; an item after each step."""
+        """Train on the given queries, each of which has a relevant candidate; yields after each step."""
         optimiser = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, num_steps))
         times = 1 + num_steps * batch // max(1, len(queries))
@@ -193,7 +192,7 @@ class _Training:
             yield
 
     def _loss(self, network: _Network, queries_B: np.ndarray) -> Tensor:
-        """The decoupled softmax of some queries over their candidates, the mean over each query's positives."""
+        """Decoupled softmax over each query's candidates, averaged over the query's positives."""
         begin_B, end_B = self.begin_N[queries_B], self.begin_N[queries_B + 1]
         size_B = end_B - begin_B
         row_N = np.repeat(np.arange(len(size_B)), size_B)
@@ -203,14 +202,14 @@ class _Training:
         score_BC = score_N.new_zeros(len(size_B), int(size_B.max()))
         score_BC[torch.from_numpy(row_N), torch.from_numpy(column_N)] = score_N
         positive = self.relevant_P[pair_N]
-        row_F, column_F = np.nonzero(np.arange(score_BC.shape[1]) >= size_B[:, None])  # shorter lists are filled up
+        row_F, column_F = np.nonzero(np.arange(score_BC.shape[1]) >= size_B[:, None])  # padding behind shorter lists
         row_P = row_N[positive]
         weight_P = (1 / np.bincount(row_P, minlength=len(size_B)))[row_P]
         parts = (row_P, column_N[positive], weight_P.astype(np.float32), row_F, column_F)
         return decoupled_softmax(score_BC, Pairs(*(torch.from_numpy(part) for part in parts)))
 
-    def stored(self, networks: Sequence[_Network]) -> dict[str, Any]:
-        """The mean of some networks, as the fields of a `Network`."""
+    def network_fields(self, networks: Sequence[_Network]) -> dict[str, Any]:
+        """Fields of the `Network` that averages the given networks."""
         hidden_HX = torch.cat([network.hidden_HX for network in networks])
         bias_H = torch.cat([network.bias_H for network in networks])
         out_H = torch.cat([network.out_H / len(networks) for network in networks])

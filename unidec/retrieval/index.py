@@ -1,16 +1,17 @@
-"""Nearest labels by inner product: a search index of one of several kinds, and the recall of an approximate one.
+"""Search for the labels with the largest inner product, with one of several kinds of index, and recall of that search.
 
-    kind       held for each label                    exact?  which labels are compared
-    flat       float32                                yes     all
-    pq         4 bits for `code_dims` dimensions      two     all
-    hnsw       float32 and a graph                    scores  those that a walk through the graph meets
-    ivf-pq     4 bits for `code_dims`, in lists       two     those in the `probes` nearest lists
+    kind       stored for each label                    labels compared with a query              scores
+    flat       float32 vector                           all                                       exact
+    pq         a 4-bit code per `code_dims` dimensions  all                                       exact after two stages
+    hnsw       float32 vector and graph links           those reached by a walk on the graph      exact
+    ivf-pq     codes as pq, in inverted lists           those in the `probes` nearest lists       exact after two stages
 
-"two": two stages. The codes choose candidates, which are scored exactly on the float32 vectors (`LabelRows`). They are
-searched with faiss's fast scan; a file holds them in faiss's plain layout, and they are packed when it is loaded.
+All kinds but flat can miss labels. Two stages: codes select candidates, which are then scored exactly with the float32
+vectors (`LabelRows`). Codes are searched with faiss's fast scan: files hold them in faiss's plain layout, and loading
+packs them.
 
 Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space (`scoring_space.py`);
-width: of the vectors as faiss has them.
+width: of the vectors in the faiss index (D with padding).
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ Kind = Literal["flat", "pq", "hnsw", "ivf-pq"]
 OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REPLACED: dict[str, Kind] = {"sq8": "pq", "hnsw-sq8": "pq", "ivf-sq8": "ivf-pq"}
-"""Kinds of older bundles, and what takes their place."""
+"""Index kinds of older bundles, and the kinds that replace them."""
 COMPRESSED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
 
 LEAST_CANDIDATES = 64
-"""Candidates that are scored exactly, however few results are asked for: cheaper than a wrong first label. With 64 of
-12,941 labels `pq` finds 0.9997 of the five best, and all first ones."""
+"""Fewest candidates that are scored exactly, even for one result: cheap, and a wrong first label is costly. With 64
+candidates of 12,941 labels, `pq` finds 0.9997 of the five best labels and every first one."""
 
 FLAT_CENTROIDS = 1024
-"""Up to so many centroids of lists are trained at once and compared one by one."""
-ROWS_AT_ONCE = 1 << 16  # added at a time: 128 MB at 512 dimensions
-_GRAPH_ROWS_AT_ONCE = 1 << 12  # a graph grows slowly, and its progress is shown
-_TRAINING_ROWS = 1 << 16  # of a quantiser; more change its centroids little
-_ROWS_A_LIST = 40  # faiss asks for 39
-_ROUNDS = 10  # of k-means; recall does not change with faiss's 25, the time does
-_CODES = 16  # of 4 bits
+"""Up to this number of list centroids, they are trained in one k-means and searched exhaustively."""
+ROWS_AT_ONCE = 1 << 16  # label rows added at a time: 128 MB at 512 dimensions
+_GRAPH_ROWS_AT_ONCE = 1 << 12  # smaller, because a graph grows slowly and progress is shown per block
+_TRAINING_ROWS = 1 << 16  # rows that train a quantiser; more rows hardly change its centroids
+_ROWS_A_LIST = 40  # training rows per list; faiss asks for 39
+_ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives the same recall
+_CODES = 16  # values of a 4-bit code
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
@@ -62,7 +63,7 @@ CountOrAuto = Annotated[int, Field(ge=0, le=1 << 40)]
 
 @contextlib.contextmanager
 def faiss_threads(threads: int) -> Iterator[None]:
-    """So many threads for faiss calls of this thread; 0: as many as it would take."""
+    """Sets the number of threads of faiss calls in this thread; 0 keeps faiss's own number."""
     faiss = faiss_module()
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(threads or before)
@@ -73,15 +74,15 @@ def faiss_threads(threads: int) -> Iterator[None]:
 
 
 class IndexOptions(BaseModel):
-    """How an index is built and searched; what a kind has no use for is ignored.
+    """Build and search options of an index; options that a kind does not use are ignored.
 
     Attributes:
         links, build, search: M, efConstruction and efSearch of HNSW.
-        lists: into which ivf sorts the labels. 0: as many as `num_lists` returns.
-        copies: not used; in the options of older bundles.
-        probes: lists that a search looks into. 0: as many as `num_probes` returns.
-        code_dims: dimensions that share a code of 4 bits.
-        rescore: candidates for each result that are scored exactly.
+        lists: number of inverted lists; 0: chosen by `num_lists`.
+        copies: unused, but present in older bundles.
+        probes: lists that a search scans; 0: chosen by `num_probes`.
+        code_dims: dimensions that share a 4-bit code.
+        rescore: candidates per result that are scored exactly.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -96,16 +97,16 @@ class IndexOptions(BaseModel):
     rescore: Count = 8
 
     def num_lists(self, num_labels: int) -> int:
-        """Lists: `lists`, or 16 x the square root of L, but with 64 labels a list; never with fewer than 8."""
+        """Number of lists: `lists`, or 16 sqrt(L) with at least 64 labels per list. Capped at L / 8."""
         auto = min(round(16 * math.sqrt(num_labels)), num_labels // 64)
         return max(1, min(self.lists or auto, num_labels // 8))
 
     def num_probes(self, num_lists: int) -> int:
-        """Lists that a search looks into: `probes`, or a 12th of them, at least 8."""
+        """Number of lists that a search scans: `probes`, or a twelfth of the lists but at least 8."""
         return min(self.probes or max(8, num_lists // 12), num_lists)
 
     def empty(self, kind: Kind, dim: int, num_labels: int) -> Any:
-        """An empty faiss index for vectors of width `dim`, padded to a multiple of `code_dims` where they are coded.
+        """An empty faiss index for vectors of width `dim`; for coded kinds padded to a multiple of `code_dims`.
 
         Raises:
             ValueError: an unknown kind.
@@ -120,21 +121,21 @@ class IndexOptions(BaseModel):
 
 
 class LabelIndex:
-    """An index over label vectors, searched by inner product. Searching is safe from several threads at once.
+    """An index over label vectors for inner-product search. Searching is thread-safe.
 
-    A compressed kind searches in two stages: its codes choose candidates, which are scored exactly on the float32
-    vectors; so what is found has its exact score, and `recall` measures what was missed. A graph on vectors of
-    unequal length (`clf_normalize=False`) favours long ones: look at its recall, or use another kind.
+    A compressed kind searches in two stages: its codes select candidates, which are scored exactly with the float32
+    vectors. Results therefore have exact scores, and `recall` measures the missed labels. An HNSW graph over vectors of
+    unequal length (`clf_normalize=False`) favours long vectors: check its recall, or use another kind.
 
     Args:
-        index: of faiss, becomes `stored`.
-        data: what it has views into.
+        index: the faiss index; becomes `stored`.
+        data: the buffer that `index` has views into, kept alive.
 
     Attributes:
-        kind, options: what it is, and how it is built and searched.
-        vectors: what candidates are scored on; None where the index holds the vectors itself.
-        stored: of faiss, as it is written to a file.
-        threads: of one search; 0: as many as faiss takes. More than one pays for many queries at once.
+        kind, options: kind of index, and its build and search options.
+        vectors: label vectors that score the candidates; None if the index itself holds the vectors.
+        stored: the faiss index as written to a file.
+        threads: threads of one search, 0 for faiss's default. More than one is faster only for many queries at once.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class LabelIndex:
             raise ValueError(f"an index of kind {kind!r} needs the labels' vectors to score candidates")
         self.kind, self.options, self.threads = kind, options, 0
         self.vectors = vectors if kind in COMPRESSED else None
-        self.stored, self._data, self._index = index, data, _searcher(index, kind)
+        self.stored, self._data, self._index = index, data, _searchable(index, kind)
         self.num_labels = int(index.ntotal)
         self.dim = int(index.d) if vectors is None else vectors.shape[1]
 
@@ -155,15 +156,16 @@ class LabelIndex:
         """Index label vectors.
 
         Args:
-            vectors_LD: float32 [L, D], finite, or rows that are made as they are needed (`LabelRows`); those of a
-                compressed kind are kept, to score candidates.
+            vectors_LD: float32 [L, D], finite, or `LabelRows`, which compute rows on demand; a compressed kind keeps
+                them to score candidates.
             kind: one of `KINDS`.
-            threads: threads that build; with more than one a graph differs from build to build. 0: all of faiss's.
+            threads: threads that build the index, 0 for faiss's default; with more than one, an HNSW graph is not
+                reproducible.
             show: print progress.
             options: fields of `IndexOptions`.
 
         Raises:
-            ValueError: no labels, a number that is not finite, or an unknown kind.
+            ValueError: there are no labels, a number is not finite, or the kind is unknown.
             UnidecError: faiss is not installed.
         """
         vectors, settings = as_rows(vectors_LD), IndexOptions(**options)
@@ -175,73 +177,72 @@ class LabelIndex:
         with faiss_threads(threads):
             if not index.is_trained:
                 _train(index, kind, vectors)
-            every, size = np.arange(vectors.shape[0]), _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE
-            shown = progress(total=len(every), desc=f"index {kind}", unit="label") if show else contextlib.nullcontext()
-            with shown as bar:
-                for rows in blocks(every, size):
+            size = _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE
+            num_labels, desc = vectors.shape[0], f"index {kind}"
+            with progress(total=num_labels, desc=desc, unit="label") if show else contextlib.nullcontext() as bar:
+                for rows in blocks(np.arange(num_labels), size):
                     index.add(_checked_rows(vectors, rows, index.d))
                     if bar is not None:
                         bar.update(len(rows))
         return cls(index, kind, settings, vectors)
 
     def search(self, queries_BD: Floats, k: int, rescore: int = 0) -> tuple[Floats, Labels]:
-        """The k labels of the largest inner product, best first, among equal scores the smaller label number first.
+        """The k labels with the largest inner product, best first; ties are ordered by label row.
 
         Args:
             queries_BD: float32 [B, D], finite.
             k: at least 1; may exceed L.
-            rescore: candidates for each result that are scored exactly; 0: as in `options`.
+            rescore: candidates per result that are scored exactly; 0: `options.rescore`.
 
         Returns:
-            scores float32 [B, K] (-inf where there is no result), labels int64 [B, K] (-1 there).
+            scores float32 [B, K] and label rows int64 [B, K]; -inf and -1 where there is no result.
         """
         scores = np.full((len(queries_BD), k), -np.inf, dtype=np.float32)
         labels = np.full((len(queries_BD), k), -1, dtype=np.int64)
-        num = found = min(k, self.num_labels)
+        num = num_results = min(k, self.num_labels)
         if self.vectors is not None:
-            num = min(max(LEAST_CANDIDATES, (rescore or self.options.rescore) * found), self.num_labels)
-        rough_BC, rows_BC = self._candidates(queries_BD, num)
+            num = min(max(LEAST_CANDIDATES, (rescore or self.options.rescore) * num_results), self.num_labels)
+        approx_BC, rows_BC = self._candidates(queries_BD, num)
         for query, rows_C in enumerate(rows_BC):
-            rows, score_C = rows_C[rows_C >= 0], rough_BC[query, rows_C >= 0]
+            rows, score_C = rows_C[rows_C >= 0], approx_BC[query, rows_C >= 0]
             if self.vectors is not None:
-                score_C = np.concatenate([self.vectors.scores(queries_BD[query], some) for some in blocks(rows)])
-            best = np.lexsort((rows, -score_C))[:found]
+                score_C = np.concatenate([self.vectors.scores(queries_BD[query], block) for block in blocks(rows)])
+            best = np.lexsort((rows, -score_C))[:num_results]
             scores[query, : len(best)], labels[query, : len(best)] = score_C[best], rows[best]
         return scores, labels
 
     def _candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Labels]:
-        """The first stage alone: labels of the largest inner product as the index has them, and these products, which
-        in a compressed kind are those of the codes.
+        """First stage of a search: candidates, and their inner products with the stored vectors or codes.
 
         Args:
-            queries_BD: float32 [B, D], finite. num: at least 1; all labels where it exceeds L.
+            queries_BD: float32 [B, D], finite. num: candidates, at least 1; capped at L.
 
         Returns:
-            scores float32 [B, C], labels int64 [B, C], -1 where there is none.
+            scores float32 [B, C] and label rows int64 [B, C], -1 for no candidate.
         """
         queries = np.asarray(queries_BD)
         if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.dim:
-            what = f"float32 with two dimensions, {self.dim} wide like the index"
-            raise ValueError(f"queries_BD must be {what}, got {queries.dtype} of shape {queries.shape}")
+            expected = f"float32 of shape [B, {self.dim}], the width of the index"
+            raise ValueError(f"queries_BD must be {expected}, got {queries.dtype} of shape {queries.shape}")
         if not np.isfinite(queries).all():
             raise ValueError("queries_BD must be finite")
         if num < 1:
             raise ValueError(f"k must be at least 1, got {num}")
-        if num >= self.num_labels and self.vectors is not None:  # codes have nothing to choose
+        if num >= self.num_labels and self.vectors is not None:  # every label is a candidate
             every = np.broadcast_to(np.arange(self.num_labels), (len(queries), self.num_labels))
             return np.zeros(every.shape, dtype=np.float32), every
         with faiss_threads(self.threads):
-            wide, num = _padded(queries, self._index.d), min(num, self.num_labels)
-            return self._index.search(wide, num, params=self._search_params(num))
+            num = min(num, self.num_labels)
+            return self._index.search(_padded(queries, self._index.d), num, params=self._search_params(num))
 
     def with_options(self, **changes: int) -> LabelIndex:
-        """The same index, searched with another `search`, `probes` or `rescore`. Nothing is copied."""
+        """The same index with another `search`, `probes` or `rescore`. Nothing is copied."""
         other = copy.copy(self)
         other.options = IndexOptions(**self.options.model_dump() | changes)
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index in faiss's format, in one piece (`write_file`)."""
+        """Write the index in faiss's format, atomically (`write_file`)."""
         with write_file(path) as file:
             try:
                 faiss_module().write_index(self.stored, file.name)
@@ -258,14 +259,14 @@ class LabelIndex:
         options: IndexOptions | None = None,
         vectors: Floats | LabelRows | None = None,
     ) -> LabelIndex:
-        """Read an index that must hold `num_labels` vectors of width `dim`.
+        """Load an index, which must hold `num_labels` vectors of width `dim`.
 
-        The file is mapped into memory, and processes that load it share its pages (codes of 4 bits are packed into
-        memory of their own). It is checked (`faiss_file.py`), so that a crafted file can neither fill the memory nor
-        lead the search outside of it. One of an older bundle, with labels in two lists each, is built again.
+        The file is memory-mapped, and processes that load it share its pages (packed 4-bit codes are private memory).
+        `faiss_file.py` checks it, so that a malicious file can neither exhaust memory nor cause reads outside of it.
+        An index of an older bundle that stores each label in two lists is rebuilt.
 
         Raises:
-            ArtifactError: missing, damaged, or another kind or size of index.
+            ArtifactError: the file is missing or damaged, or holds another kind or size of index.
             ValueError: a compressed kind without `vectors`.
             UnidecError: faiss is not installed.
         """
@@ -276,20 +277,20 @@ class LabelIndex:
         return cls(index, kind, options, rows, data)
 
     def _search_params(self, num: int) -> Any:
-        """How thorough a search for so many is, as its argument: a setting of the index would be shared by threads."""
+        """faiss search parameters; passed per search, because settings of the index are shared between threads."""
         faiss = faiss_module()
         if self.kind == "hnsw":
             return faiss.SearchParametersHNSW(efSearch=max(self.options.search, num))
         if self.kind != "ivf-pq":
             return None
         lists = self._index.nlist
-        enough = -(-2 * num * lists // self.num_labels)  # twice the candidates, were all lists of one size
+        enough = -(-2 * num * lists // self.num_labels)  # lists that hold twice the candidates if equally long
         return faiss.SearchParametersIVF(nprobe=min(lists, max(self.options.num_probes(lists), enough)))
 
 
-def _searcher(index: Any, kind: Kind) -> Any:
-    """What is searched: the same index, or its codes packed for fast scan; many centroids are then searched by codes
-    of their own, the nearest of them compared exactly."""
+def _searchable(index: Any, kind: Kind) -> Any:
+    """The faiss index that searches: `index` itself, or for codes its fast-scan form. If there are many list centroids,
+    they are searched by codes too, and the nearest ones are compared exactly."""
     faiss = faiss_module()
     if kind == "pq":
         return faiss.IndexPQFastScan(index)
@@ -308,20 +309,20 @@ def _searcher(index: Any, kind: Kind) -> Any:
 
 
 def blocks(rows: Labels, size: int = ROWS_AT_ONCE) -> Iterator[Labels]:
-    """So many rows at a time; one empty block where there are none."""
+    """Slices of `size` rows; a single empty slice if there are no rows."""
     for start in range(0, max(1, len(rows)), size):
         yield rows[start : start + size]
 
 
 def _padded(array_PD: Floats, width: int) -> Floats:
-    """float32 [P, width], contiguous: zeros behind the columns that are there."""
+    """Zero-padded to `width` columns: float32 [P, width], contiguous."""
     out = np.zeros((len(array_PD), width), dtype=np.float32)  # np.pad takes ten times as long
     out[:, : array_PD.shape[1]] = array_PD
     return out
 
 
 def _checked_rows(vectors: LabelRows, rows_P: Labels, width: int) -> Floats:
-    """float32 [P, width], contiguous, padded with zeros; a ValueError for a number that is not finite."""
+    """Zero-padded rows float32 [P, width], contiguous; raises ValueError for a number that is not finite."""
     array = vectors.take(rows_P)
     if not (finite_P := np.isfinite(array).all(axis=1)).all():
         raise ValueError(f"vectors_LD must be finite, row {rows_P[np.argmin(finite_P)]} is not")
@@ -329,34 +330,35 @@ def _checked_rows(vectors: LabelRows, rows_P: Labels, width: int) -> Floats:
 
 
 def _train(index: Any, kind: Kind, vectors: LabelRows) -> None:
-    """Learn centroids of a sample of the rows (always the same one)."""
+    """Train the centroids on a sample of the rows; the sample is the same for each build."""
     num_labels = vectors.shape[0]
-    wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind == "ivf-pq" else 0)
+    num_rows = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind == "ivf-pq" else 0)
     rows = np.arange(num_labels)
-    if wanted < num_labels:
-        rows = np.sort(np.random.default_rng(0).choice(num_labels, wanted, replace=False))
+    if num_rows < num_labels:
+        rows = np.sort(np.random.default_rng(0).choice(num_labels, num_rows, replace=False))
     sample = _checked_rows(vectors, rows, index.d)
     if len(sample) < _CODES:
-        sample = np.resize(sample, (_CODES, index.d))  # faiss wants a row for each centroid
+        sample = np.resize(sample, (_CODES, index.d))  # faiss requires a row for each centroid
     index.pq.cp.niter, index.pq.cp.min_points_per_centroid = _ROUNDS, 1
     if kind == "ivf-pq":
         index.cp.niter, index.cp.min_points_per_centroid = _ROUNDS, 1
-        if index.nlist > FLAT_CENTROIDS:  # a k-means of k-means
+        if index.nlist > FLAT_CENTROIDS:  # two-level k-means
             from faiss.contrib.clustering import two_level_clustering
 
-            tops = round(index.nlist**0.5)
+            num_clusters = round(index.nlist**0.5)
             settings = {"clustering_niter": _ROUNDS, "spherical": True, "min_points_per_centroid": 1}
-            index.quantizer.add(two_level_clustering(sample, tops, index.nlist, **settings)[0])
+            index.quantizer.add(two_level_clustering(sample, num_clusters, index.nlist, **settings)[0])
     index.train(sample)
 
 
 def recall(approx_NK: Labels, exact_NK: Labels) -> float:
-    """Share of the exact results that the approximate search found, over all queries, 0 to 1 (1 where there is
-    nothing to find); label rows, -1 where there is none, of any two widths."""
-    wanted = int((exact_NK >= 0).sum())
-    if not wanted:
+    """Share of the exact results that the approximate search found, over all queries, 0 to 1; 1 without any results.
+
+    Both arguments are label rows, -1 for no result; K may differ between them."""
+    num_results = int((exact_NK >= 0).sum())
+    if not num_results:
         return 1.0
     span = int(max(exact_NK.max(), approx_NK.max())) + 1
     rows = np.arange(len(exact_NK), dtype=np.int64)[:, None] * span
     hit_NK = np.isin(approx_NK + rows, (exact_NK + rows)[exact_NK >= 0]) & (approx_NK >= 0)
-    return float(hit_NK.sum() / wanted)
+    return float(hit_NK.sum() / num_results)

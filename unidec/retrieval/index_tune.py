@@ -1,4 +1,4 @@
-"""Which kind of index, with which settings, is the fastest that finds enough: measured on these labels and queries.
+"""Measures index kinds and their settings on given labels and queries, to find the fastest one with enough recall.
 
 Legend: L labels, N queries, K results, D' width of the searched space.
 """
@@ -19,9 +19,9 @@ from unidec.retrieval.index import KINDS, Kind, LabelIndex, blocks, recall
 from unidec.retrieval.scoring_space import LabelRows
 
 GRAPH_LABELS = 200_000
-"""With more labels than this graphs are measured only where they are asked for: they take hours to build."""
+"""Above this number of labels, HNSW is measured only on request: a graph takes hours to build."""
 LIST_LABELS = 5_000
-"""With fewer labels than this lists are not measured."""
+"""Below this number of labels, inverted lists are not measured."""
 CODE_DIMS: dict[Kind, tuple[int, ...]] = {"pq": (8, 4, 2), "ivf-pq": (4, 2)}
 _WARM_UP = 20
 
@@ -31,14 +31,14 @@ Labels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Measured:
-    """What one setting is worth.
+    """Measurements of one setting.
 
     Attributes:
         options: fields of `IndexOptions` that were set.
         recall: of the first K labels against exact search, 0 to 1.
-        p50_ms, p99_ms: of a search for one query.
-        index_bytes: of the index's file; vectors for exact scores are beside it.
-        build_seconds: of the whole index.
+        p50_ms, p99_ms: percentiles of the time to search one query.
+        index_bytes: size of the index file, without the vectors for exact scores.
+        build_seconds: time to build the index.
     """
 
     kind: Kind
@@ -51,19 +51,19 @@ class Measured:
 
 
 def default_kinds(num_labels: int) -> tuple[Kind, ...]:
-    """Kinds worth measuring on so many labels."""
-    left_out = {"hnsw"} if num_labels > GRAPH_LABELS else {"ivf-pq"} if num_labels < LIST_LABELS else set()
-    return tuple(kind for kind in KINDS if kind not in left_out)
+    """Kinds worth measuring for this number of labels."""
+    skipped = {"hnsw"} if num_labels > GRAPH_LABELS else {"ivf-pq"} if num_labels < LIST_LABELS else set()
+    return tuple(kind for kind in KINDS if kind not in skipped)
 
 
 def tune(vectors: LabelRows, queries_ND: Floats, k: int, kinds: Iterable[Kind], threads: int = 1) -> list[Measured]:
     """Measure each kind with each of its settings.
 
     Args:
-        vectors: of the labels.
-        queries_ND: float32 [N, D'], asked one by one.
-        k: results of a search.
-        threads: of builds and searches.
+        vectors: label vectors.
+        queries_ND: float32 [N, D'], searched one at a time.
+        k: results per search.
+        threads: threads of builds and searches.
     """
     exact_NK = exact_labels(vectors, queries_ND, min(k, vectors.shape[0]))
     measured: list[Measured] = []
@@ -74,20 +74,20 @@ def tune(vectors: LabelRows, queries_ND: Floats, k: int, kinds: Iterable[Kind], 
         seconds, num_bytes = time.perf_counter() - start, int(faiss_module().serialize_index(index.stored).nbytes)
         index.threads = threads
         for settings in search_settings(index, k):
-            candidate, times, found = index.with_options(**settings), [], []
+            candidate, times, results = index.with_options(**settings), [], []
             for query_D in itertools.chain(queries_ND[:_WARM_UP], queries_ND):
                 start = time.perf_counter()
-                found.append(candidate.search(query_D[None], exact_NK.shape[1])[1])
+                results.append(candidate.search(query_D[None], exact_NK.shape[1])[1])
                 times.append(1000 * (time.perf_counter() - start))
             p50, p99 = (float(x) for x in np.percentile(times[-len(queries_ND) :], [50, 99]))
-            share = recall(np.concatenate(found[-len(queries_ND) :]), exact_NK)
+            share = recall(np.concatenate(results[-len(queries_ND) :]), exact_NK)
             measured.append(Measured(kind, build | settings, share, p50, p99, num_bytes, seconds))
     return measured
 
 
 def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:
-    """Settings from quick to thorough: faiss's ranges (`ParameterSpace`) for probes and efSearch, and how many
-    candidates are scored exactly."""
+    """Settings from fast to thorough: number of candidates scored exactly, and for probes and efSearch the ranges of
+    faiss's `ParameterSpace`."""
     if index.kind == "flat":
         return [{}]
     if index.kind == "pq":
@@ -100,10 +100,10 @@ def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:
 
 
 def exact_labels(vectors: LabelRows, queries_ND: Floats, k: int) -> Labels:
-    """The first k labels of each query, int64 [N, k], by all inner products, a block of labels at a time."""
+    """The k best labels of each query by exhaustive search, int64 [N, k]."""
     metric = faiss_module().METRIC_INNER_PRODUCT
     from faiss.contrib.exhaustive_search import knn_ground_truth
 
-    some = (vectors.take(rows) for rows in blocks(np.arange(vectors.shape[0])))
-    found: Labels = knn_ground_truth(queries_ND, some, k, metric, ngpu=0)[1]
-    return found
+    label_blocks = (vectors.take(rows) for rows in blocks(np.arange(vectors.shape[0])))
+    labels_NK: Labels = knn_ground_truth(queries_ND, label_blocks, k, metric, ngpu=0)[1]
+    return labels_NK

@@ -1,9 +1,10 @@
-"""Files of queries to files of predictions in shards: memory does not grow with the file, and a killed run resumes. A
-runner maps `run_shard` over processes or machines; `predict_file` does all in one process.
+"""Predicts files of queries in shards, so that memory does not grow with the file and a killed run can be resumed.
 
-The texts are copied first, a record batch for each batch that is encoded. Shards begin where batches begin, so the
-output has the same bytes however it is cut. (Scores can differ in their last bits where processes use another number of
-threads, or other processors.)
+A runner maps `run_shard` over processes or machines; `predict_file` does all the work in one process.
+
+First, the texts are copied into one record batch per encoded batch. Shards begin at batch boundaries, so the output is
+the same, byte for byte, for any number of shards. (Scores can differ in their last bits between processes with
+different numbers of threads or different processors.)
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.retrieval.query_encoder import Runtime, open_encoder
 from unidec.retrieval.text_file import read_texts
 
-QUERIES_A_SHARD = 1 << 16  # seconds with a bag of tokens, a few minutes with a transformer on one core
+QUERIES_A_SHARD = 1 << 16  # seconds for a bag of tokens, a few minutes for a transformer on one core
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")
-TEXTS = "texts.arrow"  # the copy, beside the plan
-GROUP_ROWS = 1 << 16  # of a Parquet file's row groups, about: small ones are slow to read
-_loading = threading.Lock()  # threads of one process load a bundle once
+TEXTS = "texts.arrow"  # copy of the texts, beside the plan
+GROUP_ROWS = 1 << 16  # approximate rows of a Parquet row group; small groups are slow to read
+_loading = threading.Lock()  # the threads of a process load a bundle only once
 
 
 @dataclass(frozen=True)
 class FileRequest:
-    """Work on a file of queries.
+    """A prediction of a file of queries.
 
     Attributes:
         bundle: a bundle's folder.
-        input: .csv, .tsv, .jsonl (these also with .gz) or .parquet, with a text column.
-        output: .parquet, .csv, .tsv or .jsonl, with columns query_row (from 0), query, rank (from 1), label, title,
-            score, probability, in the input's order.
-        k: labels a query.
+        input: .csv, .tsv, .jsonl (also with .gz) or .parquet file with a text column.
+        output: .parquet, .csv, .tsv or .jsonl file; columns query_row (from 0), query, rank (from 1), label, title,
+            score, probability; in the order of the input.
+        k: labels per query.
         column: name of the text column; None: `query`, else `text`.
         batch_size: queries encoded at once.
-        device: where workers run the model: "cpu", "cuda" or "auto".
-        runtime: what encodes the texts, see `query_encoder.open_encoder`; "auto": what is fastest where a worker runs.
+        device: device on which workers run the model: "cpu", "cuda" or "auto".
+        runtime: encoder of the texts, see `query_encoder.open_encoder`; "auto": the fastest on the worker's machine.
     """
 
     bundle: str
@@ -64,17 +65,17 @@ class FileRequest:
 
 
 def predict_file(bundle: Bundle, request: FileRequest, shards: int | None = None) -> int:
-    """Predict every query of a file in this process; after a kill, the same call resumes with the missing shards.
+    """Predict all queries of a file in this process; if it is killed, the same call resumes with the missing shards.
 
     Args:
-        bundle: that of the request, loaded.
-        shards: how many; None: one for each 65,536 queries.
+        bundle: the request's bundle, loaded.
+        shards: number of shards; None: one for each 65,536 queries.
 
     Returns:
-        number of queries.
+        The number of queries.
 
     Raises:
-        DataError: as `begin_predictions`; the output is not touched.
+        DataError: as `begin_predictions`; the output is not changed.
         ArtifactError: another process writes this output, or it cannot be written.
     """
     with alone(shards_folder(request.output)):
@@ -93,12 +94,12 @@ def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
     """Copy the texts and write the plan; finished shards of the same prediction are kept.
 
     Raises:
-        DataError: an unknown format, no such column, a text that cannot be read, or k below 1.
-        ArtifactError: the bundle is damaged (all its hashes are checked here, and not again by workers).
+        DataError: unknown format, missing column, unreadable text, or k below 1.
+        ArtifactError: the bundle is damaged. All its hashes are checked here; workers do not check them again.
     """
     source, target, bundle = (Path(os.path.abspath(p)) for p in (request.input, request.output, request.bundle))
     if target.suffix.lower() not in ENDINGS:
-        raise DataError("an output of unknown format", where=str(target), expected=" ".join(ENDINGS))
+        raise DataError("the output has an unknown format", where=str(target), expected=" ".join(ENDINGS))
     if target.exists() and source.exists() and os.path.samefile(source, target):
         raise DataError("input and output are the same file", where=str(source), fix="choose another output")
     if request.k < 1:
@@ -115,7 +116,7 @@ def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
 
 
 def _copy_texts(source: Path, column: str | None, target: Path, batch_size: int) -> int:
-    """Copy a file's texts into an Arrow file, a record batch for each batch that is encoded; returns their number."""
+    """Copy the texts of a file into an Arrow file, one record batch per encoded batch; returns the number of texts."""
     num_rows, schema = 0, pa.schema([("text", pa.large_string())])
     texts, bar = read_texts(source, column), progress(desc="read", unit="text")
     with bar, write_file(target) as file, pa.ipc.new_file(file, schema) as writer:
@@ -127,13 +128,13 @@ def _copy_texts(source: Path, column: str | None, target: Path, batch_size: int)
 
 
 def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> None:
-    """Write one shard of a plan, unless it is there; in any process that sees the folder.
+    """Write one shard of a plan if it is missing, in any process with access to the folder.
 
     Args:
-        threads: cores that this process may use; 0: as it is.
+        threads: CPU threads that this process uses; 0: unchanged.
 
     Raises:
-        ArtifactError: no plan, or as `write_shard`.
+        ArtifactError: there is no plan, or as `write_shard`.
     """
     work = Work.open(folder)
     if work.is_whole(number):
@@ -149,20 +150,21 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
 def write_shard(
     work: Work, number: int, bundle: Bundle | None = None, show: Callable[[int], object] = lambda _count: None
 ) -> None:
-    """Predict one shard's queries.
+    """Predict the queries of one shard.
 
     Args:
-        bundle: the plan's bundle, where it is loaded already.
-        show: called with the number of queries of each batch.
+        bundle: the plan's bundle if it is already loaded.
+        show: called with the number of queries of each finished batch.
 
     Raises:
-        ArtifactError: the bundle is another one than when the plan was made, or the shard cannot be written.
+        ArtifactError: the bundle differs from the plan's, or the shard cannot be written.
     """
-    given, (first, last) = work.settings, work.rows(number)
+    settings, (first, last) = work.settings, work.rows(number)
     if bundle is None:
         with _loading:
-            bundle = _open_bundle(*(given[key] for key in ("bundle", "bundle_sha256", "device", "runtime")))
-    options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is there k times
+            bundle = _open_bundle(*(settings[key] for key in ("bundle", "bundle_sha256", "device", "runtime")))
+    batch_size = settings["batch_size"]
+    options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is stored k times
     with (
         work.write(number) as out,
         pa.memory_map(str(work.folder / TEXTS)) as source,
@@ -170,33 +172,33 @@ def write_shard(
         pa.OSFile(str(out.path / "predictions.arrow"), "wb") as file,
         pa.ipc.new_file(file, PREDICTION_SCHEMA, options=options) as writer,
     ):
-        for row in range(first, last, given["batch_size"]):
-            texts = reader.get_batch(row // given["batch_size"])["text"].to_pylist()
-            table = bundle.predict_table(texts, given["k"], first_row=row, batch_size=len(texts))
+        for row in range(first, last, batch_size):
+            texts = reader.get_batch(row // batch_size)["text"].to_pylist()
+            table = bundle.predict_table(texts, settings["k"], first_row=row, batch_size=len(texts))
             writer.write_table(table.combine_chunks())
             show(len(texts))
 
 
 @functools.lru_cache(maxsize=1)
 def _open_bundle(path: str, sha256: str, device: str, runtime: Runtime) -> Bundle:
-    """The bundle of a plan: a worker loads it once, not once a shard."""
+    """The bundle of a plan, cached so that a worker does not load it for each shard."""
     import torch
 
     from unidec.training.precision import choose_device
 
-    bundle = Bundle.load(path, verify=False, device=str(choose_device(device)))  # `begin_predictions` verified it
+    bundle = Bundle.load(path, verify=False, device=str(choose_device(device)))  # verified by `begin_predictions`
     if bundle.sha256 != sha256:
         raise ArtifactError(
-            "another bundle than the one of the first shards", where=path, got=bundle.sha256, expected=sha256,
-            fix="run the same command again: it begins again with this bundle",
+            "the bundle differs from that of the first shards", where=path, got=bundle.sha256, expected=sha256,
+            fix="run the same command again: it starts over with this bundle",
         )  # fmt: skip
     if runtime != "torch":
-        bundle.encoder = open_encoder(bundle, runtime, torch.get_num_threads())  # what the runner gave it
+        bundle.encoder = open_encoder(bundle, runtime, torch.get_num_threads())  # the number set by `run_shard`
     return bundle
 
 
 def merge(work: Work) -> Path:
-    """Write the output from its shards, in the input's order and piece by piece, and remove them; returns its path.
+    """Write the output from the shards, in input order and in pieces, and delete the shards; returns the output path.
 
     Raises:
         ArtifactError: a shard is missing or damaged, or the output cannot be written.
@@ -205,7 +207,7 @@ def merge(work: Work) -> Path:
         raise ArtifactError(
             f"{len(missing)} of {work.num_shards} shards are missing or damaged", where=str(work.folder),
             got=", ".join(work.name(number) for number in missing[:3]),
-            fix="run the same command again: it writes only those; workers elsewhere must share this folder",
+            fix="run the same command again: it writes only the missing ones; all workers must share this folder",
         )  # fmt: skip
     target, shards = Path(work.settings["output"]), [work.path(number) for number in range(work.num_shards)]
     group = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))
@@ -216,15 +218,15 @@ def merge(work: Work) -> Path:
 
 
 def _tables(shards: Sequence[Path], group: int) -> Iterator[pa.Table]:
-    """The predictions of so many batches at a time, wherever shards begin."""
+    """Predictions as tables of `group` batches each, independent of the shards' boundaries."""
     files = (pa.ipc.open_file(pa.memory_map(str(shard / "predictions.arrow"))) for shard in shards)
-    batches = (file.get_batch(place) for file in files for place in range(file.num_record_batches))
-    while some := list(islice(batches, group)):
-        yield pa.Table.from_batches(some).combine_chunks()
+    batches = (file.get_batch(number) for file in files for number in range(file.num_record_batches))
+    while table_batches := list(islice(batches, group)):
+        yield pa.Table.from_batches(table_batches).combine_chunks()
 
 
 def _write_tables(file: IO[bytes], kind: str, tables: Iterator[pa.Table]) -> None:
-    """Tables of `PREDICTION_SCHEMA` as .parquet (a row group each), .csv, .tsv or .jsonl."""
+    """Write tables of `PREDICTION_SCHEMA` as .parquet (one row group per table), .csv, .tsv or .jsonl."""
     import pyarrow.csv as pv
     import pyarrow.parquet as pq
 

@@ -1,10 +1,10 @@
-"""Loads a bundle in a fresh process, as a server does: whether it loads and answers, its speed and its size.
+"""Probes a bundle in a fresh process: whether it loads and answers as in a server, how fast, and its size.
 
-What a hostile or damaged bundle does (a crash in a C++ library, memory without end, a loop) happens in that process.
+A hostile or damaged bundle may crash a C++ library, exhaust memory or loop; only the fresh process is affected.
 
     python -m unidec.retrieval.probe < job.json        {"bundle": folder, "texts": [...], "k": 10, "began": time.time()}
 
-The last line printed is the answer, JSON: see `Probe`. Nothing but what serving needs is imported here.
+The last line of the output is the result as JSON, see `Probe`. Only what serving needs is imported.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.query_encoder import Runtime
 
-WARM_UP = 8  # queries answered before the clock counts
+WARM_UP = 8  # queries answered before measuring
 NUM_TITLES, LONGEST_TITLE = 16, 400  # of `known_texts`; characters
-_ODD_TEXTS = ("zzyzx ⸘ 42", "a " * 100)  # nothing known, and longer than a model reads
-_PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
+_ODD_TEXTS = ("zzyzx ⸘ 42", "a " * 100)  # unknown words, and more tokens than a model reads
+_PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 _NICE = 5
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a fresh process reports of a bundle.
+    """Result of probing a bundle in a fresh process.
 
     Attributes:
-        sha256: of the folder, after every file was checked.
-        load_seconds: from the start of the process to its first answer.
-        load_cpu_seconds: processor time of the same, all threads: what else runs on the machine is not in it.
-        p50_ms, p95_ms: percentiles over the queries, one query at a time, after a warm-up.
-        p95_cpu_ms: as p95_ms, in processor time.
-        peak_megabytes: most resident memory. megabytes: size of the folder.
+        sha256: hash of the folder, after each file was verified.
+        load_seconds: time from the start of the process to its first answer.
+        load_cpu_seconds: the same in CPU time of all threads, which excludes other processes on the machine.
+        p50_ms, p95_ms: latency percentiles over the queries, one query at a time, after a warm-up.
+        p95_cpu_ms: as p95_ms, in CPU time.
+        peak_megabytes: peak resident memory. megabytes: size of the folder.
     """
 
     sha256: str
@@ -73,24 +73,25 @@ def probe_bundle(
     threads: int = 0,
     max_bytes: int = 0,
 ) -> Probe:
-    """Asks a bundle in a fresh process, which is killed after `timeout` seconds.
+    """Probe a bundle in a fresh process, which is killed after `timeout` seconds.
 
     Args:
         texts: queries; None: `known_texts`.
-        runtime, threads: of `open_encoder`, as the server sets them.
-        max_bytes: memory that the process may allocate once its libraries are imported (Linux); 0: any.
+        runtime, threads: arguments of `open_encoder`, as set by the server.
+        max_bytes: memory that the process may allocate after importing its libraries (Linux); 0: unlimited.
 
     Raises:
-        ArtifactError: it does not load, crashes or does not answer in time; with the end of its error output.
+        ArtifactError: the bundle does not load, crashes the process or does not answer in time; with the end of the
+            process's error output.
     """
     job = {
         "bundle": str(bundle), "texts": None if texts is None else list(texts), "k": k, "began": time.time(),
         "runtime": runtime, "threads": threads, "max_bytes": max_bytes, "parent": os.getpid(),
     }  # fmt: skip
     fix = f"look at it with: unidec predict --bundle {bundle} TEXT"
-    # as the server has it: threads that wait in a loop would count as work
+    # as in the server: spinning threads would count as CPU time
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
-    if max_bytes:  # Arrow's own pool reserves a gigabyte at once, which would count
+    if max_bytes:  # Arrow's own pool reserves a gigabyte in advance
         environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     try:
         done = subprocess.run(
@@ -108,19 +109,19 @@ def probe_bundle(
 
 
 def known_texts(bundle: Bundle) -> list[str]:
-    """Queries that suit any bundle: some of its labels' titles, and two odd texts."""
+    """Queries for any bundle: titles of some of its labels, and two unusual texts."""
     rows = np.unique(np.linspace(0, bundle.num_labels - 1, NUM_TITLES).astype(np.int64))
     titles = [bundle.titles[int(row)].as_py()[:LONGEST_TITLE] for row in rows]
     return [title for title in titles if title.strip()] + list(_ODD_TEXTS)
 
 
 def main() -> None:
-    """Reads a job from standard input and prints the answer; an error is one message and exit code 1."""
+    """Read a job from standard input and print the result; on an error, print a message and exit with code 1."""
     job = json.load(sys.stdin)
-    _end_with(job["parent"])
+    _die_with_parent(job["parent"])
     try:
         print(json.dumps(asdict(_probe(job))))
-    except Exception as error:  # whatever it is, it is a reason not to serve the bundle
+    except Exception as error:  # any error is a reason not to serve the bundle
         sys.exit(f"{type(error).__name__}: {error}")
 
 
@@ -132,7 +133,7 @@ def _probe(job: dict[str, Any]) -> Probe:
     if job["max_bytes"]:
         with contextlib.suppress(OSError, AttributeError):
             os.nice(_NICE)
-        _bound_memory(job["max_bytes"])
+        _limit_memory(job["max_bytes"])
     folder = Path(job["bundle"])
     bundle = Bundle.load(folder, lazy=True)
     texts = job["texts"] if job["texts"] is not None else known_texts(bundle)
@@ -140,7 +141,7 @@ def _probe(job: dict[str, Any]) -> Probe:
     answerer = Answerer(bundle, open_encoder(bundle, job["runtime"], job["threads"]))
 
     def ask(text: str) -> tuple[float, float]:
-        """Seconds that an answer takes by the wall clock, and of the processor."""
+        """Wall-clock and CPU seconds of an answer."""
         began, used = time.perf_counter(), time.process_time()
         answerer.answer([Request(text, job["k"])])
         return time.perf_counter() - began, time.process_time() - used
@@ -149,7 +150,7 @@ def _probe(job: dict[str, Any]) -> Probe:
     load_seconds, load_cpu_seconds = time.time() - job["began"], time.process_time()
     for text in texts[:WARM_UP]:
         ask(text)
-    milliseconds = 1000 * np.sort([ask(text) for text in texts], axis=0)  # [queries, 2]: wall clock, processor
+    milliseconds = 1000 * np.sort([ask(text) for text in texts], axis=0)  # [queries, 2]: wall clock, CPU
     (p50_ms, _), (p95_ms, p95_cpu_ms) = milliseconds[[len(texts) // 2, int(0.95 * (len(texts) - 1))]].tolist()
     return Probe(
         bundle.sha256, load_seconds, load_cpu_seconds, p50_ms, p95_ms, p95_cpu_ms, machine.host_peak() / 1e6,
@@ -157,18 +158,18 @@ def _probe(job: dict[str, Any]) -> Probe:
     )  # fmt: skip
 
 
-def _end_with(parent: int) -> None:
-    """Have this process killed when the one that started it dies (Linux)."""
+def _die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies (Linux)."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent and os.name == "posix" and os.getppid() != parent:  # it died before the call above
+    if parent and os.name == "posix" and os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
-def _bound_memory(more: int) -> None:
-    """From now on this process may allocate at most `more` bytes beside what it has (Linux); mapped files do not count.
+def _limit_memory(more: int) -> None:
+    """Limit this process to `more` bytes of further allocations (Linux); memory-mapped files do not count.
 
-    Everything that loading imports is imported first, with thread pools started, so that the bundle alone counts.
+    Libraries are imported and their thread pools started before, so that only the bundle counts.
     """
     import faiss
     import torch

@@ -1,9 +1,9 @@
-"""Encoders of a bundle's queries: the model itself, or without torch.
+"""Encoders of a bundle's queries, with or without torch.
 
-Without torch a transformer runs in onnxruntime, by the graph in the bundle, and a bag of tokens and the heads
-in numpy. A bundle written before there were graphs has none: torch encodes its transformer.
+With torch, the model itself encodes. Without torch, onnxruntime runs the transformer from the bundle's ONNX graph, and
+numpy computes the bag of tokens and the heads. The oldest bundles have no graph: torch encodes their transformer.
 
-Legend: B texts, F tokens of all texts, V tokens of the vocabulary, D width of a part, W width of all parts.
+Legend: B texts, F tokens of all texts, V tokens of the vocabulary, D width of a head, W width of the encoder's output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unidec.model.words import with_words
 from unidec.retrieval.words import WordSpace
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
-CHUNK_TEXTS = 8  # texts that go through a transformer together: measured: benchmarks/results/query-path.md
+CHUNK_TEXTS = 8  # texts that a transformer encodes together; measured: benchmarks/results/query-path.md
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
 Part = Callable[[Tokens], Floats]
@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Encoded:
-    """B queries, ready for the search in a bundle.
+    """B encoded queries, ready to be searched in a bundle.
 
     Attributes:
         de_BD: float32 [B, D], unit length unless `model.normalize` is off; None without a dual-encoder head.
-        clf_BD: float32 [B, D], as the classifier's head gives them; None without one.
-        words_BF: CSR of `WordSpace.vectors`, where training queries are compared by words; else None.
-        num_tokens_B: int64 [B], tokens without the special ones, after cutting; empty where no texts were encoded.
-        unknown_B: int64 [B], how many of them are the unknown token; as well.
+        clf_BD: float32 [B, D], output of the classifier head; None without one.
+        words_BF: CSR from `WordSpace.vectors` if training queries are compared by words; else None.
+        num_tokens_B: int64 [B], tokens after truncation, without special ones; empty if texts were not tokenised.
+        unknown_B: int64 [B], how many of them are the unknown token; likewise empty.
     """
 
     de_BD: Floats | None
@@ -55,13 +55,17 @@ class Encoded:
         return len(next(part for part in (self.de_BD, self.clf_BD) if part is not None))
 
     def take(self, rows: npt.NDArray[np.int64] | slice) -> Encoded:
-        """Some of the queries."""
-        taken: dict[str, Any] = {name: None if part is None else part[rows] for name, part in vars(self).items()}
-        return Encoded(**taken)
+        """The queries at the given rows."""
+        parts: dict[str, Any] = {name: None if part is None else part[rows] for name, part in vars(self).items()}
+        return Encoded(**parts)
 
 
 class ModelEncoder:
-    """The model itself (`UniDEC`), by torch; words: of the training queries, where they are compared by words."""
+    """Encodes queries by the model itself (`UniDEC`), with torch.
+
+    Args:
+        words: word space of the training queries; None if they are not compared by words.
+    """
 
     name = "torch"
 
@@ -69,7 +73,7 @@ class ModelEncoder:
         self._model, self._words = model, words
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Vectors of some texts; a DataError for what is not valid Unicode text."""
+        """Encode texts; raises DataError for a text that is not valid Unicode."""
         tokens = encode_texts(texts, self._model.tokenizer_folder, self._model.max_length)
         de_BD, clf_BD = self._model.encode_queries(tokens, np.arange(len(texts)), batch_size=max(1, len(texts)))
         tokenizer = load_tokenizer(self._model.tokenizer_folder, self._model.max_length)
@@ -77,22 +81,22 @@ class ModelEncoder:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class FastEncoder:
-    """A model's queries without torch; arguments and errors are those of `open_encoder`.
+    """Encodes queries without torch; arguments and errors are those of `open_encoder`.
 
     Attributes:
-        name: "onnx", "onnx-int8", or "bag" where there is no transformer.
+        name: "onnx", "onnx-int8", or "bag" for a model without a transformer.
     """
 
     def __init__(self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1) -> None:
         if about.encoder.kind == "inception":
-            fix = "serve.runtime: auto or torch"
-            raise ConfigError("only torch encodes queries by inception", where="serve.runtime", got="onnx", fix=fix)
-        # one for good: the bundle's folder may be replaced while this one answers
+            what, fix = "only torch encodes queries with an inception encoder", "serve.runtime: auto or torch"
+            raise ConfigError(what, where="serve.runtime", got="onnx", fix=fix)
+        # loaded once: the bundle's folder may be replaced while this encoder is in use
         self._tokenizer, self._words = load_tokenizer(about.tokenizer_folder, about.max_length), words
         self._parts: list[Part] = []
         self.name = "bag"
@@ -109,24 +113,26 @@ class FastEncoder:
             heads = [head for head in ("de", "clf") if about.heads in ("both", head)]
             has_layers, self._normalize = about.settings.projection, about.settings.normalize
             self._heads = {head: _linear(arrays, f"head_{head}.0") if has_layers else None for head in heads}
-            # the longest text, of the last token: what does not fit is found now, not when such a query comes
-            self._heads_of(self._tokens(np.full(about.max_length, self._tokenizer.vocab_size - 1), [about.max_length]))
+            # a text of maximum length with the largest token id reports a misfit now, not when such a query arrives
+            longest = np.full(about.max_length, self._tokenizer.vocab_size - 1)
+            self._head_outputs(self._tokens(longest, [about.max_length]))
         except ArtifactError:
             raise
-        except Exception as error:  # numpy's, and onnxruntime's, which have no base of their own
+        except Exception as error:  # errors of numpy and onnxruntime have no common base class
             raise misfit(about.folder, error) from error
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Vectors of some texts; a DataError for what is not valid Unicode text."""
+        """Encode texts; raises DataError for a text that is not valid Unicode."""
         tokens = self._tokens(*self._tokenizer.encode(texts))
-        found = self._heads_of(tokens)
-        return _encoded(tokens, self._tokenizer, self._words, found.get("de"), found.get("clf"))
+        outputs = self._head_outputs(tokens)
+        return _encoded(tokens, self._tokenizer, self._words, outputs.get("de"), outputs.get("clf"))
 
     def _tokens(self, ids_F: npt.NDArray[Any], lengths_B: Sequence[int] | npt.NDArray[np.int64]) -> Tokens:
         offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int64)
         return Tokens(ids_F, offsets, self._tokenizer.vocab_size, self._tokenizer.pad_id, self._tokenizer.max_length)
 
-    def _heads_of(self, tokens: Tokens) -> dict[str, Floats]:
+    def _head_outputs(self, tokens: Tokens) -> dict[str, Floats]:
+        """Output of each head by name, float32 [B, D]."""
         x_BW = np.concatenate([part(tokens) for part in self._parts], axis=1)
         if self._residual:
             from scipy.special import erf
@@ -135,29 +141,29 @@ class FastEncoder:
             y_BW = x_BW @ first_WW + first_W
             gelu_BW = (y_BW * 0.5 * (1 + erf(y_BW / np.sqrt(2)))).astype(np.float32)
             x_BW = x_BW + gelu_BW @ last_WW + last_W
-        found = {name: x_BW if layer is None else x_BW @ layer[0] + layer[1] for name, layer in self._heads.items()}
-        if "de" in found:
-            de_BD = np.tanh(found["de"]) if self._heads["de"] is not None else found["de"]
-            found["de"] = _normalised(de_BD) if self._normalize else de_BD
-        return found
+        outputs = {name: x_BW if layer is None else x_BW @ layer[0] + layer[1] for name, layer in self._heads.items()}
+        if "de" in outputs:
+            de_BD = np.tanh(outputs["de"]) if self._heads["de"] is not None else outputs["de"]
+            outputs["de"] = _normalised(de_BD) if self._normalize else de_BD
+        return outputs
 
 
 QueryEncoder = ModelEncoder | FastEncoder
-"""Encoding is thread-safe; the vectors of a text do not depend on the other texts (except for rounding)."""
+"""Encoding is thread-safe; the vectors of a text do not depend on the other texts, except for rounding."""
 
 
 def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> QueryEncoder:
-    """The encoder of a bundle's queries.
+    """Open the encoder of a bundle's queries.
 
     Args:
         bundle: a `Bundle`.
-        runtime: "torch": the model itself; "onnx": onnxruntime for its transformer, numpy for the rest; "onnx-int8":
-            the transformer's linear layers in 8 bits; "auto": that on a CPU, torch on a GPU or without a graph or
-            onnxruntime. A bag of tokens without a transformer is encoded in numpy by all but "torch".
-        threads: of one call; 0: as many as this process has cores.
+        runtime: "torch": the model itself. "onnx": onnxruntime for the transformer, numpy for the rest. "onnx-int8":
+            likewise, with the transformer's linear layers in 8 bits. "auto": "onnx-int8" on a CPU; torch on a GPU, or
+            if the graph or onnxruntime is missing. All but "torch" encode a bag of tokens in numpy.
+        threads: threads of one call; 0: one for each core that this process may use.
 
     Raises:
-        ConfigError: "onnx" or "onnx-int8" without a graph in the bundle, or onnxruntime is not installed.
+        ConfigError: "onnx" or "onnx-int8" if the bundle has no graph or onnxruntime is not installed.
         ArtifactError: weights are damaged, or do not match the model's configuration or tokenizer.
     """
     threads, about = threads or usable_cores(), bundle.about
@@ -176,11 +182,11 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
 
 
 def _transformer_part(graph: Path, width: int, threads: int) -> Part:
-    """A transformer in onnxruntime, a few texts of similar length at a time: little padding, and what a layer works on
-    stays in the cache.
+    """A transformer in onnxruntime. It encodes a few texts of similar length at a time, so that there is little padding
+    and activations stay in the cache.
 
     Raises:
-        ConfigError: no such graph, or onnxruntime is not installed.
+        ConfigError: the graph is missing, or onnxruntime is not installed.
     """
     try:
         import onnxruntime  # type: ignore[import-untyped]
@@ -196,12 +202,12 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
         )  # fmt: skip
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3  # its own warnings are of shapes that it finds itself
-    # threads wait in a loop for each other inside a call, which takes microseconds; between calls they sleep
+    options.log_severity_level = 3  # errors only: its warnings are about shapes that it infers itself
+    # threads spin during a call, which is faster than waking them up, and sleep between calls
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(
         str(graph), options, providers=["CPUExecutionProvider"],
-        disabled_optimizers=["SkipLayerNormFusion"],  # three times as slow as the two steps that it makes one
+        disabled_optimizers=["SkipLayerNormFusion"],  # the fused operator takes three times as long
     )  # fmt: skip
 
     def encode(tokens: Tokens) -> Floats:
@@ -215,13 +221,13 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
 
 
 def _bag_part(about: ModelConfig, arrays: Mapping[str, npt.NDArray[Any]]) -> Part:
-    """`model.encoder.BagEncoder` in numpy, text by text: the batch does not change a bit."""
+    """`model.encoder.BagEncoder` in numpy, one text at a time, so that results do not depend on the batch at all."""
     head, num_words = about.encoder.bag_head, about.encoder.bag_words
     names = [f"encoder.bag.{name}" for name in ("embedding.weight", "log_weight.weight", "continues")]
     num_rows = about.num_tokens + num_words
     for name, expected in zip(names, ((num_rows, about.width), (num_rows, 1), (about.num_tokens,)), strict=True):
         if (num_words or name != names[2]) and arrays[name].shape != expected:
-            raise ValueError(f"{name}: shape {arrays[name].shape} instead of {expected}")
+            raise ValueError(f"{name}: shape {arrays[name].shape}, expected {expected}")
     embedding_VD: Floats = arrays[names[0]]
     weight_V: Floats = np.exp(arrays[names[1]][:, 0])
 
@@ -231,24 +237,24 @@ def _bag_part(about: ModelConfig, arrays: Mapping[str, npt.NDArray[Any]]) -> Par
             flat_F, lengths_B = with_words(flat_F.astype(np.int64), lengths_B, arrays[names[2]], num_words)
         sums = np.empty((len(lengths_B), 2 if head else 1, embedding_VD.shape[1]), dtype=np.float32)
         ends_B = np.cumsum(lengths_B)
-        for place, (start, end) in enumerate(zip(ends_B - lengths_B, ends_B, strict=True)):
-            own = flat_F[start:end]
-            rows, weights = embedding_VD[own], weight_V[own]
-            np.dot(weights, rows, out=sums[place, 0])
+        for text, (start, end) in enumerate(zip(ends_B - lengths_B, ends_B, strict=True)):
+            ids = flat_F[start:end]
+            rows, weights = embedding_VD[ids], weight_V[ids]
+            np.dot(weights, rows, out=sums[text, 0])
             if head:
-                np.dot(weights[:head], rows[:head], out=sums[place, 1])
+                np.dot(weights[:head], rows[:head], out=sums[text, 1])
         return _normalised(sums).reshape(len(sums), sums.shape[1] * sums.shape[2])
 
     return encode
 
 
 def _linear(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> tuple[Floats, Floats]:
-    """A linear layer's weight [in, out], contiguous, and bias."""
+    """Weight [in, out], contiguous, and bias of a linear layer."""
     return np.ascontiguousarray(arrays[f"{name}.weight"].T), arrays[f"{name}.bias"]
 
 
 def _normalised(x: Floats) -> Floats:
-    """The last dimension at unit length, as torch.nn.functional.normalize."""
+    """Scale the last dimension to unit length, as torch.nn.functional.normalize."""
     length = np.sqrt(np.einsum("...d,...d->...", x, x))[..., None]
     return x / np.maximum(length, np.float32(1e-12))
 
@@ -256,7 +262,7 @@ def _normalised(x: Floats) -> Floats:
 def _encoded(
     tokens: Tokens, tokenizer: TextTokenizer, words: WordSpace | None, de_BD: Floats | None, clf_BD: Floats | None
 ) -> Encoded:
-    """Tokenised texts and their vectors as `Encoded`."""
+    """Combine tokens and head outputs into `Encoded`."""
     flat_F, offsets = tokens.ids, tokens.offsets
     unknown_B = np.diff(np.concatenate([[0], np.cumsum(flat_F == tokenizer.unknown_id)])[offsets])
     words_BF = None if words is None else words.vectors(flat_F.astype(np.int64), offsets)

@@ -1,7 +1,6 @@
-"""The vector space that is searched: both heads side by side, or one of them.
+"""The vector space that is searched: the vectors of both heads side by side, or of one head.
 
-Legend: L labels, B queries, C candidates, K results, P pairs or rows, A and U some labels, D width of a head; D' width
-of the space.
+Legend: L labels, B queries, C candidates, K results, P pairs or rows, D width of a head, D' width of the space.
 
 A search by inner product in this space ranks labels by
 
@@ -10,9 +9,9 @@ A search by inner product in this space ranks labels by
     clf:   clf(x, l)
 
 where clf(x, l) is cos(Phi_C(x), Psi_l) with `clf_normalize` (UniDEC, section "Inference": `[Phi_D(z_l);
-normalize(Psi_l)]` against `[Phi_D(x); normalize(Phi_C(x))]`, clf_weight 1), and Phi_C(x) . Psi_l + bias_l without it.
-The bias is one more dimension, in which every query has a one; a cosine has no bias. The dual encoder's vectors are
-of unit length as the model gives them; with `model.normalize: false` their cosine is an inner product.
+normalize(Psi_l)]` against `[Phi_D(x); normalize(Phi_C(x))]`, clf_weight 1), else Phi_C(x) . Psi_l + bias_l. The bias is
+an additional dimension, in which every query has the value 1; a cosine has no bias. The dual encoder returns vectors of
+unit length; with `model.normalize: false` it does not, and their inner product takes the place of the cosine.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _PAIRS_AT_ONCE = 4096
 
 
 def _parts(vectors: Mapping[str, Floats], rows_P: Rows | slice, space: Space, clf_normalize: bool) -> list[Floats]:
-    """The parts of some rows of a space, float32 [P, D] each, the biases [P, 1]; errors of `LabelRows`."""
+    """Vectors of each part of the space, float32 [P, D] each, biases [P, 1]; raises as `LabelRows`."""
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
     parts = []
@@ -56,18 +55,18 @@ def _joined(parts: list[Floats]) -> Floats:
 
 
 class LabelRows:
-    """Label side of the space, made of the heads' own arrays, which may be memory-mapped, as rows are asked for.
+    """Label side of the space; rows are computed on demand from the heads' arrays, which may be memory-mapped.
 
     Args:
-        vectors: "de" float32 [L, D], label embeddings of unit length, needed in "both" and "de"; "clf" float32 [L, D],
-            rows of the classifier table, needed in "both" and "clf"; "bias" float32 [L], biases of the classifier, not
-            used in "de" or with `clf_normalize`.
+        vectors: "de": float32 [L, D], label embeddings of unit length, required in "both" and "de". "clf": float32
+            [L, D], rows of the classifier table, required in "both" and "clf". "bias": float32 [L], biases of the
+            classifier, not used in "de" or with `clf_normalize`.
 
     Attributes:
         shape: (L, D').
 
     Raises:
-        ValueError: a part that the space needs is not given, or the parts differ in number of labels.
+        ValueError: a part that the space requires is missing, or the parts differ in their number of labels.
     """
 
     def __init__(self, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool) -> None:
@@ -79,11 +78,11 @@ class LabelRows:
         self.shape = (counts[0], self.take(np.zeros(0, dtype=np.int64)).shape[1])
 
     def take(self, rows_P: Rows | slice) -> Floats:
-        """float32 [P, D'], contiguous."""
+        """Vectors of the given rows, float32 [P, D'], contiguous."""
         return _joined(_parts(self._vectors, rows_P, self._space, self._normalize))
 
     def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
-        """float32 [C], inner products of one query [D'] with these rows, the heads' parts added."""
+        """Inner products of one query [D'] with the given rows, summed over the parts: float32 [C]."""
         out, at = np.zeros(len(rows_C), dtype=np.float32), 0
         for part_CD in _parts(self._vectors, rows_C, self._space, self._normalize):
             out += part_CD @ query_D[at : at + part_CD.shape[1]]
@@ -92,34 +91,34 @@ class LabelRows:
 
 
 def as_rows(vectors: LabelRows | npt.NDArray) -> LabelRows:
-    """An array [L, D], float32 or float16, as rows of a space; what is some already stays as it is."""
+    """Wraps an array [L, D], float32 or float16, as `LabelRows`; `LabelRows` are returned unchanged."""
     return LabelRows({"de": vectors}, "de", False) if isinstance(vectors, np.ndarray) else vectors
 
 
 def query_vectors(
     de_BD: Floats | None, clf_BD: Floats | None, space: Space, clf_weight: float, clf_normalize: bool, has_bias: bool
 ) -> Floats:
-    """Query side of the space, float32 [B, D'], contiguous; its product with the label side is the score.
+    """Query side of the space, float32 [B, D'], contiguous; its inner product with the label side is the score.
 
     Args:
-        de_BD, clf_BD: query embeddings as the model's heads give them; those that the space needs.
+        de_BD, clf_BD: query embeddings from the model's heads; those that the space requires.
         clf_weight: weight of the classifier's score in "both"; not used in the other spaces.
-        has_bias: the label side was given biases.
+        has_bias: the label side has biases.
 
     Raises:
-        ValueError: a part that the space needs is not given.
+        ValueError: a part that the space requires is missing.
     """
-    given = {name: np.asarray(part) for name, part in (("de", de_BD), ("clf", clf_BD)) if part is not None}
+    vectors = {name: np.asarray(part) for name, part in (("de", de_BD), ("clf", clf_BD)) if part is not None}
     if has_bias and clf_BD is not None:
-        given["bias"] = np.ones(len(clf_BD), dtype=np.float32)
-    out = _joined(_parts(given, slice(None), space, clf_normalize))
+        vectors["bias"] = np.ones(len(clf_BD), dtype=np.float32)
+    out = _joined(_parts(vectors, slice(None), space, clf_normalize))
     if space == "both" and de_BD is not None:
         out[:, de_BD.shape[1] :] *= np.float32(clf_weight)
     return out
 
 
 def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
-    """D' of the space for heads of width `dim`."""
+    """Width D' of the space for heads of width `dim`."""
     heads = 2 if space == "both" else 1
     return heads * dim + int(has_bias and not clf_normalize and space != "de")
 
@@ -127,11 +126,11 @@ def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
 def head_scores(
     query_BD: Floats | None, labels_BK: Rows, vectors: Mapping[str, Floats], head: Space, normalize: bool
 ) -> Floats | None:
-    """One head's own score of the labels that were found, float32 [B, K], NaN where `labels_BK` is -1; None where the
-    model has no such head.
+    """One head's score of each retrieved label, float32 [B, K], NaN where `labels_BK` is -1; None if the model lacks
+    the head.
 
     Args:
-        query_BD: that head's vectors, as the model gives them.
+        query_BD: query embeddings from that head.
         vectors, normalize: as `vectors` and `clf_normalize` of `pair_scores`.
     """
     if query_BD is None or head not in vectors:
@@ -146,23 +145,23 @@ def head_scores(
 def pair_scores(
     query_BD: Floats, query_P: Rows, label_P: Rows, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool
 ) -> Floats:
-    """Scores of some pairs, float32 [P].
+    """Scores of pairs of a query and a label, float32 [P].
 
     Args:
-        query_BD: float32 [B, D'], of `query_vectors`.
+        query_BD: float32 [B, D'], from `query_vectors`.
         query_P, label_P: int64 [P], rows of queries and labels.
         vectors, space, clf_normalize: as for `LabelRows`.
     """
     out = np.empty(len(query_P), dtype=np.float32)
     for start in range(0, len(query_P), _PAIRS_AT_ONCE):
-        some = slice(start, start + _PAIRS_AT_ONCE)
-        label_PD = _joined(_parts(vectors, label_P[some], space, clf_normalize))
-        out[some] = np.einsum("pd,pd->p", query_BD[query_P[some]], label_PD)
+        block = slice(start, start + _PAIRS_AT_ONCE)
+        label_PD = _joined(_parts(vectors, label_P[block], space, clf_normalize))
+        out[block] = np.einsum("pd,pd->p", query_BD[query_P[block]], label_PD)
     return out
 
 
 def unit_rows(vectors_ND: Floats) -> Floats:
-    """Rows divided by their length (float32); rows of zeros stay zeros."""
+    """Rows scaled to unit length, float32; zero rows stay zero."""
     vectors = np.asarray(vectors_ND, dtype=np.float32)
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.divide(vectors, length, out=np.zeros_like(vectors), where=length > 0)

@@ -1,4 +1,4 @@
-"""The texts of a column of a table of any known format, and windows of queries with their labels."""
+"""Reads the texts of a table file in any supported format, and windows of queries with their labels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TEXT_COLUMNS = ("query", "text")
 
 
 def read_texts(path: Path, column: str | None) -> Iterator[str]:
-    """All texts of a file, in order.
+    """Yield all texts of a file in order.
 
     Args:
-        column: that holds them; None: `query`, else `text`.
+        column: name of the text column; None: `query`, else `text`.
 
     Raises:
-        DataError: as `read_rows`, no such column, or a row that is not text.
+        DataError: as `read_rows`; also if the column is missing or a value is not text.
     """
     check = partial(text_column, column=column, where=str(path))
     for line, row in read_rows(path, (column,) if column else TEXT_COLUMNS, check):
@@ -32,20 +32,20 @@ def read_texts(path: Path, column: str | None) -> Iterator[str]:
 
 
 def text_column(names: Sequence[str], column: str | None, where: str) -> str:
-    """The column that holds the queries: the one asked for, else `query`, else `text`; a DataError if it is missing."""
-    wanted = (column,) if column else TEXT_COLUMNS
-    found = next((name for name in wanted if name in names), None)
-    if found is not None:
-        return found
+    """Name of the text column: `column` if given, else `query`, else `text`; raises DataError if it is missing."""
+    accepted = (column,) if column else TEXT_COLUMNS
+    for name in accepted:
+        if name in names:
+            return name
     raise DataError(
-        "no column of queries", where=where, got=", ".join(map(str, names))[:300] or "no columns",
-        expected=" or ".join(wanted), fix="rename the column, or name it: --column NAME",
+        "the file has no column of queries", where=where, got=", ".join(map(str, names))[:300] or "no columns",
+        expected=" or ".join(accepted), fix="rename the column, or name it: --column NAME",
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Window:
-    """Queries in the order of the file, and the label uids of each that turned out to be right; None: it has none."""
+    """Queries in file order, and the uids of the correct labels of each; labels is None if the file has none."""
 
     texts: list[str]
     labels: list[list[str]] | None = None
@@ -57,29 +57,31 @@ class Window:
 
 
 def read_window(path: Path, column: str | None = None) -> Window:
-    """A file of queries, and the labels that turned out to be right.
+    """Read a file of queries and their correct labels.
 
     Args:
-        column: of the texts; default: `query`, else `text`. Those of the labels are in `labels`, where there is one: a
-            list of uids, or (.csv and .tsv always) uids with white space between. Or a file of `serve.feedback`, whose
-            rows have a "label" and whether it is "relevant": each query once, the last answer to a label counts.
+        column: name of the text column; None: `query`, else `text`. Labels are in the column `labels`, if it exists: a
+            list of uids, or (always in .csv and .tsv) uids separated by white space. In a file of `serve.feedback`,
+            each row has a "label" and whether it is "relevant"; rows of one query are merged, and the last judgement
+            of a label counts.
 
     Raises:
-        DataError: no such file or column, or something in it that is neither text nor labels.
+        DataError: the file or column is missing, or a value is neither text nor labels.
     """
     texts, rows = list(read_texts(path, column)), [row for _, row in read_rows(path, ["labels", "label", "relevant"])]
     if rows and all(isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows):
-        marks: dict[str, dict[str, bool]] = {}
+        judgements: dict[str, dict[str, bool]] = {}
         for text, row in zip(texts, rows, strict=True):
-            marks.setdefault(text, {})[row["label"]] = row["relevant"]
-        return Window(list(marks), [[uid for uid, right in own.items() if right] for own in marks.values()])
+            judgements.setdefault(text, {})[row["label"]] = row["relevant"]
+        relevant = [[uid for uid, is_relevant in labels.items() if is_relevant] for labels in judgements.values()]
+        return Window(list(judgements), relevant)
     if not any("labels" in row for row in rows):
         return Window(texts)
-    labels: list[list[str]] = []
+    uids_of_rows: list[list[str]] = []
     for place, value in enumerate(row.get("labels") for row in rows):
         uids = value.split() if isinstance(value, str) else [] if value is None else value
         if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
             where, expected = f"{path}, row {place}", "a list of uids, or uids as text"
-            raise DataError("not labels", where=where, got=repr(uids)[:80], expected=expected)
-        labels.append(uids)
-    return Window(texts, labels)
+            raise DataError("the labels have an invalid type", where=where, got=repr(uids)[:80], expected=expected)
+        uids_of_rows.append(uids)
+    return Window(texts, uids_of_rows)

@@ -65,7 +65,7 @@ def test_a_folder_of_something_else_is_not_replaced(world, tmp_path) -> None:
     bundle = world(kind="transformer", trainable_layers=-1)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError, match="no earlier export"):
+    with pytest.raises(ConfigError, match="not an earlier export"):
         export_sentence_transformers(bundle, tmp_path / "mine", head="de")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
     for _ in range(2):  # an earlier export is, with the same bytes

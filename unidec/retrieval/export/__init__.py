@@ -1,1 +1,1 @@
-"""A bundle's parts for other programs: label vectors, the query encoder as ONNX, as a sentence-transformers folder."""
+"""Exports of a bundle for other programs: label vectors, and query encoders for ONNX and sentence-transformers."""
