@@ -287,7 +287,7 @@ def test_no_room_is_said_before_training(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(row_table.os, "posix_fallocate", refuse)
-    with pytest.raises(ArtifactError, match=r"not enough disk space for a table\n  got: No space .*\n  expected: 600 bytes"):
+    with pytest.raises(ArtifactError, match=r"not enough disk space .*\n  got: No space .*\n  expected: 600 bytes"):
         RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path))
     assert not list(tmp_path.iterdir())
 

@@ -31,7 +31,7 @@ def _as_matrix(vectors: np.ndarray | Tensor, name: str, device: str | torch.devi
     tensor = tensor.to(device=device, dtype=torch.float32)
     bad = torch.nonzero(~torch.isfinite(tensor.sum(1))).flatten()[:5].tolist()  # a NaN would rank above every score
     if bad:
-        raise DataError(f"{name} vectors are not finite", got=f"rows {bad}", fix="check the losses of the last training steps")
+        raise DataError(f"{name} vectors are not finite", got=f"rows {bad}", fix="check the last training losses")
     return tensor
 
 

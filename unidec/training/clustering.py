@@ -87,7 +87,7 @@ def _unit_vectors(vectors_ND: np.ndarray, device: str | torch.device | None) -> 
     norm_N = tensor.norm(dim=1)
     if not bool(torch.isfinite(norm_N).all()):
         bad = torch.nonzero(~torch.isfinite(norm_N)).flatten()[:5].tolist()
-        raise DataError("vectors to cluster are not finite", got=f"rows {bad}", fix="check the losses of the last training steps")
+        raise DataError("vectors to cluster are not finite", got=f"rows {bad}", fix="check the last training losses")
     if bool(((norm_N - 1).abs() > 1e-3).any()):
         tensor = F.normalize(tensor, dim=1)
     return tensor
