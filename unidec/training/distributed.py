@@ -91,7 +91,7 @@ class Ranks:
                 )  # fmt: skip
             torch.cuda.set_device(local)
             backend = "nccl"
-        with _translated():
+        with _lost_rank():
             if not dist.is_initialized():
                 store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
                 # torchrun keeps its store when it restarts the ranks: a prefix hides the addresses of dead ones

@@ -275,7 +275,7 @@ class Trainer:
         """A round begins here, and its clusters and hard negatives are not made yet."""
         if self.finished or self._inside_round:
             return False
-        return not Refresh.is_made(self._refresh_folder(self.epoch), self.epoch)
+        return not Refresh.exists(self._refresh_folder(self.epoch), self.epoch)
 
     def _refresh_folder(self, epoch: int) -> Path:
         return self.run_dir / "refresh" / f"epoch-{epoch:05d}"
