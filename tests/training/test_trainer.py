@@ -223,7 +223,7 @@ def test_a_round_needs_the_refresh_of_its_epoch(open_trainer):
     with pytest.raises(TrainingError, match="run the refresh first"):
         trainer.train_round()
     train(trainer)
-    with pytest.raises(TrainingError, match="made after epoch 2"):
+    with pytest.raises(TrainingError, match="refresh after epoch 2"):
         trainer.train_round()
     shutil.rmtree(trainer.run_dir / "refresh")
     with pytest.raises(TrainingError, match="run the refresh first"):
