@@ -9,10 +9,8 @@ queries, Psi an L x D table. Options of section `model` change this:
 - `clf_residual`: a row of Psi is the vector of its label's text plus a free vector (SiameseXML); with `clf_gates` both
   are multiplied by learnt gates (DECAF); with `clf_graph` the vectors of related labels' texts are added (ECLARE), with
   `clf_queries` those of the label's training queries (GraphSAGE);
-- `auxiliary`: Phi_D of a label is normalize(g1(Phi(t)) + v), with a learnt v for each cluster of labels (DEXA: Dahiya
-  et al. 2023);
-- `surrogate`: the labels of a cluster share a row of Psi, trained with clusters in place of labels (Astec: Dahiya et
-  al. 2021);
+- `auxiliary`: a label's Phi_D is normalize(g1(Phi(t)) + v), v learnt for each label cluster (DEXA: Dahiya et al. 2023);
+- `surrogate`: the labels of a cluster share a row of Psi, trained with clusters as labels (Astec: Dahiya et al. 2021);
 - `levels`: classifiers of label clusters train together with Psi (`unidec.model.label_tree`).
 """
 
@@ -66,11 +64,10 @@ class UniDEC(nn.Module):
         table: Psi, `RowTable` [L, D] (with `clf_residual` the free vectors); bias: `RowTable` [L, 1] or None.
         log_scale: float [2], log(1 / tau) of the two heads.
         label_cluster: int64 [L], cluster of each label with `auxiliary`, `surrogate` or `levels`, else None.
-        label_input: returns the encoder outputs [n, W] of label rows, int64 [n]. The trainer sets it for a residual
-            classifier, whose complete rows are computed from them.
-        related_LN: csr [L, N], how much texts are related to each label: labels' texts with `clf_graph`, training
-            queries with `clf_queries`. Set by the trainer, as is `related_input`, which returns the queries' encoder
-            outputs.
+        label_input: returns the encoder outputs [n, W] of label rows, int64 [n], from which a residual classifier's
+            complete rows are computed; related_input: with `clf_queries` the same for training queries.
+        related_LN: csr [L, N], how much each label is related to labels (`clf_graph`) or training queries
+            (`clf_queries`). The trainer sets these three.
 
     Raises:
         ConfigError: without `projection`, `dim` is not the encoder's width.
@@ -239,9 +236,9 @@ class UniDEC(nn.Module):
             text_gate_D, free_gate_D = (2 * torch.sigmoid(self.gates)).chunk(2)
             text_SD, free_SD = text_gate_D * text_SD, free_gate_D * free_SD
         row_SD = free_SD + text_SD
-        if related_SD is None or self.related_gate is None:
-            return row_SD
-        return row_SD + self.related_gate * related_SD
+        if related_SD is not None and self.related_gate is not None:
+            row_SD = row_SD + self.related_gate * related_SD
+        return row_SD
 
     def _text_rows(self, x_BW: Tensor) -> Tensor:
         """`text_rows` without dropout, of the head's dtype."""
@@ -409,17 +406,12 @@ class UniDEC(nn.Module):
         return {name: value for name, value in self.state_dict().items() if name not in tables}
 
     def load_dense_state(self, tensors: dict[str, Tensor]) -> None:
-        """Copy the tensors of a `dense_state` into this model.
+        """Copy the tensors of a `dense_state` into this model. Raises RuntimeError: names or shapes differ."""
 
-        Raises:
-            RuntimeError: names or shapes differ from this model's.
-        """
-        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        copy_into(
-            self.dense_state(),
-            shapes,
-            lambda name, *rows: tensors[name][slice(*rows)] if rows[0] is not None else tensors[name],
-        )
+        def read(name: str, *rows: int | None) -> Tensor:
+            return tensors[name] if rows[0] is None else tensors[name][slice(*rows)]
+
+        copy_into(self.dense_state(), {name: tuple(value.shape) for name, value in tensors.items()}, read)
 
     def save_into(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened.

@@ -65,13 +65,8 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that the host has not checked for finite values yet.
-
-    Attributes:
-        some_rows: rows of some of its queries, for an error message.
-        losses: 0-d, by name.
-        failed: 0-d, 1 if a loss or gradient of this or an earlier unchecked step was not finite, else 0.
-    """
+    """A step that the host has not checked for finite values yet: rows of some of its queries, its losses (0-d), and
+    whether a loss or gradient of this or an earlier unchecked step was not finite (0-d, 1 or 0)."""
 
     epoch: int
     step: int
@@ -132,9 +127,7 @@ class Trainer:
         num_kept = settings.pool.shortlist
         self.objective = Objective(settings.loss, settings.seed, self.model, ranks, self._autocast, num_kept)
         uncached = InputBuilder(self.model.encoder, self.device)
-        self.batches = Batches(
-            settings, self.dataset, self.tokens, uncached, self.device, ranks, data.label_graph
-        )  # fmt: skip
+        self.batches = Batches(settings, self.dataset, self.tokens, uncached, self.device, ranks, data.label_graph)
         if start is not None:  # changes weights on which the caches of frozen results depend
             take_model(self.model, start)
         else:
@@ -281,9 +274,8 @@ class Trainer:
     @property
     def refresh_due(self) -> bool:
         """Whether a round begins here whose clusters and hard negatives have not been computed yet."""
-        if self.finished or self._inside_round:
-            return False
-        return not Refresh.exists(self._refresh_folder(self.epoch), self.epoch)
+        folder = self._refresh_folder(self.epoch)
+        return not (self.finished or self._inside_round or Refresh.exists(folder, self.epoch))
 
     def _refresh_folder(self, epoch: int) -> Path:
         return self.run_dir / "refresh" / f"epoch-{epoch:05d}"
@@ -326,10 +318,9 @@ class Trainer:
             return torch.cat([self._encode(name, some) for name, _, some in self.batches.parts(rows)])
 
         cluster_L, relevance = self.model.label_cluster.cpu().numpy(), self.batches.sampler.relevance
+        num_kept = self.settings.pool.shortlist
         with self._autocast():
-            return shortlist_labels(
-                self.model.tree, cluster_L, encode, self.rows, relevance, self.settings.pool.shortlist
-            )  # fmt: skip
+            return shortlist_labels(self.model.tree, cluster_L, encode, self.rows, relevance, num_kept)
 
     def _query_vectors(self) -> np.ndarray:
         """Vectors float32 [n, D] of all training rows; each rank encodes a part of them."""
