@@ -52,7 +52,7 @@ def refused(opener: Callable[..., Trainer], folder: Path, **changes: Any) -> lis
         opener(**changes)
     assert files(folder) == before
     text = str(caught.value)
-    assert str(folder) in text and "fix: put it back as it was" in text
+    assert str(folder) in text and "fix: undo the change" in text
     return [
         line.replace("got:", "").split(":")[0].strip() for line in text.splitlines() if "when the run began" in line
     ]

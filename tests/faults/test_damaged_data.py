@@ -160,7 +160,7 @@ def test_a_cache_under_the_name_of_another_is_refused(mine: SimpleNamespace) -> 
     first.rename("data/cache/aside")
     shutil.copytree(second, first)
     try:
-        with pytest.raises(ArtifactError, match=r"another encoder or of other texts") as refused:
+        with pytest.raises(ArtifactError, match=r"another encoder or to other texts") as refused:
             training.open_trainer(mine.params, "runs/new")
         assert _where(refused.value) == str(first)
     finally:

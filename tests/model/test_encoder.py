@@ -299,7 +299,7 @@ def test_chunks_hold_each_place_once_shortest_first(rng):
 
 
 def test_more_layers_than_there_are(tiny_bert):
-    with pytest.raises(ConfigError, match="more layers to train than there are"):
+    with pytest.raises(ConfigError, match="more trainable layers than the transformer has"):
         make_encoder(tiny_bert, kind="transformer", trainable_layers=4)
 
 

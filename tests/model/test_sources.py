@@ -59,7 +59,7 @@ def test_a_packages_data_are_found_without_importing_it(package, offline):
 def test_a_package_with_other_weights_is_refused(package):
     with open(package / "model" / "model.safetensors", "ab") as file:
         file.write(b"\0")
-    with pytest.raises(ArtifactError, match="does not carry the published weights"):
+    with pytest.raises(ArtifactError, match="does not contain the published weights"):
         resolve_encoder("tiny-alias")
     (package / "model" / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match="no such file"):
@@ -87,7 +87,7 @@ def test_without_the_package_the_hub_is_asked_under_the_hubs_name(offline, monke
 
 
 def test_an_unknown_name_is_one_error(offline):
-    with pytest.raises(ArtifactError, match="no such transformer here"):
+    with pytest.raises(ArtifactError, match="transformer not found"):
         resolve_encoder("no/such-model")
     assert offline[0][0] == "no/such-model"
 

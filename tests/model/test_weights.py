@@ -107,9 +107,9 @@ def test_a_residual_network_that_the_start_lacks_begins_as_the_identity(start):
     ("begin", "now", "said"),
     [
         ({}, {"model.dim": 24}, r"head_de.0.weight: shape \[16, 32\] instead of \[24, 32\]"),
-        ({}, {"encoder.kind": "both"}, "another encoder.kind"),
-        ({"encoder.kind": "both"}, {"encoder.kind": "bag"}, "another encoder.kind"),
-        ({}, {"encoder.bag_words": 8}, "another encoder.bag_words"),
+        ({}, {"encoder.kind": "both"}, "differs in encoder.kind"),
+        ({"encoder.kind": "both"}, {"encoder.kind": "bag"}, "differs in encoder.kind"),
+        ({}, {"encoder.bag_words": 8}, "differs in encoder.bag_words"),
         ({"encoder.residual": True}, {"encoder.residual": False}, "unknown: encoder.residual"),
     ],
 )
@@ -130,7 +130,7 @@ def edit(path, change):
     [
         ("config.json", lambda c: c["encoder"].update(pooling="cls"), "transformer", "encoder.pooling"),
         ("config.json", lambda c: c["encoder"].update(pooling="cls"), "both", "encoder.pooling"),
-        ("tokenizer/tokenizer.json", lambda c: c["model"]["vocab"].update(extra=9999), "bag", "another tokenizer"),
+        ("tokenizer/tokenizer.json", lambda c: c["model"]["vocab"].update(extra=9999), "bag", "differs in tokenizer"),
         ("encoder_config/config.json", lambda c: c.update(num_attention_heads=1), "transformer", "num_attention_heads"),
     ],
 )

@@ -131,7 +131,7 @@ def test_parameters_of_the_known_encoders(name, millions):
     """As their model cards state them, without the pooling head."""
     count = sum(p.numel() for p in empty_encoder(name).parameters())
     assert round(count / 1e6, 1) == millions
-    with pytest.raises(ConfigError, match="more layers"):
+    with pytest.raises(ConfigError, match="more trainable layers"):
         TransformerEncoder(empty_encoder(name), "mean", 13)
 
 

@@ -185,7 +185,7 @@ def test_none_whole_is_an_error_that_names_all(tmp_path):
         save(tmp_path, make(step))
     for name in ("step-0000000005", "step-0000000010"):
         flip(tmp_path / "checkpoints" / name / "dense.safetensors")
-    with pytest.raises(ArtifactError, match="no checkpoint of this run is whole") as caught:
+    with pytest.raises(ArtifactError, match="no checkpoint of this run is complete") as caught:
         load_checkpoint(tmp_path)
     assert "step-0000000005" in str(caught.value) and "step-0000000010" in str(caught.value)
 

@@ -94,7 +94,7 @@ def test_a_change_is_refused_naming_every_key():
     with pytest.raises(ConfigError) as caught:
         check_same(old, new, ("code",), "runs/x")
     text = str(caught.value)
-    assert "runs/x: the run was begun with other parameters, data" in text and "seed" not in text
+    assert "runs/x: the run was started with other parameters, data" in text and "seed" not in text
     assert "optim.lr_clf: 0.003 when the run began, 0.001 now" in text and "\n       data: aaaaaaaaaaaa..." in text
     assert "--accept optim.lr_clf --accept data)" in text and "code" not in text
 

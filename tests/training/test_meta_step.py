@@ -68,4 +68,4 @@ def test_no_step_waits_for_a_copy(
             batch = trainer.prepare(rows[trainer.step], trainer.step)
             assert trainer.train_step(batch) is None
     assert batch.clf_labels is None or batch.clf_labels.device.type == ("cpu" if place == "host" else "meta")
-    assert trainer.model.table is None or (trainer.model.table._landing is not None) == (place == "host")
+    assert trainer.model.table is None or (trainer.model.table._pending is not None) == (place == "host")

@@ -118,7 +118,7 @@ def test_all_lists_searched_equal_the_exact_search(rng, monkeypatch):
     exact, report = world.mine(6)
     for rows_a_list in (40, 5):
         monkeypatch.setattr(refresh, "_ROWS_A_LIST", rows_a_list)
-        monkeypatch.setattr(refresh, "_PROBED", 1)
+        monkeypatch.setattr(refresh, "_LISTS_A_PROBE", 1)
         found, approximate = world.mine(6, mining="faiss")
         np.testing.assert_array_equal(found, exact)
         assert approximate.pop("recall") == 1.0 and "recall" not in report

@@ -221,7 +221,7 @@ def test_notes_are_kept(open_trainer):
 def test_what_is_accepted_must_still_fit(open_trainer, tiny_dataset, tiny_tokens, tiny_params, tmp_path):
     trainer = run(open_trainer())
     params = tiny_params(**{"model.dim": 12})
-    with pytest.raises(ArtifactError, match="another model"):
+    with pytest.raises(ArtifactError, match="does not fit the model"):
         module.Trainer(
             params.training,
             module.TrainingData(tiny_dataset, *tiny_tokens.values()),

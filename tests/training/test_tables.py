@@ -54,7 +54,7 @@ def test_rows_that_are_fetched_as_on_a_gpu_train_the_same(open_trainer, monkeypa
     fetched, to_device = [], row_table.to_device
     monkeypatch.setattr(row_table, "to_device", lambda *args: fetched.append(1) or to_device(*args))
     trainer = open_trainer("host", **values, **{"run.table_place": "host"})
-    trainer.model.table._is_away = trainer.model.bias._is_away = True
+    trainer.model.table._is_remote = trainer.model.bias._is_remote = True
     assert_same(run(trainer), device)
     assert len(fetched) == 2 * 4 * trainer.step  # table and bias: weight, two moments, ids
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_holds_what_was_on_its_way_back(open_trainer):
     trainer = open_trainer("run", **values)
     trainer.refresh()
     trainer.made, table = trainer_module.Refresh.load(trainer._refresh_folder(0), 0), trainer.model.table
-    table._is_away = True
+    table._is_remote = True
     trainer.model.train()
     batches = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
     batch = trainer.prepare(batches[0], 0)

@@ -220,13 +220,13 @@ def test_another_seed_is_another_training(open_trainer):
 
 def test_a_round_needs_the_refresh_of_its_epoch(open_trainer):
     trainer = open_trainer()
-    with pytest.raises(TrainingError, match="refresh first"):
+    with pytest.raises(TrainingError, match="run the refresh first"):
         trainer.train_round()
     train(trainer)
-    with pytest.raises(TrainingError, match="made after epoch 2"):
+    with pytest.raises(TrainingError, match="refresh after epoch 2"):
         trainer.train_round()
     shutil.rmtree(trainer.run_dir / "refresh")
-    with pytest.raises(TrainingError, match="refresh first"):
+    with pytest.raises(TrainingError, match="run the refresh first"):
         trainer.train_round()
 
 

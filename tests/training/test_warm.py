@@ -188,7 +188,7 @@ def test_a_start_without_a_bias_or_a_classifier(tiny_params, start_of, tmp_path)
 
 def test_rows_and_uids_that_differ_in_number_are_refused(tiny_params, start_of):
     start = Start(start_of(UIDS, torch.ones(9, DIM)).model, pa.array(UIDS[:8]), "")
-    with pytest.raises(ArtifactError, match=r"9 rows(.|\n)*8, one a label(.|\n)*retrain.start: cold"):
+    with pytest.raises(ArtifactError, match=r"9 rows(.|\n)*8 rows(.|\n)*retrain.start: cold"):
         take_rows(new_model(tiny_params, 9), start, start.uids, lambda rows: torch.ones(len(rows), WIDTH))
 
 

@@ -1,7 +1,6 @@
-"""A trained model's folder, read without torch: its configuration, and the weights of all but the transformer.
+"""Reads a trained model's folder without torch: its configuration, and all weights except the transformer's.
 
-torch and the library transformers take seconds to import and hundreds of MB; what answers queries by onnxruntime and
-numpy needs neither.
+torch and transformers take seconds to import and hundreds of MB; serving with onnxruntime and numpy needs neither.
 """
 
 from __future__ import annotations
@@ -18,20 +17,25 @@ from unidec.sections import Encoder, Model
 
 KIND, VERSION = "model", 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-GRAPH, INT8_GRAPH = "encoder.onnx", "encoder-int8.onnx"  # the transformer's, in a bundle's model (`onnx_export`)
-CLASSIFIER = ("table.weight", "bias.weight")  # rows and biases, in a model's file
-BY_LABEL = (
-    *CLASSIFIER,
-    "auxiliary",
-    "label_cluster",
-)  # of a training's labels: no part of a bundle's model
+GRAPH, INT8_GRAPH = "encoder.onnx", "encoder-int8.onnx"  # the transformer of a bundle's model (`onnx_export`)
+CLASSIFIER = ("table.weight", "bias.weight")  # names of the classifier's rows and biases in `WEIGHTS`
+# tensors that depend on the labels of the training data: a bundle's model does not contain them
+BY_LABEL = (*CLASSIFIER, "auxiliary", "label_cluster")
 _TRANSFORMER = "encoder.transformer."
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """config.json of a trained model's folder: sections `encoder` and `model` as it was trained with, L, tokens of a
-    text, all parameters, whether the transformer's vectors have unit length, V of the bag (0 without one), D."""
+    """config.json of a trained model's folder.
+
+    Attributes:
+        encoder, settings: sections `encoder` and `model` that the model was trained with.
+        max_length: most tokens of a text.
+        params: all parameters of the training.
+        unit_vectors: whether the transformer's vectors are scaled to unit length.
+        num_tokens: size of the bag's vocabulary, 0 without a bag.
+        width: width of the transformer's vectors and of the token embeddings.
+    """
 
     folder: Path
     encoder: Encoder
@@ -45,14 +49,14 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path) -> ModelConfig:
-        """Raises ArtifactError where it is missing or not as it must be."""
+        """Read config.json. Raises ArtifactError: missing or invalid."""
         try:
-            found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            encoder = Encoder(**found["encoder"])
-            unit = bool(found.get("unit_vectors", encoder.unit_vectors))  # older versions did not write it
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            encoder = Encoder(**config["encoder"])
+            unit = bool(config.get("unit_vectors", encoder.unit_vectors))  # older versions did not write it
             return cls(
-                folder, encoder, Model(**found["model"]), int(found["num_labels"]), int(found["max_length"]),
-                found["params"], unit, int(found["num_tokens"]), int(found["encoder_width"]),
+                folder, encoder, Model(**config["model"]), int(config["num_labels"]), int(config["max_length"]),
+                config["params"], unit, int(config["num_tokens"]), int(config["encoder_width"]),
             )  # fmt: skip
         except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
             raise misfit(folder, error) from error
@@ -64,20 +68,20 @@ class ModelConfig:
 
     @property
     def config_folder(self) -> Path:
-        """Of the transformer's config.json."""
+        """Folder of the transformer's config.json."""
         return self.folder / "encoder_config"
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Of tokenizer.json."""
+        """Folder of tokenizer.json."""
         return self.folder / "tokenizer"
 
 
 def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
-    """The weights of the bag, the residual network and the heads by name, float32.
+    """Weights of the bag, the residual network and the heads by name, float32.
 
     Raises:
-        ArtifactError: missing or damaged.
+        ArtifactError: the file is missing or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -90,7 +94,7 @@ def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
 
 
 def misfit(folder: Path, error: Exception) -> ArtifactError:
-    """Weights and configuration of a model's folder that do not fit together."""
+    """The error for a model's folder whose weights and configuration do not fit together."""
     return ArtifactError(
         "weights and configuration of the model do not fit together", where=str(folder), got=str(error)[:300]
     )

@@ -1,11 +1,11 @@
-"""Text encoders behind one interface: a transformer, a bag of tokens, or both side by side.
+"""Text encoders behind one interface: a transformer, a bag of tokens, or both with concatenated outputs.
 
-Legend: B texts, T tokens of the longest text, F tokens in all, U distinct tokens, D width of a part, W width of all
-parts.
+Legend: B texts, T tokens of the longest text, F tokens of all texts, U distinct tokens, D width of a part, W width of
+all parts.
 
-A part of the encoder is either trained or frozen. What is frozen is computed once for each text
-(`unidec.model.frozen`) and given to the encoder as input: the whole transformer's vectors, or of an encoder that is
-frozen as a whole its output.
+Each part of the encoder is either trained or frozen. Frozen results are computed once for each text
+(`unidec.model.frozen`) and passed to the encoder as input: the vectors of a frozen transformer, or the output of an
+encoder that is frozen as a whole.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from unidec.sections import Encoder
 
 @dataclass(frozen=True)
 class EncoderInput:
-    """A batch of texts as the encoder takes them; only the fields of its parts are set.
+    """A batch of texts as input of the encoder; only the fields that its parts need are set.
 
     Attributes:
         num_texts: B.
-        chunks: of the transformer, each (places int64 [b], ids int64 [b, t], mask bool [b, t]), texts of similar length
-            together.
-        vector_BD: frozen transformer's pooled outputs.
-        output_BW: what a frozen encoder makes of the texts; no other field is set then.
-        unique_U: distinct token ids of the bag, each once; local_F: place in it of each token; offsets_B: where each
-            text starts; head_F: bool, the token is among its text's first (`encoder.bag_head`).
+        chunks: input of the transformer, texts of similar length together: for each chunk (positions in the batch
+            int64 [b], ids int64 [b, t], mask bool [b, t]).
+        vector_BD: pooled vectors of a frozen transformer.
+        output_BW: output of a frozen encoder, before dropout; no other field is set then.
+        unique_U: int64, distinct token ids of the bag; local_F: int64, position of each token in `unique_U`; offsets_B:
+            int64, position in `local_F` of each text's first token; head_F: bool, whether the token is among the first
+            `encoder.bag_head` of its text.
     """
 
     num_texts: int
@@ -56,7 +57,7 @@ class EncoderInput:
 
 
 def pool_tokens(hidden_BTD: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
-    """One vector a text, float32 [B, D]: the mean over real tokens, or the first token's."""
+    """One vector for each text, float32 [B, D]: the mean over its tokens, or the first token's vector ("cls")."""
     hidden_BTD = hidden_BTD.float()
     if pooling == "cls":
         return hidden_BTD[:, 0]
@@ -65,20 +66,20 @@ def pool_tokens(hidden_BTD: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
 
 
 def _layers(transformer: Any) -> nn.ModuleList:
-    """The stack of layers."""
+    """The transformer's layers, from the first to the last."""
     for name in ("encoder", "transformer"):
         layers = getattr(getattr(transformer, name, None), "layer", None)
         if isinstance(layers, nn.ModuleList):
             return layers
     raise ConfigError(
-        f"{type(transformer).__name__} has no stack of layers known here",
+        f"no stack of layers found in a {type(transformer).__name__}",
         where="encoder.trainable_layers",
-        fix="0 (frozen) or -1 (all layers train); in between BERT, RoBERTa, MPNet and DistilBERT are known",
+        fix="0 (frozen) or -1 (all layers train); other values work with BERT, RoBERTa, MPNet and DistilBERT",
     )
 
 
 class TransformerEncoder(nn.Module):
-    """A transformer and its pooling; the top `trainable_layers` train (-1: everything, 0: nothing)."""
+    """A transformer and its pooling; the top `trainable_layers` layers train (-1: everything, 0: nothing)."""
 
     def __init__(self, transformer: nn.Module, pooling: str, trainable_layers: int):
         super().__init__()
@@ -86,30 +87,30 @@ class TransformerEncoder(nn.Module):
         self.width = int(transformer.config.hidden_size)  # type: ignore[union-attr,arg-type]
         self.requires_grad_(trainable_layers == -1)
         self.num_frozen_layers = 0
-        self._top: list[nn.Module] = [transformer]  # what trains
+        self._trained: list[nn.Module] = [transformer]
         if trainable_layers >= 0:
             num_layers = int(transformer.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
             if trainable_layers > num_layers:
                 raise ConfigError(
-                    "more layers to train than there are", where="encoder.trainable_layers",
+                    "more trainable layers than the transformer has", where="encoder.trainable_layers",
                     got=trainable_layers, expected=f"-1 to {num_layers}",
                 )  # fmt: skip
             self.num_frozen_layers = num_layers - trainable_layers
-            self._top = list(_layers(transformer)[self.num_frozen_layers :]) if trainable_layers else []
-        for layer in self._top:
+            self._trained = list(_layers(transformer)[self.num_frozen_layers :]) if trainable_layers else []
+        for layer in self._trained:
             layer.requires_grad_(True)
 
     def train(self, mode: bool = True) -> TransformerEncoder:
         super().train(False)
         self.training = mode
-        for layer in self._top:  # what is frozen has no dropout
+        for layer in self._trained:  # frozen layers have no dropout
             layer.train(mode)
         return self
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Token ids [B, T] to float32 [B, D]."""
+        """Pooled vectors float32 [B, D] of token ids int64 [B, T]."""
         if self.transformer.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
-            # ready-made: of a mask [B, T] transformers looks at the values, for which the host waits
+            # a 4-d mask is used as it is; transformers would read the values of a mask [B, T], and the host would wait
             attended = mask_BT[:, None, None, :].expand(-1, 1, mask_BT.shape[1], -1)
         else:
             attended = mask_BT.long()
@@ -118,16 +119,16 @@ class TransformerEncoder(nn.Module):
 
 
 class BagEncoder(nn.Module):
-    """Weighted sum of token embeddings at unit length: `normalize(sum_t exp(w_t) e_t)`, both w and e trained.
+    """Weighted sum of token embeddings, scaled to unit length: `normalize(sum_t exp(w_t) e_t)`, both w and e trained.
 
     `w` starts at the log of the tokens' inverse document frequency, so the bag starts as a TF-IDF mean of the
-    transformer's token embeddings (Astec and SiameseXML start there too). Rows of whole words start at 0.
+    transformer's token embeddings (as in Astec and SiameseXML). Rows of whole words start at 0.
 
     Args:
-        num_tokens: V, rows of the vocabulary. num_words: rows behind them, for words of several pieces.
-        dropout: share of the tokens left out in training.
-        head: so many tokens at a text's start have a bag of their own, of the same rows; 0: none.
-        inception: in place of the sum, InceptionXML's layers over so many tokens at a text's start; 0: none.
+        num_tokens: V, rows for the vocabulary. num_words: further rows, for words of several pieces.
+        dropout: share of the tokens that are dropped in training.
+        head: the first `head` tokens of a text also form a second bag, of the same rows; 0: no second bag.
+        inception: InceptionXML's layers over the first `inception` tokens of a text replace the sum; 0: the sum.
     """
 
     continues: Tensor
@@ -141,7 +142,7 @@ class BagEncoder(nn.Module):
         self.embedding = RowTable(num_tokens + num_words, width)
         self.log_weight = RowTable(num_tokens + num_words, 1)
         self.num_read, self.inception = inception, Inception(inception, width) if inception else None
-        if num_words:  # bool [V], which pieces continue a word
+        if num_words:  # bool [V], whether a piece continues a word
             self.register_buffer("continues", torch.zeros(num_tokens, dtype=torch.bool))
 
     @property
@@ -150,24 +151,26 @@ class BagEncoder(nn.Module):
         return self.embedding.num_rows - self.num_words
 
     def features(self, flat_F: np.ndarray, lengths_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the table that some texts use, and how many each: their tokens, and whole words where wanted."""
+        """Table rows of the texts' features, and the number of features of each text: tokens, and with `num_words` also
+        words of several pieces."""
         if not self.num_words:
             return flat_F, lengths_B
         return with_words(flat_F, lengths_B, self._host_continues, self.num_words)
 
     @functools.cached_property
     def _host_continues(self) -> np.ndarray:
-        """`continues` on the host: kept, since a copy from the device for each batch would make the host wait."""
+        """`continues` on the host, cached: copying it from the device for each batch would make the host wait."""
         return self.continues.cpu().numpy()
 
     @torch.no_grad()
     def start_weights(self, document_frequency_V: np.ndarray, num_documents: int) -> None:
-        """Weights from document frequencies (number of texts with the token): special tokens carry almost none."""
+        """Set the tokens' weights from their document frequencies (number of texts with the token). Special tokens, in
+        every text, get almost no weight."""
         idf_V = np.log((1 + num_documents) / (1 + document_frequency_V)).clip(min=1e-3)
         self.log_weight.weight.copy_(torch.from_numpy(np.log(idf_V)).float().unsqueeze(1))
 
     def forward(self, batch: EncoderInput) -> Tensor:
-        """float32 [B, D], unit length (0 where every token was dropped); with a head's bag beside it [B, 2 D]."""
+        """Vectors float32 [B, D] of unit length (0 where every token was dropped); with `head` [B, 2 D]."""
         assert batch.unique_U is not None and batch.local_F is not None and batch.offsets_B is not None
         embedding_UD = self.embedding.gather(batch.unique_U)
         weight_F = rows_at(self.log_weight.gather(batch.unique_U).squeeze(1), batch.local_F).exp()
@@ -183,12 +186,12 @@ class BagEncoder(nn.Module):
         return torch.cat([F.normalize(sum_BD, dim=-1) for sum_BD in sums], dim=-1)
 
     def _padded(self, batch: EncoderInput, embedding_UD: Tensor, weight_F: Tensor) -> Tensor:
-        """Weighted embeddings of the tokens that are read, zeros behind a text's last, [B, T, D]."""
+        """Weighted embeddings of each text's first `num_read` tokens, padded with zeros, [B, T, D]."""
         assert batch.local_F is not None and batch.offsets_B is not None
         num_tokens = len(weight_F)
         end_B = F.pad(batch.offsets_B[1:], (0, 1), value=num_tokens)
         place_BT = batch.offsets_B[:, None] + torch.arange(self.num_read, device=weight_F.device)
-        place_BT = torch.where(place_BT < end_B[:, None], place_BT, num_tokens)  # one more token, which is zero
+        place_BT = torch.where(place_BT < end_B[:, None], place_BT, num_tokens)  # an extra token with zeros pads
         local_F = F.pad(batch.local_F, (0, 1), value=len(embedding_UD))
         weight_F = F.pad(weight_F, (0, 1))
         embedding_ND = rows_at(F.pad(embedding_UD, (0, 0, 0, 1)), local_F[place_BT].flatten())
@@ -197,17 +200,17 @@ class BagEncoder(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Phi: the parts side by side, dropout, and a residual network if wanted.
+    """Phi: the concatenated parts, dropout, and with `encoder.residual` a residual network.
 
     Args:
         transformer: the loaded AutoModel, or None for a bag alone.
-        num_tokens, width: of the bag's embeddings (the transformer's hidden size).
+        num_tokens, width: rows and width of the bag's embeddings (the width is the transformer's hidden size).
 
     Attributes:
-        unit_vectors: the transformer's vectors are brought to unit length; those of one that trains alone are not. A
-            model that starts from another one does as that did, whatever of it trains now.
-        recompute: keep only a chunk's input for backward, and compute its activations again there, with the same
-            dropout: a third more work, a small part of the memory (Chen et al., 2016).
+        unit_vectors: whether the transformer's vectors are scaled to unit length; those of a transformer that trains
+            alone are not. A model that starts from another model takes that model's value, whichever parts train.
+        recompute: keep only a chunk's input for backward and compute its activations again, with the same dropout: a
+            third more work, a small part of the memory (Chen et al., 2016).
     """
 
     def __init__(self, settings: Encoder, transformer: nn.Module | None, num_tokens: int, width: int):
@@ -240,28 +243,29 @@ class TextEncoder(nn.Module):
 
     @property
     def frozen(self) -> bool:
-        """Nothing in it trains: its outputs are its input."""
+        """Whether nothing in the encoder trains: its cached outputs are then its input."""
         return self.settings.frozen
 
     @property
     def takes_vectors(self) -> bool:
-        """The transformer is frozen as a whole: its vectors are an input."""
+        """Whether the whole transformer is frozen: its cached vectors are then an input."""
         return self.transformer is not None and self.settings.trainable_layers == 0
 
     def train(self, mode: bool = True) -> TextEncoder:
         super().train(mode)
         for part in (self.transformer, self.bag, self.residual) if self.frozen else ():
             if part is not None:
-                part.eval()  # no dropout but of the output
+                part.eval()  # dropout applies to the output alone
         return self
 
     def compile_transformer(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile the transformer and its pooling in place (torch.compile): names of weights stay as they are, dropout
-        draws the same numbers. How many texts and tokens there are is a symbol in a graph, so that chunks of all sizes
-        share it (a chunk of one text has its own). Nothing without a transformer.
+        """Compile the transformer and its pooling in place (torch.compile); does nothing without a transformer.
+
+        Names of weights do not change, and dropout draws the same numbers. The numbers of texts and tokens are symbols
+        in the graph, so chunks of all sizes share one graph (a chunk of one text has its own).
 
         Raises:
-            ConfigError: nothing can be compiled on this machine.
+            ConfigError: torch.compile does not work on this machine.
         """
         if self.transformer is None:
             return
@@ -277,7 +281,7 @@ class TextEncoder(nn.Module):
         self.transformer.compile(dynamic=True, backend=backend, options=options)
 
     def forward(self, batch: EncoderInput) -> Tensor:
-        """Texts to float32 [B, W]."""
+        """Vectors float32 [B, W] of texts."""
         if batch.output_BW is not None:
             return self.dropout(batch.output_BW.float())
         x_BW = self.dropout(self._parts(batch))
@@ -285,7 +289,7 @@ class TextEncoder(nn.Module):
 
     @torch.no_grad()
     def frozen_output(self, batch: EncoderInput) -> Tensor:
-        """What a frozen encoder makes of texts before its dropout, float32 [B, W]."""
+        """Output of a frozen encoder before its dropout, float32 [B, W]."""
         x_BW = self._parts(batch)
         return x_BW if self.residual is None else x_BW + self.residual(x_BW)
 
@@ -302,7 +306,7 @@ class TextEncoder(nn.Module):
     def transformer_vectors(self, batch: EncoderInput) -> Tensor:
         """The transformer's pooled vectors, float32 [B, D]."""
         assert self.transformer is not None
-        if not batch.chunks:  # fewer texts than ranks: none for this one, whose gradients are 0, not missing
+        if not batch.chunks:  # fewer texts than ranks, none for this rank: its gradients must be 0, not missing
             no_text = torch.zeros(1, 1, dtype=torch.int64, device=next(self.transformer.parameters()).device)
             return self.transformer(no_text, no_text == 0)[:0]
         transformer: Callable[..., Tensor] = self.transformer
@@ -317,11 +321,11 @@ class TextEncoder(nn.Module):
 
 
 class InputBuilder:
-    """Makes `EncoderInput`s of rows of tokenised texts: on the host with numpy, then one copy to the device.
+    """Builds `EncoderInput`s from rows of tokenised texts: with numpy on the host, then copied to the device.
 
     Args:
-        frozen_vectors: float [N, D] for each source, where the transformer is frozen as a whole and cached.
-        frozen_outputs: float [N, W] for each source, where the whole encoder is frozen and cached.
+        frozen_vectors: by source, cached vectors float [N, D] of a transformer that is frozen as a whole.
+        frozen_outputs: by source, cached outputs float [N, W] of an encoder that is frozen as a whole.
     """
 
     def __init__(
@@ -335,7 +339,8 @@ class InputBuilder:
         self.frozen_vectors, self.frozen_outputs = frozen_vectors or {}, frozen_outputs or {}
 
     def __call__(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
-        """One input for rows of several sources, (name, tokens, rows int64) each, in the order given."""
+        """Input for rows of several sources, (name, tokens, rows int64) each, in the given order; cached outputs of a
+        frozen encoder are used where they exist."""
         if not self.encoder.frozen:
             return self.texts(parts)
         if all(name in self.frozen_outputs for name, _, _ in parts):
@@ -345,7 +350,7 @@ class InputBuilder:
         return EncoderInput(texts.num_texts, output_BW=self.encoder.frozen_output(texts))
 
     def texts(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
-        """The same of an encoder that computes, also where it is frozen."""
+        """Input for rows of several sources from which the encoder computes its output, also where it is frozen."""
         encoder = self.encoder
         num_texts = sum(len(rows) for _, _, rows in parts)
         vector_BD: Tensor | None = None
@@ -383,20 +388,20 @@ class InputBuilder:
 
 
 def load_transformer(folder: Path) -> nn.Module:
-    """A transformer from a local folder that `resolve_encoder` checked (safetensors only), without an unused pooling
+    """The transformer of a local folder that `resolve_encoder` returned (safetensors only), without the unused pooling
     head."""
     from transformers import AutoConfig, AutoModel
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # no report of the pooling head that is left out
+    logging.set_verbosity_error()  # transformers would report the pooling head's unused weights
     logging.disable_progress_bar()
     options = transformer_options(AutoConfig.from_pretrained(folder))
-    # float32 whatever the file holds: half-precision weights would lose most of their updates
+    # float32 whatever the file's type: half-precision weights would lose most of their updates
     return AutoModel.from_pretrained(folder, use_safetensors=True, **options).float()
 
 
 def empty_transformer(config_folder: Path) -> nn.Module:
-    """The same architecture from its config.json alone, weights to be loaded afterwards."""
+    """A transformer of the architecture in config.json, with random weights; the caller loads the weights."""
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(config_folder)
@@ -404,8 +409,8 @@ def empty_transformer(config_folder: Path) -> nn.Module:
 
 
 def transformer_options(config: Any) -> dict[str, Any]:
-    """Options of `AutoModel` for a config: how attention is computed (on GPUs fused, where the architecture has that;
-    MPNet has not), and no unused pooling head."""
+    """Options of `AutoModel` for a config: no unused pooling head, and on a GPU fused attention if the architecture
+    supports it (MPNet does not)."""
     from transformers import AutoModel
 
     fused = torch.cuda.is_available() and AutoModel._model_mapping[type(config)]._supports_sdpa

@@ -1,4 +1,4 @@
-"""faiss, imported where something is searched: it comes with one of two extras, and most stages do not need it."""
+"""Imports faiss only when a search needs it: it comes with one of two extras, and most stages do not use it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from unidec.errors import UnidecError
 
-_BLAS_FROM = 4  # queries: from so many on a flat search is one matrix product, a sixth of their scans' time
+_BLAS_FROM = 4  # queries; with at least so many, a flat search is one matrix product, six times as fast as scans
 
 
 def faiss_module() -> Any:
-    """The module.
+    """The module `faiss`.
 
     Raises:
-        UnidecError: it is not installed, or broken.
+        UnidecError: faiss is not installed, or the installation is broken.
     """
     faiss: Any = sys.modules.get("faiss")
     if faiss is None:
@@ -27,9 +27,9 @@ def faiss_module() -> Any:
             ) from error
     if not hasattr(faiss, "IndexHNSWFlat"):
         raise UnidecError(
-            "the installed faiss is broken (faiss-cpu and faiss-gpu over each other, or a folder called faiss)",
+            "the installed faiss is broken (both faiss-cpu and faiss-gpu are installed, or a folder is called faiss)",
             where=str(getattr(faiss, "__file__", None)),
             fix="pip uninstall faiss-cpu faiss-gpu, then install one of them",
         )
-    faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM  # of 1.15: 128,000, that is never
+    faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM  # faiss 1.15 sets 128,000, which no search here reaches
     return faiss

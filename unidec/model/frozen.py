@@ -1,12 +1,10 @@
-"""Outputs of a frozen transformer, or of a frozen encoder, for each text: computed once and kept on disk.
+"""Caches on disk of what a frozen transformer, or a frozen encoder, computes for each text.
 
-Labels are often queries too (a product, an article): such a text is computed once.
+A cache holds the pooled vectors of a frozen transformer, float16 [N, D], or the outputs of an encoder that is frozen as
+a whole (also its bag), float16 [N, W]. Its folder's name is a hash of everything that decides its content: weights,
+tokens, pooling, ... A label is often a query too (a product, an article): a text that both have is computed once.
 
-Legend: N texts, D width of the transformer, W of the encoder.
-
-A transformer frozen as a whole: its pooled vector of each text, float16 [N, D]. An encoder frozen as a whole, bag of
-tokens and all: its output for each text, float16 [N, W]. A cache is named by what decides its content: weights, tokens,
-pooling, ...
+Legend: N texts, D width of the transformer, W width of the encoder.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ from unidec.model.weights import output_settings
 from unidec.progress import progress
 
 KIND, VERSION = "encoder-cache", 3
-TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
+TEXTS_AT_ONCE = 16384  # texts are sorted by length within slices of this size, which bounds memory for any N
 What = Literal["vectors", "outputs"]
 
 
 def cached_inputs(
     encoder: TextEncoder, tokens: Mapping[str, TokenCache], folder: Path, device: torch.device, amp: torch.dtype | None
 ) -> InputBuilder:
-    """An input builder that reads what is frozen from the caches; what is not there yet is computed.
+    """An input builder that reads frozen results from the caches; missing caches are computed first.
 
-    Training, index and evaluation share the caches: what is frozen has the same weights in all of them.
+    Training, index and evaluation share the caches, since frozen weights are the same in all of them.
 
     Args:
-        folder: where caches are kept, one folder each.
-        device: where to compute, and where the encoder is. amp: autocast to this type, or None.
+        folder: parent of the caches' folders.
+        device: the encoder's device, where missing caches are computed. amp: autocast to this type, or None.
     """
     caches = FrozenCaches(encoder, folder, device, amp)
     return InputBuilder(
@@ -53,7 +51,7 @@ def cached_inputs(
 
 
 def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
-    """Hash of the parameters that do not train, by content: the same before and after training, from any file."""
+    """sha256 of the values of the frozen parameters: the same before and after training, from whichever file."""
     digest = hashlib.sha256()
     module = encoder.transformer if isinstance(encoder, TransformerEncoder) else encoder
     for name, parameter in sorted(module.named_parameters()):
@@ -65,8 +63,8 @@ def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
 
 @dataclass(frozen=True)
 class FrozenCaches:
-    """Outputs of what is frozen for all texts of token caches, computed at the first call: float16, read-only,
-    memory-mapped. The fields are the arguments of `cached_inputs`."""
+    """Reads caches of frozen results as read-only memory-mapped float16 arrays; computes those that are missing. The
+    fields are the arguments of `cached_inputs`."""
 
     encoder: TextEncoder
     folder: Path
@@ -74,8 +72,9 @@ class FrozenCaches:
     amp: torch.dtype | None
 
     def read(self, what: What, tokens: Mapping[str, TokenCache]) -> dict[str, np.ndarray]:
-        """Of each source "vectors" [N, D], the transformer's, or "outputs" [N, W] of an encoder that is frozen as a
-        whole; its transformer's vectors are kept too: they are the same beside other bags of tokens."""
+        """Values by source: "vectors", of the transformer, [N, D], or "outputs", of an encoder that is frozen as a
+        whole, [N, W]. For the outputs the transformer's vectors are cached too: encoders with other bags share them.
+        """
         encoder, facts = self.encoder, dict[str, Any](what=what)
         part: TransformerEncoder | TextEncoder = encoder
         if what == "outputs":
@@ -85,19 +84,20 @@ class FrozenCaches:
             facts |= {"pooling": part.pooling, "frozen_layers": part.num_frozen_layers}
             facts |= {"tokens_read": encoder.settings.transformer_tokens}
         facts |= {"weights": frozen_sha256(part), "amp": str(self.amp), "version": VERSION}
-        kept, first = dict[str, np.ndarray](), next(iter(tokens))
+        values, first = dict[str, np.ndarray](), next(iter(tokens))
         for name in tokens:
             sources = {first: tokens[first], name: tokens[name]}
-            kept[name] = self._kept(facts, part.width, sources, kept.get(first))
-        return kept
+            values[name] = self._read_one(facts, part.width, sources, values.get(first))
+        return values
 
-    def _kept(
+    def _read_one(
         self, facts: dict[str, Any], width: int, sources: Mapping[str, TokenCache], known: np.ndarray | None
     ) -> np.ndarray:
-        """The cache of the last of some sources, named by some facts and by the tokens.
+        """The cached values of the last of `sources`.
 
         Args:
-            sources: it alone, or the one whose values are `known` before it.
+            facts: with the tokens, they decide the values and so the cache's name.
+            sources: either this source alone, or before it the source whose values are `known`.
         """
         manifests = [read_manifest(cache.path, "tokens", 1, verify=False) for cache in sources.values()]
         facts = facts | {"tokens": [manifest["files"] for manifest in manifests]}
@@ -106,17 +106,18 @@ class FrozenCaches:
         if not path.is_dir():
             with write_folder(path, KIND, VERSION, {"key": key}) as out, torch.no_grad():
                 mapped = np.lib.format.open_memmap(out.path / "values.npy", mode="w+", dtype=np.float16, shape=shape)
-                self._fill(mapped, facts["what"], sources, known)
+                self._compute(mapped, facts["what"], sources, known)
                 mapped.flush()
         with verify_once(path) as needed:
             if read_manifest(path, KIND, VERSION, verify=needed)["meta"].get("key") != key:
-                what = "outputs of another encoder or of other texts"
+                what = "the cache belongs to another encoder or to other texts"
                 raise ArtifactError(what, where=str(path), fix="delete the folder: it will be computed again")
         return load_array(path / "values.npy", np.float16, ndim=2)
 
-    def _fill(
+    def _compute(
         self, values: np.ndarray, what: What, sources: Mapping[str, TokenCache], known: np.ndarray | None
     ) -> None:
+        """Fill `values` [N, D or W]: copied from `known` for texts that the first source has too, else computed."""
         *_, (name, tokens) = sources.items()
         encoder, vectors, compute = self.encoder, {}, self.encoder.transformer_vectors
         if what == "outputs":
@@ -128,8 +129,8 @@ class FrozenCaches:
             first = next(iter(sources.values()))
             same_N = same_texts(tokens, first, encoder.settings.transformer_tokens if what == "vectors" else 0)
             for start in range(0, len(tokens), TEXTS_AT_ONCE):
-                own = start + np.flatnonzero(same_N[start : start + TEXTS_AT_ONCE] >= 0)
-                values[own] = known[same_N[own]]
+                shared = start + np.flatnonzero(same_N[start : start + TEXTS_AT_ONCE] >= 0)
+                values[shared] = known[same_N[shared]]
             rows = np.flatnonzero(same_N < 0)
         build = InputBuilder(encoder, self.device, vectors)
         with progress(total=len(rows), desc=f"encode once ({what})", unit="text") as bar:

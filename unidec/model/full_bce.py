@@ -1,10 +1,10 @@
-"""Binary cross entropy of a classifier over all labels, label chunk by label chunk: the logits are never held.
+"""Binary cross entropy of a classifier over all labels, in chunks of labels, without B x L logits in memory.
 
 Legend: B queries, L labels, C labels of a chunk, D width of a head, P positive pairs, F ignored pairs, E pairs of a
 block.
 
-Source: Renee (Jain et al. 2023): the gradient is known, `sigmoid(x) - y`; it is made with the loss in one pass over the
-labels, and kept until backward, which happens once.
+Source: Renee (Jain et al. 2023). The gradient `sigmoid(x) - y` has a closed form: the forward pass computes it together
+with the loss in one pass over the labels, and keeps it for the backward pass, which can run once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CHUNK = 8192  # labels at once
 
 
 class _Sums:
-    """The sum of a loss over entries, logits being `scale * (query . row + bias)`, and those of its gradients that are
-    wanted: of query, row, bias and scale."""
+    """The sum of a loss over entries with logits `scale * (query . row + bias)`, and its gradients with regard to
+    query, row, bias and scale, as far as `wanted`."""
 
     def __init__(
         self, query_BD: Tensor, row_LD: Tensor, bias_L1: Tensor | None, scale: Tensor, wanted: tuple[bool, ...]
@@ -37,9 +37,10 @@ class _Sums:
         self.loss = query_BD.new_zeros(())
 
     def add_chunk(self, begin: int, end: int, active_B: Tensor) -> None:
-        """Every entry of some labels as a negative: softplus(x), of the rows that take part."""
+        """Add softplus(x), the loss of a negative, for all entries of the labels from `begin` to `end`, of the active
+        queries."""
         row_CD = self.row_LD[begin:end].to(self.query_BD.dtype)
-        score_BC = (self.query_BD @ row_CD.T).to(self.query_BD.dtype)  # of autocast's type
+        score_BC = (self.query_BD @ row_CD.T).to(self.query_BD.dtype)  # under autocast the product has its type
         if self.bias_L1 is not None:
             score_BC += self.bias_L1[begin:end].T
         logit_BC = score_BC * self.scale
@@ -57,7 +58,7 @@ class _Sums:
             bias_L1[begin:end, 0] = slope_BC.sum(0)
 
     def add_pairs(self, row_E: Tensor, col_E: Tensor, softplus_E: Tensor, target_E: Tensor, extra_E: Tensor) -> None:
-        """`softplus_E * softplus(x) - target_E * x + extra_E * softplus(-x)` of some pairs."""
+        """Add `softplus_E * softplus(x) - target_E * x + extra_E * softplus(-x)` for some pairs."""
         query_ED, label_ED = self.query_BD[row_E], self.row_LD[col_E].to(self.query_BD.dtype)
         score_E = torch.linalg.vecdot(query_ED, label_ED)
         if self.bias_L1 is not None:
@@ -95,7 +96,7 @@ class _FullBCE(torch.autograd.Function):
         sums = _Sums(query_BD, row_LD, bias_L1, scale, wanted)
         for begin in range(0, len(row_LD), chunk):
             sums.add_chunk(begin, min(begin + chunk, len(row_LD)), active_B)
-        # blocks of pairs take no more memory than a chunk
+        # a block of pairs takes no more memory than a chunk of labels
         block = max(1, chunk * len(query_BD) // max(2 * query_BD.shape[1], 1))
         zero = extra_P.new_zeros(())
         for begin in range(0, len(extra_P), block):
@@ -111,7 +112,7 @@ class _FullBCE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None  # freed as they are used: the rows' is as large as the table
+        grads, ctx.grads = ctx.grads, None  # not kept after use: the gradient of the rows is as large as the table
         return *(None if x is None else x.mul_(grad) for x in grads), *(None,) * 5
 
 
@@ -127,14 +128,16 @@ def full_bce(
 ) -> Tensor:
     """`symmetric_loss("bce", scale * (query_BD @ row_LD.T + bias), targets, ...)` without its B x L logits.
 
-    Equal to it in value and in all gradients. Memory: a few [B, chunk], and the gradients, the rows' [L, D] among them.
-    Nothing waits for the device. Under autocast the chunks' products are of its type, as they would be there.
+    Equal to it in value and in all gradients. Memory: a few [B, chunk] tensors and the gradients, among them [L, D] of
+    the rows. Nothing waits for the device. Under autocast products have its type, as in `symmetric_loss`.
 
     Args:
         query_BD: float32 or float64 [B, D], the classifier head's vectors.
-        row_LD: float [L, D], rows of all labels (of `targets.columns`), in bfloat16 computed in the queries' type.
+        row_LD: float [L, D], rows of all labels (of `targets.columns`); bfloat16 is converted to the queries' type.
         scale: 0-d, 1 / tau.
-        targets: pairs, columns being label ids; they and `normalise` count as in `unidec.model.losses.bce`.
+        targets: pairs whose columns are label ids; relevances and `normalise` have the meaning of
+            `unidec.model.losses.bce`.
+        chunk: labels in a chunk.
 
     Returns:
         0-d, of the queries' dtype; backward can run through it once.

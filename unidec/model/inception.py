@@ -1,8 +1,9 @@
-"""InceptionXML's layers: a short text's token embeddings to one vector (Kharbanda et al. 2023, InceptionXML).
+"""InceptionXML's layers: one vector from the token embeddings of a short text (Kharbanda et al. 2023, InceptionXML).
 
-Words of a short text have no telling order: convolutions run along the embedding, and tokens are their channels.
+The order of a short text's words carries little information: convolutions run along the embedding dimension, with the
+tokens as channels.
 
-Legend: B texts, T tokens that are read of each and channels, D width of an embedding.
+Legend: B texts, T tokens read from each text (also the number of channels), D width of an embedding.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STRIDE = 4
-WINDOWS = (4, 8, 16)  # features of the embedding that a filter sees
+WINDOWS = (4, 8, 16)  # kernel sizes, along the embedding dimension
 DROPOUT = 0.25
 
 
 class Inception(nn.Module):
-    """Attention across tokens, then across features, both without a softmax and 0 at first; tokens mixed to channels;
-    convolutions of three windows side by side, max-pooling, and a bottleneck of two layers, whose output begins at 0
-    and is added to the embeddings' sum at unit length.
+    """The layers in order: attention across tokens, then across features, both without a softmax and with gates gamma
+    that start at 0; a mix of tokens to channels; parallel convolutions of three kernel sizes; max-pooling; a bottleneck
+    of two layers, whose output starts at 0 and is added to the sum of the embeddings, scaled to unit length.
 
     Args:
-        num_tokens: T. width: D, at least the stride.
+        num_tokens: T. width: D, at least `STRIDE`.
     """
 
     def __init__(self, num_tokens: int, width: int):
@@ -30,7 +31,7 @@ class Inception(nn.Module):
         self.tokens, self.features = (nn.Linear(size, size, bias=False) for size in (num_tokens, width))
         self.gamma = nn.Parameter(torch.zeros(2))
         self.channels = nn.Conv1d(num_tokens, num_tokens, 1)
-        # circular padding: each gives D / stride features
+        # with circular padding each convolution returns D / STRIDE features
         self.convolutions = nn.ModuleList(
             nn.Conv1d(num_tokens, num_tokens, window, STRIDE, (window - STRIDE) // 2, padding_mode="circular")
             for window in WINDOWS
@@ -44,10 +45,10 @@ class Inception(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Weighted token embeddings, zeros behind a text's last, to vectors [B, D]."""
+        """Vectors [B, D] of weighted token embeddings, padded with zeros."""
         sum_BD = x_BTD.sum(1)
         x_BTD = x_BTD * x_BTD.square().mean((1, 2), keepdim=True).clamp_min(1e-12).rsqrt()
-        # x + gamma x x^T W x, first of [T, D], then of its transpose
+        # x + gamma x x^T W x, first of x [T, D], then of its transpose
         x_BTD = x_BTD + self.gamma[0] * (x_BTD @ x_BTD.transpose(1, 2) @ self.tokens.weight @ x_BTD)
         x_BTD = x_BTD + self.gamma[1] * (self.features(x_BTD) @ x_BTD.transpose(1, 2) @ x_BTD)
         h_BTD = self.dropout(self.norms[0](F.gelu(self.channels(x_BTD))))

@@ -1,5 +1,5 @@
-"""A tree of label clusters with a classifier at each level (CascadeXML: Kharbanda et al. 2022; with one level the
-meta-classifier of SyncXML: Kharbanda et al. 2023, InceptionXML).
+"""A tree of label clusters with a classifier at each level, as in CascadeXML (Kharbanda et al. 2022); with one level it
+is the meta-classifier of SyncXML (Kharbanda et al. 2023, InceptionXML).
 
 Legend: B queries, C clusters of a level, K clusters of a level that a query keeps, P positive clusters of the queries,
 W width of the encoder.
@@ -17,17 +17,18 @@ from unidec.model.pairs import MASKED
 
 
 def num_clusters(num_rows: int, size: int) -> int:
-    """2^depth with the smallest depth that leaves at most `size` rows in a cluster (as `balanced_clusters` cuts)."""
+    """The number of clusters that `balanced_clusters` returns: the smallest power of two with which a cluster has at
+    most `size` rows."""
     return 2 ** max(-(-num_rows // size) - 1, 0).bit_length()
 
 
 class LabelTree(nn.Module):
-    """Classifiers of nested clusters, coarse to fine: level t reads h_t = x + gelu(A_t x + a_t), A_t and a_t 0 at
-    first, and scores its clusters by W_t h_t + b_t. Cluster c of a level has the clusters r c to r c + r - 1 of the
-    next one, which has r times as many.
+    """Classifiers of nested clusters, coarse to fine. Level t computes h_t = x + gelu(A_t x + a_t), with A_t and a_t
+    that start at 0, and scores its clusters by W_t h_t + b_t. If the next level has r times as many clusters, the
+    children of cluster c are its clusters r c to r c + r - 1.
 
     Args:
-        counts: C of each level, powers of two. width: W. dropout: of h_t.
+        counts: C of each level, powers of two. width: W. dropout: applied to h_t.
     """
 
     def __init__(self, counts: Sequence[int], width: int, dropout: float):
@@ -46,21 +47,21 @@ class LabelTree(nn.Module):
         """Scores of each level's clusters before the temperature, float32 [B, C].
 
         Args:
-            num_kept: K; a cluster whose parent is not among the K of the highest scores of its level has the score
-                `MASKED` (at least K of a level have another one, where it has so many); 0: all clusters have scores.
-            positives: rows and clusters, int64 [P] each, of each level: kept whatever their scores.
+            num_kept: K; clusters whose parent is not among the K highest scores of its level get the score `MASKED`. At
+                least min(K, C) clusters of each level are not masked. 0: no cluster is masked.
+            positives: for each level rows and clusters, int64 [P] each, that are kept whatever their scores.
         """
         scores: list[Tensor] = []
         kept_BC: Tensor | None = None
         for level, (layer, classifier) in enumerate(zip(self.layers, self.classifiers, strict=True)):
             score_BC = classifier(self.dropout(x_BW + F.gelu(layer(x_BW)))).float()
             if kept_BC is not None:
-                seen_BC = kept_BC.repeat_interleave(score_BC.shape[1] // kept_BC.shape[1], dim=1)
-                score_BC = torch.where(seen_BC, score_BC, MASKED)
+                parent_kept_BC = kept_BC.repeat_interleave(score_BC.shape[1] // kept_BC.shape[1], dim=1)
+                score_BC = torch.where(parent_kept_BC, score_BC, MASKED)
             scores.append(score_BC)
             if num_kept:
                 best_BK = score_BC.detach().topk(min(num_kept, score_BC.shape[1]), dim=1).indices
                 kept_BC = torch.zeros_like(score_BC, dtype=torch.bool).scatter_(1, best_BK, True)
-                if positives:  # the value is filled in on the device: a copy would wait for it
+                if positives:  # the value is created on the device: the host would wait for a copy
                     kept_BC.index_put_(positives[level], torch.ones((), dtype=torch.bool, device=x_BW.device))
         return scores

@@ -1,17 +1,18 @@
-"""Losses on the logits of a pool, and how all are applied: decoupled softmax, SupCon / InfoNCE, binary cross entropy,
-triplet, squared hinge, soft top-k. BCE over all labels without the logits is in `unidec.model.full_bce`.
+"""Losses on the logits of a pool: decoupled softmax, SupCon / InfoNCE, binary cross entropy, triplet, squared hinge,
+soft top-k; `symmetric_loss` applies any of them in both directions. BCE over all labels without logits in memory is in
+`unidec.model.full_bce`.
 
 Legend: B queries (rows), S pool labels (columns), P positive pairs in the pool, F ignored pairs (filter pairs), M
 masked pairs, K the k highest entries of a row.
 
 Common contract of the functions in `LOSSES`:
-- `logit_BS`: float [B, S], similarity / temperature; half precision is computed in float32.
+- `logit_BS`: float [B, S], similarity / temperature; half precision is converted to float32.
 - result: 0-d float32 (float64 for float64 logits), `sum_P weight * loss / number of rows with positive total weight`.
   With no such row it is exactly 0, with a graph and finite gradients.
 
-Positives are sparse and the only dense things are the logits and their exponentials: no P x S, no B x S mask. Nothing
-waits for the device. The softmax family reads the logits once for both directions: on a CPU each pass over B x S costs
-as much as a tenth of the matrix product that made it.
+Positives are sparse, and only the logits and their exponentials are dense: there are no P x S tensors and no B x S
+masks. Nothing waits for the device. The softmax family reads the logits once for both directions: on a CPU each pass
+over B x S costs a tenth of the matrix product that computed the logits.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ from unidec.model.pairs import (
 from unidec.sections import Loss
 
 BLOCK = 1 << 22  # entries of the largest temporary of a triplet loss, 16 MB of float32
-# Newton's steps of soft top-k at most; a CPU sees when all rows have converged (3 to 5), a GPU's host would wait
+# Largest number of Newton steps of soft top-k. On a CPU they end once all rows have converged (after 3 to 5); on a GPU
+# the host would have to wait for that.
 STEPS = 12
-# of a loss: its share, whether it is query -> label, and the pairs of the logits (else of their transpose)
+# a direction's share of a loss, whether it is query -> label, and the pairs (of the transposed logits if it is not)
 Direction = tuple[float, bool, Pairs]
 
 
 class _PoolTerms(torch.autograd.Function):
     """(s_P, lse_B, lse_S): positive logits, and logsumexp over the unmasked entries of each row and of each column.
 
-    A row (column) without an unmasked entry has lse of about -1e30. A direction that is not wanted comes back empty.
+    For a row (column) without an unmasked entry lse is about -1e30. lse_B is empty without `rows`, lse_S without
+    `columns`.
     """
 
     @staticmethod
@@ -71,7 +74,7 @@ class _PoolTerms(torch.autograd.Function):
                 lses[1 - dim] = s_P.new_full((x_BS.shape[1 - dim],), MASKED)
                 continue
             top = x_BS.amax(dim, keepdim=True)
-            # The last direction may overwrite the copy.
+            # the last direction may overwrite the copy of the logits
             exp_BS = (x_BS.sub_(top) if dim == wanted[-1] else x_BS - top).exp_()
             total = exp_BS.sum(dim, keepdim=True)
             lses[1 - dim] = (top + total.log()).squeeze(dim)
@@ -99,9 +102,9 @@ class _PoolTerms(torch.autograd.Function):
 def _softmax_loss(
     kind: str, logit_BS: Tensor, directions: Sequence[Direction], columns: Columns = ALL_COLUMNS
 ) -> Tensor:
-    """Sum over directions; the logits are read once for both."""
+    """Weighted sum of a softmax loss over directions; the logits are read once for both."""
     _, is_forward, pairs = directions[0]
-    wanted = [each[1] for each in directions]
+    wanted = [forward for _, forward, _ in directions]
     own = columns.own(pairs if is_forward else pairs.t())
     s_P, lse_B, lse_S = _PoolTerms.apply(logit_BS, own, kind, True in wanted, False in wanted)
     s_P = columns.of_all_pairs(s_P)
@@ -111,7 +114,7 @@ def _softmax_loss(
             num_rows, lse_P = logit_BS.shape[0], rows_at(columns.logsumexp(lse_B), pairs.row_P)
         else:
             num_rows, lse_P = columns.total(logit_BS.shape[1]), columns.of_all_pairs(rows_at(lse_S, own.col_P))
-        # ds: -log(e^s / (e^s + sum over negatives)) = softplus(lse - s); logsigmoid is exact at both ends.
+        # ds: -log(e^s / (e^s + sum over negatives)) = softplus(lse - s); logsigmoid is exact at both extremes
         loss_P = -F.logsigmoid(s_P - lse_P) if kind == "ds" else lse_P - s_P
         losses.append(share * mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, num_rows))
     return sum(losses[1:], losses[0])
@@ -120,8 +123,8 @@ def _softmax_loss(
 def decoupled_softmax(logit_BS: Tensor, pairs: Pairs) -> Tensor:
     """Decoupled softmax: `-log( exp(s_ip) / sum_{l in L_B minus the other positives of i} exp(s_il) )`.
 
-    Source: UniDEC v2, L_DecoupledSoftmax (section 2.4.2); DEXML, equation of the decoupled softmax. A row whose whole
-    pool is positive has no negatives: its loss is 0.
+    Source: UniDEC v2, L_DecoupledSoftmax (section 2.4.2); DEXML, equation of the decoupled softmax. The loss of a row
+    without negatives (all pool labels are positive) is 0.
 
     Example:
         >>> one = torch.tensor([0])
@@ -141,14 +144,14 @@ def supcon(logit_BS: Tensor, pairs: Pairs) -> Tensor:
 
 
 class _BinaryRows(torch.autograd.Function):
-    """sum over rows of `active_B * sum over unmasked entries of softplus(x)` - sum over pairs of `target * x` (active
-    rows), + sum over pairs of `extra * softplus(-x)` where there is an extra.
+    """Binary cross entropy, 0-d: the sum over rows of `active_B * (sum over unmasked entries of softplus(x))`, minus
+    the sum over positive pairs of `target * x`, plus with `extra_P` the sum over them of `extra * softplus(-x)`.
     """
 
     @staticmethod
     def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, active_B: Tensor, extra_P: Tensor | None) -> Tensor:
         row_P, col_P, target_P, *ignored = pairs
-        # softplus and sigmoid of the mask are exactly 0
+        # softplus and sigmoid of `MASKED` are exactly 0
         x_BS = mask_(logit_BS.to(target_P.dtype, copy=True), *ignored)
         x_P = x_BS[row_P, col_P]
         positive = (target_P * x_P).sum()
@@ -176,20 +179,20 @@ def bce(
     importance_P: Tensor | None = None,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """OvA binary cross entropy on each (query, pool label) entry; `pairs.weight_P` are the targets in [0, 1]
-    (clipped), 0 elsewhere.
+    """OvA binary cross entropy of each (query, pool label) entry. The targets are `pairs.weight_P`, clipped to [0, 1],
+    and 0 for all other entries.
 
     Source: UniDEC v1, L_OvA, a sum over labels; Renee; as the classifier's auxiliary loss: UniDEC v2, section 2.4.2.
-    No reduction applies. A query without a positive target in the pool drops out, as it does from the other losses.
+    No reduction applies. A query without a positive target in the pool is left out, as in the other losses.
 
     Args:
-        normalise: "rows": sum over the pool, mean over the queries that take part (the equation). "entries": mean
-            over the entries of those queries, ignored ones not counted: some |pool| times smaller, comparable to a
-            softmax loss at the start of training.
-        importance_P: float [P], factor of each pair's positive side, `target * importance * softplus(-x)`; None: 1.
-            With inverse propensities these are the weighted positives of Jain et al. 2016 and Qaraei et al. 2021; what
-            is not relevant keeps weight 1, so nothing is rescaled.
-        columns: which of the pool's columns the logits are.
+        normalise: "rows": sum over the pool, mean over the queries with a positive target (the equation). "entries":
+            mean over the entries of those queries without ignored ones: smaller by a factor of about |pool|, comparable
+            to a softmax loss at the start of training.
+        importance_P: float [P], factor of each pair's positive term, `target * importance * softplus(-x)`; None: 1.
+            With inverse propensities these are the weighted positives of Jain et al. 2016 and Qaraei et al. 2021;
+            negatives keep weight 1, and nothing is rescaled.
+        columns: which of the pool's columns `logit_BS` holds.
     """
     pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_dtype(logit_BS)).clamp(0, 1))
     shape = (logit_BS.shape[0], columns.total(logit_BS.shape[1]))
@@ -201,24 +204,24 @@ def bce(
 
 
 def _hinges(x_BS: Tensor, s_P: Tensor, row_P: Tensor, weight_P: Tensor, margin: float) -> Tensor:
-    """sum_P weight_P * sum_{negatives n of the row} [s_n - s_p + margin]_+ of some pairs."""
+    """Sum over some pairs of `weight_P * sum_{negatives n of the row} [s_n - s_p + margin]_+`, 0-d."""
     over_PS = F.relu(rows_at(x_BS, row_P) - (s_P - margin).unsqueeze(1))
     return (over_PS.sum(1) * weight_P).sum()
 
 
 def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: str = "all", top: int = 1) -> Tensor:
-    """Triplet with margin: `[s_in - s_ip + gamma]_+`, n among the pool labels that are neither positive nor ignored
+    """Triplet loss with margin: `[s_in - s_ip + gamma]_+`, where n is a pool label that is neither positive nor ignored
     for i.
 
     Source: NGAME; UniDEC v1, L_Triplet (a sum over negatives, not a mean).
 
     Args:
-        logit_BS: the similarities themselves, not divided by a temperature, so that `margin` is in cosine units.
+        logit_BS: similarities, not divided by a temperature, so that `margin` is in cosine units.
         margin: gamma.
         negatives: "all": sum over the negatives; "hardest": mean over the `top` negatives with the highest similarity;
-            "softmax": the same, each weighted by a softmax over them of their similarities / 0.1, where one that keeps
-            the margin counts as similarity 0 (NGAME's published code).
-        top: how many are the hardest; where a pool has fewer negatives, the missing ones count 0.
+            "softmax": as "hardest", each negative weighted by the softmax of their similarities / 0.1, in which
+            negatives without a loss (the margin is kept) have similarity 0 (NGAME's published code).
+        top: number of hardest negatives; where the pool has fewer, the missing ones count as loss 0.
     """
     x_BS = logit_BS.to(loss_dtype(logit_BS))
     row_P, weight_P = pairs.row_P, pairs.weight_P.to(x_BS.dtype)
@@ -227,7 +230,7 @@ def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: s
         other_BS = mask_(x_BS.clone(), *pairs.masked("ds"))
         step = max(1, BLOCK // max(x_BS.shape[1], 1))
         total = s_P.sum() * 0
-        for begin in range(0, row_P.shape[0], step):  # what a block compares is computed again for its gradient
+        for begin in range(0, row_P.shape[0], step):  # backward computes each block again: its [P, S] is not kept
             part = slice(begin, begin + step)
             total = total + checkpoint(
                 _hinges, other_BS, s_P[part], row_P[part], weight_P[part], margin, use_reentrant=False,
@@ -258,15 +261,15 @@ def squared_hinge(
     """Squared hinge one-vs-all: `sum_l [margin - y_il s_il]_+^2`, y = 1 for positives, -1 for the other pool labels.
 
     Source: one-vs-all linear classifiers (DiSMEC, Parabel); SiameseXML's alternative to the logistic loss. No reduction
-    applies. A soft target weighs the two sides, as in `bce`, which also explains the
-    arguments. A query without a positive target in the pool drops out.
+    applies. A soft target y weights the positive term by y and the negative one by 1 - y, as in `bce`. A query without
+    a positive target in the pool is left out.
 
     Args:
-        logit_BS: the scores themselves, not divided by a temperature, so that `margin` is in their units.
-        margin: 1 for free scores; below 1 for cosines.
+        logit_BS: scores, not divided by a temperature, so that `margin` is in their units.
+        margin: 1 for unbounded scores; below 1 for cosines.
         normalise: "rows" or "entries", as in `bce`.
-        importance_P: float [P], factor of each pair's positive side; None: 1.
-        columns: which of the pool's columns the logits are.
+        importance_P: float [P], factor of each pair's positive term; None: 1.
+        columns: which of the pool's columns `logit_BS` holds.
     """
     pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_dtype(logit_BS)).clamp(0, 1))
     up_P = torch.ones_like(pairs.weight_P) if importance_P is None else importance_P.to(pairs.weight_P.dtype)
@@ -275,31 +278,32 @@ def squared_hinge(
     pairs, up_P = columns.own(pairs), columns.own_values(up_P)
     x_BS = mask_(logit_BS.to(pairs.weight_P.dtype, copy=True), pairs.row_F, pairs.col_F)
     x_P = x_BS[pairs.row_P, pairs.col_P]
-    every = ((x_BS + margin).clamp_min(0).square().sum(1) * active_B).sum()  # the mask's share is exactly 0
-    instead_P = up_P * (margin - x_P).clamp_min(0).square() - (x_P + margin).clamp_min(0).square()
-    return columns.sum(every + (pairs.weight_P * instead_P).sum()) / count
+    # all entries as negatives, masked ones exactly 0; then positives replace their negative term
+    negative = ((x_BS + margin).clamp_min(0).square().sum(1) * active_B).sum()
+    change_P = up_P * (margin - x_P).clamp_min(0).square() - (x_P + margin).clamp_min(0).square()
+    return columns.sum(negative + (pairs.weight_P * change_P).sum()) / count
 
 
 def thresholds(x_BS: Tensor, k: int, columns: Columns = ALL_COLUMNS) -> Tensor:
-    """t of each row with `sum_j sigmoid(x_j + t) = k`, float [B]; -`MASKED` where k labels or fewer are unmasked.
+    """The t of each row with `sum_j sigmoid(x_j + t) = k`, float [B]; -`MASKED` where at most k labels are unmasked.
 
-    Solved as `log R(t) = log T(t)`, R the sum of sigmoid(x + t) over all but the k highest entries, T the sum of
-    sigmoid(-x - t) over those: the same equation without the difference of large numbers, nearly linear in t, by
-    Newton's steps inside a bracket that both sums give.
+    Solves the equivalent `log R(t) = log T(t)` by Newton steps inside a bracket, where R is the sum of sigmoid(x + t)
+    over all entries but the k highest and T the sum of sigmoid(-x - t) over the k highest: it is nearly linear in t and
+    subtracts no large numbers. Both sums also bound the solution.
 
     Args:
-        x_BS: float32 or float64 [B, S], `MASKED` where an entry takes no part; changed and restored.
+        x_BS: float32 or float64 [B, S], `MASKED` for entries that do not count; changed, and restored at the end.
         k: at least 1.
-        columns: which columns these are.
+        columns: which of the pool's columns `x_BS` holds.
     """
     num_rows, num_cols = x_BS.shape[0], columns.total(x_BS.shape[1])
     if num_cols <= k:
         return x_BS.new_full((num_rows,), -MASKED)
     top_BK, next_B1, removed = columns.remove_top(x_BS, k)
-    # at `low` T exceeds R, at `high` R exceeds T: bounds by the k-th and the next entry alone
+    # T exceeds R at `low`, and R exceeds T at `high`: bounds from the k-th and the next entry alone
     low_B1, high_B1 = -top_BK[:, k - 1 :] - math.log(2 * num_cols), math.log(2 * k) - next_B1
     t_B1 = -(top_BK[:, k - 1 :] + next_B1) / 2
-    close = 0.5 * math.sqrt(torch.finfo(x_BS.dtype).eps)  # a Newton's step of this length leaves its square to go
+    close = 0.5 * math.sqrt(torch.finfo(x_BS.dtype).eps)  # the error after a Newton step is about the step's square
     rest_BS = torch.empty_like(x_BS)
     for _ in range(STEPS):
         torch.sigmoid(torch.add(x_BS, t_B1, out=rest_BS), out=rest_BS)
@@ -312,14 +316,14 @@ def thresholds(x_BS: Tensor, k: int, columns: Columns = ALL_COLUMNS) -> Tensor:
         squares_B1 = columns.sum(torch.linalg.vector_norm(rest_BS, dim=1, keepdim=True).square())
         slope_B1 = 2 - squares_B1 / above_B1 - head_BK.square().sum(1, keepdim=True) / below_B1
         next_t_B1 = t_B1 - (above_B1 / below_B1).log() / slope_B1
-        inside_B1 = (low_B1 <= next_t_B1) & (next_t_B1 <= high_B1)  # false for what is not finite
+        inside_B1 = (low_B1 <= next_t_B1) & (next_t_B1 <= high_B1)  # false for values that are not finite
         next_t_B1 = torch.where(inside_B1, next_t_B1, (low_B1 + high_B1) / 2)
-        # both sums underflow where the gap is wider than the exponent's range: its middle is the solution
+        # both sums underflow where the gap between the k-th and the next entry is very wide: its middle is the solution
         solved_B1 = (above_B1 == 0) & (below_B1 == 0)
         next_t_B1 = torch.where(solved_B1, t_B1, next_t_B1)
         solved_B1 |= inside_B1 & ((next_t_B1 - t_B1).abs() <= close)
         t_B1 = next_t_B1
-        # processes that add up together take the same number of steps
+        # several processes add up their sums in each step, so all must take the same number of steps
         if x_BS.device.type == "cpu" and not columns.partial and bool(solved_B1.all()):
             break
     x_BS.scatter_(1, *removed)
@@ -327,7 +331,7 @@ def thresholds(x_BS: Tensor, k: int, columns: Columns = ALL_COLUMNS) -> Tensor:
 
 
 class _SoftTopK(torch.autograd.Function):
-    """(s_P, t_B): positive logits, and the thresholds. The gradient of t is that of the implicit function:
+    """(s_P, t_B): positive logits and thresholds. The gradient of t follows from the implicit function theorem:
     `dt / dx_j = -v_j / sum v`, `v = sigmoid'(x + t)`.
     """
 
@@ -347,7 +351,7 @@ class _SoftTopK(torch.autograd.Function):
     def backward(ctx: Any, grad_s_P: Tensor, grad_t_B: Tensor) -> tuple[Tensor | None, ...]:
         x_BS, t_B, row_P, col_P = ctx.saved_tensors
         e_BS = (x_BS + t_B.unsqueeze(1)).abs_().neg_().exp_()
-        v_BS = e_BS.div_((1 + e_BS).square_())  # sigmoid' from its small side: nothing cancels
+        v_BS = e_BS.div_((1 + e_BS).square_())  # sigmoid' from exp(-|x + t|), without cancellation
         total_B1 = ctx.columns.sum(v_BS.sum(1, keepdim=True)).clamp_min(torch.finfo(v_BS.dtype).tiny)
         grad_BS = v_BS.mul_(-grad_t_B.unsqueeze(1) / total_B1)
         grad_BS.index_put_((row_P, col_P), grad_s_P, accumulate=True)
@@ -357,16 +361,15 @@ class _SoftTopK(torch.autograd.Function):
 def soft_topk(logit_BS: Tensor, pairs: Pairs, *, topk: int = 5, columns: Columns = ALL_COLUMNS) -> Tensor:
     """Soft top-k: `-log sigmoid(s_ip + t_i)`, t_i such that `sum_{l in L_B} sigmoid(s_il + t_i) = k`.
 
-    A positive costs nothing once it is among the k labels that the row lets through, however they are ordered. Other
-    positives stay in the sum. A row with k labels or fewer (ignored ones not counted) lets all of them through: its
-    loss is 0.
+    A positive within the top k of its row has almost no loss, at whatever rank. Other positives stay in the sum. The
+    loss of a row with at most k labels (without ignored ones) is 0.
 
     Source: DEXML (Gupta et al. 2024), soft top-k operator with a sigmoid, and cross entropy of the row's positives on
     it. Query to label only: k counts labels of a query.
 
     Args:
-        topk: k, at least 1; the k of the P@k or R@k that matters.
-        columns: which of the pool's columns the logits are.
+        topk: k, at least 1; usually the k of the P@k or R@k to improve.
+        columns: which of the pool's columns `logit_BS` holds.
     """
     s_P, t_B = _SoftTopK.apply(logit_BS, columns.own(pairs), topk, columns)
     loss_P = -F.logsigmoid(columns.of_all_pairs(s_P) + rows_at(t_B, pairs.row_P))
@@ -382,23 +385,24 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "hinge": squared_hinge,
     "softtopk": soft_topk,
 }
-SOFTMAX = frozenset({"ds", "supcon", "infonce"})  # read the logits once for both directions
-ENTRYWISE = frozenset({"bce", "hinge"})  # a term for each entry: no direction, no reduction
+SOFTMAX = frozenset({"ds", "supcon", "infonce"})  # computed for both directions in one pass over the logits
+ENTRYWISE = frozenset({"bce", "hinge"})  # sums over entries: no direction, no reduction
 NGAME_TAU = 0.1  # temperature of the softmax over a triplet's negatives, in NGAME's published code
-BY_COLUMNS = SOFTMAX | ENTRYWISE | {"softtopk"}  # several processes may have a part of the columns each
-UNSCALED = frozenset({"triplet", "hinge"})  # a margin in units of the similarities: not divided by a temperature
+BY_COLUMNS = SOFTMAX | ENTRYWISE | {"softtopk"}  # can be computed by several processes with some columns each
+UNSCALED = frozenset({"triplet", "hinge"})  # the margin is in units of the similarities: no temperature
 
 
 def loss_options(kind: str, settings: Loss) -> dict[str, Any]:
-    """A loss's own options, from section `loss`."""
-    of = settings
-    every: dict[str, dict[str, Any]] = {
-        "triplet": {"margin": of.margin, "negatives": of.triplet_negatives, "top": of.triplet_top},
-        "hinge": {"margin": of.margin, "normalise": of.bce_normalise},
-        "bce": {"normalise": of.bce_normalise},
-        "softtopk": {"topk": of.topk},
-    }
-    return every.get(kind, {})
+    """Keyword arguments of the loss `kind`, from section `loss`."""
+    options: dict[str, dict[str, Any]] = {
+        "triplet": {
+            "margin": settings.margin, "negatives": settings.triplet_negatives, "top": settings.triplet_top,
+        },
+        "hinge": {"margin": settings.margin, "normalise": settings.bce_normalise},
+        "bce": {"normalise": settings.bce_normalise},
+        "softtopk": {"topk": settings.topk},
+    }  # fmt: skip
+    return options.get(kind, {})
 
 
 def symmetric_loss(
@@ -414,18 +418,20 @@ def symmetric_loss(
     """`forward * loss(query -> label) + (1 - forward) * loss(label -> query)` (UniDEC, L_D and L_C with lambda_D,
     lambda_C).
 
-    The second runs on the transpose: rows are pool labels, P^l = the batch's queries that have l; "pal-n" has no
-    |P_l| to divide by beyond the batch and counts P^l, like "psl". A direction of weight 0 is not computed.
+    Label -> query runs on the transposed logits: rows are pool labels, and P^l are the batch's queries that have l.
+    There "pal-n" divides by |P^l|, as "psl" does: a label's queries outside the batch are not counted. A direction of
+    weight 0 is not computed.
 
-    `bce` and `hinge` are sums over entries and have no direction: they are computed once, whatever `forward`, their
-    targets the relevances. `softtopk` counts a query's labels and has query -> label only.
+    `bce` and `hinge` are sums over entries and have no direction: they are computed once, whatever `forward`, with the
+    relevances as targets. `softtopk` counts a query's labels and runs query -> label only.
 
-    With `targets.importance_P` the losses are propensity-weighted (Jain et al. 2016). Entry by entry (bce, hinge) the
-    positive side of a pair counts its label's inverse propensity. Else the pair's weight does, query -> label, rescaled
-    (`target_weights`): learning rates and the balance of the heads keep their meaning.
+    With `targets.importance_P` the losses are propensity-weighted (Jain et al. 2016). In `bce` and `hinge` the inverse
+    propensity of a pair's label multiplies the pair's positive term. In the other losses it multiplies the pair's
+    weight, query -> label, and the weights are rescaled (`target_weights`), so that learning rates and the balance of
+    the heads keep their meaning.
 
     Args:
-        kind: a key of `LOSSES`; options: its own, of `loss_options`.
+        kind: a key of `LOSSES`; options: its keyword arguments, from `loss_options`.
         reduction: one of `unidec.model.pairs.REDUCTIONS`; generator: for "pol".
         forward: weight of query -> label, 0 to 1.
     """
@@ -437,8 +443,8 @@ def symmetric_loss(
     directions: list[Direction] = []
     for share, is_forward in ((forward, True), (1 - forward, False)):
         if share > 0:
-            given, rows = (targets, 0) if is_forward else (targets.t(shape[1]), 1)
-            pairs = given.pairs(target_weights(reduction, given, shape[rows], generator))
+            directed, num_rows = (targets, shape[0]) if is_forward else (targets.t(shape[1]), shape[1])
+            pairs = directed.pairs(target_weights(reduction, directed, num_rows, generator))
             directions.append((share, is_forward, pairs))
     if kind in SOFTMAX:
         return _softmax_loss(kind, logit_BS, directions, **options)

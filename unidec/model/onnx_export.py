@@ -1,6 +1,6 @@
-"""A model's transformer as ONNX graphs, written by torch's exporter and quantised by onnxruntime.
+"""Exports a model's transformer as ONNX graphs, with torch's exporter and onnxruntime's quantisation.
 
-torch's TorchScript exporter (`dynamo=False`) is used: the newer one needs onnxscript.
+The TorchScript exporter (`dynamo=False`) is used because the newer one needs onnxscript.
 
 Legend: B texts, T tokens of the longest text, D width of the transformer, I inputs of a linear layer.
 """
@@ -26,15 +26,15 @@ from unidec.model.encoder import TextEncoder, pool_tokens
 from unidec.model.unidec import UniDEC
 
 OPSET = 18
-MAX_BYTES = (1 << 31) - (1 << 20)  # protobuf's bound on one file
-SMOOTHING = 0.9  # share of the differences between a layer's inputs that goes into its weights
-TOLERANCE = 1e-3  # between a graph and the model: rounding stays far below, a wrong trace far above
+MAX_BYTES = (1 << 31) - (1 << 20)  # protobuf's limit on the size of a file, with a margin
+SMOOTHING = 0.9  # alpha of SmoothQuant: how much of the differences in scale moves from a layer's inputs to its weights
+TOLERANCE = 1e-3  # between outputs of graph and model: rounding errors are far smaller, those of a wrong trace larger
 log = logging.getLogger(__name__)
 Inputs = dict[str, Any]
 
 
 class TransformerGraph(nn.Module):
-    """Token ids and mask int64 [B, T] to the transformer's pooled vectors, float32 [B, D]."""
+    """The transformer's pooled vectors float32 [B, D] of token ids and mask int64 [B, T]."""
 
     transformer: Any
 
@@ -42,23 +42,23 @@ class TransformerGraph(nn.Module):
         super().__init__()
         assert encoder.transformer is not None
         self.transformer, self.pooling = encoder.transformer.transformer, encoder.transformer.pooling
-        self.unit_vectors, self.most = encoder.unit_vectors, encoder.settings.transformer_tokens or None
+        self.unit_vectors, self.max_tokens = encoder.unit_vectors, encoder.settings.transformer_tokens or None
         self.transformer.set_attn_implementation("eager")
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        ids_BT, mask_BT = input_ids[:, : self.most], attention_mask[:, : self.most]
+        ids_BT, mask_BT = input_ids[:, : self.max_tokens], attention_mask[:, : self.max_tokens]
         hidden = self.transformer(input_ids=ids_BT, attention_mask=mask_BT).last_hidden_state
         vectors_BD = pool_tokens(hidden, mask_BT, self.pooling)
         return F.normalize(vectors_BD, dim=-1) if self.unit_vectors else vectors_BD
 
 
 def export_graph(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
-    """Write a module that takes input_ids and attention_mask, int64 [B, T], as one ONNX file of standard operators."""
+    """Write a module with inputs input_ids and attention_mask, int64 [B, T], as one ONNX file of standard operators."""
     ids_BT, mask_BT = torch.ones(2, 5, dtype=torch.long), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
     names = ("input_ids", "attention_mask")
     axes = {name: {0: "B", 1: "T"} for name in names} | {name: {0: "B"} for name in outputs}
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of the exporter's age, and of every shape that the trace fixes
+        warnings.simplefilter("ignore")  # about the deprecated exporter and each shape that the trace fixes
         torch.onnx.export(
             module.eval(), (ids_BT, mask_BT), path, input_names=list(names), output_names=list(outputs),
             dynamic_axes=axes, opset_version=OPSET, dynamo=False,
@@ -66,13 +66,14 @@ def export_graph(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
 
 
 def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]:
-    """Write a model's transformer as `GRAPH` and, its linear layers in 8 bits, as `INT8_GRAPH`.
+    """Write a model's transformer as `GRAPH`, and with linear layers in 8 bits as `INT8_GRAPH`.
 
-    A bag alone needs no graph. What cannot be exported leaves a line in the log and no file: torch encodes then.
+    A bag alone needs no graph. If the transformer cannot be exported, a warning is logged and no file is written:
+    queries are then encoded by torch.
 
     Args:
-        model: on the CPU; its transformer is changed.
-        texts: to calibrate the 8 bits with, such as labels' titles.
+        model: on the CPU; its transformer is modified.
+        texts: calibrate the quantisation, for example titles of labels.
 
     Returns:
         The names of the files.
@@ -83,14 +84,14 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
     size = sum(4 * parameter.numel() for parameter in transformer.parameters())
     try:
         if size > MAX_BYTES:
-            raise ValueError(f"{size} bytes of weights, one file holds {MAX_BYTES}")
+            raise ValueError(f"the weights have {size} bytes, one file can hold {MAX_BYTES}")
         module = TransformerGraph(model.encoder).eval()
-        inputs, odd = _inputs(model, texts), _odd_shapes(model.max_length, module.transformer.config.vocab_size)
+        inputs, untraced = _inputs(model, texts), _untraced(model.max_length, module.transformer.config.vocab_size)
         with torch.no_grad():
-            expected = module(*map(torch.from_numpy, odd.values())).numpy()
+            expected = module(*map(torch.from_numpy, untraced.values())).numpy()
         _smooth(module, inputs)
         export_graph(module, folder / GRAPH, ["vectors"])
-        _check(folder / GRAPH, odd, expected)
+        _check(folder / GRAPH, untraced, expected)
         _quantise(folder / GRAPH, folder / INT8_GRAPH, inputs)
     except (ImportError, RuntimeError, ValueError, TypeError, LookupError) as error:
         for name in (GRAPH, INT8_GRAPH):
@@ -101,23 +102,23 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
 
 
 def _inputs(model: UniDEC, texts: Sequence[str]) -> list[Inputs]:
-    """Texts of the same length together: the scales of 8 bits must not see padding."""
+    """Batches of texts of the same length: padding would distort the scales of the quantisation."""
     tokens = encode_texts(texts or ["text"], model.tokenizer_folder, model.max_length)
     lengths_B = tokens.lengths()
     batches = (tokens.batch(np.flatnonzero(lengths_B == length)) for length in np.unique(lengths_B[lengths_B > 0]))
     return [{"input_ids": ids, "attention_mask": mask.astype(np.int64)} for ids, mask in batches]
 
 
-def _odd_shapes(max_length: int, num_tokens: int) -> Inputs:
-    """Texts of shapes that the graph was not traced with: the longest, one of one token, one of half the length."""
+def _untraced(max_length: int, num_tokens: int) -> Inputs:
+    """Inputs of shapes that the graph was not traced with: texts of full length, of one token, and of half length."""
     lengths_B = np.array([max_length, 1, max(1, max_length // 2)])
     mask_BT = (np.arange(max_length) < lengths_B[:, None]).astype(np.int64)
-    some_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
-    return {"input_ids": np.where(mask_BT, some_BT, 0), "attention_mask": mask_BT}
+    ids_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
+    return {"input_ids": np.where(mask_BT, ids_BT, 0), "attention_mask": mask_BT}
 
 
 def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> None:
-    """Raises ValueError where the graph does not compute what the model does."""
+    """Raise ValueError if the graph's output differs from the model's."""
     import onnxruntime  # type: ignore[import-untyped]
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -127,8 +128,8 @@ def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> Non
 
 
 class _SmoothLinear(nn.Module):
-    """A linear layer with inputs of similar size, which 8 bits hold better: they are divided by scales that its weights
-    are multiplied by (SmoothQuant, Xiao et al. 2023, equation 4)."""
+    """A linear layer that divides its inputs by scales and multiplies its weights by them, so that inputs of similar
+    magnitude lose less in 8 bits (SmoothQuant, Xiao et al. 2023, equation 4)."""
 
     def __init__(self, layer: nn.Linear, largest_I: Tensor) -> None:
         super().__init__()
@@ -143,34 +144,34 @@ class _SmoothLinear(nn.Module):
 
 
 def _smooth(module: nn.Module, inputs: Sequence[Inputs]) -> None:
-    """Replace each linear layer by its `_SmoothLinear`, by the largest inputs that it gets."""
+    """Replace each linear layer by a `_SmoothLinear` with scales from its largest inputs on some batches."""
     largest: dict[nn.Module, Tensor] = {}
 
-    def watch(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        largest_I = given[0].abs().flatten(0, -2).amax(0)
+    def record(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        largest_I = args[0].abs().flatten(0, -2).amax(0)
         largest[layer] = torch.maximum(largest_I, largest.get(layer, largest_I))
 
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    hooks = [layer.register_forward_pre_hook(watch) for layer in layers.values()]
+    hooks = [layer.register_forward_pre_hook(record) for layer in layers.values()]
     with torch.no_grad():
-        for one in inputs:
-            module(**{name: torch.from_numpy(array) for name, array in one.items()})
+        for batch in inputs:
+            module(**{name: torch.from_numpy(array) for name, array in batch.items()})
     for hook in hooks:
         hook.remove()
     for name, layer in layers.items():
         if layer in largest:
-            parent, _, own = name.rpartition(".")
-            setattr(module.get_submodule(parent), own, _SmoothLinear(layer, largest[layer]))
+            parent, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, _SmoothLinear(layer, largest[layer]))
 
 
 def _quantise(source: Path, target: Path, inputs: Sequence[Inputs]) -> None:
-    """Linear layers in 8 bits with scales that are fixed by some inputs; attention's own products stay in 32."""
+    """Quantise linear layers to 8 bits, calibrated by `inputs`; the products inside attention stay in 32 bits."""
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static  # type: ignore[import-untyped]
     from onnxruntime.quantization.quant_utils import add_pre_process_metadata  # type: ignore[import-untyped]
 
     graph = onnx.load(source)
-    add_pre_process_metadata(graph)  # else it recommends a preparation that changes nothing here
+    add_pre_process_metadata(graph)  # without it quantize_static recommends preprocessing, which changes nothing here
     constants = {constant.name for constant in graph.graph.initializer}
     linear = [node.name for node in graph.graph.node if node.op_type == "MatMul" and node.input[1] in constants]
     if not linear:

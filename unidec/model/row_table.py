@@ -1,15 +1,16 @@
-"""A table of which each step uses few rows: token embeddings, the classifier.
+"""A table of which each step uses few rows: token embeddings, or the classifier.
 
-Legend: R rows in all, n rows held here, U rows used in a step (each once), D width.
+Legend: R rows of the whole table, n rows held here, U rows used in a step (each once), D width.
 
-The table itself takes no part in autograd: a step gathers the rows it uses as a leaf, whose dense gradient [U, D] is
-all that the row-sparse optimiser (`unidec.training.optim`) reads. So nothing of size R x D is touched and no sparse
-tensor is coalesced.
+The table itself is not part of the autograd graph: a step gathers its rows as a leaf, whose dense gradient [U, D] is
+all that the row-sparse optimiser (`unidec.training.optim`) reads. So a step touches nothing of size R x D and coalesces
+no sparse tensor.
 
-A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16, on the model's device, in
-host memory, or in files that are mapped into memory: the rows of a step then go to the device and back. The way back
-is not waited for: new values are put into the table before rows are read next, in a step once the encoder's work is
-queued. Row ids are global everywhere, and gathered rows are float32 on the model's device everywhere.
+A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16. It may live on the model's
+device, in host memory, or in files that are mapped into memory; in the latter two cases a step copies its rows to the
+device and back. The host does not wait for the copy back: new values are put into the table before rows are read the
+next time (in a step after the encoder's work has been queued). Row ids are always global, and gathered rows are always
+float32 on the model's device.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Placement:
     """Where a table's rows and their optimiser's state live, and which rows they are.
 
     Attributes:
-        place: "device"; "host": host memory, rows come to the device when a step needs them (on a CPU the same as
-            "device"); "disk": the same from files mapped into memory.
-        folder: of the files; they have no name, so that whatever ends the process frees their space.
-        first_row, num_rows: the rows held here; None: all from the first on.
-        device: the model's, so that a large table is made there at once; `.to(...)` moves it like any parameter.
+        place: "device": on the model's device; "host": in host memory, a step copies its rows to the device (on a CPU
+            the same as "device"); "disk": as "host", in files that are mapped into memory.
+        folder: folder of the files; their names are removed at once, so that the end of the process frees their space.
+        first_row, num_rows: the rows held here; None: all rows from `first_row` on.
+        device: the model's device, on which a large table is then created; `.to(...)` moves it like any parameter.
     """
 
     place: Literal["device", "host", "disk"] = "device"
@@ -57,9 +58,10 @@ class RowTable(nn.Module):
     """A weight [R, D] whose rows are gathered, trained and written back.
 
     Attributes:
-        num_rows: R; first_row, own_rows: the rows held here are first_row to first_row + own_rows.
-        weight: [n, D], not trained by autograd; whoever reads it outside a step calls `flush` first.
-        state: what an optimiser keeps for each row, in the same place: tensors [n, ...] by name; read like `weight`.
+        num_rows: R; first_row, own_rows: the table holds n = own_rows rows, from first_row on.
+        weight: [n, D], not trained by autograd; call `flush` before reading it outside a step.
+        state: the optimiser's state of each row, tensors [n, ...] by name, in the same place as `weight`; call `flush`
+            before reading it, too.
         used: (row ids int64 [U] or None for all rows, leaf [U, D]) of the step in progress, or None.
     """
 
@@ -70,22 +72,23 @@ class RowTable(nn.Module):
         super().__init__()
         self.num_rows, self.first_row, self.placement = num_rows, placement.first_row, placement
         self.own_rows = num_rows - self.first_row if placement.num_rows is None else placement.num_rows
-        # shows where the model is; the weight may be elsewhere
+        # follows the model's device; the weight may be elsewhere
         self.register_buffer("_here", torch.empty(0, device=placement.device), persistent=False)
         self.weight = nn.Parameter(self._zeros((width,), dtype), requires_grad=False)
         self.state: dict[str, Tensor] = {}
         self.used: tuple[Tensor | None, Tensor] | None = None
         self._in_parts = False
-        self._is_away = placement.place != "device" and self.device.type != "cpu"  # the rows are not where the model is
-        # of the step in progress: places of its rows, on the host, and their columns on the device
+        self._is_remote = placement.place != "device" and self.device.type != "cpu"  # the rows are not on the device
+        # rows of the step in progress: their local numbers, on the host; their weight and state, on the device
         self._fetched: tuple[Tensor, dict[str, Tensor]] | None = None
-        # of the last step: the same on its way to the host, and the event that ends the copies (None: no GPU)
-        self._landing: tuple[Tensor, dict[str, Tensor], torch.Event | None] | None = None
+        # rows of the last step while they are copied to the host: local numbers, weight and state, and the event after
+        # the copies (None: no GPU)
+        self._pending: tuple[Tensor, dict[str, Tensor], torch.Event | None] | None = None
         self.register_state_dict_pre_hook(lambda table, *_: table.flush())
 
     @property
     def device(self) -> torch.device:
-        """Where gathered rows are."""
+        """The model's device, where gathered rows are."""
         return self._here.device
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -100,40 +103,41 @@ class RowTable(nn.Module):
             self.state = {name: fn(tensor) for name, tensor in self.state.items()}
             return super()._apply(fn, recurse)
         self._here = fn(self._here)
-        self._is_away = self.device.type != "cpu"
+        self._is_remote = self.device.type != "cpu"
         return self
 
     def add_state(self, name: str, *shape: int) -> Tensor:
-        """Zeros [n, *shape] where the weight is, float32 (float64 beside such a weight)."""
+        """Add state of zeros [n, *shape] where the weight is, float32 (float64 if the weight is), and return it."""
         dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         self.state[name] = self._zeros(shape, dtype)
         return self.state[name]
 
     def rows(self) -> dict[str, Tensor]:
-        """ "weight" and the state by name, of the rows held here: the tensors themselves, up to date."""
+        """Weight (as "weight") and state of the rows held here, by name: the tensors themselves, up to date."""
         self.flush()
         return {"weight": self.weight.data, **self.state}
 
     def flush(self) -> None:
-        """Put what the last step wrote back into `weight` and `state`, once it has arrived on the host."""
-        if self._landing is None:
+        """Wait for the copies of the last step's rows to the host, and put them into `weight` and `state`."""
+        if self._pending is None:
             return
-        (local_U, values, arrived), self._landing = self._landing, None
-        if arrived is not None:
-            arrived.synchronize()
+        (local_U, values, copied), self._pending = self._pending, None
+        if copied is not None:
+            copied.synchronize()
         for name, column in self.rows().items():
             column.index_copy_(0, local_U, values[name])
 
     def gather(self, rows_U: Tensor | None) -> Tensor:
-        """Rows as float [U, D] on the model's device; in training a leaf that collects their gradient.
+        """Rows as float32 (float64 if the weight is) [U, D] on the model's device; in training a leaf that collects
+        their gradient.
 
         Args:
-            rows_U: int64 [U], each once, of the rows held here; None: all of them. On the host where the table is not
-                on the device: else the host waits for them.
+            rows_U: int64 [U], each once, among the rows held here; None: all of them. They should be on the host if the
+                table is not on the device; otherwise the host waits for them.
 
         Raises:
-            RuntimeError: gathered twice in one training step (rows in both would be updated twice; see `parts`); all
-                rows of a table that is not on the device.
+            RuntimeError: in training, on a second call in a step (rows of both would be updated twice; see `parts`), or
+                for all rows of a table that is not on the device.
         """
         if not (self.training and torch.is_grad_enabled()):
             self.flush()
@@ -143,11 +147,11 @@ class RowTable(nn.Module):
         if self._in_parts:
             return self._gather_part(rows_U)
         if self.used is not None:
-            raise RuntimeError("a table's rows are gathered once a training step")
-        if not self._is_away:
+            raise RuntimeError("the rows of this table have already been gathered in this training step")
+        if not self._is_remote:
             rows = self.weight if rows_U is None else self.weight[self._local(rows_U)]
         elif rows_U is None:
-            raise RuntimeError("all rows train only in a table on the device")
+            raise RuntimeError("all rows can be trained in a step only if the table is on the device")
         else:
             rows_U = rows_U.cpu()
             local_U = self._local(rows_U)
@@ -160,13 +164,14 @@ class RowTable(nn.Module):
 
     @contextlib.contextmanager
     def parts(self, rows_U: Tensor) -> Iterator[None]:
-        """Gathers rows for a step whose texts come in chunks: within, each `gather` takes some of them, any number of
-        times, and all its gradients add up in the one leaf that the optimiser reads.
+        """Gather the rows of a step whose texts are encoded in chunks. Inside the context `gather` may be called any
+        number of times, each time for some of these rows; the gradients add up in the one leaf that the optimiser
+        reads.
 
-        A part has a leaf of its own, so that a chunk's backward pass touches its rows only, not all U.
+        Each such call returns a separate leaf, so that a chunk's backward pass touches its rows only, not all U.
 
         Args:
-            rows_U: int64 [U], ascending, each once: all rows that the parts take.
+            rows_U: int64 [U], ascending, each once: all rows of the step.
         """
         self.gather(rows_U)
         self._in_parts = True
@@ -191,7 +196,7 @@ class RowTable(nn.Module):
         return part_CD
 
     def used_state(self) -> dict[str, Tensor]:
-        """The used rows' state [U, ...]: copies, or the state itself where all rows are used."""
+        """State [U, ...] of the rows used in this step: copies, or the state itself if all rows are used."""
         assert self.used is not None
         rows_U = self.used[0]
         if self._fetched is not None:
@@ -203,35 +208,35 @@ class RowTable(nn.Module):
 
     @torch.no_grad()
     def write_back(self, weight_UD: Tensor, state: dict[str, Tensor]) -> None:
-        """New values of the used rows, of the weight's dtype, and their state, as `used_state` gave it and changed in
-        place; the rows are then forgotten."""
+        """Write new values of the used rows, of the weight's dtype, and their state: the tensors of `used_state`,
+        changed in place. Ends the step's use of the rows (`forget`)."""
         assert self.used is not None
         rows_U, fetched = self.used[0], self._fetched
         self.forget()
         if fetched is not None:
             on_gpu, written = self.device.type == "cuda", {"weight": weight_UD, **state}
-            landing = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu) for name, x in written.items()}
+            copies = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu) for name, x in written.items()}
             for name, values in written.items():
-                landing[name].copy_(values, non_blocking=True)
-            arrived = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
-            self._landing = (fetched[0], landing, arrived)
+                copies[name].copy_(values, non_blocking=True)
+            copied = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
+            self._pending = (fetched[0], copies, copied)
         elif rows_U is not None:
             local = self._local(rows_U)
             for name, values in state.items():
                 self.state[name][local] = values
             self.weight[local] = weight_UD
-        elif weight_UD.data_ptr() != self.weight.data_ptr():  # a leaf of all rows in float32 is the weight itself
+        elif weight_UD.data_ptr() != self.weight.data_ptr():  # a float32 leaf of all rows is the weight itself
             self.weight.copy_(weight_UD)
 
     def forget(self) -> None:
-        """Drop what the step gathered."""
+        """Drop the rows that the step gathered."""
         self.used = self._fetched = None
 
     def _local(self, rows_U: Tensor) -> Tensor:
         return rows_U - self.first_row if self.first_row else rows_U
 
     def numpy(self) -> np.ndarray:
-        """The rows held here, float32 [n, D]; a view where they are float32 in host memory or a file."""
+        """The rows held here, float32 [n, D]; a view if they are float32 in host memory or in a file."""
         self.flush()
         return self.weight.detach().float().cpu().numpy()
 
@@ -241,10 +246,10 @@ def _at_least_float(rows: Tensor) -> Tensor:
 
 
 def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in a file of their size, mapped into memory.
+    """A tensor of zeros in a file that is mapped into memory.
 
-    The file's space is reserved, since a disk that fills up later would end the process without a word (SIGBUS), and
-    its name is removed, so that its space is free again once the process has ended, in whatever way.
+    The file's space is reserved, since a disk that fills up later would kill the process without a message (SIGBUS).
+    Its name is removed, so that the space is freed when the process ends for any reason.
 
     Raises:
         ArtifactError: not enough space.
@@ -260,7 +265,7 @@ def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
             return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
     except OSError as error:
         raise ArtifactError(
-            "no room for a table on disk", where=str(folder), got=str(error.strerror),
+            "not enough disk space for a table", where=str(folder), got=str(error.strerror),
             expected=f"{size * dtype.itemsize} bytes",
             fix="a run folder on a larger disk, model.clf_dtype: bf16, or optim.clf_state: adagrad",
         ) from error  # fmt: skip

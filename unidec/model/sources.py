@@ -1,4 +1,4 @@
-"""Where a transformer's files come from: an alias, a local folder, the weights of an installed package, or the hub."""
+"""Finds the files of a transformer: in a local folder, in an installed package, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unidec.errors import ArtifactError, ConfigError
 
 
 class Packaged(NamedTuple):
-    """Weights that an installable package carries: only its data files are read, its code is never imported."""
+    """Weights inside an installable package: only its data files are read, its code is never imported."""
 
     module: str
     folder: str
@@ -29,14 +29,14 @@ PACKAGED = {
 
 
 def resolve_encoder(name: str) -> Path:
-    """The local folder of a transformer (config.json, tokenizer.json, model.safetensors).
+    """The local folder of a transformer, with config.json, tokenizer.json and model.safetensors.
 
     Args:
-        name: an alias (`all-MiniLM-L6-v2`), a local folder, or a name on the hub. Tried in this order: local folder,
+        name: a local folder, an alias (`all-MiniLM-L6-v2`), or a name on the hub. Tried in this order: local folder,
             the weights of an installed package, the hub's local cache, the hub (unless `HF_HUB_OFFLINE=1`).
 
     Raises:
-        ArtifactError: not to be had, or a package whose weights are not the published ones.
+        ArtifactError: no such transformer, files are missing, or a package's weights are not the published ones.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -48,11 +48,11 @@ def resolve_encoder(name: str) -> Path:
         if spec is not None and spec.submodule_search_locations:
             folder = Path(spec.submodule_search_locations[0]) / packaged.folder
             weights = folder / "model.safetensors"
-            found = file_sha256(weights) if weights.is_file() else "no such file"
-            if found != packaged.sha256:
+            sha256 = file_sha256(weights) if weights.is_file() else "no such file"
+            if sha256 != packaged.sha256:
                 raise ArtifactError(
-                    f"the package {packaged.module} does not carry the published weights", where=str(weights),
-                    got=found, expected=packaged.sha256,
+                    f"the package {packaged.module} does not contain the published weights", where=str(weights),
+                    got=sha256, expected=packaged.sha256,
                     fix=f"reinstall unidec-xmc[{packaged.extra}], or give a local folder as encoder.name",
                 )  # fmt: skip
             return _checked(folder)
@@ -60,15 +60,18 @@ def resolve_encoder(name: str) -> Path:
 
 
 def check_positions(folder: Path, max_length: int) -> None:
-    """Refuse texts longer than a transformer can read. Raises ConfigError; ArtifactError: a damaged config.json."""
+    """Check that the transformer can read texts of `max_length` tokens.
+
+    Raises ConfigError: it cannot; ArtifactError: config.json is damaged.
+    """
     try:
-        most = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings") or max_length
+        limit = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings") or max_length
     except (ValueError, AttributeError) as error:
         raise ArtifactError("not a transformer's config.json", where=str(folder), got=str(error)) from error
-    if max_length > most:
+    if max_length > limit:
         raise ConfigError(
-            f"the transformer reads at most {most} tokens", where="tokens.max_length", got=max_length,
-            expected=f"at most {most}", fix=f"tokens.max_length: {most}, or another encoder.name",
+            f"the transformer reads at most {limit} tokens", where="tokens.max_length", got=max_length,
+            expected=f"at most {limit}", fix=f"tokens.max_length: {limit}, or another encoder.name",
         )  # fmt: skip
 
 
@@ -82,13 +85,14 @@ def _from_hub(name: str, packaged: Packaged | None) -> Path:
         offline = " (the hub is switched off by HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         hint = f"install unidec-xmc[{packaged.extra}], or " if packaged else ""
         raise ArtifactError(
-            f"no such transformer here{offline}", where="encoder.name", got=name,
+            f"transformer not found{offline}", where="encoder.name", got=name,
             expected="a local folder, an alias, or a name on the hub",
             fix=f"{hint}give a folder with config.json, tokenizer.json and model.safetensors",
         ) from error  # fmt: skip
 
 
 def _checked(folder: Path) -> Path:
+    """The folder itself. Raises ArtifactError: files are missing."""
     missing = [n for n in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / n).is_file()]
     if missing:
         raise ArtifactError(

@@ -1,14 +1,17 @@
 """UniDEC: a shared text encoder, a dual-encoder head, a classifier head and the classifier table.
 
-Legend: B texts, N texts in all, L labels, D width of a head, W width of the encoder.
+Legend: B texts of a batch, N all texts, L labels, D width of a head, W width of the encoder.
 
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
-queries, Psi an L x D table. Without `projection` g1 and g2 are the identity (DPR, NGAME, DEXML). With `clf_residual` a
-row of Psi is its label's text plus a free vector (SiameseXML), with `clf_gates` each entry times a learnt gate (DECAF),
-with `clf_graph` plus the texts of related labels (ECLARE), with `clf_queries` of its training queries (GraphSAGE). With
-`auxiliary` Phi_D of a label is normalize(g1(Phi(t)) + v), v learnt, one for each cluster of labels (DEXA: Dahiya et
-al. 2023). With `surrogate` the labels of a cluster share a row of Psi, which is learnt as the cluster's (Astec: Dahiya
-et al. 2021). With `levels` classifiers of label clusters train beside Psi (`unidec.model.label_tree`).
+queries, Psi an L x D table. Options of section `model` change this:
+
+- without `projection`: g1 and g2 are the identity (DPR, NGAME, DEXML);
+- `clf_residual`: a row of Psi is the vector of its label's text plus a free vector (SiameseXML); with `clf_gates` both
+  are multiplied by learnt gates (DECAF); with `clf_graph` the vectors of related labels' texts are added (ECLARE), with
+  `clf_queries` those of the label's training queries (GraphSAGE);
+- `auxiliary`: a label's Phi_D is normalize(g1(Phi(t)) + v), v learnt for each label cluster (DEXA: Dahiya et al. 2023);
+- `surrogate`: the labels of a cluster share a row of Psi, trained with clusters as labels (Astec: Dahiya et al. 2021);
+- `levels`: classifiers of label clusters train together with Psi (`unidec.model.label_tree`).
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ from unidec.sections import Encoder, Model
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PROJECT_BLOCK = 1 << 13  # texts whose encoder outputs are held, and go through the heads, at once
-START_BLOCK = 1 << 15  # rows of the table that are made at once (a multiple of the encoder's batches)
-LabelInput = Callable[[np.ndarray], Tensor]
+PROJECT_BLOCK = 1 << 13  # texts whose encoder outputs are in memory and pass the heads at once
+START_BLOCK = 1 << 15  # rows of the table that are computed at once (a multiple of the encoder's batch size)
+LabelInput = Callable[[np.ndarray], Tensor]  # from rows int64 [n] to encoder outputs [n, W]
 
 
 class UniDEC(nn.Module):
@@ -58,11 +61,13 @@ class UniDEC(nn.Module):
 
     Attributes:
         heads: "both", "de" or "clf".
-        table: Psi, `RowTable` [L, D] (with `clf_residual` its free vectors); bias: `RowTable` [L, 1] or None.
+        table: Psi, `RowTable` [L, D] (with `clf_residual` the free vectors); bias: `RowTable` [L, 1] or None.
         log_scale: float [2], log(1 / tau) of the two heads.
-        label_input: gives encoder outputs [n, W] of the labels at some rows, int64 [n]; set by who trains a residual
-            classifier, whose whole rows are computed with it; related_LN: csr [L, N], how much other texts are related
-            to each label, likewise with `clf_graph` (labels) or `clf_queries`; related_input gives theirs.
+        label_cluster: int64 [L], cluster of each label with `auxiliary`, `surrogate` or `levels`, else None.
+        label_input: returns the encoder outputs [n, W] of label rows, int64 [n], from which a residual classifier's
+            complete rows are computed; related_input: with `clf_queries` the same for training queries.
+        related_LN: csr [L, N], how much each label is related to labels (`clf_graph`) or training queries
+            (`clf_queries`). The trainer sets these three.
 
     Raises:
         ConfigError: without `projection`, `dim` is not the encoder's width.
@@ -99,10 +104,10 @@ class UniDEC(nn.Module):
             clusters = num_clusters(num_labels, size)
             self.label_cluster = torch.zeros(num_labels, dtype=torch.int64)
         if settings.surrogate and placement.num_rows:
-            placement = replace(placement, num_rows=clusters)  # on one rank alone
+            placement = replace(placement, num_rows=clusters)  # surrogate trains on one rank only
         self.tree: LabelTree | None = None
         if settings.levels:
-            counts = [num_clusters(num_labels, each) for each in settings.levels]
+            counts = [num_clusters(num_labels, cluster_size) for cluster_size in settings.levels]
             self.tree = LabelTree(counts, encoder.width, settings.dropout)
         if self.heads != "clf":
             layers = [nn.Linear(encoder.width, settings.dim), nn.Tanh()] if settings.projection else [nn.Identity()]
@@ -141,12 +146,12 @@ class UniDEC(nn.Module):
         params: dict[str, Any],
         placement: Placement = HERE,
     ) -> UniDEC:
-        """A new model on a pretrained transformer's folder; call under a seed.
+        """A new model on a pretrained transformer; the caller seeds torch's random numbers.
 
         Args:
-            folder: of `resolve_encoder`; a bag alone takes its token embeddings and tokenizer only.
+            folder: from `resolve_encoder`; a bag alone uses the transformer's token embeddings and tokenizer only.
             num_tokens: size of the tokenizer's vocabulary.
-            params: all parameters, kept with the model.
+            params: all parameters, saved with the model.
         """
         transformer = load_transformer(folder)
         start_VD = transformer.get_input_embeddings().weight.detach()  # type: ignore[operator]
@@ -170,16 +175,18 @@ class UniDEC(nn.Module):
 
     @torch.no_grad()
     def start_table(self, label_input: LabelInput | None = None) -> None:
-        """Psi's start: label embeddings through the classifier's own head, Xavier, or N(0, 0.02) (Renee).
+        """Initialise Psi as `model.clf_init` says: from label embeddings, by Xavier, or from N(0, 0.02) (Renee).
 
-        Embeddings have unit length; where the encoder's own vectors have not (a transformer that trains alone), the
-        inverse of their length, so that scores begin as cosines: unit rows would give logits of several tens, and a
-        softmax without a gradient. A residual classifier's free vectors start at 0. Block by block, so that no second
-        table is in memory. Random rows are drawn for all labels from the default generator of the model's device: the
-        same wherever the table lives and whatever part of it is held here.
+        Label embeddings are texts through the classifier head, scaled to unit length. If the encoder's vectors have no
+        unit length (a transformer that trains alone), they are scaled to the inverse of their length, so that scores
+        start as cosines: unit rows would give logits of several tens, and a softmax without a gradient. The free
+        vectors of a residual classifier start at 0.
+
+        Works in blocks, so that no second table is in memory. Random rows are drawn for all labels from the default
+        generator of the model's device: they are the same wherever the table lives and whichever rows are held here.
 
         Args:
-            label_input: only for "label_embedding": gives encoder outputs [n, W] of the labels at some rows.
+            label_input: needed for "label_embedding" only: returns encoder outputs [n, W] of label rows.
         """
         if self.table is None or self.head_clf is None or self.settings.clf_residual:
             return
@@ -201,51 +208,57 @@ class UniDEC(nn.Module):
                 self.table.weight[begin - first : until - first] = rows_BD[begin - start : until - start]
 
     def _random_rows(self, count: int) -> Tensor:
+        """Random rows float32 [count, D], by Xavier or from N(0, 0.02)."""
         rows_BD = torch.empty(count, self.settings.dim, device=self.device)
         if self.settings.clf_init == "normal":
             return rows_BD.normal_(std=0.02)
         rows = self.table.num_rows if self.table is not None else count
-        bound = math.sqrt(3.0) * math.sqrt(2.0 / (rows + self.settings.dim))  # of the whole table
+        bound = math.sqrt(3.0) * math.sqrt(2.0 / (rows + self.settings.dim))  # Xavier's, for the whole table
         return rows_BD.uniform_(-bound, bound)
 
     def text_rows(self, x_SW: Tensor) -> Tensor:
-        """What labels' texts add to their rows of a residual classifier: Phi_C at unit length, float32 [S, D].
+        """The text part of a residual classifier's rows: Phi_C of labels' texts, scaled to unit length, float32 [S, D].
 
         Args:
-            x_SW: the encoder's outputs of the texts; in training the head's dropout is at work, as for queries.
+            x_SW: encoder outputs of the texts; in training the head's dropout applies, as for queries.
         """
         return F.normalize(self.clf(x_SW), dim=-1)
 
     def residual_rows(self, text_SD: Tensor, free_SD: Tensor, related_SD: Tensor | None) -> Tensor:
-        """Rows of a residual classifier, [S, D]: the sum of text and free vector, or gate by gate (DECAF: Mittal et al.
-        2021), plus gate by gate what `related_texts` gives (ECLARE: Mittal et al. 2021; GraphSAGE: Hamilton et al.
-        2017, whose aggregators are matrices in place of gates).
+        """Rows of a residual classifier, [S, D]: text vector plus free vector, each times a gate per dimension with
+        `clf_gates` (DECAF: Mittal et al. 2021), plus gated vectors of `related_texts` (ECLARE: Mittal et al. 2021;
+        GraphSAGE: Hamilton et al. 2017, whose aggregators are matrices instead of gates).
 
-        Gates of the first two are 2 sigmoid(g), g = 0 at first (the paper: sigmoid(g)), those of the third begin at 0
-        (the paper: a softmax over the parts), with `clf_queries` at 1: so a row begins as the sum.
+        The first two gates are 2 sigmoid(g), and g starts at 0 (the paper: sigmoid(g)). The third gate starts at 0 (the
+        paper: a softmax over the parts), with `clf_queries` at 1. So a row starts as a plain sum.
         """
         if self.gates is not None:
             text_gate_D, free_gate_D = (2 * torch.sigmoid(self.gates)).chunk(2)
             text_SD, free_SD = text_gate_D * text_SD, free_gate_D * free_SD
         row_SD = free_SD + text_SD
-        if related_SD is None or self.related_gate is None:
-            return row_SD
-        return row_SD + self.related_gate * related_SD
+        if related_SD is not None and self.related_gate is not None:
+            row_SD = row_SD + self.related_gate * related_SD
+        return row_SD
 
     def _text_rows(self, x_BW: Tensor) -> Tensor:
-        """The same without dropout."""
+        """`text_rows` without dropout, of the head's dtype."""
         assert self.head_clf is not None
         return F.normalize(self.head_clf[0](x_BW), dim=-1)
 
     def de(self, x_BW: Tensor, labels_S: Tensor | None = None) -> Tensor:
-        """Phi_D, unit length unless `normalize` is off, float32 [B, D]; `labels_S`, int64, are the labels whose texts
-        the last ones are: with `auxiliary` the vectors of their clusters are added."""
+        """Phi_D, float32 [B, D], of unit length unless `normalize` is off.
+
+        Args:
+            x_BW: encoder outputs.
+            labels_S: int64, the labels whose texts are the last S rows of `x_BW`; with `auxiliary` the vectors of their
+                clusters are added.
+        """
         assert self.head_de is not None
         de_BD = self.head_de(x_BW).float()
         if labels_S is not None and self.auxiliary is not None and self.label_cluster is not None:
-            own = len(de_BD) - len(labels_S)
+            num_queries = len(de_BD) - len(labels_S)
             vector_SD = F.embedding(self.label_cluster[labels_S], self.auxiliary)
-            de_BD = torch.cat([de_BD[:own], de_BD[own:] + vector_SD])
+            de_BD = torch.cat([de_BD[:num_queries], de_BD[num_queries:] + vector_SD])
         return F.normalize(de_BD, dim=-1) if self.settings.normalize else de_BD
 
     def clf(self, x_BW: Tensor) -> Tensor:
@@ -269,10 +282,10 @@ class UniDEC(nn.Module):
         """Encoder outputs float32 [n, W] of texts, without dropout.
 
         Args:
-            name: source of the texts for the input builder's caches ("queries" or "labels").
+            name: source of the texts in the input builder's caches ("queries" or "labels").
             rows: which texts; None: all.
-            build: an input builder with caches; None: nothing is cached.
-            bar: counts the texts.
+            build: an input builder with caches; None: one without caches.
+            bar: progress bar, advanced by the number of texts.
         """
         rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
         was_training = self.training
@@ -288,7 +301,7 @@ class UniDEC(nn.Module):
         self, name: str, tokens: Tokens, rows: np.ndarray, build: InputBuilder | None, batch_size: int,
         bar: Progress[Any] | None,
     ) -> Iterator[Tensor]:  # fmt: skip
-        """The encoder's outputs of each batch, float32 on the device."""
+        """Yields the encoder's outputs of each batch, float32 on the device."""
         build = build or InputBuilder(self.encoder, self.device)
         for start in range(0, len(rows), batch_size):
             batch = build([(name, tokens, rows[start : start + batch_size])])
@@ -301,13 +314,14 @@ class UniDEC(nn.Module):
         self, name: str, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None,
         batch_size: int = 1024, desc: str | None = None, only: Literal["de", "clf"] | None = None,
     ) -> tuple[np.ndarray | None, np.ndarray | None]:  # fmt: skip
-        """(Phi_D, Phi_C) float32 [n, D] of texts, None for a head that is not there or not wanted.
+        """(Phi_D, Phi_C) float32 [n, D] of texts; None for a head that the model does not have or `only` excludes.
 
-        The encoder's outputs are never held for all texts; heads compute in float32 also under autocast, as in training
-        and in serving.
+        Encoder outputs are in memory for a block of texts at a time. Heads compute in float32 also under autocast, as
+        in serving.
 
         Args:
-            desc: shows progress under this name. The others are those of `encode`.
+            desc: title of a progress bar; None: no progress bar. The other arguments are those of `encode`.
+            only: compute this head only.
         """
         rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
         block = max(PROJECT_BLOCK // batch_size, 1) * batch_size
@@ -325,37 +339,37 @@ class UniDEC(nn.Module):
                     x_BW = torch.cat(list(outputs))
                     labels = to_device(rows[start : start + block], self.device) if name == "labels" else None
                     with torch.autocast(self.device.type, enabled=False):
-                        each = [self.de(x_BW, labels) if key == "de" else self.clf(x_BW) for key in heads]
-                        heads_BD = torch.cat(each, dim=-1)
+                        vectors = [self.de(x_BW, labels) if key == "de" else self.clf(x_BW) for key in heads]
+                        heads_BD = torch.cat(vectors, dim=-1)
                     yield heads_BD
 
-            for start, found in zip(range(0, len(rows), block), all_to_host(projected()), strict=True):
-                for key, own in zip(heads, np.split(found, len(heads), axis=1), strict=True):
-                    out[key][start : start + block] = own
+            for start, heads_BD in zip(range(0, len(rows), block), all_to_host(projected()), strict=True):
+                for key, vectors_BD in zip(heads, np.split(heads_BD, len(heads), axis=1), strict=True):
+                    out[key][start : start + block] = vectors_BD
         self.train(was_training)
         return out.get("de"), out.get("clf")
 
     def encode_queries(
         self, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None, batch_size: int = 1024
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """(Phi_D unit length, Phi_C) float32 [n, D] of query texts; None for a head that is not there."""
+        """(Phi_D, Phi_C) float32 [n, D] of query texts; None for a head that the model does not have."""
         return self.vectors("queries", tokens, rows, build, batch_size)
 
     def encode_labels(
         self, tokens: Tokens, build: InputBuilder | None = None, batch_size: int = 1024
     ) -> np.ndarray | None:
-        """Phi_D of label texts, float32 [L, D] unit length; None without a dual-encoder head."""
+        """Phi_D of label texts, float32 [L, D]; None without a dual-encoder head."""
         return self.vectors("labels", tokens, None, build, batch_size, only="de")[0]
 
     def classifier_table(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Psi float32 [L, D] and the bias float32 [L] (of the rows held here), None where there is none.
+        """(Psi float32 [L, D], bias float32 [L]) of the rows held here; None for what the model does not have.
 
-        A residual classifier's rows are whole here: text and free vector; with `surrogate` each label has its
-        cluster's.
+        Rows of a residual classifier are complete: text and free vector. With `surrogate` each label has the row of its
+        cluster.
         """
         weight = None if self.table is None else self.table.numpy()
         if weight is not None and self.settings.clf_residual:
-            weight = self._with_texts(weight)
+            weight = self._complete_rows(weight)
         bias = None if self.bias is None else self.bias.numpy()[:, 0]
         if weight is not None and self.settings.surrogate and self.label_cluster is not None:
             cluster_L = self.label_cluster.cpu().numpy()
@@ -363,51 +377,50 @@ class UniDEC(nn.Module):
         return weight, bias
 
     @torch.no_grad()
-    def _with_texts(self, free_LD: np.ndarray) -> np.ndarray:
-        """Rows of a residual classifier from its free vectors, float32 [n, D]."""
+    def _complete_rows(self, free_LD: np.ndarray) -> np.ndarray:
+        """Rows of a residual classifier, given its free vectors, float32 [n, D]."""
         assert self.table is not None and self.label_input is not None, "a residual classifier needs its labels' texts"
         first, rows_LD, text_ND = self.table.first_row, np.empty_like(free_LD), None
-        if self.related_LN is not None:  # all of them: a row reads those of others
-            end, given = self.related_LN.shape[1], self.related_input
-            text_ND = torch.cat([self._texts_of(at, end, given).cpu() for at in range(0, end, START_BLOCK)]).numpy()
+        label_input, related_input = self.label_input, self.related_input or self.label_input
+        if self.related_LN is not None:  # vectors of all N texts: any of them may be related to a label
+            num_texts = self.related_LN.shape[1]
+            blocks = (range(at, min(at + START_BLOCK, num_texts)) for at in range(0, num_texts, START_BLOCK))
+            text_ND = torch.cat([self._text_part(block, related_input).cpu() for block in blocks]).numpy()
         for begin in range(0, len(free_LD), START_BLOCK):
             end, related_BD = min(begin + START_BLOCK, len(free_LD)), None
             if self.related_LN is not None:
                 sums_BD = (self.related_LN[first + begin : first + end] @ text_ND).astype(np.float32)
                 related_BD = F.normalize(torch.from_numpy(sums_BD).to(self.device), dim=-1)
-            text_BD, free_BD = self._texts_of(first + begin, first + end), torch.from_numpy(free_LD[begin:end])
-            rows_LD[begin:end] = self.residual_rows(text_BD, free_BD.to(self.device), related_BD).cpu().numpy()
+            text_BD = self._text_part(range(first + begin, first + end), label_input)
+            free_BD = torch.from_numpy(free_LD[begin:end]).to(self.device)
+            rows_LD[begin:end] = self.residual_rows(text_BD, free_BD, related_BD).cpu().numpy()
         return rows_LD
 
-    def _texts_of(self, begin: int, end: int, given: LabelInput | None = None) -> Tensor:
-        """What the texts of a block of labels (or of what is `given`), up to `end`, add to rows, float32 [n, D]."""
-        given = given or self.label_input
-        assert given is not None
-        return self._text_rows(given(np.arange(begin, min(begin + START_BLOCK, end))).to(self.device)).float()
+    def _text_part(self, block: range, text_input: LabelInput) -> Tensor:
+        """The text part of rows without dropout, float32 [n, D], for a block of the texts that `text_input` encodes."""
+        return self._text_rows(text_input(np.arange(block.start, block.stop)).to(self.device)).float()
 
     def dense_state(self) -> dict[str, Tensor]:
-        """The state without the tables' weights."""
+        """The state dict without the tables' weights."""
         tables = {f"{name}.weight" for name in self.tables()}
         return {name: value for name, value in self.state_dict().items() if name not in tables}
 
     def load_dense_state(self, tensors: dict[str, Tensor]) -> None:
-        """Copy in what `dense_state` gave.
+        """Copy the tensors of a `dense_state` into this model. Raises RuntimeError: names or shapes differ."""
 
-        Raises:
-            RuntimeError: names or shapes of another model.
-        """
-        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        copy_into(
-            self.dense_state(),
-            shapes,
-            lambda name, *rows: tensors[name][slice(*rows)] if rows[0] is not None else tensors[name],
-        )
+        def read(name: str, *rows: int | None) -> Tensor:
+            return tensors[name] if rows[0] is None else tensors[name][slice(*rows)]
+
+        copy_into(self.dense_state(), {name: tuple(value.shape) for name, value in tensors.items()}, read)
 
     def save_into(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened.
 
-        A residual classifier and one of clusters become ordinary ones, a second table in memory meanwhile; a label
-        tree, which only trains, is left out.
+        A residual classifier, or one of clusters, is saved as an ordinary one, which needs memory for a second table. A
+        label tree is not saved, since only training uses it.
+
+        Args:
+            extra: further entries of config.json.
         """
         assert self.config_folder is not None
         state, settings = self.state_dict(), self.settings
@@ -445,38 +458,40 @@ class UniDEC(nn.Module):
         """A model from its folder, ready to encode.
 
         Args:
-            rows: also the classifier's rows and biases and auxiliary vectors; without them these are None, and the file
-                need not have them (a bundle keeps vectors beside the model).
+            verify: check the hashes of the files.
+            rows: also load the classifier's rows and biases and the auxiliary vectors; otherwise these are None, and
+                the file need not have them (a bundle stores label vectors outside the model).
 
         Raises:
             ArtifactError: missing, damaged, of a newer version, or weights that do not fit the configuration.
         """
         path = Path(path)
         read_manifest(path, KIND, VERSION, verify=verify)
-        about = ModelConfig.read(path)
+        config = ModelConfig.read(path)
         try:
-            transformer = empty_transformer(about.config_folder) if about.encoder.has_transformer else None
-            encoder = TextEncoder(about.encoder, transformer, about.num_tokens, about.width)
+            transformer = empty_transformer(config.config_folder) if config.encoder.has_transformer else None
+            encoder = TextEncoder(config.encoder, transformer, config.num_tokens, config.width)
             placement = HERE if rows else Placement(num_rows=0)
-            model = cls(about.encoder, about.settings, about.num_labels, encoder, placement)
+            model = cls(config.encoder, config.settings, config.num_labels, encoder, placement)
             if not rows:
                 model.table = model.bias = model.auxiliary = model.label_cluster = None
-            model.encoder.unit_vectors = about.unit_vectors
+            model.encoder.unit_vectors = config.unit_vectors
             with open_tensors(path / WEIGHTS) as file:
                 names = [name for name in file.names if rows or name not in BY_LABEL]
                 copy_into(model.state_dict(), {name: file.shape(name) for name in names}, file.read)
         except (KeyError, ValueError, TypeError, RuntimeError, OSError, ConfigError, ArtifactError) as error:
             raise misfit(path, error) from error
-        model.max_length, model.params = about.max_length, about.params
-        model.config_folder, model.tokenizer_folder = about.config_folder, about.tokenizer_folder
+        model.max_length, model.params = config.max_length, config.params
+        model.config_folder, model.tokenizer_folder = config.config_folder, config.tokenizer_folder
         return model.to(device).eval()
 
 
 def related_texts(text_ND: Tensor, row_E: Tensor, col_E: Tensor, weight_E: Tensor, *, num_labels: int) -> Tensor:
-    """Weighted sums of the texts that are related to each label, at unit length (0 where none is), [S, D].
+    """For each label the weighted sum of its related texts' vectors, scaled to unit length (0 without any), [S, D].
 
     Args:
-        text_ND: [N, D]; row_E, col_E: int64 [E], places of a label and of a text related to it; weight_E: how much.
+        text_ND: vectors of texts.
+        row_E, col_E: int64 [E], positions of a label and of a text that is related to it; weight_E: how much it is.
         num_labels: S.
     """
     weighted_ED = rows_at(text_ND, col_E) * weight_E.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""A model's weights from a file: all of another model's, or those that a new model starts from.
+"""Copies weights from a file into a model: all of them, or those of an earlier model that a new one starts from.
 
 Legend: W width of the encoder, D width of a head.
 """
@@ -19,23 +19,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COPY_BLOCK = 1 << 17  # rows copied at once
-# keys of a transformer's config.json that do not change what it computes
+# keys of a transformer's config.json that do not affect its outputs
 _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 
-# of section `encoder`: where the weights come from and how they train, not what they compute
+# keys of section `encoder` that say where weights come from and how they train, but do not affect outputs otherwise
 _TRAINING = {"name", "start", "frozen", "trainable_layers", "dropout", "bag_dropout"}
 
 Read = Callable[[str, int | None, int | None], "Tensor"]
 
 
-def copy_into(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], read: Read) -> None:
-    """Copy tensors of the same names and shapes into `own`, a block of rows at a time; `read` gives rows from begin to
-    end of a tensor, or with None all of it. Raises RuntimeError: other names or shapes."""
-    missing, unknown = own.keys() - shapes.keys(), shapes.keys() - own.keys()
+def copy_into(targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], read: Read) -> None:
+    """Copy tensors into `targets` by name, a block of rows at a time.
+
+    Args:
+        shapes: of the tensors to copy.
+        read: returns a tensor's rows from begin to end, or with None the whole tensor.
+
+    Raises:
+        RuntimeError: names or shapes differ from those of `targets`.
+    """
+    missing, unknown = targets.keys() - shapes.keys(), shapes.keys() - targets.keys()
     if missing or unknown:
         raise RuntimeError(f"missing: {', '.join(sorted(missing)) or 'nothing'}; "
                            f"unknown: {', '.join(sorted(unknown)) or 'nothing'}")  # fmt: skip
-    for name, tensor in own.items():
+    for name, tensor in targets.items():
         if shapes[name] != tuple(tensor.shape):
             raise RuntimeError(f"{name}: shape {list(shapes[name])} instead of {list(tensor.shape)}")
         if tensor.dim() == 0:
@@ -47,32 +54,39 @@ def copy_into(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
 
 
 def output_settings(settings: Encoder) -> dict[str, Any]:
-    """What decides an encoder's outputs beside its weights: all keys but those that say how it trains."""
+    """The settings that, besides the weights, decide an encoder's outputs: all keys except `_TRAINING`."""
     return settings.model_dump(exclude=_TRAINING)
 
 
 def start_sha256(folder: str | Path) -> str:
-    """Hash of an exported model: of its manifest, which has those of its files. Raises ArtifactError: no such model."""
+    """sha256 of an exported model's manifest, which contains the hashes of its files. Raises ArtifactError: there is no
+    such model."""
     read_manifest(folder, KIND, VERSION, verify=False)
     return file_sha256(Path(folder) / MANIFEST)
 
 
 def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, folder: str | Path) -> list[str]:
-    """What makes an exported model's encoder (folder) another one than section `encoder` asks for; [] where it fits.
+    """Names of the settings in which an exported model's encoder (in `folder`) differs from section `encoder`; empty if
+    it fits.
 
-    `transformer` and `tokenizer` are the folders of config.json and tokenizer.json. Raises ArtifactError: one of the
-    files is not readable.
+    Args:
+        transformer, tokenizer: folders of the new model's config.json and tokenizer.json.
+
+    Raises:
+        ArtifactError: one of the files is not readable.
     """
     folder = Path(folder)
     try:
         tokens_differ = _json(tokenizer / "tokenizer.json") != _json(folder / "tokenizer/tokenizer.json")
-        configs = [_json(place / "config.json") for place in (transformer, folder / "encoder_config")]
-        given = Encoder(**_json(folder / "config.json")["encoder"])
+        configs = [_json(parent / "config.json") for parent in (transformer, folder / "encoder_config")]
+        start_settings = Encoder(**_json(folder / "config.json")["encoder"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError("no readable model to start from", where=str(folder), got=str(error)[:200]) from error
-    own, theirs = output_settings(settings), output_settings(given)
+        raise ArtifactError(
+            "the model to start from cannot be read", where=str(folder), got=str(error)[:200]
+        ) from error  # fmt: skip
+    new, start = output_settings(settings), output_settings(start_settings)
     differing = ["tokenizer"] if tokens_differ else []
-    differing += [f"encoder.{key}" for key in own if key != "residual" and own[key] != theirs[key]]
+    differing += [f"encoder.{key}" for key in new if key != "residual" and new[key] != start[key]]
     if settings.has_transformer:
         keys = sorted((configs[0].keys() | configs[1].keys()) - _NOTES)
         differing += [key for key in keys if configs[0].get(key) != configs[1].get(key)]
@@ -83,19 +97,19 @@ def take_start(
     model: Any, folder: str | Path, *, where: str = "encoder.start",
     fix: str = "set section encoder and model.dim as the start was trained with; its config.json has them",
 ) -> None:  # fmt: skip
-    """Give a new model the encoder and heads of an exported one (`encoder.start`, or a warm start's).
+    """Copy the encoder and heads of an exported model (of `encoder.start`, or of a warm start) into a new model.
 
-    The encoder must be the same, but for a residual network that the start does not have: it begins as the identity. A
-    head that the start does not have begins as its other head's linear layer: a classifier that follows a dual encoder
-    alone (NGAME's second stage) begins in the space that was learnt. Table, bias and temperatures are not taken.
+    The encoders must be the same, except that the start may lack the residual network, which then stays the identity. A
+    head that the start lacks gets the linear layer of the start's other head: a classifier after a dual encoder alone
+    (NGAME's second stage) starts in the learnt space. Table, bias and temperatures are not copied.
 
     Args:
         model: a `UniDEC` whose `tokenizer_folder` and `config_folder` are set.
-        where, fix: what an error names.
+        where, fix: fields of the errors.
 
     Raises:
-        ArtifactError: no exported model in the folder, or a damaged one.
-        ConfigError: its encoder or a head is another one.
+        ArtifactError: the folder has no exported model, or a damaged one.
+        ConfigError: its encoder or one of its heads differs.
     """
     import torch
 
@@ -106,35 +120,36 @@ def take_start(
     differing = start_differences(model.encoder_settings, model.config_folder, model.tokenizer_folder, folder)
     if differing:
         raise ConfigError(
-            "the model to start from is on another transformer, or has another encoder", where=where,
-            got=f"{folder}: another {', '.join(differing[:5])}", fix=fix,
+            "the encoder of the model to start from differs from this model's", where=where,
+            got=f"{folder}: differs in {', '.join(differing[:5])}", fix=fix,
         )  # fmt: skip
     config = _json(folder / "config.json")
-    if Model(**config["model"]).projection != model.settings.projection:
+    start_projects = Model(**config["model"]).projection
+    if start_projects != model.settings.projection:
         raise ConfigError(
-            "the model to start from differs in whether its heads are layers over the encoder", where=where,
-            got=str(folder), fix=f"model.projection: {str(not model.settings.projection).lower()}",
+            "model.projection differs from that of the model to start from", where=where,
+            got=str(folder), fix=f"model.projection: {str(start_projects).lower()}",
         )  # fmt: skip
     model.encoder.unit_vectors = bool(config.get("unit_vectors", Encoder(**config["encoder"]).unit_vectors))
-    own = dict(model.state_dict())
+    state = dict(model.state_dict())
     with torch.no_grad(), open_tensors(folder / WEIGHTS) as file:
         shapes = {name: file.shape(name) for name in file.names}
-        sources = {name: name for name in [*own, *shapes] if name.startswith("encoder.")}
+        sources = {name: name for name in [*state, *shapes] if name.startswith("encoder.")}  # from new to start's name
         if not any(name.startswith("encoder.residual.") for name in shapes):
             sources = {name: name for name in sources if not name.startswith("encoder.residual.")}
         for head, other in (("head_de", "head_clf"), ("head_clf", "head_de")):
-            given = head if f"{head}.0.weight" in shapes else other
-            sources |= {f"{head}.0.{x}": f"{given}.0.{x}" for x in ("weight", "bias") if f"{head}.0.{x}" in own}
-        there = {name: shapes[source] for name, source in sources.items() if source in shapes}
+            source = head if f"{head}.0.weight" in shapes else other
+            sources |= {f"{head}.0.{x}": f"{source}.0.{x}" for x in ("weight", "bias") if f"{head}.0.{x}" in state}
+        start_shapes = {name: shapes[source] for name, source in sources.items() if source in shapes}
 
         def read(name: str, *rows: Any) -> Tensor:
             return file.read(sources[name], *rows)
 
         try:
-            copy_into({name: own[name] for name in sources if name in own}, there, read)
+            copy_into({name: state[name] for name in sources if name in state}, start_shapes, read)
         except RuntimeError as error:
             raise ConfigError(
-                "the model to start from has another encoder or another width of its heads", where=where,
+                "the model to start from has an encoder or heads of other shapes", where=where,
                 got=f"{folder}: {error}"[:300], fix=fix,
             ) from error  # fmt: skip
 

@@ -1,9 +1,10 @@
-"""Whole words as further tokens of a bag, which cannot tell "lib ##ssl" from "lib" and "##ssl" apart.
+"""Whole words as additional tokens of a bag: without word order, the pieces "lib ##ssl" of a word do not differ from
+"lib" and "##ssl" in two words.
 
-Each word of several pieces gets one more row of the bag's table, found by a hash of its pieces (the hashing trick:
-Weinberger et al. 2009): there is no vocabulary to build or to keep.
+Each word of several pieces gets a row of the bag's table by a hash of its pieces (the hashing trick: Weinberger et al.
+2009), so that no vocabulary of words has to be built or stored.
 
-Legend: F tokens of all texts, B texts, V tokens of the vocabulary, M words of several pieces.
+Legend: F tokens of all texts, B texts, V tokens of the vocabulary, W words, M words of several pieces.
 """
 
 from __future__ import annotations
@@ -16,53 +17,53 @@ from numpy.typing import NDArray
 
 from unidec.errors import ConfigError
 
-PLACES = 1 << 20  # a piece's place in its word is below
-_STARTS = ("▁", "Ġ")  # how SentencePiece and byte-level BPE mark the first piece of a word; WordPiece marks the rest
+PLACES = 1 << 20  # bound on a piece's position in its word
+_STARTS = ("▁", "Ġ")  # mark a word's first piece in SentencePiece and byte-level BPE; WordPiece marks the other pieces
 ODD = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and multipliers
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.bool_]:
-    """Which tokens continue a word, bool [V], by the marks of the tokenizer's model.
+    """Whether each token continues a word, bool [V], by the marks that the tokenizer's model uses.
 
     Raises:
-        ConfigError: a tokenizer whose pieces do not show where a word begins.
+        ConfigError: the tokenizer's pieces do not show where a word begins.
     """
     from tokenizers import Tokenizer
 
     file = tokenizer_folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
-    described = json.loads(file.read_text(encoding="utf-8"))
-    whole = tokenizer.get_vocab(with_added_tokens=True)
-    prefix = described["model"].get("continuing_subword_prefix")
+    description = json.loads(file.read_text(encoding="utf-8"))
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    prefix = description["model"].get("continuing_subword_prefix")
     if prefix:
-        found = [number for token, number in whole.items() if token.startswith(prefix)]
-    elif any(token.startswith(_STARTS) for token in whole):
-        added = {token["content"] for token in described.get("added_tokens", [])}
-        found = [number for token, number in whole.items() if not token.startswith(_STARTS) and token not in added]
+        ids = [number for token, number in vocab.items() if token.startswith(prefix)]
+    elif any(token.startswith(_STARTS) for token in vocab):
+        added = {token["content"] for token in description.get("added_tokens", [])}
+        ids = [number for token, number in vocab.items() if not token.startswith(_STARTS) and token not in added]
     else:
         raise ConfigError(
-            "this tokenizer's pieces do not show where a word begins", where="encoder.bag_words", got=str(file),
+            "the tokenizer's pieces do not show where a word begins", where="encoder.bag_words", got=str(file),
             expected="WordPiece, SentencePiece or byte-level BPE", fix="encoder.bag_words: 0",
         )  # fmt: skip
     continues_V = np.zeros(num_tokens, dtype=bool)
-    continues_V[[number for number in found if number < num_tokens]] = True
+    continues_V[[number for number in ids if number < num_tokens]] = True
     return continues_V
 
 
 def with_words(
     flat_F: NDArray[np.int64], lengths_B: NDArray[np.int64], continues_V: NDArray[np.bool_], num_buckets: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of some texts, each followed by its words of several pieces: ids int64 from V to V + num_buckets.
+    """Token ids of some texts, with an id from V to V + num_buckets - 1 inserted for each word of several pieces.
 
     Args:
-        flat_F, lengths_B: int64 ids below V, text after text, and the tokens of each.
-        continues_V: of `continuing_pieces`.
+        flat_F, lengths_B: int64, ids below V of all texts in order, and the number of tokens of each text.
+        continues_V: from `continuing_pieces`.
 
     Returns:
-        (ids int64 [F + M], lengths int64 [B]): a word's own id follows its last piece.
+        (ids int64 [F + M], lengths int64 [B]); a word's id follows its last piece.
     """
-    start_W, pieces_W = _cut(flat_F, lengths_B, continues_V)
+    start_W, pieces_W = _words(flat_F, lengths_B, continues_V)
     several = np.flatnonzero(pieces_W > 1)
     if not len(several):
         return flat_F, lengths_B
@@ -80,21 +81,28 @@ def word_keys(
     continues_V: NDArray[np.bool_],
     skipped_V: NDArray[np.bool_],
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Every word of some texts by a 64-bit hash of its pieces, text after text: (hashes uint64 [W], words of each text
-    int64 [B]). `skipped_V` are tokens that are no part of a text (special ones); the others are as in `with_words`."""
+    """64-bit hashes of all words of some texts.
+
+    Args:
+        skipped_V: bool [V], special tokens, which are not part of a text. The other arguments are those of
+            `with_words`.
+
+    Returns:
+        (hashes uint64 [W] of all texts in order, number of words of each text int64 [B]).
+    """
     keep_F = ~skipped_V[flat_F]
     text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)[keep_F]
     flat_F, lengths_B = flat_F[keep_F], np.bincount(text_F, minlength=len(lengths_B))
-    start_W, pieces_W = _cut(flat_F, lengths_B, continues_V)
+    start_W, pieces_W = _words(flat_F, lengths_B, continues_V)
     if not len(start_W):
         return np.zeros(0, dtype=np.uint64), lengths_B
     return mixed(_keys(flat_F, start_W, pieces_W)), np.bincount(text_F[start_W], minlength=len(lengths_B))
 
 
-def _cut(
+def _words(
     flat_F: NDArray[np.int64], lengths_B: NDArray[np.int64], continues_V: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each word begins, and its number of pieces, int64 [W]; no word continues in the next text."""
+    """Position of each word's first piece, and its number of pieces, int64 [W]. A text's first piece begins a word."""
     begins_F = ~continues_V[flat_F]
     ends_B = np.cumsum(lengths_B)
     begins_F[(ends_B - lengths_B)[lengths_B > 0]] = True
@@ -103,14 +111,16 @@ def _cut(
 
 
 def _keys(flat_F: NDArray[np.int64], start_W: NDArray[np.int64], pieces_W: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A sum of mixed (piece, place in the word) for each word: order matters, and any length takes one pass."""
+    """Hash of each word, uint64 [W]: the sum of hashes of (piece, position in the word), which depends on the order of
+    the pieces and takes one pass for words of any length."""
     place_F = np.arange(len(flat_F)) - np.repeat(start_W, pieces_W)
     key_F = mixed(flat_F.astype(np.uint64) * np.uint64(PLACES) + place_F.astype(np.uint64))
     return np.add.reduceat(key_F, start_W)
 
 
 def mixed(key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser: every bit of the key moves every bit of the result. Overflow is meant."""
+    """splitmix64's finaliser, a hash in which every bit of the key affects every bit of the result. Integer overflow is
+    intended."""
     key = key + ODD
     key = (key ^ (key >> np.uint64(30))) * MIX[0]
     key = (key ^ (key >> np.uint64(27))) * MIX[1]

@@ -1,12 +1,15 @@
-"""Checkpoints of a training run: everything that decides its future, whole or absent.
+"""Checkpoints of a training run: all state that its further steps depend on, written atomically.
 
-Layout of a run's folder: `checkpoints/step-0000000120/` with `dense.safetensors`, `rows-00000.safetensors` (a file a
-rank: `<table>/<name>`, the ranges of rows in the file's metadata), `state.json`, `manifest.json`; `checkpoints/latest`
-(a name, for people); `refresh/epoch-00004/` (clusters and hard negatives of a round; a checkpoint inside the round
-names its sha256, and is not whole without it).
+Layout of a run's folder:
 
-A save goes: temporary folder beside, files, fsync, manifest, fsync, rename, fsync of the parent, read back, `latest`,
-and then all but the newest two that are whole are removed. Readers take the newest that is whole.
+- `checkpoints/step-0000000120/`: `dense.safetensors`; `rows-00000.safetensors`, one file for each rank with tensors
+  `<table>/<name>` and the ranges of rows in its metadata; `state.json`; `manifest.json`;
+- `checkpoints/latest`: name of the newest checkpoint, for people;
+- `refresh/epoch-00004/`: clusters and hard negatives of a round. A checkpoint inside the round contains the sha256 of
+  its manifest, and is incomplete without it.
+
+Steps of a save: write the files to a temporary folder, fsync, write the manifest, fsync, rename, fsync the parent, read
+back, update `latest`, remove all but the newest two complete checkpoints. Readers take the newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -42,15 +45,15 @@ from unidec.training import refresh
 from unidec.training.distributed import ALONE, Ranks
 
 KIND, VERSION = "checkpoint", 2
-KEPT = 2
-Found = TypeVar("Found")
-RowRanges = Mapping[str, tuple[int, int]]  # of a table: begin, end
+KEPT = 2  # complete checkpoints of a run
+Loaded = TypeVar("Loaded")
+RowRanges = Mapping[str, tuple[int, int]]  # table name -> (begin, end)
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """Rows [first_row, first_row + n) of a table that has `num_rows` over all ranks: "weight" and what the optimiser
-    keeps ("first", "second" | "sum" | nothing), each [n, ...]."""
+    """Rows [first_row, first_row + n) of a table that has `num_rows` rows over all ranks; tensors: "weight" and the
+    optimiser's state (such as "first" and "second"), each [n, ...]."""
 
     first_row: int
     num_rows: int
@@ -58,18 +61,19 @@ class RowPart:
 
     @property
     def held(self) -> int:
-        """n."""
+        """n, the number of rows in the tensors."""
         return next(iter(self.tensors.values())).shape[0]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds.
+    """Content of a checkpoint.
 
     Attributes:
-        state: JSON: epoch, epoch_step, step, seconds, refresh (sha256 of a manifest, or None), identity, notes.
+        state: JSON: epoch, epoch_step, step, seconds, work_seconds, refresh (sha256 of a manifest, or None), identity,
+            notes.
         dense: "model.<name>" (all but the tables' weights), "adamw.<i>.<key>", "random.cpu", "random.cuda".
-        rows: a table's name -> its rows on this rank; a table that all ranks hold whole is written once.
+        rows: table name -> its rows on this rank; a table that every rank holds completely is written once.
     """
 
     state: dict[str, Any]
@@ -78,16 +82,16 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors of all ranks."""
+        """Size of the tensors of all ranks."""
         rows = (num_bytes(part.tensors) * part.num_rows // max(1, part.held) for part in self.rows.values())
         return num_bytes(self.dense) + sum(rows)
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints; several ranks do it together, on a file system that all of them see.
+    """Writes a run's checkpoints; several ranks write together to a shared file system.
 
     Attributes:
-        seconds: how long callers were held up, in all.
+        seconds: total time of all saves.
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks = ALONE):
@@ -96,42 +100,43 @@ class CheckpointWriter:
         self._last: Path | None = None
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Save a checkpoint: its folder, durable and read back when this returns.
+        """Save a checkpoint and return its folder. When this returns, the files are durable and have been read back.
 
         Raises:
-            ArtifactError: it cannot be written; those on the disk are untouched.
+            ArtifactError: the checkpoint cannot be written; earlier ones are unchanged.
         """
-        begun, ranks = time.perf_counter(), self.ranks
+        begin, ranks = time.perf_counter(), self.ranks
         path = self.root / f"step-{checkpoint.state['step']:010d}"
         beside = None if ranks.alone else f".{path.name}.ranks.tmp"
         folder: contextlib.AbstractContextManager[Folder] = contextlib.nullcontext(Folder(self.root / str(beside)))
         if ranks.is_first:
             remove_stale(self.root)
-            for left in self.root.glob(".*.ranks.tmp"):
-                shutil.rmtree(left, ignore_errors=True)
+            for interrupted in self.root.glob(".*.ranks.tmp"):
+                shutil.rmtree(interrupted, ignore_errors=True)
             folder = write_folder(path, KIND, VERSION, num_bytes=checkpoint.num_bytes, beside=beside)
         with folder as out:
-            ranks.barrier()  # the folder is there
+            ranks.barrier()  # until the first rank has created the folder
             written = _write_rows(out.path, checkpoint, ranks.rank)
             hashes = ranks.gather_array(np.array(list(written.values())))
             out.hashes |= {_rows_name(rank): str(digest) for rank, digest in enumerate(hashes)}
             if ranks.is_first:
                 written |= _write_dense(out.path, checkpoint)
                 out.hashes |= written
-        ranks.barrier()  # it has its name; each rank reads back what it wrote
+        ranks.barrier()  # until the first rank has renamed the folder
         self._read_back(path, written)
         ranks.barrier()
         if ranks.is_first:
             self._publish(path)
         self._last = path
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.perf_counter() - begin
         return path
 
     def _read_back(self, path: Path, written: Mapping[str, str]) -> None:
-        try:  # the hashes are those of the memory: what the disk gives back must have the same
+        """Check that this rank's files have the hashes, by name, of the data in memory."""
+        try:
             for name, digest in written.items():
                 if file_sha256(path / name) != digest:
-                    what = "a damaged file: the disk gives back other bytes than were written"
+                    what = "damaged file: the bytes read back from the disk differ from those written"
                     raise ArtifactError(what, where=str(path / name))
             if self.ranks.is_first:
                 read_manifest(path, KIND, VERSION, verify=False)
@@ -141,13 +146,13 @@ class CheckpointWriter:
             raise
 
     def _publish(self, path: Path) -> None:
-        """Move `latest`, and of the checkpoints before keep the first that is whole."""
+        """Update `latest`, and remove all checkpoints but this one and the newest complete one before it."""
         write_bytes_atomic(self.root / "latest", path.name.encode())
-        kept = 1
+        num_kept = 1
         for other in checkpoint_folders(self.run_dir):
-            # later ones belong to a past cut off
-            if kept < KEPT and other.name < path.name and (other == self._last or _is_whole(self.run_dir, other)):
-                kept += 1
+            # checkpoints of later steps were discarded by a resume
+            if num_kept < KEPT and other.name < path.name and (other == self._last or _is_whole(self.run_dir, other)):
+                num_kept += 1
             elif other != path:
                 with contextlib.suppress(OSError):
                     remove_folder(other)
@@ -156,14 +161,14 @@ class CheckpointWriter:
 def load_checkpoint(
     run_dir: Path, row_ranges: RowRanges | None = None, check: Callable[[dict[str, Any]], None] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and what was wrong with newer ones; None where there is none at all.
+    """The newest complete checkpoint (None if the run has no checkpoints), and why newer ones were rejected.
 
     Args:
-        row_ranges: these rows only, from files of any number of ranks; other tables whole.
-        check: called with the state before any tensor is read, to refuse it by an error.
+        row_ranges: rows to read of each table, from files of any number of ranks; other tables are read completely.
+        check: called with the state before any tensor is read; raises an error to reject it.
 
     Raises:
-        ArtifactError: there are checkpoints and none is whole, or the newest is of a version not known yet.
+        ArtifactError: there are checkpoints but none is complete, or the newest has a newer format version.
     """
 
     def load(path: Path) -> Checkpoint:
@@ -176,27 +181,28 @@ def load_checkpoint(
 
 
 def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Folder and state of the checkpoint that `load_checkpoint` would load, and what was wrong with newer ones; raises
-    as it does, and reads no tensor. (None, {}, []) where there is none at all."""
-    found, refused = _newest(run_dir, lambda path: (path, read_state(run_dir, path)))
-    return (*(found or (None, {})), refused)
+    """Folder and state of the checkpoint that `load_checkpoint` would load, and why newer ones were rejected, without
+    reading tensors; (None, {}, []) if the run has no checkpoints. Raises the same errors."""
+    newest, rejected = _newest(run_dir, lambda path: (path, read_state(run_dir, path)))
+    return (*(newest or (None, {})), rejected)
 
 
-def _newest(run_dir: Path, read: Callable[[Path], Found]) -> tuple[Found | None, list[str]]:
-    refused: list[str] = []
+def _newest(run_dir: Path, read: Callable[[Path], Loaded]) -> tuple[Loaded | None, list[str]]:
+    """The result of `read` for the newest checkpoint where it raises no ArtifactError, and the errors of newer ones."""
+    rejected: list[str] = []
     for path in checkpoint_folders(run_dir):
         try:
-            return read(path), refused
+            return read(path), rejected
         except NewerFormatError:
-            raise  # an older one would lose what was learnt since, and remove it
+            raise  # resuming from an older checkpoint would remove this one
         except ArtifactError as error:
-            refused.append(str(error))
-    if refused:
+            rejected.append(str(error))
+    if rejected:
         raise ArtifactError(
-            "no checkpoint of this run is whole", where=str(run_dir / "checkpoints"), got="; ".join(refused),
+            "no checkpoint of this run is complete", where=str(run_dir / "checkpoints"), got="; ".join(rejected),
             fix="delete the run's folder to train from the start",
         )  # fmt: skip
-    return None, refused
+    return None, rejected
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
@@ -205,19 +211,26 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 
 
 def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]:
-    """`Checkpoint.state` of one checkpoint; `verify` checks all hashes, and those of the refresh it needs, else names
-    and sizes only. Raises ArtifactError: it is not whole; NewerFormatError: its version is not known yet."""
+    """`Checkpoint.state` of a checkpoint's folder.
+
+    Args:
+        verify: check all hashes, also those of the refresh that the checkpoint needs; else names and sizes only.
+
+    Raises:
+        ArtifactError: the checkpoint is incomplete or damaged.
+        NewerFormatError: it was written by a newer version.
+    """
     read_manifest(path, KIND, VERSION, verify)
     try:
         state = json.loads((path / "state.json").read_bytes())
-        known = {key: int(state[key]) for key in ("epoch", "step")}
+        counters = {key: int(state[key]) for key in ("epoch", "step")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactError("not the state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
-    made = state.get("refresh")
-    if verify and made is not None and not _has_refresh(run_dir, made):
-        what = "the checkpoint lies within a round whose refresh is missing or damaged"
-        raise ArtifactError(what, where=str(path), expected=f"{run_dir / 'refresh'} with sha256 {made}")
-    return state | known
+        raise ArtifactError("invalid state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
+    refresh_sha256 = state.get("refresh")
+    if verify and refresh_sha256 is not None and not _has_refresh(run_dir, refresh_sha256):
+        what = "the refresh of the checkpoint's round is missing or damaged"
+        raise ArtifactError(what, where=str(path), expected=f"{run_dir / 'refresh'} with sha256 {refresh_sha256}")
+    return state | counters
 
 
 def _has_refresh(run_dir: Path, sha256: str) -> bool:
@@ -241,7 +254,7 @@ def _rows_name(rank: int) -> str:
 
 
 def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """The files' hashes by name."""
+    """Write the dense tensors and the state, and return the files' hashes by name."""
     state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
     (folder / "state.json").write_bytes(state)
     return {
@@ -251,8 +264,9 @@ def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, str]:
-    """Write a rank's rows; a table that every rank holds whole is left to the first."""
-    # of a table of one row one rank has all: written twice it does no harm
+    """Write a rank's rows, and return the file's hash by name. A table that every rank holds completely is written by
+    the first rank only."""
+    # a table of one row cannot be told from a complete one; writing it twice does no harm
     parts = {t: part for t, part in checkpoint.rows.items() if rank == 0 or part.held < part.num_rows or part.held == 1}
     tensors = {f"{table}/{name}": x for table, part in parts.items() for name, x in part.tensors.items()}
     ranges = {table: [part.first_row, part.held, part.num_rows] for table, part in parts.items()}
@@ -262,7 +276,7 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
 
 def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
     with contextlib.ExitStack() as stack:
-        held: dict[str, list[tuple[int, int, int, TensorFile]]] = {}  # table -> (first row, rows, rows in all, file)
+        held: dict[str, list[tuple[int, int, int, TensorFile]]] = {}  # table -> (first row, rows, rows of all, file)
         for name in sorted(path.glob("rows-*.safetensors")):
             file = stack.enter_context(open_tensors(name))
             for table, (first, count, total) in json.loads(file.metadata["ranges"]).items():
@@ -279,15 +293,16 @@ def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoin
 
 def _read_rows(path: Path, name: str, parts: list[tuple[int, int, int, TensorFile]], begin: int, end: int) -> Tensor:
     """Rows [begin, end) of one tensor from the files that hold them."""
-    pieces, at = [], begin
+    pieces, position = [], begin
     for first, count, _, file in sorted(parts, key=lambda part: part[:2]):
-        if first <= at < min(first + count, end):
+        if first <= position < min(first + count, end):
             until = min(first + count, end)
-            whole = (at, until) == (first, first + count)
-            pieces.append(file.read(name) if whole else file.read(name, at - first, until - first))
-            at = until
+            whole = (position, until) == (first, first + count)
+            pieces.append(file.read(name) if whole else file.read(name, position - first, until - first))
+            position = until
     if begin == end:
         return parts[0][3].read(name, 0, 0)
-    if at != end:
-        raise ArtifactError("rows are missing", where=str(path), got=f"{name} up to row {at}", expected=f"row {end}")
+    if position != end:
+        got = f"{name} up to row {position}"
+        raise ArtifactError("rows are missing", where=str(path), got=got, expected=f"up to row {end}")
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,19 +1,19 @@
-"""Ranks: the processes of one training on torch's own engine (`torchrun`), or this process alone.
+"""Ranks: the processes of one training that `torchrun` started, or this process alone.
 
 Legend: R rows held by one rank, G rows of all ranks together, D width, U table rows used in a step, B queries, S labels
-that a loss compares with them, P positive pairs, F ignored pairs.
+of a loss, P positive pairs, F ignored pairs.
 
-Every rank draws the same batch and the same pool, encodes its part of both, and gathers the others' embeddings: the
-loss, computed by each rank over the whole pool, is the loss of one rank alone. What is behind the gather (classifier
-rows, temperatures) therefore has its whole gradient on every rank, what is before it (encoder, heads, bag) has a part
-of it on each: `data_parallel`, `sum_gradients` and `sum_rows` add those up.
+Every rank draws the same batch and the same pool, encodes its part of both, and gathers the embeddings of the others.
+Each rank computes the loss over the whole pool, which equals the loss of a single process. So parameters applied after
+the gather (classifier rows, temperatures) have their full gradient on every rank, and parameters applied before it
+(encoder, heads, bag) have a part of it on each: `data_parallel`, `sum_gradients` and `sum_rows` add these up.
 
-A loss over all labels gathers the queries only. Each rank compares them with its own labels (`OwnColumns`); sums over
-labels are added up over the ranks, so that the loss is again the whole one on each, and so are the gradients of what
-all ranks used; those of a label's row stay where the row is.
+A loss over all labels gathers the queries only, and each rank compares them with its own labels (`OwnColumns`). Sums
+over labels are added up over the ranks, so that every rank has the full loss, and full gradients of the parameters
+that all ranks use. The gradient of a label's row stays on the rank that holds the row.
 
-Steps have a short timeout, so that a rank that hangs ends the job; everything between rounds has a long one, since
-ranks may take unequal time there. A rank that dies closes its connections, which the others notice at once.
+Steps have a short timeout, so that a hanging rank ends the job. Work between rounds has a long one, since ranks may
+take unequal time there. A rank that dies closes its connections, which the others notice at once.
 """
 
 from __future__ import annotations
@@ -39,40 +39,44 @@ from unidec.model.pairs import MASKED, Columns, Pairs
 from unidec.model.row_table import RowTable
 from unidec.training.precision import choose_device
 
-STEP_TIMEOUT = timedelta(seconds=25)  # torchrun takes 30 s more to kill what hangs: 60 s in all (fault 9)
-_HEAD_BYTES = 256  # type and shape of an array, as text
-PATIENCE = timedelta(hours=2)  # a refresh, a checkpoint, the first rank's own work between rounds
+STEP_TIMEOUT = timedelta(seconds=25)  # torchrun takes 30 s more to kill hanging ranks, so the job ends within 60 s
+_HEAD_BYTES = 256  # size of the JSON with an array's dtype and shape
+PATIENCE = timedelta(hours=2)  # for a refresh, a checkpoint, and the first rank's work between rounds
 
 
 class LostRank(TrainingError):
-    """Another process of the training is gone: what this one met is only a consequence."""
+    """Another process of the training died or hangs; the error in this process is only a consequence."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train together; the default is this process alone, for which every method is free.
+    """The processes that train together; by default this process alone, for which the methods cost nothing.
 
     Attributes:
-        rank: number of this process, from 0, of `world`; `local_world` of them are on this machine.
+        rank: number of this process, from 0; world: number of processes, `local_world` of them on this machine.
     """
 
     rank: int = 0
     world: int = 1
     local_world: int = 1
-    _steps: Any = field(default=None, compare=False, repr=False)  # group of the tensors of a step, on the device
-    _flags: Any = field(default=None, compare=False, repr=False)  # group of the host's flags of a step
-    _patient: Any = field(default=None, compare=False, repr=False)  # group of the host's arrays between rounds
+    _steps: Any = field(default=None, compare=False, repr=False)  # process group for a step's tensors on the device
+    _flags: Any = field(default=None, compare=False, repr=False)  # process group for a step's tensors on the host
+    _patient: Any = field(default=None, compare=False, repr=False)  # process group for host arrays between rounds
     _failures: list[RuntimeError] = field(default_factory=list, compare=False, repr=False)  # of sums in a backward pass
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> Ranks:
-        """The ranks that `torchrun` started (RANK, WORLD_SIZE, LOCAL_RANK), connected; without it: this process alone.
+        """Connect the ranks that `torchrun` started (RANK, WORLD_SIZE, LOCAL_RANK); without torchrun: this process
+        alone.
 
-        On GPUs (`device` is the parameter) each process takes the one of its LOCAL_RANK, and NCCL.
+        On GPUs each process uses the GPU with the number LOCAL_RANK, and NCCL.
+
+        Args:
+            device: the parameter `device`.
 
         Raises:
-            ConfigError: more processes on this machine than GPUs.
-            LostRank: the others cannot be reached.
+            ConfigError: more processes than GPUs on this machine.
+            LostRank: the other processes cannot be reached.
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
@@ -87,10 +91,10 @@ class Ranks:
                 )  # fmt: skip
             torch.cuda.set_device(local)
             backend = "nccl"
-        with _translated():
+        with _lost_rank():
             if not dist.is_initialized():
                 store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
-                # torchrun keeps its store when it restarts all ranks: addresses of dead ones must not be found there
+                # torchrun keeps its store when it restarts the ranks: a prefix hides the addresses of dead ones
                 store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
             steps = dist.new_group(backend=backend, timeout=STEP_TIMEOUT)
@@ -100,64 +104,64 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """This is the only process."""
+        """Whether this is the only process."""
         return self.world == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes and speaks for all."""
+        """Whether this is rank 0, which writes files and prints messages for all."""
         return self.rank == 0
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this process is its machine's first: the one that verifies what all of them read there."""
+        """Whether this is the first process of its machine, which verifies the files that all of them read there."""
         return self.rank % self.local_world == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Begin and end of this rank's contiguous part of `count` things; parts differ by at most one."""
+        """Begin and end of this rank's contiguous part of `count` items; sizes of parts differ by at most one."""
         return count * self.rank // self.world, count * (self.rank + 1) // self.world
 
     def sizes(self, count: int) -> list[int]:
-        """How many of `count` things each rank has: [world]."""
+        """The size of each rank's part of `count` items, [world]."""
         return np.diff(self._bounds(count)).tolist()
 
     def sizes_among(self, sorted_ids: np.ndarray, count: int) -> list[int]:
-        """How many of some ascending ids below `count` fall into each rank's part: [world]."""
+        """The number of ascending ids, all below `count`, in each rank's part of `count` items, [world]."""
         return np.diff(np.searchsorted(sorted_ids, self._bounds(count))).tolist()
 
     def _bounds(self, count: int) -> list[int]:
         return [count * rank // self.world for rank in range(self.world + 1)]
 
     def gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Rows of all ranks [G, D], `sizes` of each; backward takes this rank's slice of the gradient."""
+        """Rows of all ranks [G, D], of which each has `sizes`; backward returns this rank's slice of the gradient."""
         if self.alone:
             return x_RD
         return _Gather.apply(x_RD, self, list(sizes))
 
     def data_parallel(self, encoder: nn.Module, no_texts: Any) -> nn.Module:
-        """The encoder with torch's DistributedDataParallel around it: a backward pass through its output adds up the
-        gradients of its trained parameters over the ranks, in buckets, while it computes the next ones.
+        """The encoder wrapped in torch's DistributedDataParallel: a backward pass through its output adds up the
+        gradients of its trained parameters over the ranks, in buckets, while further gradients are computed.
 
-        A backward pass through the encoder itself adds nothing to the others': the next one that comes through this
-        module brings it along. Parameters keep their names, which are those of the encoder.
+        A backward pass through the encoder itself accumulates gradients on this rank only; they are added up in the
+        next backward pass through the wrapper. Parameters keep their names in the encoder.
 
         Args:
-            encoder: some of it trains; its weights are the same on all ranks.
-            no_texts: its input for no texts.
+            encoder: must have trained parameters; its weights are the same on all ranks.
+            no_texts: the encoder's input for no texts.
         """
         trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
         was_training = encoder.training
-        encoder.eval()  # no dropout draws random numbers
+        encoder.eval()  # dropout would draw random numbers
         grads = torch.autograd.grad(encoder(no_texts).sum(), trained, allow_unused=True)
         with warnings.catch_warnings():
-            # since torch 2.13 there is another name for one half of it
+            # torch 2.13 deprecates the argument; its replacement covers only a part of it
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             parallel = DistributedDataParallel(
                 encoder, process_group=self._steps, init_sync=False, broadcast_buffers=False,
                 gradient_as_bucket_view=True, find_unused_parameters=any(grad is None for grad in grads),
             )  # fmt: skip
         parallel.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket))
-        # the first backward pass settles the buckets: always this one, so that a resumed run adds in the same order
+        # the first backward pass decides the buckets: with this one, a resumed run adds gradients in the same order
         self.barrier()
         with self.exchanging():
             parallel(no_texts).sum().backward()
@@ -168,21 +172,22 @@ class Ranks:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Around a backward pass: a sum of `data_parallel` that cannot reach a rank becomes `LostRank`."""
+        """Context of a backward pass: raises `LostRank` if a sum of `data_parallel` cannot reach a rank."""
         try:
             yield
         except RuntimeError as error:
             if not self._failures:
                 raise
-            with _translated():
-                raise self._failures[0] from error  # which has its text alone
+            with _lost_rank():
+                raise self._failures[0] from error  # `error` has only the failure's text, not its type
 
     def _sum_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """The sum, where DistributedDataParallel would take the mean: each rank has a part of the loss's gradient."""
+        """The sum of a bucket's gradients over the ranks. DistributedDataParallel's default, the mean, would be wrong:
+        each rank has a part of the gradient of the same loss."""
 
-        def total(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        def total(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
             try:
-                return done.value()[0]
+                return reduced.value()[0]
             except RuntimeError as error:
                 self._failures.append(error)
                 raise
@@ -192,10 +197,12 @@ class Ranks:
         return work.get_future().then(total)
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()) -> None:
-        """Add the ranks' gradients of replicated parameters: one all-reduce for each dtype.
+        """Add up the ranks' gradients of replicated parameters, with one all-reduce for each dtype.
 
-        A parameter without a gradient on some ranks counts as zero there; without one on all it keeps none. Those in
-        `complete` have their whole gradient on every rank already: the first rank's counts.
+        A gradient that is missing on some ranks counts as zero there; if it is missing on all, it stays missing.
+
+        Args:
+            complete: parameters whose full gradient is on every rank already: the first rank's is taken.
         """
         if self.alone or not parameters:
             return
@@ -203,26 +210,26 @@ class Ranks:
             for parameter in complete:
                 parameter.grad = None
         present = self.any(*(p.grad is not None for p in parameters))
-        kept = [p for p, there in zip(parameters, present, strict=True) if there]
-        for dtype in dict.fromkeys(p.dtype for p in kept):
-            group = [p for p in kept if p.dtype == dtype]
+        with_gradient = [p for p, is_present in zip(parameters, present, strict=True) if is_present]
+        for dtype in dict.fromkeys(p.dtype for p in with_gradient):
+            group = [p for p in with_gradient if p.dtype == dtype]
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group])
             self._all_reduce(flat)
             for parameter, grad in zip(group, flat.split([p.numel() for p in group]), strict=True):
                 parameter.grad = grad.view_as(parameter)
 
     def sum_rows(self, tables: Sequence[RowTable]) -> None:
-        """Add the ranks' gradients of rows that they gathered from replicated tables.
+        """Add up the ranks' gradients of the rows that each gathered from replicated tables.
 
-        Afterwards every rank's table has gathered the rows of all ranks, ascending, with the same gradient: added in
-        the order of ranks, so that all ranks have the same bits.
+        Afterwards each table has as gathered rows, on every rank, the ascending rows of all ranks. Gradients are added
+        in the order of ranks, so that their bits are the same on all ranks.
         """
         for table in () if self.alone else tables:
             if table.used is None:
                 continue
             rows_U, leaf = table.used
             grad_UD = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            if rows_U is None:  # all of them
+            if rows_U is None:  # all rows
                 self._all_reduce(grad_UD)
             else:
                 rows_U, grad_UD = self._sum_rows(rows_U, grad_UD)
@@ -238,20 +245,20 @@ class Ranks:
         rows_G, grad_GD = self._gather(rows_U.unsqueeze(1), sizes).squeeze(1), self._gather(grad_UD, sizes)
         all_rows, place_G = torch.unique(rows_G, return_inverse=True)
         sum_UD = grad_GD.new_zeros(len(all_rows), grad_GD.shape[1])
-        # rank by rank: a rank names a row once, so nothing is added in an order that can change
+        # rank by rank: a rank has each row once, so the order of the additions is fixed
         for place, grad in zip(place_G.split(sizes), grad_GD.split(sizes), strict=True):
             sum_UD[place] += grad
         return all_rows, sum_UD
 
     def norm(self, gradients: Sequence[Tensor], sharded: Sequence[Tensor]) -> Tensor:
-        """2-norm over gradients, 0-d float32, the same bits on every rank.
+        """2-norm of all gradients, 0-d float32, with the same bits on every rank.
 
         Args:
-            gradients: all that this rank has, whole.
-            sharded: those of them of rows that only this rank has; of the others the first rank's count.
+            gradients: all gradients on this rank, already summed over the ranks.
+            sharded: those among them of rows that only this rank holds; the others are counted on the first rank only.
         """
-        mine = list(gradients if self.is_first else sharded)
-        norm = torch.nn.utils.get_total_norm(mine) if mine else torch.zeros((), device=gradients[0].device)
+        counted = list(gradients if self.is_first else sharded)
+        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=gradients[0].device)
         if self.alone:
             return norm
         square = norm.double().square()
@@ -259,48 +266,49 @@ class Ranks:
         return square.sqrt().float()
 
     def any(self, *flags: bool) -> list[bool]:
-        """Whether each flag is set on any rank."""
+        """For each flag whether it is set on any rank."""
         if self.alone:
             return list(flags)
-        own = torch.tensor(flags, dtype=torch.int32)
-        self._all_reduce(own, self._flags)
-        return [bool(count) for count in own.tolist()]
+        counts = torch.tensor(flags, dtype=torch.int32)
+        self._all_reduce(counts, self._flags)
+        return [bool(count) for count in counts.tolist()]
 
     def _all_reduce(self, tensor: Tensor, group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
         if tensor.numel():
-            with _translated():
+            with _lost_rank():
                 dist.all_reduce(tensor, op, group=group or self._steps)
 
     def _gather(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
         padded = x_RD.new_zeros(max(sizes), x_RD.shape[1])
         padded[: len(x_RD)] = x_RD.detach()
         parts = [torch.empty_like(padded) for _ in sizes]
-        with _translated():
+        with _lost_rank():
             dist.all_gather(parts, padded, group=self._steps)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def barrier(self) -> None:
-        """Wait for all, however long their work between rounds takes."""
+        """Wait for all ranks, up to `PATIENCE`."""
         if not self.alone:
-            with _translated():
+            with _lost_rank():
                 dist.barrier(group=self._patient)
 
     def share(self, value: Any = None) -> Any:
-        """The first rank's value (JSON) on every rank."""
+        """The first rank's value, a JSON value, on every rank."""
         if self.alone:
             return value
-        text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.is_first else None
-        return json.loads(self.gather_array(text).tobytes())
+        encoded = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.is_first else None
+        return json.loads(self.gather_array(encoded).tobytes())
 
     def gather_array(self, array: np.ndarray | None) -> np.ndarray:
-        """Arrays of all ranks, alike but for their first axis, joined along it; None: this rank has no rows."""
+        """The arrays of all ranks, concatenated along the first axis (the other axes must agree); None: this rank has
+        no rows."""
         if self.alone:
             assert array is not None
             return array
-        # torch's collectives of objects would unpickle what comes over the network
+        # torch's collectives for objects would unpickle data from the network
         head = json.dumps(None if array is None else [array.dtype.str, array.shape]).encode().ljust(_HEAD_BYTES)
         parts = [torch.empty(_HEAD_BYTES, dtype=torch.uint8) for _ in range(self.world)]
-        with _translated():
+        with _lost_rank():
             dist.all_gather(parts, torch.frombuffer(bytearray(head), dtype=torch.uint8), group=self._patient)
         heads = [json.loads(part.numpy().tobytes()) for part in parts]
         dtype, (_, *tail) = next(head for head in heads if head is not None)
@@ -311,7 +319,7 @@ class Ranks:
                 result[begin:end] = array
             piece = torch.from_numpy(result[begin:end].reshape(-1).view(np.uint8))
             if len(piece):
-                with _translated():
+                with _lost_rank():
                     dist.broadcast(piece, group=self._patient, group_src=rank)
         return result
 
@@ -323,11 +331,11 @@ class Ranks:
 
 @dataclass(frozen=True)
 class OwnColumns(Columns):
-    """This rank's columns of logits [B, S], the other ranks having the others.
+    """This rank's columns of logits [B, S], which the ranks compute in contiguous parts.
 
     Attributes:
-        first: number of its first column; num_columns: S.
-        own_P, own_F: int64, which of the positive and of the ignored pairs are in its columns.
+        first: number of this rank's first column; num_columns: S.
+        own_P, own_F: int64, numbers of the positive pairs and of the ignored pairs in this rank's columns.
         num_pairs: P.
     """
 
@@ -366,21 +374,23 @@ class OwnColumns(Columns):
         return top_B + self.sum((lse_B - top_B).exp()).log()
 
     def remove_top(self, x_BS: Tensor, k: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        # each rank gathers the k + 1 highest of all, and so finds those among them that are its own
+        # each rank gathers every rank's k + 1 highest entries, and finds its own among the highest of all
         num_rows, world = len(x_BS), self.ranks.world
         value_BJ, place_BJ = x_BS.topk(min(k + 1, x_BS.shape[1]), dim=1)
         best_BK = x_BS.new_full((num_rows, k + 1), -torch.inf)
         best_BK[:, : value_BJ.shape[1]] = value_BJ
-        every_BG = self.ranks.gather(best_BK, [num_rows] * world).view(world, num_rows, k + 1).transpose(0, 1)
-        top_BK, found_BK = every_BG.flatten(1).topk(k + 1, dim=1)
-        is_top_BG = torch.zeros_like(every_BG.flatten(1), dtype=torch.bool).scatter_(1, found_BK[:, :k], True)
-        mine = self.ranks.rank * (k + 1)
-        is_top_BJ = is_top_BG[:, mine : mine + value_BJ.shape[1]]
+        best_BG = self.ranks.gather(best_BK, [num_rows] * world).view(world, num_rows, k + 1).transpose(0, 1).flatten(1)
+        top_BK, top_place_BK = best_BG.topk(k + 1, dim=1)
+        is_top_BG = torch.zeros_like(best_BG, dtype=torch.bool).scatter_(1, top_place_BK[:, :k], True)
+        begin = self.ranks.rank * (k + 1)
+        is_top_BJ = is_top_BG[:, begin : begin + value_BJ.shape[1]]
         x_BS.scatter_(1, place_BJ, value_BJ.masked_fill(is_top_BJ, MASKED))
         return top_BK[:, :k], top_BK[:, k:], (place_BJ, value_BJ)
 
 
 class _Sum(torch.autograd.Function):
+    """The sum over the ranks; backward passes the gradient, which is the same on all ranks, unchanged."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         result = x.clone(memory_format=torch.contiguous_format)
@@ -393,6 +403,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumGradient(torch.autograd.Function):
+    """The identity; backward returns the sum of the ranks' gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
@@ -406,6 +418,8 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """The rows of all ranks; backward returns the slice of this rank's rows."""
+
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, ranks: Ranks, sizes: list[int]) -> Tensor:
         ctx.begin, ctx.count = sum(sizes[: ranks.rank]), len(x_RD)
@@ -417,15 +431,15 @@ class _Gather(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Within, torch's error of a rank that cannot be reached becomes `LostRank`."""
+def _lost_rank() -> Iterator[None]:
+    """Context that turns errors of torch.distributed into `LostRank`."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # torch.distributed's errors are all of this class
+    except RuntimeError as error:  # the base class of all errors of torch.distributed
         raise LostRank(
-            "another process of this training has died, or has hung for too long",
+            "another process of this training has died or does not respond",
             where=f"rank {os.environ.get('RANK', '?')}",
             got=str(error).splitlines()[0][:300],
             fix="start the training again: it resumes from its last checkpoint, with any number of processes",

@@ -1,6 +1,6 @@
-"""The one loop over rounds: UniDEC's Algorithm 1.
+"""The only loop over training rounds: UniDEC's Algorithm 1.
 
-Every training runs it: the command line, the Prefect flow, comparisons, several ranks, and `unidec.fit`.
+The command line, the Prefect flow, comparisons, trainings on several ranks and `unidec.fit` all run it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-Figures = dict[str, float]  # of clustering and mining: seconds, numbers, mean scores
+Figures = dict[str, float]  # report of clustering and mining: seconds, counts, mean scores
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """A round, or what was trained since a resume: finished epochs and steps in all (`step`), its own `steps`, the
-    most memory used (GiB). Validation adds the rest: seconds of all rounds, the round's number, metrics (percent), and
-    to the `work_seconds` of training (processor seconds, on a GPU wall seconds, in all) those of refreshes."""
+    """Report of a trained round, or of the part of it since a resume.
+
+    Attributes:
+        epoch, step: finished epochs and steps of the whole run.
+        steps, train_seconds, steps_per_s: of this report.
+        finished: whether the training is complete.
+        memory: most memory used, in GiB.
+        work_seconds: of the whole run, processor time, on a GPU wall time; validation adds the time of refreshes.
+        trained_seconds, round, validation, validation_seconds, refresh, seconds: set by validation: seconds of all
+            rounds, number of the round, metrics in percent, and figures of the round's phases.
+    """
 
     epoch: int = 0
     steps: int = 0
@@ -39,7 +47,8 @@ Report = Figures | RoundReport
 
 
 class Rounds(Protocol):
-    """What trains: one process, or several that are started for each phase. Phases that are done return at once."""
+    """Runs the phases of rounds: in this process, or in several that are started for each phase. A phase that is
+    already complete returns at once."""
 
     @property
     def finished(self) -> bool: ...
@@ -51,14 +60,14 @@ class Rounds(Protocol):
     def validate(self) -> RoundReport: ...
 
 
-Phase = Callable[[str, int, Callable[[], Report]], Report]  # name of the phase, number of the round, its work
+Phase = Callable[[str, int, Callable[[], Report]], Report]  # runs a phase, given its name, round number and function
 
 
 def fit(rounds: Rounds, phase: Phase = lambda _name, _round, work: work()) -> None:
-    """Train until the last round: refresh (cluster, mine), train a round, validate; repeat.
+    """Train until the last round is complete: refresh (cluster, mine), train a round, validate; repeat.
 
-    Killed anywhere and started again, it continues from the newest checkpoint. `phase` runs each phase; a flow passes
-    one that also makes it a task."""
+    After an interruption at any point, a new call resumes from the newest checkpoint. `phase` runs each phase; a flow
+    passes a function that runs it as a task."""
     while not rounds.finished:
         number = rounds.round_number
         phase("cluster", number, rounds.cluster)

@@ -1,14 +1,15 @@
-"""Gradient caching: a step whose texts are encoded in chunks, so that the activations of one chunk are held at a time.
+"""Gradient caching: the texts of a step are encoded in chunks, with the activations of one chunk in memory at a time.
 
 Legend: B texts of a step, C texts of a chunk, U distinct tokens, W width of the encoder.
 
-1. Every chunk is encoded without a graph; what is kept of it are its vectors and the random state it began with.
+1. Each chunk is encoded without a graph; its vectors and the random state before it are kept.
 2. The loss is computed on all vectors together, and its gradient with regard to them.
-3. Every chunk is encoded again from its random state, so with the same dropout, and takes its part of that gradient.
+3. Each chunk is encoded again from its random state, so with the same dropout, and its part of that gradient is
+   propagated through the encoder.
 
-The gradient is that of one pass over all chunks; it costs a second forward pass. Source: Gao et al. 2021, "Scaling
-Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache), with the replay that DEXML's recipe
-needs; the cut is at the encoder's output, the heads and the classifier are computed once.
+The gradient equals that of one pass over all texts, at the cost of a second forward pass. Source: Gao et al. 2021,
+"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache), with the replay of the random
+state that DEXML's dropout needs. Only the encoder runs twice; heads and classifier run once.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class TextChunks:
-    """The texts of a step, cut into chunks of similar length; no chunk mixes queries and labels.
+    """The texts of a step in chunks of texts with similar lengths; no chunk mixes queries and labels.
 
     Attributes:
         num_texts: B.
-        chunks: (places int64 [C] among the step's texts, input) of each chunk.
-        unique_U: int64, distinct token ids of all texts, ascending, each once; None without a bag.
+        chunks: for each chunk (positions int64 [C] among the step's texts, encoder input).
+        unique_U: int64, distinct token ids of all texts, ascending; None without a bag.
     """
 
     num_texts: int
@@ -54,15 +55,15 @@ def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.de
         cut = length_chunks(tokens.lengths(rows), size)
         chunks += [(to_device(places + first, device), build([(name, tokens, rows[places])])) for places in cut]
         first += len(rows)
-    if not chunks:  # fewer texts than ranks: none for this one, which takes part in the others' sums all the same
+    if not chunks:  # fewer texts than ranks, none for this rank, which still takes part in the sums over ranks
         chunks.append((to_device(np.empty(0, dtype=np.int64), device), build(parts)))
     if all(given.unique_U is None for _, given in chunks):
         return TextChunks(first, tuple(chunks))
-    # found on the host once more: on the device the host would have to wait for how many there are
+    # computed again on the host: on the device the host would have to wait for their number
     bag, ragged = build.encoder.bag, [tokens.ragged(rows) for _, tokens, rows in parts]
     assert bag is not None
-    used = [np.unique(bag.features(flat, np.diff(offsets))[0]) for flat, offsets in ragged]
-    return TextChunks(first, tuple(chunks), to_device(np.unique(np.concatenate(used)), device))
+    token_ids = [np.unique(bag.features(flat, np.diff(offsets))[0]) for flat, offsets in ragged]
+    return TextChunks(first, tuple(chunks), to_device(np.unique(np.concatenate(token_ids)), device))
 
 
 def encode_texts(
@@ -71,16 +72,16 @@ def encode_texts(
     context: Context,
     parallel: Callable[[EncoderInput], Tensor] | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], None]]:
-    """Vectors of a step's texts, in one pass or in chunks, and what computes all gradients of a loss on them.
+    """Vectors of a step's texts, encoded in one pass or in chunks, and the backward function for a loss on them.
 
     Args:
-        context: entered around each pass (autocast), a new one for each: it keeps casts of the weights until it ends,
-            and those of a pass without a graph have none (some versions of torch would take them for the other pass).
-        parallel: the encoder as `Ranks.data_parallel` gives it, of several ranks: it makes the last pass with a graph.
+        context: returns the context of a pass (autocast), a new one for each pass: autocast caches casts of the weights
+            until it ends, and some versions of torch would reuse those of a pass without a graph in one with a graph.
+        parallel: with several ranks the result of `Ranks.data_parallel`, used for the last pass with a graph.
 
     Returns:
-        float32 [B, W], in chunks a leaf; and what is called with the loss, 0-d. Chunk by chunk that leaves the random
-        state as it was.
+        float32 [B, W] (with chunks a leaf), and a function that computes all gradients of a loss, 0-d. With chunks it
+        restores the random state at its end.
     """
     if not isinstance(texts, TextChunks):
         with context():
@@ -99,14 +100,14 @@ def encode_texts(
             return
         with contextlib.ExitStack() as stack:
             stack.callback(restore_random_state, random_state(device), device)
-            if texts.unique_U is not None:  # chunks gather parts of the rows of all texts
+            if texts.unique_U is not None:  # each chunk gathers a part of the rows of all texts
                 for table in [module for module in encoder.modules() if isinstance(module, RowTable)]:
                     stack.enter_context(table.parts(texts.unique_U))
             for number, (state, (places, chunk)) in enumerate(zip(states, texts.chunks, strict=True), 1):
                 restore_random_state(state, device)
                 with context():
                     x_CW = (parallel if parallel and number == len(states) else encoder)(chunk)
-                if not x_CW.requires_grad:  # nothing of the encoder trains
+                if not x_CW.requires_grad:  # nothing in the encoder trains
                     return
                 x_CW.backward(x_BW.grad[places].to(x_CW.dtype))
 

@@ -1,6 +1,6 @@
-"""What makes a training the one it is: parameters, data, tokenizer and code, as flat texts that can be compared.
+"""The identity of a training run: parameters, data, tokenizer and code as a flat dictionary of strings.
 
-A run's folder is named by it, every checkpoint carries it, and a run resumes only under the same one.
+The run's folder is named by it, every checkpoint contains it, and a run resumes only if it is unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
 from unidec.version import PACKAGE
 
-# the sections that decide what is learnt; the others say where it runs, how it is shown or served
+# sections that affect the trained model; the others decide where it runs and how it is evaluated or served
 SECTIONS = ("seed", "tokens", "encoder", "model", "pool", "loss", "optim")
 _NO_PARAMETERS = ("data", "tokens.queries", "tokens.labels", "label_graph", "tokenizer", "code", "start")
 
@@ -36,15 +36,15 @@ def run_identity(
     start: str | None = None,
     label_graph: csr_matrix | None = None,
 ) -> dict[str, str]:
-    """All that decides what a training becomes.
+    """The identity of a run: everything that affects the trained model.
 
     Args:
-        parameters: all of them, as plain values by section.
-        start: hash of the bundle that a warm start continues from.
+        parameters: all parameters, as plain values by section.
+        start: hash of the bundle from which a warm start begins.
 
     Returns:
         `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries", "tokens.labels",
-        "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" where there is one.
+        "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" if the run uses them.
 
     Raises:
         ArtifactError: there is no model at `encoder.start`.
@@ -56,7 +56,7 @@ def run_identity(
     identity = {"seed": json.dumps(deciding.pop("seed"))}
     for name, section in deciding.items():
         identity |= {f"{name}.{key}": json.dumps(value) for key, value in section.items()}
-    if parameters["encoder"]["start"]:  # by content, wherever it lies
+    if parameters["encoder"]["start"]:  # the hash of its content replaces the path
         identity["encoder.start"] = start_sha256(parameters["encoder"]["start"])
     if start is not None:
         identity |= {"start": start, "warm.keep": json.dumps(parameters["warm"]["keep"])}
@@ -75,22 +75,22 @@ def run_identity(
     return identity
 
 
-@functools.cache  # what this process runs, also when a file is edited meanwhile
+@functools.cache  # the code that this process runs, even if a file is edited meanwhile
 def code_sha256() -> str:
-    """Of the modules that decide what a training becomes."""
+    """sha256 of the modules `unidec.model` and `unidec.training`."""
     files = [*(PACKAGE / "model").rglob("*.py"), *(PACKAGE / "training").rglob("*.py")]
     return files_sha256({file.relative_to(PACKAGE).as_posix(): file_sha256(file) for file in files})
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """One line a key that differs: "optim.lr_clf: 0.003 when the run began, 0.001 now"."""
+    """One line for each key that differs, such as "optim.lr_clf: 0.003 when the run began, 0.001 now"."""
     changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
     return [f"{key}: {_short(old.get(key))} when the run began, {_short(new.get(key))} now" for key in changed]
 
 
 def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collection[str], where: str) -> None:
-    """Refuse to resume a run, in the folder `where`, under another identity: a ConfigError that lists every key that
-    differs and is not accepted. `old` is empty where the run has no checkpoint yet.
+    """Raise ConfigError if the run in the folder `where` must not be resumed: it lists all keys that differ and are not
+    accepted. `old` is empty if the run has no checkpoint yet.
     """
     lines = {line.partition(":")[0]: line for line in differences(old, new)} if old else {}
     changed = [key for key in lines if key not in accepted]
@@ -98,8 +98,8 @@ def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collect
         kinds = ", ".join(dict.fromkeys(key if key in _NO_PARAMETERS else "parameters" for key in changed))
         accept = " ".join(f"--accept {key}" for key in changed)
         raise ConfigError(
-            "the run was begun with other " + kinds, where=where, got="\n       ".join(lines[key] for key in changed),
-            fix=f"put it back as it was, or resume all the same ({accept}), or train in another folder",
+            "the run was started with other " + kinds, where=where, got="\n       ".join(lines[key] for key in changed),
+            fix=f"undo the change, or resume with it ({accept}), or train in another folder",
         )  # fmt: skip
 
 

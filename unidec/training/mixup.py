@@ -1,4 +1,4 @@
-"""MixUp: a step's queries are mixtures of two texts' vectors, and their loss is the mixture of both texts' losses.
+"""MixUp: a step's queries are mixtures of two texts' vectors, and their loss is a mixture of both texts' losses.
 
 Legend: B queries of a step, W width of the encoder.
 
@@ -24,10 +24,10 @@ class Mix:
     """How a step's queries are mixed.
 
     Attributes:
-        share: of its own labels in a query's loss; the rest is that of the labels of row `partner_B`, int64 [B], where
-            that is given.
-        other_B: int64 [B], what each is mixed with, by place among the outputs: queries, then pool labels.
-        own_B1: float32 [B, 1], share of its own vector in each mixture.
+        share: weight of a query's own labels in its loss; the remaining weight is on the labels of the query
+            `partner_B`, int64 [B]. Without `partner_B` only its own labels count.
+        other_B: int64 [B], the text that each query is mixed with, by position in the outputs: queries, then labels.
+        own_B1: float32 [B, 1], weight of the query's own vector in its mixture.
     """
 
     share: float
@@ -36,27 +36,28 @@ class Mix:
     own_B1: Tensor
 
     def vectors(self, x_BW: Tensor) -> Tensor:
-        """The encoder's outputs with mixed queries."""
+        """The encoder's outputs x_BW, with queries replaced by mixtures."""
         count = len(self.other_B)
         mixed_BW = self.own_B1 * x_BW[:count] + (1 - self.own_B1) * rows_at(x_BW, self.other_B)
         return torch.cat([mixed_BW, x_BW[count:]])
 
     def targets(self, targets: PoolTargets) -> list[tuple[float, PoolTargets]]:
-        """Whose labels count for how much."""
+        """(weight, targets) of the losses whose weighted sum is the loss of mixed queries."""
         if self.partner_B is None:
             return [(1.0, targets)]
         return [(self.share, targets), (1 - self.share, targets.of_rows(self.partner_B))]
 
 
 def draw_mix(settings: Loss, pool: PoolBatch, seed: tuple[int, ...], device: torch.device) -> Mix:
-    """Mixtures of a step's queries, all by one share drawn from Beta(`mixup_alpha`, `mixup_alpha`).
+    """Draw the mixtures of a step's queries. One share for all is drawn from Beta(`mixup_alpha`, `mixup_alpha`).
 
-    "queries": each with another one of the batch, drawn at random; its loss is that of its own labels times the share,
-    and that of the other's labels times the rest. "labels": each with the text of one of its sampled positives, drawn
-    at random, whose label it has already: its loss stays its own. A query without a positive in the pool is not mixed.
+    "queries": each query is mixed with a random query of the batch; its loss is the loss on its own labels times the
+    share, plus the loss on the other query's labels times the rest. "labels": each query is mixed with the text of a
+    random one of its sampled positives; its loss is unchanged, since it has that label. A query without a positive in
+    the pool is not mixed.
 
     Args:
-        seed: names the random numbers.
+        seed: decides the random numbers.
     """
     draw, count = np.random.default_rng(seed), len(pool.rows_B)
     share, partner_B = float(draw.beta(settings.mixup_alpha, settings.mixup_alpha)), None

@@ -1,7 +1,7 @@
-"""What a step minimises: both heads' losses on the vectors of a batch and its labels (UniDEC, Algorithm 1, line 5).
+"""The loss of a step: both heads' losses on the vectors of a batch and its labels (UniDEC, Algorithm 1, line 5).
 
-Heads and the products of queries and labels compute in autocast's type, which accumulates in float32; lengths,
-temperature and losses in float32.
+Heads and the products of queries and labels compute in autocast's type, which accumulates in float32; normalisation,
+temperature and losses compute in float32.
 
 Legend: B queries of all ranks, S labels that a head sees, D width of a head, W width of the encoder.
 """
@@ -27,12 +27,12 @@ from unidec.training.mixup import Mix
 
 
 class Objective:
-    """The losses of a model; each rank has the whole loss.
+    """The losses of a model; with several ranks each computes the full loss.
 
     Args:
-        seed: of what a loss draws at random.
-        autocast: gives the context of heads and products.
-        num_kept: clusters that each level of a label tree keeps (`pool.shortlist`); 0: all.
+        seed: decides the random numbers that a loss draws.
+        autocast: returns the context in which heads and products compute.
+        num_kept: number of clusters that each level of a label tree keeps (`pool.shortlist`); 0: all.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Objective:
 
         Args:
             x_BW: the encoder's outputs for this rank's texts of the batch: queries, then pool labels.
-            step: number of the step in the run; decides what is drawn at random.
+            step: number of the step in the run; with the seed it decides random numbers.
 
         Returns:
-            "loss_de", "loss_clf": 0-d, of the heads that the model has; "loss_levels": of its label tree.
+            0-d losses: "loss_de" and "loss_clf" of the heads that the model has, "loss_levels" of its label tree.
         """
         settings, both = self.settings, self.model.heads == "both"
         mix = batch.mix if self.model.training else None
@@ -71,36 +71,37 @@ class Objective:
         return losses
 
     def _level_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
-        """Sum over the levels of a label tree of the classifier's loss, query to label, on the clusters that the level
-        above keeps (CascadeXML, a loss for each resolution)."""
+        """The losses of a label tree, summed over its levels: the classifier's loss, query to label, on the clusters
+        whose parents are kept (CascadeXML, a loss for each resolution)."""
         assert self.model.tree is not None
         with self.autocast():
-            scores = self.model.tree(x_BW, self.num_kept, [(each.row_P, each.col_P) for each in batch.levels])
+            scores = self.model.tree(x_BW, self.num_kept, [(level.row_P, level.col_P) for level in batch.levels])
         kind, scale = self.settings.clf, self.model.log_scale.exp()[1]
-        pairs = zip(scores, batch.levels, strict=True)
-        return torch.stack([self.loss(kind, score_BC, scale, level, 1.0, step) for score_BC, level in pairs]).sum()
+        levels = zip(scores, batch.levels, strict=True)
+        return torch.stack([self.loss(kind, score_BC, scale, level, 1.0, step) for score_BC, level in levels]).sum()
 
     def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
         """L_D: queries against the texts of the labels."""
-        own, settings, targets = batch.num_own_queries, self.settings, batch.targets
+        num_queries, settings, targets = batch.num_own_queries, self.settings, batch.targets
         with self.autocast():
             de_BD = self.model.de(x_BW, batch.own_labels)
-        query_BD, scale = self._queries(de_BD[:own], self.model.log_scale.exp()[0], batch, targets)
-        label_SD = self._labels(de_BD[own:], self.ranks.sizes(len(batch.pool.pool_S)), targets)
+        query_BD, scale = self._queries(de_BD[:num_queries], self.model.log_scale.exp()[0], batch, targets)
+        label_SD = self._labels(de_BD[num_queries:], self.ranks.sizes(len(batch.pool.pool_S)), targets)
         similarity_BS = self._products(query_BD, label_SD)
         return self._mixed(settings.de, similarity_BS, scale, targets, settings.de_forward, step, mix)
 
     def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
         """L_C + clf_bce * BCE: queries against the classifier's rows."""
-        model, own, settings, targets = self.model, batch.num_own_queries, self.settings, batch.clf_targets
+        model, settings, targets = self.model, self.settings, batch.clf_targets
+        query_BW, text_SW = x_BW[: batch.num_own_queries], x_BW[batch.num_own_queries :]
         with self.autocast():
-            own_BD = model.clf(x_BW[:own])
+            own_BD = model.clf(query_BW)
         query_BD, scale = self._queries(own_BD, model.log_scale.exp()[1], batch, targets)
         assert model.table is not None
-        kept_SD = F.dropout(model.table.gather(batch.clf_labels), model.settings.clf_dropout, model.training)
-        row_SD = self._labels(kept_SD, batch.clf_sizes, targets)
-        if model.settings.clf_residual:  # on one rank alone: it encodes all of the pool's texts
-            text_SW = x_BW[own:] if batch.clf_places is None else x_BW[own:][batch.clf_places]
+        own_SD = F.dropout(model.table.gather(batch.clf_labels), model.settings.clf_dropout, model.training)
+        row_SD = self._labels(own_SD, batch.clf_sizes, targets)
+        if model.settings.clf_residual:  # trains on one rank only, which encodes all of the pool's texts
+            text_SW = text_SW if batch.clf_places is None else text_SW[batch.clf_places]
             with self.autocast():
                 text_SD, text_ND = model.text_rows(text_SW).tensor_split([len(row_SD)])
             if not model.settings.clf_queries:
@@ -112,7 +113,7 @@ class Objective:
         bias_S1 = None
         if model.bias is not None:
             bias_S1 = self._labels(model.bias.gather(batch.clf_labels), batch.clf_sizes, targets)
-        if settings.clf == "bce" and batch.clf_labels is None:  # of all labels: no logits of all of them are held
+        if settings.clf == "bce" and batch.clf_labels is None:  # over all labels: without all logits in memory
             with self.autocast():
                 return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise)
         logit_BS = self._products(query_BD, row_SD)
@@ -127,34 +128,39 @@ class Objective:
         self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int,
         mix: Mix | None,
     ) -> Tensor:  # fmt: skip
-        """`loss` by whose labels the queries have: of all of them, each with its share."""
+        """`loss`, for mixed queries the weighted sum over the targets of `mix`."""
         shares = [(1.0, targets)] if mix is None else mix.targets(targets)
-        losses = [(share, self.loss(kind, similarity_BS, scale, own, forward, step)) for share, own in shares]
+        losses = [(share, self.loss(kind, similarity_BS, scale, shared, forward, step)) for share, shared in shares]
         return losses[0][1] if len(losses) == 1 else torch.stack([share * loss for share, loss in losses]).sum()
 
     def _queries(self, own_BD: Tensor, scale: Tensor, batch: Prepared, targets: PoolTargets) -> tuple[Tensor, Tensor]:
-        """The queries of all ranks, and the scale; gradients of both are whole on every rank."""
+        """The queries of all ranks, and the scale, both with full gradients on every rank."""
         sum_gradient = targets.columns.sum_gradient
         query_BD = self.ranks.gather(own_BD, self.ranks.sizes(len(batch.pool.rows_B)))
         return sum_gradient(query_BD), sum_gradient(scale)
 
     def _labels(self, own_SD: Tensor, sizes: list[int], targets: PoolTargets) -> Tensor:
-        """What this rank compares with the queries: its own labels, or those of all ranks."""
+        """The labels that this rank compares with the queries: its own ones, or those of all ranks."""
         return own_SD if targets.columns.partial else self.ranks.gather(own_SD, sizes)
 
     def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:
-        """Inner products of queries and labels, [B, S] of their dtype."""
+        """Inner products of queries and labels, [B, S], of the queries' dtype."""
         with self.autocast():
             return (query_BD @ row_SD.T).to(query_BD.dtype)
 
     def loss(
         self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int
     ) -> Tensor:
-        """One head's loss, 0-d, of cosines or raw scores [B, S] before the temperature; scale: 1 / tau, 0-d; forward:
-        weight of query to label."""
+        """The loss `kind` of a head, 0-d.
+
+        Args:
+            similarity_BS: cosines or scores before the temperature.
+            scale: 1 / tau, 0-d.
+            forward: weight of query -> label.
+        """
         settings = self.settings
         options: dict[str, Any] = loss_options(kind, settings)
-        if settings.reduction == "pol":  # which of the sampled positives; a stream of its own for each step
+        if settings.reduction == "pol":  # draws one of the sampled positives
             options["generator"] = torch.Generator().manual_seed(hash((self.seed, step)) % 2**63)
         logit_BS = similarity_BS if kind in UNSCALED else similarity_BS * scale
         return symmetric_loss(kind, logit_BS, targets, reduction=settings.reduction, forward=forward, **options)

@@ -2,12 +2,12 @@
 
 Legend: R rows of a table, U rows used in a step, D width.
 
-Rows that a step does not use are not touched: their moments do not decay and no weight decay reaches them, and a row
-that returns after k steps continues with the state it had (`torch.optim.SparseAdam` does the same). That costs U x D
-instead of R x D a step, which is what lets a table outgrow the batch (benchmarks/results/classifier-rows.md).
+A row-sparse optimiser does not touch rows that a step does not use: their moments do not decay, they have no weight
+decay, and a row that is used again after k steps continues with its old state (`torch.optim.SparseAdam` does the same).
+A step then costs U x D instead of R x D, hardly more for a large table (benchmarks/results/classifier-rows.md).
 
-All compute in float32. A table in bfloat16 is written with stochastic rounding: to nearest, an update smaller than
-half a unit of bfloat16's 8 bits would be lost each time; rounded up with the right probability it counts on average.
+All optimisers compute in float32. A table in bfloat16 is written with stochastic rounding: rounding to nearest would
+lose each update smaller than half a unit of bfloat16's 8 bits, while stochastic rounding is correct on average.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from unidec.sections import Optim
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 MOMENTUM = 0.9
-State = dict[str, Tensor]  # by name
+State = dict[str, Tensor]  # an optimiser's state by name
 
 
 class RowOptimiser:
-    """Gradient descent without state: w -= lr g. The others differ in `columns` and `update`.
+    """Gradient descent without state: w -= lr g. Subclasses override `columns` and `update`.
 
     Args:
-        table: keeps the state too (`RowTable.state`).
+        table: also holds the optimiser's state (`RowTable.state`).
         lr: base learning rate.
         seed: with the step's number decides how rows in bfloat16 are rounded.
-        decay: weight decay; 0 but for `AllRowsAdamW` and `RowMomentum`.
+        decay: weight decay, for `AllRowsAdamW` and `RowMomentum` only.
     """
 
-    columns: ClassVar[dict[str, bool]] = {}  # state by name: a value for each entry (True), or one a row
+    columns: ClassVar[dict[str, bool]] = {}  # state by name: one value for each entry (True) or for each row (False)
 
     def __init__(self, table: RowTable, lr: float, seed: int | str = 0, decay: float = 0.0):
         self.table, self.lr, self.seed, self.decay = table, lr, seed, decay
@@ -48,25 +48,25 @@ class RowOptimiser:
 
     @torch.no_grad()
     def step(self, step: int, factor: float, scale: Tensor | float = 1.0, failed: Tensor | None = None) -> None:
-        """Update the gathered rows from their leaf's gradient, then forget them.
+        """Update the gathered rows with their leaf's gradient, and end the table's use of them.
 
         Args:
             step: number of this update, from 1 (bias correction).
-            factor: the schedule's share of the learning rate.
+            factor: the schedule's factor of the learning rate.
             scale: multiplies the gradient (clipping), 0-d.
-            failed: float32 0-d, 1 where nothing may change; None: 0.
+            failed: float32 0-d, 1 if nothing may change, else 0; None: 0.
         """
         rows_U, leaf = self.table.used or (None, None)
         if leaf is None or leaf.grad is None:
             self.table.forget()
             return
         weight, state = leaf.detach(), self.table.used_state()  # the leaf holds the rows' values
-        # multiplied on the device: a number made into a tensor would be copied there, for which the host waits
-        factors = torch.ones((), dtype=weight.dtype, device=weight.device).mul_(scale)
-        if failed is not None:  # without a gradient only Adam's moments would still move
+        # created on the device: the host would wait for the copy of a Python number
+        scales = torch.ones((), dtype=weight.dtype, device=weight.device).mul_(scale)
+        if failed is not None:  # the gradient may not be finite; with a gradient of 0, `update` handles moments
             leaf.grad.masked_fill_(failed.bool(), 0.0)
-            factors = torch.where(failed.bool(), 0.0, factors)
-        self.update(weight, leaf.grad, state, step, self.lr * factor, factors, failed)
+            scales = torch.where(failed.bool(), 0.0, scales)
+        self.update(weight, leaf.grad, state, step, self.lr * factor, scales, failed)
         if self.table.weight.dtype == torch.bfloat16:
             if rows_U is None:
                 first = self.table.first_row
@@ -77,13 +77,13 @@ class RowOptimiser:
     def update(
         self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
     ) -> None:
-        """Change weight [U, D] and state in place; the gradient may be used up. Where `failed`, gradient and scale are
-        0, and both must stay as they are."""
+        """Update weight [U, D] and state in place; may overwrite the gradient. If `failed` is 1, gradient and scale are
+        0, and weight and state must not change."""
         weight.addcmul_(grad, scale, value=-lr)
 
 
 class RowAdam(RowOptimiser):
-    """Adam (Kingma and Ba, 2015) with the moments of each row as they were when it was last used."""
+    """Adam (Kingma and Ba, 2015), in which the moments of a row change only when it is used."""
 
     columns: ClassVar = {"first": True, "second": True}
 
@@ -103,12 +103,12 @@ class RowAdam(RowOptimiser):
 
 
 class AllRowsAdamW(RowAdam):
-    """AdamW (Loshchilov and Hutter, 2019) as torch has it for a whole table: a step changes every row, one without a
-    gradient by its moments and by weight decay. Costs R x D a step."""
+    """AdamW (Loshchilov and Hutter, 2019) of a whole table, as in torch: a step changes every row, those without a
+    gradient by their moments and weight decay. A step costs R x D."""
 
     @torch.no_grad()
     def step(self, step: int, factor: float, scale: Tensor | float = 1.0, failed: Tensor | None = None) -> None:
-        """As `RowOptimiser.step`; the rows that were not gathered have gradient 0."""
+        """As `RowOptimiser.step`; rows that were not gathered have a gradient of 0."""
         rows_U, leaf = self.table.used or (None, None)
         if rows_U is not None and leaf is not None and leaf.grad is not None:
             self.table.forget()
@@ -119,25 +119,25 @@ class AllRowsAdamW(RowAdam):
 
 
 class RowMomentum(RowOptimiser):
-    """Gradient descent with momentum (Polyak, 1964) and weight decay, as Renee has it: velocity = 0.9 velocity + g +
-    decay w; w -= lr velocity."""
+    """Gradient descent with momentum (Polyak, 1964) and weight decay, as in Renee: velocity = 0.9 velocity + g + decay
+    w; w -= lr velocity."""
 
     columns: ClassVar = {"velocity": True}
 
     def update(
         self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
     ) -> None:
-        applies = torch.ones_like(scale) if failed is None else 1 - failed
-        velocity = state["velocity"].mul_(1 - (1 - MOMENTUM) * applies).addcmul_(grad, scale)
+        ok = torch.ones_like(scale) if failed is None else 1 - failed
+        velocity = state["velocity"].mul_(1 - (1 - MOMENTUM) * ok).addcmul_(grad, scale)
         if self.decay > 0:
-            velocity.addcmul_(weight, applies, value=self.decay)
-        weight.addcmul_(velocity, applies, value=-lr)
+            velocity.addcmul_(weight, ok, value=self.decay)
+        weight.addcmul_(velocity, ok, value=-lr)
 
 
 class RowAdagrad(RowOptimiser):
-    """Row-wise AdaGrad (Mudigere et al., 2022; AdaGrad: Duchi et al., 2011): one value a row.
+    """Row-wise AdaGrad (Mudigere et al., 2022; AdaGrad: Duchi et al., 2011), with one value of state for each row.
 
-    sum += mean_d(g_d^2); w -= lr g / (sqrt(sum) + eps). With D = 1, a bias, it is AdaGrad itself.
+    sum += mean_d(g_d^2); w -= lr g / (sqrt(sum) + eps). With D = 1 (a bias) it is AdaGrad.
     """
 
     columns: ClassVar = {"sum": False}
@@ -145,7 +145,7 @@ class RowAdagrad(RowOptimiser):
     def update(
         self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
     ) -> None:
-        norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)  # reads the gradient once, makes no [U, D]
+        norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)  # reads the gradient once, without a [U, D] copy
         sum_U = state["sum"].addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
         rate_U = sum_U.sqrt().add_(EPS).reciprocal_().mul_(scale)
         weight.addcmul_(grad, rate_U.unsqueeze(1), value=-lr)
@@ -157,22 +157,23 @@ ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {  # by `optim.clf_state`
 
 
 def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
-    """Bytes of a row's weight and of its state, which is float32 always."""
+    """Bytes of a row's weight and of its optimiser state, which is always float32."""
     values = sum(width if wide else 1 for wide in ROW_OPTIMISERS[state].columns.values())
     return width * (2 if dtype == "bf16" else 4), 4 * values
 
 
 class Optimisers:
-    """Everything that changes the weights of a model, which is on its device: AdamW groups, a row-sparse optimiser a
-    table, clipping, warm-up, and then a cosine over all epochs, or with patience `last_round`.
+    """The optimisers of a model, which must be on its device: AdamW for dense parameters, one optimiser for each table;
+    gradient clipping; and the learning-rate schedule.
 
-    Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag, classifier table;
-    weight decay on matrices of the dense groups, `clf_decay` on the classifier's rows. The bag's tables train by Adam,
-    the classifier's by `clf_state`.
+    Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag, classifier table.
+    Weight decay applies to matrices of the dense groups, `clf_decay` to the classifier's rows. The bag's tables train
+    by Adam, the classifier's by `clf_state`.
 
     Attributes:
-        dense: parameters that AdamW trains; row: optimisers of the tables, by the tables' names.
-        last_round: with patience: steps done at its begin and at its end, as far as they are known.
+        dense: parameters that AdamW trains; row: the tables' optimisers by name of the table.
+        last_round: with patience: finished steps of the run at the begin and at the end of the last round, as known so
+            far.
     """
 
     def __init__(self, model: UniDEC, settings: Optim, steps_per_epoch: int, *, seed: int = 0):
@@ -185,9 +186,9 @@ class Optimisers:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 part = "encoder" if name.startswith("encoder.transformer.") else "heads"
-                # biases, norms and temperatures are vectors, in every architecture and whatever their names
+                # no weight decay on biases, norms and temperatures: in every architecture they are vectors
                 groups.setdefault((part, parameter.ndim > 1), []).append(parameter)
-        groups = groups or {("heads", False): []}  # nothing dense trains: AdamW wants a group
+        groups = groups or {("heads", False): []}  # AdamW needs a group even if no dense parameter trains
         self.dense = [p for parameters in groups.values() for p in parameters]
         self.adamw = torch.optim.AdamW(
             [
@@ -200,14 +201,14 @@ class Optimisers:
         self.device = model.device
         self.row = {}
         for name, table in model.tables().items():
-            if name.startswith("encoder."):  # sgd keeps nothing
+            if name.startswith("encoder."):  # a frozen table needs no state: sgd has none
                 self.row[name] = ROW_OPTIMISERS["sgd" if model.encoder.frozen else "adam"](table, settings.lr_bag)
             else:
                 decay = settings.clf_decay if table.weight.shape[1] > 1 else 0.0  # biases do not decay
                 self.row[name] = ROW_OPTIMISERS[settings.clf_state](table, settings.lr_clf, f"{seed} {name}", decay)
 
     def factor(self, step: int) -> float:
-        """Share of the learning rates at a step (from 0): linear warm-up, then a cosine to 0; with patience constant
+        """Factor of the learning rates at a step (from 0): linear warm-up, then a cosine to 0; with patience constant
         after the warm-up, and linear to 0 in the last round."""
         if self.settings.patience:
             begin, end = self.last_round
@@ -217,14 +218,19 @@ class Optimisers:
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.total - self.warmup)))
 
     def gradients(self) -> list[Tensor]:
-        """All gradients of the step."""
+        """All gradients of the step, of dense parameters and of tables."""
         leaves = [row.table.used[1] for row in self.row.values() if row.table.used is not None]
         return [t.grad for t in (*self.dense, *leaves) if t.grad is not None]
 
     @torch.no_grad()
     def step(self, step: int, norm: Tensor, failed: Tensor | None = None) -> None:
-        """One update of everything at a step (from 0), given the norm of all gradients, 0-d. Where `failed` (float32,
-        0-d) is 1 nothing changes, which the device decides: the host need not wait; None: 0."""
+        """Update all weights at a step (from 0).
+
+        Args:
+            norm: of all gradients, 0-d.
+            failed: float32 0-d; if it is 1, nothing changes. The device decides this, so that the host need not wait.
+                None: 0.
+        """
         scale: Tensor | float = 1.0
         if self.settings.clip_norm > 0:
             scale = (self.settings.clip_norm / (norm + 1e-6)).clamp_max(1.0)
@@ -241,13 +247,13 @@ class Optimisers:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Drop all gradients and gathered rows."""
+        """Drop all gradients, and end the tables' use of gathered rows."""
         self.adamw.zero_grad(set_to_none=True)
         for row in self.row.values():
             row.table.forget()
 
     def dense_state(self) -> dict[str, Tensor]:
-        """AdamW's moments and step counts, "adamw.<number of the parameter>.<key>"; empty before the first step."""
+        """AdamW's moments and step counts as "adamw.<number of the parameter>.<key>"; empty before the first step."""
         return {
             f"adamw.{index}.{key}": torch.as_tensor(value)
             for index, parameter in enumerate(self.dense)
@@ -255,30 +261,31 @@ class Optimisers:
         }
 
     def load_dense_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `dense_state` gave for the same model; other names are passed over."""
+        """Restore a `dense_state` of the same model; other names are ignored."""
         for index, parameter in enumerate(self.dense):
             prefix = f"adamw.{index}."
             state: dict[str, Any] = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
             if state:
-                # the step counts too: the fused update reads them on the device
+                # also the step counts, which the fused update reads on the device
                 self.adamw.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in state.items()}
 
     def row_states(self) -> dict[str, dict[str, Tensor]]:
-        """Rows held here, by table: "weight" and what its optimiser keeps. The tensors themselves, no copies."""
+        """By table the weight (as "weight") and optimiser state of the rows held here: the tensors themselves."""
         return {name: row.table.rows() for name, row in self.row.items()}
 
     def load_row_states(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        """Copy in what `row_states` gave; KeyError or RuntimeError: it is of another model."""
-        for name, own in self.row_states().items():
-            for key, tensor in own.items():
+        """Copy the tensors of a `row_states` into the tables. Raises KeyError or RuntimeError: they are of another
+        model."""
+        for name, state in self.row_states().items():
+            for key, tensor in state.items():
                 tensor.copy_(tensors[name][key].view(tensor.shape))
 
 
 def row_noise(rows_U: Tensor, width: int, seed: str) -> Tensor:
-    """Random int16 [U, D], uniform over all values: a hash of (seed, row, column).
+    """Random int16 [U, D], uniform over all values, from a hash of (seed, row, column).
 
-    So the same on every device, for any order of the rows and any number of processes. SplitMix64 (Steele, Lea and
-    Flood, 2014), one 64-bit word for four columns.
+    The values are the same on every device, for any order of the rows and any number of processes. The hash is
+    SplitMix64 (Steele, Lea and Flood, 2014), with one 64-bit word for four columns.
     """
     start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
     words = (width + 3) // 4
@@ -296,13 +303,17 @@ def _signed(word: int) -> int:
 
 
 def round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
-    """float32 to bfloat16, up or down at random so that the mean is x; what bfloat16 can hold stays as it is.
+    """Round float32 to bfloat16, up or down at random so that the expected result is x; exact values do not change.
 
-    The upper half of a float32 is a bfloat16, and 16 random bits added to the lower half carry into the upper with the
-    probability of its share. Infinity stays, NaN stays NaN, and beyond the largest finite value it is infinity or that
-    value. `x` is used up; `noise` is int16 of the same shape, uniform.
+    The upper half of a float32 is a bfloat16. Adding 16 random bits to the lower half carries into the upper half with
+    a probability in proportion to the lower half's value. Infinity and NaN do not change; a value beyond the largest
+    finite bfloat16 becomes infinity or that bfloat16.
+
+    Args:
+        x: is overwritten.
+        noise: int16 of the same shape, uniform.
     """
     nan = x.isnan()
-    bits = x.view(torch.int32).add_(noise).add_(0x8000)  # noise is signed: from 0 on
+    bits = x.view(torch.int32).add_(noise).add_(0x8000)  # noise is signed, the sum is not negative
     upper = bits.view(torch.int16).unflatten(-1, (-1, 2))[..., 1]  # little endian, as torch's platforms are
     return upper.view(torch.bfloat16).masked_fill(nan, torch.nan)

@@ -1,4 +1,4 @@
-"""Device, number format and random numbers of a training."""
+"""Device, number format and random state of a training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def choose_device(device: str) -> torch.device:
-    """ "auto" is a GPU where there is one; under torchrun that of LOCAL_RANK.
+    """The torch device of the parameter `device`; "auto" is a GPU if there is one, under torchrun that of LOCAL_RANK.
 
-    A GPU comes with its number: the current device, which torch takes where there is none, belongs to a thread, and
-    batches are prepared in another one.
+    A GPU is returned with its number: without one, torch would use the current device of each thread, and batches are
+    prepared in another thread.
 
     Raises:
         ConfigError: "cuda" without a usable GPU.
@@ -32,24 +32,25 @@ def choose_device(device: str) -> torch.device:
 
 
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
-    """The type transformers compute in: bfloat16, or None for float32.
+    """The type for autocast: bfloat16, or None for float32.
 
-    "auto" takes bfloat16 on GPUs and on processors that multiply it in hardware (AVX512-BF16 or AMX). Without that it
-    was measured three times slower than float32. The processor's flags decide, so the same machine always decides
-    alike.
+    "auto" is bfloat16 on GPUs and processors that multiply it in hardware (AVX512-BF16 or AMX); on others it was
+    measured to be three times slower than float32. The hardware's flags decide, so the result on a machine is always
+    the same.
     """
     import torch
 
-    able = precision == "bf16"
+    use_bfloat16 = precision == "bf16"
     if precision == "auto" and device.type == "cuda":
-        able = torch.cuda.is_bf16_supported(including_emulation=False)  # V100 and T4 emulate it, slower than float32
+        # V100 and T4 emulate bfloat16, slower than float32
+        use_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     elif precision == "auto":
-        able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if able else None
+        use_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if use_bfloat16 else None
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """States of torch's generators (dropout), as dense tensors of a checkpoint."""
+    """States of torch's default generators (dropout), named as in a checkpoint."""
     import torch
 
     states = {"random.cpu": torch.get_rng_state()}
@@ -59,7 +60,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Continue the sequences that `random_state` saw."""
+    """Set torch's default generators to the states of a `random_state`."""
     import torch
 
     torch.set_rng_state(tensors["random.cpu"].cpu())

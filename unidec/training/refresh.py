@@ -1,10 +1,10 @@
-"""The refresh every T epochs: clusters of queries (the batches of the coming round) and mined hard negatives.
+"""The refresh every T epochs: clusters of queries (the batches of the next round) and mined hard negatives.
 
-Legend: N queries of the data set, n training queries, L labels, H mined negatives a query, D width of a head, E
+Legend: N queries of the data set, n training queries, L labels, H mined negatives of a query, D width of a head, E
 positives of some queries.
 
-Source: UniDEC, H_i = top-k of a nearest-neighbour search without P_i, |H_i| = eta x T. Filter pairs (the query is the
-label itself) must leave it too: such a label scores best and is no negative (spec, detail 6).
+Source: UniDEC, H_i = top-k of a nearest-neighbour search without P_i, |H_i| = eta x T. Labels of filter pairs (the
+query is the label itself) are excluded too: they score best and are not negatives (spec, detail 6).
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from unidec.training.sampler import (
 
 KIND, VERSION = "refresh", 1
 BLOCK = 512  # queries compared with all labels at a time
-_BLOCKS = 8  # between two looks at the progress
+_BLOCKS = 8  # blocks between two updates of the progress bar
 _PAIRS = 1 << 16  # positives scored at once
-_SPARE = 32  # labels beyond those wanted, to tell equal scores apart
-_ROWS_A_LIST = 40  # labels a list at least: faiss asks for 39 to find its centre
-_PROBED = 16  # of so many lists one is searched
+_SPARE = 32  # labels searched in addition to H, so that among equal scores the lowest label ids are taken
+_ROWS_A_LIST = 40  # least labels for each inverted list on average: faiss requires 39 to train a centroid
+_LISTS_A_PROBE = 16  # one of so many inverted lists is searched
 _COMPARED = 1000  # queries on which an approximate search is compared with the exact one
 _NDIM = {"order": 1, "offsets": 1, "negatives": 2}
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """What a round trains on.
+    """Clusters and hard negatives of a round.
 
     Attributes:
-        order: int64 [n] training rows, cluster after cluster, with offsets int64 [C + 1]; several clusters make a batch
-            where they are smaller than one (`pool.cluster_start`). None: random batches.
-        negatives: int32 [N, H] by training row, -1 where there is none; None: none are mined.
-        sha256: of the manifest it was loaded with: a checkpoint inside its round names it.
+        order: int64 [n], training rows, cluster after cluster; offsets: int64 [C + 1], where each cluster begins.
+            Clusters smaller than a batch (`pool.cluster_start`) are combined to batches. None: random batches.
+        negatives: int32 [N, H] by training row, padded with -1; None: no hard negatives.
+        sha256: of the manifest of its folder, if it was loaded; checkpoints inside the round contain it.
     """
 
     order: np.ndarray | None = None
@@ -69,21 +69,21 @@ class Refresh:
     sha256: str | None = None
 
     def batches(self, rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-        """Rows of each batch of an epoch."""
+        """Training rows of each batch of an epoch."""
         if self.order is not None and self.offsets is not None:
             return clustered_batches(self.order, self.offsets, seed, epoch, num_clusters(len(rows), batch_size))
         return random_batches(rows, batch_size, seed, epoch)
 
     def save(self, path: Path, epoch: int) -> None:
-        """Keep it for the round that starts after `epoch` epochs."""
+        """Write it to a folder, as the refresh of the round that starts after `epoch` epochs."""
         arrays = {name: getattr(self, name) for name in _NDIM if getattr(self, name) is not None}
         with write_folder(path, KIND, VERSION, {"epoch": epoch}) as out:
             for name, array in arrays.items():
                 np.save(out.path / f"{name}.npy", array, allow_pickle=False)
 
     @staticmethod
-    def is_made(path: Path, epoch: int) -> bool:
-        """Whether the one made after `epoch` epochs is there, and whole."""
+    def exists(path: Path, epoch: int) -> bool:
+        """Whether the folder has the complete refresh of the round that starts after `epoch` epochs."""
         try:
             return read_manifest(path, KIND, VERSION)["meta"].get("epoch") == epoch
         except ArtifactError:
@@ -91,21 +91,26 @@ class Refresh:
 
     @classmethod
     def load(cls, path: Path, epoch: int) -> Refresh:
-        """The one made after `epoch` epochs. Raises TrainingError: there is none, or it is damaged."""
-        if not cls.is_made(path, epoch):
+        """Load the refresh of the round that starts after `epoch` epochs. Raises TrainingError: it is missing or
+        damaged."""
+        if not cls.exists(path, epoch):
             raise TrainingError(
-                "the round has no clusters and hard negatives", where=str(path),
-                expected=f"those made after epoch {epoch}", fix="refresh first",
+                "clusters and hard negatives of the round are missing or damaged", where=str(path),
+                expected=f"the refresh after epoch {epoch}", fix="run the refresh first",
             )  # fmt: skip
         present = {n: load_array(path / f"{n}.npy", ndim=d) for n, d in _NDIM.items() if (path / f"{n}.npy").is_file()}
         return cls(**present, sha256=file_sha256(path / MANIFEST))
 
 
 def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
-    """Largest number of queries in a cluster of the round that begins after `epoch` epochs, of `num_rows` in all.
+    """Largest number of queries in a cluster of the round that starts after `epoch` epochs.
 
-    A batch's, or NGAME's curriculum: it starts at `pool.cluster_start` and doubles at the epochs
-    `pool.cluster_doublings` (without any at each refresh), up to a batch's."""
+    It is the size of a batch. In NGAME's curriculum it starts at `pool.cluster_start` and doubles at the epochs of
+    `pool.cluster_doublings` (if empty at each refresh), up to the size of a batch.
+
+    Args:
+        num_rows: number of training queries.
+    """
     batch = queries_a_batch(pool, num_rows)
     if pool.cluster_start == 0:
         return batch
@@ -114,8 +119,8 @@ def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
     return min(pool.cluster_start << min(doublings, batch.bit_length()), batch)
 
 
-Search = Callable[..., tuple[np.ndarray, np.ndarray]]  # takes what `exact_search` does but for the labels
-# the first half of a refresh; float32 [n, D] of the training queries, None where nothing compares them; figures
+Search = Callable[..., tuple[np.ndarray, np.ndarray]]  # arguments and results as of `exact_search`, without the labels
+# a refresh without negatives, vectors float32 [n, D] of the training queries (None if not needed), and figures
 Clusters = tuple[Refresh, np.ndarray | None, Figures]
 
 
@@ -127,8 +132,12 @@ def make_clusters(
     ranks: Ranks = ALONE,
     epoch: int = 0,
 ) -> Clusters:
-    """Cluster the training queries, rows int64 [n], after `epoch` epochs; all ranks call this. `query_vectors` gives
-    float32 [n, D] of them, and is called only where clusters or negatives need them."""
+    """Cluster the training queries for the round that starts after `epoch` epochs; all ranks call this.
+
+    Args:
+        rows: int64 [n], training rows.
+        query_vectors: returns their vectors float32 [n, D]; called only if clusters or negatives need them.
+    """
     begin, refresh, query_ND = time.perf_counter(), Refresh(), None
     size = cluster_size(settings.pool, epoch, len(rows))
     report: Figures = {}
@@ -136,7 +145,7 @@ def make_clusters(
     if (clustered and size > 1) or (_mines(settings) and not settings.pool.shortlist):
         query_ND = query_vectors()
         report["encode_queries_seconds"] = time.perf_counter() - begin
-    if clustered and size == 1:  # a query is its own cluster: nothing to compare
+    if clustered and size == 1:  # each query is a cluster
         refresh = Refresh(rows, np.arange(len(rows) + 1))
     elif clustered and query_ND is not None:
         encoded = time.perf_counter()
@@ -148,7 +157,7 @@ def make_clusters(
 
 
 def _mines(settings: TrainingSettings) -> bool:
-    """Whether steps read hard negatives."""
+    """Whether steps sample hard negatives."""
     return settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)
 
 
@@ -162,10 +171,15 @@ def make_refresh(
     ranks: Ranks = ALONE,
     shortlist: Callable[[], tuple[np.ndarray, Figures]] | None = None,
 ) -> tuple[Refresh, Figures]:
-    """Mine hard negatives where a loss runs over pools, by products in the type that steps compute in; with the
-    clusters that is the refresh, and figures of both.
-    `label_vectors` gives float32 [L, D], with several ranks this rank's part of it; called only when needed.
-    `shortlist` gives what `shortlist_labels` does, in place of the nearest labels."""
+    """Mine hard negatives if a loss runs over pools, and return the complete refresh, with figures of clustering and
+    mining. Inner products have the type in which steps compute.
+
+    Args:
+        clusters: from `make_clusters`.
+        label_vectors: returns vectors float32 [L, D], with several ranks this rank's part of them; called only if
+            needed.
+        shortlist: returns the result of `shortlist_labels`, which replaces the nearest labels.
+    """
     begin, pool, (refresh, query_ND, report) = time.perf_counter(), settings.pool, clusters
     if not _mines(settings):
         pass
@@ -195,55 +209,56 @@ def mine_hard_negatives(
     ranks: Ranks = ALONE,
     mining: Mining = "exact",
 ) -> tuple[np.ndarray, Figures]:
-    """Mines `num_negatives` (eta x T) labels for each query; of equal scores the lower label comes first.
+    """Mine for each query the `num_negatives` (eta x T) nearest labels that are not positives or filtered; among equal
+    scores lower label ids come first.
 
     Args:
         query_nD: float32 [n, D] query vectors; rows_n: int64 [n], their data set rows, each once.
         label_LD: float32 [L, D] label vectors; with several ranks this rank's part of them.
         pairs: relevance and filter pairs, csr [N, L].
-        num_negatives: H, places of a shortlist.
-        device: of the exact search; None: the CPU.
-        ranks: processes that share the work, whole blocks of the queries each; all get the whole shortlist.
-        mining: "exact", or "faiss": an approximate search on the CPU.
+        num_negatives: H.
+        device: device of the exact search; None: the CPU.
+        ranks: processes that share the work by blocks of queries; all return the complete result.
+        mining: "exact", or "faiss" for an approximate search on the CPU.
 
     Returns:
-        Mined labels by data set row, best first, int32 [N, H], -1 where there is none; and a report: `queries`,
+        Mined labels by data set row, best first, int32 [N, H], padded with -1; and figures: `queries`,
         `negative_score` (mean over all negatives), `positives_found` (share of the queries' positives that score at
-        least as high as the query's last negative: the search would have found them), `seconds`; of an approximate
-        search `recall`: the share of what an exact one finds.
+        least as high as the query's last negative, so that the search would find them), `seconds`; for an approximate
+        search `recall`, the share of the exact results that it finds.
 
     Raises:
-        DataError: vectors that are not finite. UnidecError: faiss is not installed.
+        DataError: vectors are not finite. UnidecError: faiss is not installed.
     """
     begin_time, (relevance, filter_pairs) = time.perf_counter(), pairs
     shortlist = np.full((relevance.shape[0], num_negatives), -1, dtype=np.int32)
     label = torch.from_numpy(np.require(ranks.gather_array(label_LD), requirements="W"))
     if len(label) <= labels_that_fit(torch.device(device or "cpu"), label.shape[1]):
         label = label.to(device)
-    # blocks are those of one rank: the bits of scores depend on their size
+    # blocks are the same for any number of ranks, because the bits of scores depend on the size of a block
     block = query_block(len(label), BLOCK)
     own = slice(*(min(block * number, len(query_nD)) for number in ranks.part(-(-len(query_nD) // block))))
     exact: Search = partial(exact_search, label_LD=label, block=block, device=device)
     search = exact if mining == "exact" else faiss_search(label)
-    rows, sums = rows_n[own], np.zeros(4)  # of the negatives' scores; negatives, positives, positives found
+    rows, sums = rows_n[own], np.zeros(4)  # sum of negatives' scores; numbers of negatives, positives, positives found
     with progress(total=len(rows), desc="mine hard negatives", unit="query") as bar:
         for begin in range(0, len(rows), _BLOCKS * block):
             some, query = rows[begin : begin + _BLOCKS * block], query_nD[own][begin : begin + _BLOCKS * block]
             positive = _pattern(relevance[some])
             excluded = positive + _pattern(filter_pairs[some])
-            score, found = search(query, k=num_negatives + _SPARE, exclude=excluded)
-            order = np.lexsort((found, -score), axis=1)[:, :num_negatives]
-            score, found = np.take_along_axis(score, order, axis=1), np.take_along_axis(found, order, axis=1)
-            shortlist[some] = found
-            reached_E = _scores(query, label, positive) >= np.repeat(score[:, -1], np.diff(positive.indptr))
-            mined = score[found >= 0]
-            sums += mined.sum(dtype=np.float64), len(mined), len(reached_E), reached_E.sum()
+            score, negative = search(query, k=num_negatives + _SPARE, exclude=excluded)
+            order = np.lexsort((negative, -score), axis=1)[:, :num_negatives]
+            score, negative = np.take_along_axis(score, order, axis=1), np.take_along_axis(negative, order, axis=1)
+            shortlist[some] = negative
+            found_E = _scores(query, label, positive) >= np.repeat(score[:, -1], np.diff(positive.indptr))
+            mined = score[negative >= 0]
+            sums += mined.sum(dtype=np.float64), len(mined), len(found_E), found_E.sum()
             bar.update(len(some))
     shortlist[rows_n] = ranks.gather_array(shortlist[rows])
-    total, negatives, positives, reached = ranks.gather_array(sums[None]).sum(0).tolist()
+    total, num_negatives_found, num_positives, num_found = ranks.gather_array(sums[None]).sum(0).tolist()
     report = {
-        "queries": len(query_nD), "negative_score": total / max(negatives, 1),
-        "positives_found": reached / max(positives, 1), "seconds": time.perf_counter() - begin_time,
+        "queries": len(query_nD), "negative_score": total / max(num_negatives_found, 1),
+        "positives_found": num_found / max(num_positives, 1), "seconds": time.perf_counter() - begin_time,
     }  # fmt: skip
     if mining != "exact":
         step = max(1, len(query_nD) // _COMPARED)
@@ -264,40 +279,42 @@ def shortlist_labels(
     relevance: sp.csr_matrix,
     num_kept: int,
 ) -> tuple[np.ndarray, Figures]:
-    """For each training query the labels of the `num_kept` clusters that a label tree ranks highest among those whose
-    parents it keeps (CascadeXML, SyncXML: the classifier's shortlist). Positives may be among them.
+    """The classifier's shortlist of each training query (CascadeXML, SyncXML): the labels of the `num_kept` clusters of
+    the finest level that a label tree ranks highest, among clusters whose parents it keeps. It may contain positives.
 
     Args:
         cluster_L: int64 [L], each label's cluster of the finest level.
-        encode: the encoder's outputs [n, W] of some rows. rows_n: int64 [n] data set rows, each once.
+        encode: returns the encoder's outputs [n, W] of rows. rows_n: int64 [n], data set rows, each once.
         relevance: csr [N, L].
 
     Returns:
-        labels by data set row, those of the best cluster first, int32 [N, H], -1 where there is none; and a report:
-        `queries`, `positives_found` (share of the queries' positives in the clusters), `seconds`.
+        labels by data set row, those of the best cluster first, int32 [N, H], padded with -1; and figures: `queries`,
+        `positives_found` (share of the queries' positives in the clusters), `seconds`.
     """
     begin_time, num_kept = time.perf_counter(), min(num_kept, tree.counts[-1])
     size_C = np.bincount(cluster_L, minlength=tree.counts[-1])
     order_L, member_CM = np.argsort(cluster_L, kind="stable"), np.full((len(size_C), size_C.max()), -1, dtype=np.int32)
     member_CM[cluster_L[order_L], np.arange(len(order_L)) - (np.cumsum(size_C) - size_C)[cluster_L[order_L]]] = order_L
-    found = np.full((relevance.shape[0], num_kept * member_CM.shape[1]), -1, dtype=np.int32)
-    positives, was_training = np.zeros(2), tree.training  # all of them, those found
+    shortlist = np.full((relevance.shape[0], num_kept * member_CM.shape[1]), -1, dtype=np.int32)
+    num_positives, num_found, was_training = 0, 0, tree.training
     for begin in range(0, len(rows_n), _BLOCKS * BLOCK):
         some = rows_n[begin : begin + _BLOCKS * BLOCK]
-        x_BW = encode(some)  # which may turn its model's dropout on again
+        x_BW = encode(some)  # may set its model, and so the tree, to training mode again
         cluster_BK = tree.eval()(x_BW, num_kept)[-1].topk(num_kept, dim=1).indices.cpu().numpy()
-        found[some] = member_CM[cluster_BK].reshape(len(some), -1)
+        shortlist[some] = member_CM[cluster_BK].reshape(len(some), -1)
         positive = relevance[some].tocoo()
-        positives += positive.nnz, (cluster_BK[positive.row] == cluster_L[positive.col][:, None]).any(1).sum()
+        num_positives += positive.nnz
+        num_found += int((cluster_BK[positive.row] == cluster_L[positive.col][:, None]).any(1).sum())
     tree.train(was_training)
-    return found, {
-        "queries": len(rows_n), "positives_found": positives[1] / max(positives[0], 1),
+    return shortlist, {
+        "queries": len(rows_n), "positives_found": num_found / max(num_positives, 1),
         "seconds": time.perf_counter() - begin_time,
     }  # fmt: skip
 
 
 def faiss_search(label: torch.Tensor) -> Search:
-    """Some of the inverted lists that are nearest to a query, of about 4 sqrt(L) lists, by faiss on the CPU."""
+    """An approximate search by faiss on the CPU: of about 4 sqrt(L) inverted lists, the nearest to a query are
+    searched."""
     faiss = faiss_module()
     label_LD = np.ascontiguousarray(label.cpu().numpy())
     num_labels, width = label_LD.shape
@@ -305,23 +322,23 @@ def faiss_search(label: torch.Tensor) -> Search:
     index: Any = faiss.index_factory(width, f"IVF{num_lists},Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(label_LD)
     index.add(label_LD)
-    index.nprobe = max(1, num_lists // _PROBED)
+    index.nprobe = max(1, num_lists // _LISTS_A_PROBE)
 
     def search(query: np.ndarray, k: int, exclude: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
         first, excluded_B = np.arange(len(query))[:, None] * num_labels, np.diff(exclude.indptr)
         keys = np.repeat(first[:, 0], excluded_B) + exclude.indices
-        # so many more are searched that enough are left
-        score, found = index.search(np.ascontiguousarray(query), k + int(excluded_B.max(initial=0)))
-        gone = (found < 0) | np.isin(first + found, keys)
-        score[gone], found[gone] = -np.inf, -1
+        # search enough labels that k are left after the exclusion
+        score, nearest = index.search(np.ascontiguousarray(query), k + int(excluded_B.max(initial=0)))
+        removed = (nearest < 0) | np.isin(first + nearest, keys)
+        score[removed], nearest[removed] = -np.inf, -1
         order = np.argsort(-score, axis=1, kind="stable")[:, :k]
-        return np.take_along_axis(score, order, axis=1), np.take_along_axis(found, order, axis=1)
+        return np.take_along_axis(score, order, axis=1), np.take_along_axis(nearest, order, axis=1)
 
     return search
 
 
 def _scores(query_nD: np.ndarray, label_LD: torch.Tensor, pairs: sp.csr_matrix) -> np.ndarray:
-    """Inner products of the pairs [N, L] of some queries, float32 [E]."""
+    """Inner products of the pairs, csr [n, L], of queries and labels, float32 [E]."""
     row_E = torch.from_numpy(np.repeat(np.arange(len(query_nD)), np.diff(pairs.indptr))).to(label_LD.device)
     label_E = torch.from_numpy(pairs.indices.astype(np.int64)).to(label_LD.device)
     query = torch.from_numpy(np.require(query_nD, requirements=["C", "W"])).to(label_LD)
@@ -330,4 +347,5 @@ def _scores(query_nD: np.ndarray, label_LD: torch.Tensor, pairs: sp.csr_matrix) 
 
 
 def _pattern(matrix: sp.csr_matrix) -> sp.csr_matrix:
+    """The matrix with value 1 for each stored entry, also for stored zeros."""
     return sp.csr_matrix((np.ones(len(matrix.indices), np.int8), matrix.indices, matrix.indptr), matrix.shape)

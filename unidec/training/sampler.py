@@ -1,9 +1,10 @@
-"""Batches of queries, and the pool of labels on which each batch's losses are computed (UniDEC, Algorithm 1).
+"""Draws batches of queries, and for each batch the pool of labels on which its losses are computed (UniDEC, Algorithm
+1).
 
 Legend: B queries in a batch, S pool labels, P positive pairs in the pool, F filter pairs in the pool, H mined hard
 negatives of a query, Q entries of some rows of a CSR matrix, C candidates, N all queries, L all labels.
 
-Nothing keeps a random state: every draw comes from (seed, epoch, step), so a resumed run needs only those two counters.
+No random state is kept: every draw is seeded by (seed, epoch, step), so a resumed run needs only the two counters.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import scipy.sparse as sp
 
 from unidec.sections import Loss, Model, Pool
 
-# A stream of random numbers each: the same (epoch, step) never gives two uses the same numbers.
+# streams of random numbers: different uses in the same (epoch, step) get different numbers
 _POOL, _RANDOM_BATCHES, _CLUSTER_ORDER = 0, 1, 2
 
 
@@ -27,18 +28,18 @@ def _rng(seed: int, epoch: int, step: int, stream: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class PoolBatch:
-    """One batch: its queries, its pool of labels, and the pairs between them as positions (sparse COO, row-major
-    order).
+    """A batch: its queries, its pool of labels, and the pairs between them as positions (sparse COO, row-major order).
 
     Attributes:
         rows_B: int64, data set rows of the queries, in batch order.
         pool_S: int64, label ids, each once, ascending.
-        positive_row_P, positive_col_P: int64, position in the batch and in the pool of each true positive in the pool
-            (all of P_i ∩ L_B, sampled or not).
-        sampled_P: bool, the label was sampled as this query's own positive.
+        positive_row_P, positive_col_P: int64, positions in the batch and in the pool of all true positives in the pool
+            (P_i ∩ L_B, sampled or not).
+        sampled_P: bool, whether the label was sampled as a positive of this query.
         relevance_P: float32, stored relevance of the pair.
-        num_positives_B: int64, |P_i|: positives of the query, in the pool or not.
-        ignored_row_F, ignored_col_F: int64, the same of each filter pair that is not a positive: never a negative.
+        num_positives_B: int64, |P_i|, positives of the query in the pool or not.
+        ignored_row_F, ignored_col_F: int64, positions of the filter pairs that are not positives; they are not used as
+            negatives.
     """
 
     rows_B: np.ndarray
@@ -67,19 +68,19 @@ def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 class PoolSampler:
-    """Draws the pool of a batch: sampled positives, hard negatives, and the pairs among them.
+    """Draws the pool of a batch: sampled positives, hard negatives, and the pairs among queries and pool labels.
 
-    Up to `beta` positives a query without replacement, all alike or in proportion to a weight of the label, and `eta`
-    hard negatives a query, uniformly from its shortlist; never one of its positives, never one of its filter pairs.
-    With a size limit (detail 5 of the published implementations): sampled positives first, then hard negatives, then
-    with `fill` further positives; within each, the most frequent in the batch first, ties at random.
+    For each query up to `beta` positives are drawn without replacement, uniformly or in proportion to label weights,
+    and up to `eta` hard negatives uniformly from its shortlist, without its positives and filter pairs. A pool with a
+    size limit (spec, detail 5) takes sampled positives first, then hard negatives, then with `fill` further positives;
+    within each group the labels that are most frequent in the batch first, ties at random.
 
     Args:
-        relevance, filter_pairs: csr [N, L] in canonical format, the positives, and pairs never to be used as negatives.
-        size: at most so many labels in a pool; 0: no limit.
-        fill: the other positives of the batch's queries take the room that is left; without a limit all of them do.
-        weight_L: float [L], finite and above 0: each of a query's positives that are left is the next one drawn with a
-            chance in proportion to its weight (inverse propensities: tail labels more often); None: all alike.
+        relevance, filter_pairs: csr [N, L] in canonical format: positives, and pairs that must not become negatives.
+        size: most labels of a pool; 0: no limit.
+        fill: add the other positives of the batch's queries, as far as the size limit allows.
+        weight_L: float [L], finite and above 0: the probability that a positive is drawn next, among those of the query
+            that are left, is proportional to it (inverse propensities: tail labels more often); None: uniform.
     """
 
     def __init__(
@@ -107,14 +108,14 @@ class PoolSampler:
         shortlist_NH: np.ndarray | None = None,
         up_to: int = 0,
     ) -> PoolBatch:
-        """The pool of some queries at a step; the same arguments always give the same batch.
+        """Draw the pool of some queries at a step; the same arguments always return the same batch.
 
         Args:
             rows_B: int [B], data set rows.
             epoch, step: from 0; the step is unique within its epoch.
-            shortlist_NH: int32 [N, H] mined labels by data set row, -1 where there is none; or None: no hard negatives.
-            up_to: other labels, all alike, are drawn into the pool until it has about so many, whatever the limit; from
-                L on it is all labels.
+            shortlist_NH: int32 [N, H], mined labels by data set row, padded with -1; None: no hard negatives.
+            up_to: add uniformly drawn labels until the pool has about this many, whatever the size limit; L or more:
+                the pool is all labels.
         """
         rows_B = np.asarray(rows_B, dtype=np.int64)
         rng = _rng(self.seed, epoch, step, _POOL)
@@ -133,34 +134,35 @@ class PoolSampler:
             if up_to > len(pool_S):
                 others_C = rng.choice(self.num_labels, up_to - len(pool_S), replace=False, shuffle=False)
                 pool_S = np.union1d(pool_S, others_C)
-        kept_Q = contains(pool_S, label_Q)
-        # a pair that is filtered and a positive is a positive
-        kept_F = contains(pool_S, filter_label_Q) & ~contains(
+        in_pool_Q = contains(pool_S, label_Q)
+        # a filter pair that is a positive counts as a positive
+        ignored_Q = contains(pool_S, filter_label_Q) & ~contains(
             row_Q * self.num_labels + label_Q, filter_row_Q * self.num_labels + filter_label_Q
         )
         return PoolBatch(
             rows_B=rows_B,
             pool_S=pool_S,
-            positive_row_P=row_Q[kept_Q],
-            positive_col_P=np.searchsorted(pool_S, label_Q[kept_Q]),
-            sampled_P=sampled_Q[kept_Q],
-            relevance_P=relevance_Q[kept_Q].astype(np.float32, copy=False),
+            positive_row_P=row_Q[in_pool_Q],
+            positive_col_P=np.searchsorted(pool_S, label_Q[in_pool_Q]),
+            sampled_P=sampled_Q[in_pool_Q],
+            relevance_P=relevance_Q[in_pool_Q].astype(np.float32, copy=False),
             num_positives_B=count_B,
-            ignored_row_F=filter_row_Q[kept_F],
-            ignored_col_F=np.searchsorted(pool_S, filter_label_Q[kept_F]),
+            ignored_row_F=filter_row_Q[ignored_Q],
+            ignored_col_F=np.searchsorted(pool_S, filter_label_Q[ignored_Q]),
         )
 
     def _sample_positives(
         self, row_Q: np.ndarray, label_Q: np.ndarray, count_B: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """Marks at most beta entries a row, without replacement: bool [Q].
+        """Mask of at most beta entries of each row, drawn without replacement, bool [Q].
 
-        With weights the entries of a row are ordered by exponential times whose rates are the weights: the first is an
-        entry with a chance in proportion to its weight, the next is so among the rest (Efraimidis and Spirakis, 2006).
+        With weights, the entries of a row are ordered by exponential random times whose rates are the weights: each
+        next entry is one of the remaining ones with a probability proportional to its weight (Efraimidis and Spirakis,
+        2006).
         """
         draw_Q = rng.random(len(row_Q))
         if self.weight_L is None:
-            # Row number + a random fraction: one sort shuffles each row within itself, rows staying in order.
+            # row number + random fraction: one sort shuffles the entries of each row and keeps the rows in order
             order_Q = np.argsort(row_Q + draw_Q)
         else:
             order_Q = np.lexsort((-np.log1p(-draw_Q) / self.weight_L[label_Q], row_Q))
@@ -172,12 +174,13 @@ class PoolSampler:
     def _sample_hard(
         self, rows_B: np.ndarray, shortlist_NH: np.ndarray | None, banned_Q: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """Labels sampled as hard negatives, at most eta a row, int64 [C]; `banned_Q` are pairs as row * L + label."""
+        """Labels sampled as hard negatives, at most eta for each row, int64 [C]. `banned_Q` are pairs that must not be
+        sampled, as row * L + label."""
         if shortlist_NH is None or self.eta == 0 or shortlist_NH.shape[1] == 0:
             return np.empty(0, dtype=np.int64)
         label_BH = shortlist_NH[rows_B].astype(np.int64)
         row_B1 = np.arange(len(rows_B))[:, None]
-        # Mined lists hold no positives when fresh; checked again, since a list outlives the mining that wrote it.
+        # lists from mining contain no banned pairs, but those from `shortlist_labels` may
         allowed_BH = (label_BH >= 0) & ~contains(np.sort(banned_Q), row_B1 * self.num_labels + label_BH)
         key_BH = np.where(allowed_BH, rng.random(label_BH.shape), 2.0)
         if self.eta < label_BH.shape[1]:
@@ -186,7 +189,7 @@ class PoolSampler:
         return label_BH[allowed_BH]
 
     def _choose_pool(self, groups: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-        """Label ids of the pool, ascending: group after group, each cut to the room that is left."""
+        """Label ids of the pool, ascending: group after group, each cut to the remaining size."""
         if self.size == 0:
             return np.unique(np.concatenate(groups))
         pool_S = np.empty(0, dtype=np.int64)
@@ -196,7 +199,7 @@ class PoolSampler:
             label_C, frequency_C = label_C[new_C], frequency_C[new_C]
             room = self.size - len(pool_S)
             if len(label_C) > room:
-                # Ties at random: by label id, the same labels would lose in every batch.
+                # random ties: in the order of label ids the same labels would be left out of every batch
                 best_C = np.lexsort((rng.random(len(label_C)), -frequency_C))[:room]
                 label_C = label_C[best_C]
             pool_S = np.sort(np.concatenate([pool_S, label_C]))
@@ -204,14 +207,15 @@ class PoolSampler:
 
 
 def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """ceil(n / batch_size) shuffled batches, int64, whose sizes differ by at most one."""
+    """ceil(n / batch_size) batches of shuffled rows, int64, whose sizes differ by at most one."""
     shuffled = _rng(seed, epoch, 0, _RANDOM_BATCHES).permutation(np.asarray(rows, dtype=np.int64))
     return np.array_split(shuffled, -(-len(rows) // batch_size))
 
 
 def queries_a_batch(pool: Pool, num_rows: int) -> int:
-    """Queries of the largest batch: `pool.batch_size`, or with `pool.batch_fit: least` the smallest N / 2^depth,
-    rounded up, that is not below it (spec, detail 7: published 1,152 on 131K and 1,098 on 1.3M are such numbers)."""
+    """Number of queries in the largest batch: `pool.batch_size`, or with `pool.batch_fit: least` the smallest
+    N / 2^depth, rounded up, that is at least that (spec, detail 7: so are the published 1,152 on 131K and 1,098 on
+    1.3M)."""
     if pool.batch_fit == "most" or pool.batches == "random":
         return pool.batch_size
     depth = max(num_rows // pool.batch_size, 1).bit_length() - 1
@@ -221,44 +225,44 @@ def queries_a_batch(pool: Pool, num_rows: int) -> int:
 def clustered_batches(
     order: np.ndarray, offsets: np.ndarray, seed: int, epoch: int, num_batches: int
 ) -> list[np.ndarray]:
-    """Whole clusters, one or several a batch, in an order of the epoch's own; empty batches are left out.
+    """Batches of whole clusters, one or several in each, in a random order for each epoch; without empty batches.
 
     Args:
-        order: int [n], data set rows, cluster after cluster; offsets: int [C + 1], where each begins.
-        num_batches: with more clusters than this they are dealt to so many batches at random; sizes of batches then
-            differ by at most one where those of clusters do.
+        order: int [n], data set rows, cluster after cluster; offsets: int [C + 1], where each cluster begins.
+        num_batches: if there are more clusters, they are distributed at random to this many batches, whose sizes differ
+            by at most one if the clusters' sizes do.
     """
     order, offsets = np.asarray(order, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     clusters = _rng(seed, epoch, 0, _CLUSTER_ORDER).permutation(len(offsets) - 1)
     groups = list(clusters[:, None])
     if num_batches < len(clusters):
-        # dealt in turn, larger ones first: each batch gets its even share of both sizes
-        dealt = clusters[np.argsort(-np.diff(offsets)[clusters], kind="stable")]
-        groups = [dealt[number::num_batches] for number in range(num_batches)]
+        # in turn, larger clusters first: each batch gets an even share of large and small ones
+        by_size = clusters[np.argsort(-np.diff(offsets)[clusters], kind="stable")]
+        groups = [by_size[number::num_batches] for number in range(num_batches)]
     batches = [np.concatenate([order[offsets[c] : offsets[c + 1]] for c in group]) for group in groups]
     return [batch for batch in batches if len(batch)]
 
 
-Labels = Literal["none", "pool", "some", "all"]  # some: the pool, and others drawn alike
+Labels = Literal["none", "pool", "some", "all"]  # some: the pool, and other labels drawn uniformly
 
 
 def head_labels(model: Model, pool: Pool) -> tuple[Labels, Labels]:
     """Labels in the dual encoder's loss, and in the classifier's; "none" for a head that the model does not have."""
-    of_clf: Labels = "some" if isinstance(pool.clf_labels, int) else pool.clf_labels
-    return "none" if model.heads == "clf" else pool.de_labels, "none" if model.heads == "de" else of_clf
+    clf_labels: Labels = "some" if isinstance(pool.clf_labels, int) else pool.clf_labels
+    return "none" if model.heads == "clf" else pool.de_labels, "none" if model.heads == "de" else clf_labels
 
 
 def draws_pools(model: Model, pool: Pool) -> bool:
-    """Whether a loss runs over a pool: hard negatives are mined for nothing else."""
+    """Whether a loss runs over a pool; hard negatives are needed only then."""
     return not {"pool", "some"}.isdisjoint(head_labels(model, pool))
 
 
 def encoded_labels(model: Model, pool: Pool) -> Labels:
-    """Labels whose texts a step encodes: the dual encoder's; else those whose classifier rows hold their text."""
+    """Labels whose texts a step encodes: those of the dual encoder; without it those of a residual classifier."""
     de, clf = head_labels(model, pool)
     return clf if de == "none" and model.clf_residual else de
 
 
 def weighs_by_propensity(loss: Loss, pool: Pool) -> bool:
-    """Whether inverse propensities of labels weight losses or the draw of positives."""
+    """Whether losses, or the draw of positives, are weighted by inverse propensities."""
     return loss.weights == "propensity" or pool.positives == "tail"

@@ -1,6 +1,6 @@
-"""What a model begins from: its data, or for a warm start an earlier model, the classifier's rows mapped by label uid.
+"""Initial weights that depend on the data, or for a warm start on an earlier model, with classifier rows by label uid.
 
-Legend: L labels, K labels of the start, D width of a head, W width of the encoder, V tokens of the vocabulary.
+Legend: L labels, K labels of the earlier model, D width of a head, W width of the encoder, V features of the bag.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from unidec.progress import progress
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import Ranks
 
-TEXTS_AT_ONCE = 1 << 16  # of which document frequencies are counted
+TEXTS_AT_ONCE = 1 << 16  # texts whose features are counted at once
 _FIX = "retrain.start: cold"
 Features = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]  # BagEncoder.features
 
 
 @dataclass(frozen=True)
 class Start:
-    """An earlier model that a training starts from.
+    """An earlier model from which a training starts.
 
     Attributes:
-        model: folder of an exported model.
+        model: folder of the exported model.
         uids: Arrow strings [K], the uid of each row of its classifier.
-        sha256: of the bundle that holds both: part of a run's identity.
-        vectors: folder of a bundle's arrays: its model has no classifier of its own, clf.npy and bias.npy are it.
+        sha256: hash of the bundle that contains both; part of a run's identity.
+        vectors: folder of a bundle's arrays; its clf.npy and bias.npy are the classifier if the model's file has none.
     """
 
     model: Path
@@ -49,14 +49,15 @@ class Start:
     vectors: Path | None = None
 
     def rows_of(self, uids: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """The start's row of each label: int64 [L], -1 for one that it does not have."""
-        found = pc.fill_null(pc.index_in(uids, value_set=self.uids.cast(uids.type)), -1)
-        return np.asarray(found, dtype=np.int64)
+        """Row of each label in the earlier model, int64 [L], -1 for labels that it does not have."""
+        rows = pc.fill_null(pc.index_in(uids, value_set=self.uids.cast(uids.type)), -1)
+        return np.asarray(rows, dtype=np.int64)
 
 
 def start_bag(model: UniDEC, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> None:
-    """Weigh the bag's tokens by how many training texts, given as (source, tokens, rows int64), have them; nothing
-    without a bag, or with another's weights. Draws no random numbers, so that a resumed run may begin with it too."""
+    """Set the bag's initial token weights from document frequencies in the training texts, given as (source, tokens,
+    rows int64). Does nothing without a bag, or with `encoder.start`. Draws no random numbers, since a resumed run calls
+    it too."""
     bag = model.encoder.bag
     if bag is None or model.encoder_settings.start:
         return
@@ -66,7 +67,7 @@ def start_bag(model: UniDEC, parts: Sequence[tuple[str, Tokens, np.ndarray]]) ->
 
 
 def document_frequency(tokens: Tokens, rows: np.ndarray, vocab: int, features: Features) -> np.ndarray:
-    """Texts that have each of the features of their tokens, int64 [V]."""
+    """Number of texts that have each feature, int64 [V]; `features` is `BagEncoder.features`."""
     frequency_V = np.zeros(vocab, dtype=np.int64)
     for begin in range(0, len(rows), TEXTS_AT_ONCE):
         flat, offsets = tokens.ragged(rows[begin : begin + TEXTS_AT_ONCE])
@@ -77,9 +78,9 @@ def document_frequency(tokens: Tokens, rows: np.ndarray, vocab: int, features: F
 
 
 def take_model(model: UniDEC, start: Start) -> None:
-    """Give a new model the start's encoder, heads and (where they are learnt) temperatures.
+    """Copy the start's encoder, heads and, if they are learnt, temperatures into a new model.
 
-    Raises ArtifactError: the start is damaged; ConfigError: it has another tokenizer, encoder or width.
+    Raises ArtifactError: the start is damaged; ConfigError: its tokenizer, encoder or width differs.
     """
     take_start(model, start.model, where="data/start.json", fix=_FIX)
     if model.settings.learn_temperature:
@@ -89,7 +90,7 @@ def take_model(model: UniDEC, start: Start) -> None:
 
 @torch.no_grad()
 def cluster_labels(model: UniDEC, label_LD: np.ndarray, size: int, seed: int, ranks: Ranks) -> None:
-    """Put labels of similar vectors, float32 [L, D], into clusters of at most `size`, whose vectors they share."""
+    """Set the model's `label_cluster` by clustering label vectors, float32 [L, D], into clusters of at most `size`."""
     order_L, offsets, _ = balanced_clusters(label_LD, size, seed, model.device, ranks)
     cluster_L = np.empty(len(label_LD), dtype=np.int64)
     cluster_L[order_L] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -105,20 +106,23 @@ def take_rows(
     encode: Callable[[np.ndarray], Tensor],
     keep: float = 1.0,
 ) -> None:
-    """Give the classifier the start's rows and biases, by label uid; block by block, wherever the table lives.
+    """Initialise the classifier's rows and biases from those of the start with the same label uid.
 
-    A row begins as `keep` of what was learnt and the rest of the label's own text: its embedding through the started
-    model, at unit length or the mean length of the kept rows, whichever is shorter (if longer, unseen labels
-    would push out those that were learnt). A label that the start does not have begins as its text alone, whatever
-    `model.clf_init` is; biases likewise, with their mean in place of the text. A residual classifier's free
-    vectors are what is left of the whole rows without their texts.
+    A row becomes `keep` times the start's row plus (1 - `keep`) times the embedding of the label's text in the model.
+    The embedding is scaled to unit length, or to the mean length of the reused rows if that is shorter: longer rows of
+    new labels would outrank learnt ones. A label that the start does not have begins with its embedding alone, whatever
+    `model.clf_init` is. Biases are mixed likewise, with the mean of the reused biases in place of the embedding. The
+    free vectors of a residual classifier are these rows minus the text part. The computation runs in blocks, wherever
+    the table lives.
 
-    Source: shrinking what was learnt (Ash and Adams 2020, On Warm-Starting Neural Network Training), towards the text.
+    Source: shrinking learnt weights (Ash and Adams 2020, On Warm-Starting Neural Network Training), here towards the
+    label's text instead of random weights.
 
     Args:
-        model: with the start's encoder and heads (`take_model`), its table at 0.
-        uids: of the L labels.
-        encode: gives the encoder's outputs [n, W] of the labels at some rows, int64 [n].
+        model: with the start's encoder and heads (`take_model`), and a table of zeros.
+        uids: uids of the L labels.
+        encode: returns the encoder's outputs [n, W] of label rows, int64 [n].
+        keep: share of the start's rows.
 
     Raises:
         ArtifactError: the start's rows and uids differ in number.
@@ -129,20 +133,20 @@ def take_rows(
     length, bias, source_L = 1.0, 0.0, np.full(len(uids), -1, dtype=np.int64)
     own = np.arange(table.first_row, table.first_row + table.own_rows)
     rows_KD, bias_K1 = _classifier_of(start)
-    if rows_KD is not None:  # else a dual encoder alone
+    if rows_KD is not None:  # the start has a classifier
         if len(rows_KD) != len(start.uids):
             raise ArtifactError(
-                "a start whose labels and classifier rows differ in number", where=str(start.model), fix=_FIX,
-                got=f"{len(rows_KD)} rows", expected=f"{len(start.uids)}, one a label",
+                "the start's classifier must have one row for each of its labels", where=str(start.model), fix=_FIX,
+                got=f"{len(rows_KD)} rows", expected=f"{len(start.uids)} rows",
             )  # fmt: skip
         source_L = start.rows_of(uids)
-        kept = source_L[source_L >= 0]
-        if len(kept):  # of all labels, the same on every rank
-            length = min(1.0, float(rows_KD.norm(dim=1)[kept].double().mean()))
-            bias = 0.0 if bias_K1 is None else float(bias_K1[kept].double().mean())
-        mine = own[source_L[own] >= 0]
-        for begin in range(0, len(mine), START_BLOCK):
-            some = mine[begin : begin + START_BLOCK]
+        reused = source_L[source_L >= 0]
+        if len(reused):  # means over the labels of all ranks, so that all ranks have the same
+            length = min(1.0, float(rows_KD.norm(dim=1)[reused].double().mean()))
+            bias = 0.0 if bias_K1 is None else float(bias_K1[reused].double().mean())
+        own_reused = own[source_L[own] >= 0]
+        for begin in range(0, len(own_reused), START_BLOCK):
+            some = own_reused[begin : begin + START_BLOCK]
             for to, values in ((table, rows_KD), (model.bias, bias_K1)):
                 if to is not None and values is not None:
                     _add(to, some, keep * values[source_L[some]])
@@ -161,7 +165,7 @@ def take_rows(
 
 
 def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
-    """Rows float32 [K, D] and biases [K, 1] of the start's classifier, where it has them."""
+    """Rows float32 [K, D] and biases [K, 1] of the start's classifier; None for what it does not have."""
     with open_tensors(start.model / WEIGHTS) as file:
         if CLASSIFIER[0] in file.names:
             rows, bias = (file.read(name).float() if name in file.names else None for name in CLASSIFIER)
@@ -177,5 +181,6 @@ def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _add(table: RowTable, labels: np.ndarray, values: Tensor) -> None:
+    """Add values to the rows of some labels, which must be held here."""
     local = torch.from_numpy(labels - table.first_row).to(table.weight.device)
     table.weight[local] = (table.weight[local].float() + values.to(table.weight.device)).to(table.weight.dtype)

@@ -49,13 +49,13 @@ from unidec.training.sampler import queries_a_batch
 from unidec.training.start import Start, cluster_labels, start_bag, take_model, take_rows
 from unidec.training.stopping import Stopping
 
-LOG_EVERY = 10  # steps between two lines of history; a GPU's host waits for it only then
+LOG_EVERY = 10  # steps between two lines of history.jsonl; only then the host waits for a GPU
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a training reads: a data set, its token caches, and where it is needed the label graph, csr [L, L]: soft
-    targets of label texts (`pool.gandalf`), which labels are related (`model.clf_graph`)."""
+    """Input of a training: a data set, its token caches, and if needed the label graph, csr [L, L]: soft targets of
+    label texts for `pool.gandalf`, relations between labels for `model.clf_graph`."""
 
     dataset: XMCDataset
     query_tokens: TokenCache
@@ -65,8 +65,8 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose finiteness is not known to the host yet: some of its queries, its losses 0-d, and whether it or one
-    before it failed, 0-d."""
+    """A step that the host has not checked for finite values yet: rows of some of its queries, its losses (0-d), and
+    whether a loss or gradient of this or an earlier unchecked step was not finite (0-d, 1 or 0)."""
 
     epoch: int
     step: int
@@ -76,22 +76,24 @@ class _Step:
 
 
 class Trainer:
-    """One training run in one folder; opened again it resumes from its newest checkpoint, also inside a round.
+    """A training run in a folder. If the folder has checkpoints, it resumes from the newest one, also inside a round.
 
     Args:
-        cache_dir: where a frozen transformer's outputs are kept between runs.
+        cache_dir: folder of the caches of frozen transformers' outputs, shared by runs.
         accept: keys of the run's identity (`unidec.training.identity`) that may differ from the checkpoint's.
-        start: the earlier model to start from, in place of a new one.
+        start: an earlier model to start from; None: a new model.
 
     Attributes:
-        epoch: finished epochs; epoch_step: finished steps of the next one; step: finished steps in all.
+        epoch: finished epochs; epoch_step: finished steps of the next epoch; step: finished steps of the run.
         batch_size: queries of the largest batch.
-        seconds, work_seconds: of steps, and of rounds by `clock`: processor time, on a GPU wall time.
-        notes: what a checkpoint keeps for the caller (JSON: the tracker's run id).
+        made: the refresh of the current round: its clusters and hard negatives.
+        seconds: wall time of all steps; work_seconds: time of all rounds by `clock`, which is processor time, on a GPU
+            wall time.
+        notes: a JSON object that checkpoints store for the caller (the tracker's run id).
 
     Raises:
-        ConfigError: the newest checkpoint is of other data, parameters, tokenizer, code or start, the keys are listed;
-            or the start has another encoder.
+        ConfigError: data, parameters, tokenizer, code or start differ from those of the newest checkpoint, with the
+            keys that differ; or the start has another encoder.
     """
 
     def __init__(
@@ -122,17 +124,15 @@ class Trainer:
         self.model.encoder.recompute = settings.run.recompute
         if settings.run.compile:
             self.model.encoder.compile_transformer()
-        kept = settings.pool.shortlist
-        self.objective = Objective(settings.loss, settings.seed, self.model, ranks, self._autocast, kept)
-        not_cached = InputBuilder(self.model.encoder, self.device)
-        self.batches = Batches(
-            settings, self.dataset, self.tokens, not_cached, self.device, ranks, data.label_graph
-        )  # fmt: skip
-        if start is not None:  # before what is frozen is computed
+        num_kept = settings.pool.shortlist
+        self.objective = Objective(settings.loss, settings.seed, self.model, ranks, self._autocast, num_kept)
+        uncached = InputBuilder(self.model.encoder, self.device)
+        self.batches = Batches(settings, self.dataset, self.tokens, uncached, self.device, ranks, data.label_graph)
+        if start is not None:  # changes weights on which the caches of frozen results depend
             take_model(self.model, start)
         else:
             start_bag(self.model, self.batches.parts(self.rows))
-        if not ranks.is_first:  # what the first computes the others read
+        if not ranks.is_first:  # until the first rank has computed the caches
             ranks.barrier()
         self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp)
         if ranks.is_first:
@@ -150,9 +150,9 @@ class Trainer:
         self.writer = CheckpointWriter(run_dir, ranks)
         self.epoch = self.epoch_step = self.step = 0
         self.made = Refresh()
-        self._clusters: Clusters | None = None  # of the coming round, until its hard negatives are mined
-        # finiteness: on a GPU looked at when figures are logged or a checkpoint is written; until then `_failed` keeps
-        # the weights as they were before the step that was not finite
+        self._clusters: Clusters | None = None  # of the next round, until its hard negatives are mined
+        # on a GPU the host checks for finite values only when it logs or writes a checkpoint; until then `_failed`
+        # stops all updates from the first step on that is not finite
         self.checks_each_step = self.device.type == "cpu"
         self._failed = torch.zeros((), device=self.device)
         self._unchecked: list[_Step] = []
@@ -164,11 +164,12 @@ class Trainer:
         self._saved_step, self._saved_at = 0, time.monotonic()
         self._restore(accept)
         encoder = self.model.encoder
-        self.parallel: torch.nn.Module | None = None  # the encoder of several ranks that train a transformer
+        self.parallel: torch.nn.Module | None = None  # with several ranks: the wrapped encoder if a transformer trains
         if not ranks.alone and encoder.transformer is not None and not encoder.takes_vectors:
             self.parallel = ranks.data_parallel(encoder, self.build(self.batches.parts(self.rows[:0])))
-        in_backward = set() if self.parallel is None else set(self.parallel.parameters())
-        self._summed_after = [p for p in self.optimisers.dense if p not in in_backward]  # gradients, over the ranks
+        summed_in_backward = set() if self.parallel is None else set(self.parallel.parameters())
+        # parameters whose gradients have to be summed over the ranks after the backward pass
+        self._summed_after = [p for p in self.optimisers.dense if p not in summed_in_backward]
 
     @property
     def rows(self) -> np.ndarray:
@@ -189,14 +190,14 @@ class Trainer:
             self.settings.everything, data.dataset, data.query_tokens, data.label_tokens, sha256, data.label_graph
         )
         tables = self.model.tables().items()
-        own = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
+        row_ranges = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
 
         def check(state: dict[str, Any]) -> None:
             check_same(state["identity"], self.identity, accept, str(self.run_dir))
 
-        checkpoint, refused = load_checkpoint(self.run_dir, own, check)
-        for reason in refused if self.ranks.is_first else ():
-            print(f"checkpoint passed over: {reason}")
+        checkpoint, rejected = load_checkpoint(self.run_dir, row_ranges, check)
+        for reason in rejected if self.ranks.is_first else ():
+            print(f"checkpoint skipped: {reason}")
         if checkpoint is None:
             if self.start is not None:
                 uids = self.dataset.labels["uid"]
@@ -208,23 +209,23 @@ class Trainer:
                 size = self.settings.model.labels_a_cluster
                 cluster_labels(self.model, vectors_LD, size, self.settings.seed, self.ranks)
         else:
-            self._take(checkpoint)
+            self._load(checkpoint)
         if self.settings.model.surrogate and self.model.table is not None and self.model.label_cluster is not None:
             self.batches.label_by_cluster(self.model.label_cluster.cpu().numpy(), self.model.table.num_rows)
         if self.model.tree is not None and self.model.label_cluster is not None:
             self.batches.add_levels(self.model.label_cluster.cpu().numpy(), self.model.tree.counts)
         if self.ranks.is_first:
+            # the last step has number `step` - 1, since steps are numbered from 0
             for name, key, last in (("history", "step", self.step - 1), ("rounds", "epoch", self.epoch)):
-                # steps are counted from 0: the next one has the number of those that are done
-                _cut_lines(self.run_dir / f"{name}.jsonl", key, last)
+                _drop_later_lines(self.run_dir / f"{name}.jsonl", key, last)
 
-    def _take(self, checkpoint: Checkpoint) -> None:
+    def _load(self, checkpoint: Checkpoint) -> None:
         weights = {key.removeprefix("model."): x for key, x in checkpoint.dense.items() if key.startswith("model.")}
         try:
             self.model.load_dense_state(weights)
             self.optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
         except (KeyError, RuntimeError) as error:
-            what = "the checkpoint is of another model"
+            what = "the checkpoint does not fit the model"
             raise ArtifactError(what, where=str(self.run_dir), got=str(error)) from error
         self.optimisers.load_dense_state(checkpoint.dense)
         state = checkpoint.state
@@ -262,28 +263,27 @@ class Trainer:
 
     @property
     def _round_begin(self) -> int:
-        """Finished epochs when the round in progress, or the coming one, began."""
+        """Finished epochs at the begin of the current round, or of the next one."""
         return self.epoch - self.epoch % self.settings.pool.refresh
 
     @property
     def finished(self) -> bool:
-        """The last round is done."""
+        """Whether the last round is complete."""
         return self.epoch >= self.stopping.read(self.run_dir, self.epoch)[1]
 
     @property
     def refresh_due(self) -> bool:
-        """A round begins here, and its clusters and hard negatives are not made yet."""
-        if self.finished or self._inside_round:
-            return False
-        return not Refresh.is_made(self._refresh_folder(self.epoch), self.epoch)
+        """Whether a round begins here whose clusters and hard negatives have not been computed yet."""
+        folder = self._refresh_folder(self.epoch)
+        return not (self.finished or self._inside_round or Refresh.exists(folder, self.epoch))
 
     def _refresh_folder(self, epoch: int) -> Path:
         return self.run_dir / "refresh" / f"epoch-{epoch:05d}"
 
     def cluster(self) -> Figures:
-        """Cluster the training queries for the coming round, by the model as it is; gives figures of the clusters.
+        """Cluster the training queries for the next round with the current model, and return figures of the clusters.
 
-        Queries and labels are compared in the dual encoder's space; a classifier alone compares in its own."""
+        Queries and labels are compared in the dual encoder's space, of a classifier alone in the classifier's."""
         begin = self.clock()
         self._clusters = make_clusters(
             self.settings, self.rows, self._query_vectors, self.device, self.ranks, self.epoch
@@ -292,39 +292,38 @@ class Trainer:
         return self._clusters[2]
 
     def refresh(self) -> Figures:
-        """Write the coming round's hard negatives, and its clusters (`cluster` if need be), to the run's folder; gives
-        figures of both."""
+        """Mine hard negatives for the next round, and write them and the clusters to the run's folder; returns figures
+        of both. Runs `cluster` if it has not been called."""
         if self._clusters is None:
             self.cluster()
         clusters, self._clusters, begin = self._clusters, None, self.clock()
         assert clusters is not None
-        made, report = make_refresh(
+        refresh, report = make_refresh(
             self.settings, self.rows, self.batches.sampler, clusters, self._label_vectors, self.device, self.ranks,
             self._shortlist if self.settings.pool.shortlist else None,
         )  # fmt: skip
         if self.ranks.is_first:
-            made.save(self._refresh_folder(self.epoch), self.epoch)
+            refresh.save(self._refresh_folder(self.epoch), self.epoch)
             needed = {self._refresh_folder(epoch) for epoch in (self.epoch, self.epoch - self.settings.pool.refresh)}
             for old in set((self.run_dir / "refresh").glob("epoch-*")) - needed:
-                shutil.rmtree(old, ignore_errors=True)  # no checkpoint that is kept lies inside its round
-        self.ranks.barrier()  # the others read it
+                shutil.rmtree(old, ignore_errors=True)  # no remaining checkpoint is inside its round
+        self.ranks.barrier()  # the other ranks read it
         return report | {"work_seconds": report["work_seconds"] + self.clock() - begin}
 
     def _shortlist(self) -> tuple[np.ndarray, Figures]:
-        """Labels of the clusters that the label tree keeps for each training row."""
+        """The label tree's shortlist for each training row, and figures: `shortlist_labels`."""
         assert self.model.tree is not None and self.model.label_cluster is not None
 
         def encode(rows: np.ndarray) -> Tensor:
             return torch.cat([self._encode(name, some) for name, _, some in self.batches.parts(rows)])
 
         cluster_L, relevance = self.model.label_cluster.cpu().numpy(), self.batches.sampler.relevance
+        num_kept = self.settings.pool.shortlist
         with self._autocast():
-            return shortlist_labels(
-                self.model.tree, cluster_L, encode, self.rows, relevance, self.settings.pool.shortlist
-            )  # fmt: skip
+            return shortlist_labels(self.model.tree, cluster_L, encode, self.rows, relevance, num_kept)
 
     def _query_vectors(self) -> np.ndarray:
-        """Of all training rows, each rank having encoded its part."""
+        """Vectors float32 [n, D] of all training rows; each rank encodes a part of them."""
         begin, end = self.ranks.part(len(self.rows))
         parts = self.batches.parts(self.rows[begin:end])
         return self.ranks.gather_array(np.concatenate([self._vectors(name, rows) for name, _, rows in parts]))
@@ -332,19 +331,21 @@ class Trainer:
     def _vectors(self, name: str, rows: np.ndarray) -> np.ndarray:
         only: Literal["de", "clf"] = "clf" if self.model.heads == "clf" else "de"
         with self._autocast():
-            found = self.model.vectors(name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=only)
-        return found[only == "clf"]  # type: ignore[return-value]
+            vectors = self.model.vectors(name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=only)
+        return vectors[only == "clf"]  # type: ignore[return-value]
 
     def _label_vectors(self) -> np.ndarray:
-        """Of this rank's part of the labels."""
+        """Vectors of this rank's part of the labels; of a classifier alone its rows."""
         table = self.model.classifier_table()[0] if self.model.heads == "clf" else None
         return self._vectors("labels", np.arange(*self.ranks.part(self.dataset.num_labels))) if table is None else table
 
     def train_round(self, on_log: Callable[[int, dict[str, float]], None] | None = None) -> RoundReport:
-        """Train until the next refresh is due (or the end), and give figures of that; checkpoints on the way and at the
-        end. SIGINT and SIGTERM finish the step and save a checkpoint before they take effect.
+        """Train until the next refresh is due or the training ends, with checkpoints as configured and at the end.
+        SIGINT and SIGTERM take effect after the current step and a checkpoint.
 
-        `on_log` is called with the step and its figures at logging steps."""
+        Args:
+            on_log: called on the first rank at logging steps, with the step and its figures.
+        """
         pool, begin, first_step, first = self.settings.pool, time.perf_counter(), self.step, self.ranks.is_first
         work_begin = self.clock() - self.work_seconds
         last_begin, last_end = (epoch * self.steps_per_epoch for epoch in self.stopping.read(self.run_dir, self.epoch))
@@ -353,7 +354,7 @@ class Trainer:
         until = min(self.settings.optim.epochs, self._round_begin + pool.refresh)
         total = (until - self.epoch) * self.steps_per_epoch - self.epoch_step
         self.model.train()
-        self.ranks.barrier()  # steps have a short timeout: all begin together
+        self.ranks.barrier()  # start together, since steps have a short timeout
         with (
             stop_signals() as stop,
             progress(total=total, desc=f"epochs {self.epoch + 1} to {until}", unit="step") as bar,
@@ -372,10 +373,10 @@ class Trainer:
                     self.work_seconds = self.clock() - work_begin
                     history.flush()
                     if first:
-                        os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
+                        os.fsync(history.fileno())  # a resumed run needs the lines before its checkpoint
                     self.save()
                 if stopping:
-                    stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those without a signal
+                    stop.asked = stop.asked or signal.SIGTERM  # ranks that got no signal stop, too
                     break
         seconds, steps = time.perf_counter() - begin, self.step - first_step
         return RoundReport(
@@ -384,9 +385,9 @@ class Trainer:
         )  # fmt: skip
 
     def _steps(self, until: int) -> Iterator[dict[str, float] | None]:
-        """Steps up to an epoch's end, from wherever the run is; after each the counters, then the figures to log."""
+        """Run the remaining steps up to epoch `until`; yields after each step, with figures to log or None."""
         while self.epoch < until:
-            # from the seed and the epoch alone: a resumed run cuts the same batches and leaves out those it has done
+            # depends on the seed and the epoch only: a resumed run gets the same batches and skips finished ones
             batches = self.made.batches(self.rows, self.batch_size, self.settings.seed, self.epoch)
             for prepared in self.batches.ahead(batches, self.epoch, self.epoch_step, self.made.negatives):
                 logs = self.train_step(prepared)
@@ -397,21 +398,21 @@ class Trainer:
                 yield logs
 
     def prepare(self, rows_B: np.ndarray, step: int) -> Prepared:
-        """A batch of these rows at a step of this epoch."""
+        """The batch of training rows at a step of the current epoch."""
         return self.batches.prepare(rows_B, self.epoch, step, self.made.negatives)
 
     def train_step(self, batch: Prepared) -> dict[str, float] | None:
-        """One step of Algorithm 1: encode queries and pool once, both heads' losses, backward, update.
+        """One step of Algorithm 1: encode queries and pool once, compute both heads' losses, backward, update.
 
         Returns:
-            figures to log every `LOG_EVERY` steps, else None.
+            every `LOG_EVERY` steps figures to log, else None.
 
         Raises:
-            TrainingError: a loss or gradient that is not finite (the weights keep their values; on a GPU raised at the
-                next step with figures), or no memory left.
+            TrainingError: a loss or gradient is not finite (weights are not updated; on a GPU the error is raised at
+                the next logging step or checkpoint), or the GPU is out of memory.
         """
         begin = time.perf_counter()
-        if not self.ranks.is_first:  # texts of different ranks must not lose the same entries to dropout
+        if not self.ranks.is_first:  # ranks must draw different dropout masks
             stream = np.random.SeedSequence([self.settings.seed % 2**63, self.ranks.rank, self.step])
             torch.manual_seed(int(stream.generate_state(1, np.uint64)[0]))
         try:
@@ -436,14 +437,14 @@ class Trainer:
         return self._figures(batch, losses, norm)
 
     def _check_finite(self) -> None:
-        """Raise for the first step since the last look whose loss or gradient was not finite."""
+        """Raise TrainingError for the first step since the last check whose loss or gradient was not finite."""
         steps, self._unchecked = self._unchecked, []
         if steps and bool(self._failed):
             self._failed = torch.zeros_like(self._failed)
             raise self._not_finite(next(step for step in steps if bool(step.failed)))
 
     def _complete_gradients(self) -> Tensor:
-        """Add what the ranks have of the gradients; their norm, 0-d."""
+        """Add up gradients over the ranks, and return the norm of all gradients, 0-d."""
         optimisers, ranks = self.optimisers, self.ranks
         tables = {name: row.table for name, row in optimisers.row.items()}
         ranks.sum_gradients(self._summed_after, complete=[self.model.log_scale])
@@ -491,8 +492,8 @@ class Trainer:
         )
 
 
-def _cut_lines(path: Path, key: str, last: int) -> None:
-    """Drop the lines that a resumed run will write again: those whose `key` is above `last`."""
+def _drop_later_lines(path: Path, key: str, last: int) -> None:
+    """Remove the lines that a resumed run will write again: those whose `key` is above `last`."""
     if path.is_file():
         lines = [json.dumps(line) for line in read_json_lines(path) if line[key] <= last]
         write_bytes_atomic(path, "".join(f"{line}\n" for line in lines).encode())
