@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -96,6 +97,7 @@ def run(work: Path, size: Facts, wanted: list[str] | None) -> None:
     done: Facts = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
     if done and done["size"] != size:
         raise SystemExit(f"{work} has results of another size: {done['size']}; name another folder")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `measured` ends the stage's process too
     work.mkdir(parents=True, exist_ok=True)
     (work / "params.yaml").write_text(PARAMS.format(**size), encoding="utf-8")
     write_json(work / "size.json", size)

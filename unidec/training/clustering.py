@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unidec.errors import DataError
 from unidec.model.label_tree import num_clusters
+from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 
 POINTS_AT_ONCE = (1 << 16, 1 << 20)  # most points that are copied at once, on a CPU (for its cache) and on a GPU
@@ -58,7 +59,7 @@ def balanced_clusters(
     size_C = torch.tensor([num_points], device=unit_ND.device)
     levels = (num_clusters(num_points, max_size) - 1).bit_length()
     objective = float(unit_ND.mean(0).norm()) if num_points else 1.0
-    for level in range(levels if ranks.is_first else 0):
+    for level in progress(range(levels if ranks.is_first else 0), desc="cluster", unit="level"):
         slot_CM, size_C, objective = _split(unit_ND, slot_CM, size_C, np.random.default_rng([seed % 2**63, level]))
     filled_CM = torch.arange(slot_CM.shape[1], device=slot_CM.device) < size_C.unsqueeze(1)
     order_N, sizes = (

@@ -47,7 +47,9 @@ _BLOCKS = 8  # blocks between two updates of the progress bar
 _PAIRS = 1 << 16  # positives scored at once
 _SPARE = 32  # labels searched in addition to H, so that among equal scores the lowest label ids are taken
 _ROWS_A_LIST = 40  # least labels for each inverted list on average: faiss requires 39 to train a centroid
-_LISTS_A_PROBE = 16  # one of so many inverted lists is searched
+_LISTS_A_PROBE = 16  # one of so many inverted lists is searched ...
+_MAX_PROBES = 64  # ... and at most this many: from about 65,000 labels on, the time of a query grows with sqrt(L)
+_TRAINING_LABELS, _ITERATIONS = 64, 10  # of faiss's k-means: labels for each centroid, and iterations
 _COMPARED = 1000  # queries on which an approximate search is compared with the exact one
 _NDIM = {"order": 1, "offsets": 1, "negatives": 2}
 
@@ -320,9 +322,12 @@ def faiss_search(label: torch.Tensor) -> Search:
     num_labels, width = label_LD.shape
     num_lists = max(1, min(4 * math.isqrt(num_labels), num_labels // _ROWS_A_LIST))
     index: Any = faiss.index_factory(width, f"IVF{num_lists},Flat", faiss.METRIC_INNER_PRODUCT)
-    index.train(label_LD)
-    index.add(label_LD)
-    index.nprobe = max(1, num_lists // _LISTS_A_PROBE)
+    index.cp.max_points_per_centroid, index.cp.niter = _TRAINING_LABELS, _ITERATIONS
+    with progress(total=num_labels, desc="faiss index of the labels", unit="label") as bar:
+        index.train(label_LD)
+        index.add(label_LD)
+        bar.update(num_labels)
+    index.nprobe = max(1, min(num_lists // _LISTS_A_PROBE, _MAX_PROBES))
 
     def search(query: np.ndarray, k: int, exclude: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
         first, excluded_B = np.arange(len(query))[:, None] * num_labels, np.diff(exclude.indptr)
