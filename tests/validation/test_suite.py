@@ -176,7 +176,9 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
         found[severity] = [[line for line in verdict[kind] if "empty texts" in line] for kind in ("failed", "warnings")]
         assert "text_in_train" not in {r["kwargs"].get("column") for r in verdict["expectations"]}
     [line] = found["error"][0]
-    assert line.startswith("queries: empty texts: none allowed; found 1 of 80") and line.endswith("validation.empty_texts")
+    assert line.startswith("queries: empty texts: none allowed; found 1 of 80") and line.endswith(
+        "validation.empty_texts"
+    )
     assert found == {"error": [[line], []], "warn": [[], [line]], "off": [[], []]}
 
 
