@@ -139,7 +139,8 @@ def _verdict(facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
 
 def _add_places(results: list[dict[str, Any]], find: Find) -> None:
     """Add `file:line` to the samples of critical failures that are found in the raw files."""
-    queries, labels = [], []
+    queries: list[dict[str, Any]] = []
+    labels: list[dict[str, Any]] = []
     for result in results:
         if result["severity"] == "critical":
             samples = labels if result["table"] == "labels" else queries
