@@ -67,7 +67,7 @@ def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
             where=str(path),
             got=f"{size:,} bytes unpack to {num_bytes:,} or more",
             expected=f"at most {bounds.max_unpack_ratio} times its size",
-            fix="check the file; if it is correct, increase raw.max_unpack_ratio",
+            fix="check the file; increase raw.max_unpack_ratio if it is valid",
         )
 
 
@@ -102,7 +102,7 @@ def _row_too_long(path: Path, number: int, bounds: RawBounds, hint: str = "") ->
     return DataError(
         f"a row of more than {bounds.max_row_bytes:,} bytes{hint}",
         where=f"{path}:{number}",
-        fix="correct the row; if it is correct, increase raw.max_row_bytes",
+        fix="shorten the row, or increase raw.max_row_bytes if the row is valid",
     )
 
 
