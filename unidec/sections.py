@@ -88,7 +88,7 @@ class Data(Section):
         0.05, "share of the training queries held out for validation, if the data has no validation split"
     )
     validation_sample: CountOrZero = key(0, "training queries to compute metrics on if there is no validation split")
-    test_share: Annotated[float, Field(ge=0, lt=0.9)] = key(0.2, "share held out for testing if there is no test split")
+    test_share: Annotated[float, Field(ge=0, lt=0.9)] = key(0.2, "share of queries to test on, if no split is given")
     split_seed: Seed = key(0, "random seed of the validation and test splits")
     propensity_a: Positive = key(0.55, "constant A of the inverse propensities (Jain et al. 2016), set per data set")
     propensity_b: NonNegative = key(1.5, "constant B of the inverse propensities, set per data set")
