@@ -2,18 +2,18 @@
 PYTHON    ?= $(shell command -v python3.11 || command -v python3)
 VENV      ?= .venv
 EXTRAS    ?= cpu,minilm,serve,dev
-# pip is always there; `make train INSTALLER=uv` installs in a quarter of the time
+# pip is always available; `make train INSTALLER=uv` needs a quarter of the time
 INSTALLER ?= pip
 # `make clean test CONSTRAINTS=/dev/null`: the newest versions that pyproject.toml allows
 CONSTRAINTS ?= constraints.txt
-# processes that run the tests: one more than the two cores, since tests wait for the processes that they start
+# test processes: one more than the two cores, because tests often wait for processes that they start
 JOBS      ?= 3
 PORT_MLFLOW  ?= 5000
 PORT_PREFECT ?= 4200
 BIN       := $(VENV)/bin
 STAMP     := $(VENV)/.installed
 SHELL     := /bin/bash
-# tests, code generators, all but a few of 450 architectures, tools whose start-up time does not matter
+# modules without compiled bytecode: tests, code generators, most of 450 model architectures, and tools that start rarely
 NOT_COMPILED := /(tests|_inductor)/|/transformers/models/(?!__init__|auto/|bert/)|/site-packages/(databricks|pip|setuptools|mypy|mypyc|fontTools|schemathesis|hypothesis|dask|distributed)/
 
 # no telemetry, no downloads, and no OpenMP threads that spin on shared cores
@@ -33,7 +33,7 @@ export HF_HUB_OFFLINE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-faults test-operations lint types format docs wheel ui repro compare clean
 
-help:  ## this list
+help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## create the environment: pinned packages, DVC; nothing to do if up to date
@@ -51,8 +51,8 @@ ifeq ($(strip $(INSTALLER)),uv)
 else
 	@$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[pipeline,$(EXTRAS)]'
 endif
-	@# bytecode is compiled here, on every core, since containers often forbid it later, and start-up without it takes
-	@# three times as long. Modules that are never imported are left out: they would double the time
+	@# bytecode is compiled here, on all cores, because containers often have no permission for it later, and start-up
+	@# without it takes three times as long. Modules that are never imported are excluded, which halves the time
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib/python3*/site-packages unidec flows || true
 	@# local databases of Prefect and MLflow: otherwise the first run creates them, which takes ten seconds
 	@{ $(BIN)/prefect server database upgrade -y && $(BIN)/python -c 'from unidec.tracking.store import prepare_store; prepare_store()'; } >/dev/null 2>&1 || true
@@ -61,7 +61,7 @@ endif
 	@git rev-parse --git-dir >/dev/null 2>&1 || $(BIN)/dvc config --local core.no_scm true
 	@touch $@
 
-train: $(STAMP)  ## data, training, evaluation, registration: run what is out of date
+train: $(STAMP)  ## run the stages that are out of date: data, training, evaluation, registration
 	$(BIN)/python -m flows.train $(ARGS)
 
 test: $(STAMP)  ## all quick checks: lint, import rules, types, tests

@@ -13,7 +13,7 @@ COPYLEFT = re.compile(r"GPL|GNU|MPL|Mozilla|EPL|Eclipse|CDDL")
 
 
 def licence(package: metadata.PackageMetadata) -> str:
-    """As the package's metadata has it: an expression, classifiers, or the first line of a text."""
+    """Licence in the package's metadata: an expression, classifiers, or the first line of a text."""
     given = package.get("License-Expression")
     classifiers = [name for name in package.get_all("Classifier") or [] if name.startswith("License ::")]
     named = [name.split(" :: ")[-1] for name in classifiers if name.count(" :: ") > 1]
@@ -22,9 +22,9 @@ def licence(package: metadata.PackageMetadata) -> str:
 
 
 def installed() -> list[tuple[str, str, str]]:
-    """(name, version, licence) of each package, by name."""
-    found = {item.metadata["Name"]: item for item in metadata.distributions()}
-    return [(name, found[name].version, licence(found[name].metadata)) for name in sorted(found, key=str.lower)]
+    """(name, version, licence) of each installed package, sorted by name."""
+    by_name = {item.metadata["Name"]: item for item in metadata.distributions()}
+    return [(name, by_name[name].version, licence(by_name[name].metadata)) for name in sorted(by_name, key=str.lower)]
 
 
 if __name__ == "__main__":

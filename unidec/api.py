@@ -80,7 +80,7 @@ class Model:
         min_score: float | None = None,
         tail: float = 0.0,
     ) -> list[list[Label]]:
-        """The best labels of each text, best first.
+        """The labels with the highest scores for each text, best first.
 
         Args:
             texts: queries.
@@ -212,8 +212,8 @@ def fit(
         pairs: (query, label) of each relevant pair, by uid, or by position for lists; a DataFrame with the columns
             query_id and label_id; or a sparse matrix [queries, labels].
         recipe: name of a shipped recipe; `unidec config keys` lists them.
-        folder: where data, checkpoints and the bundle are kept; the same call with the same folder resumes a training
-            that was killed. None: a temporary folder; `model.save` keeps the model.
+        folder: folder for data, checkpoints and the bundle; the same call with the same folder resumes a training that
+            was killed. None: a temporary folder, from which `model.save` copies the model.
         params: other parameters by key: {"optim.epochs": 3}.
         runtime: see `Model`.
 

@@ -41,10 +41,11 @@ class ParamsError(ConfigError):
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Read a file that holds one mapping: the mapping, and the 1-based line of each key path in it.
+    """Read a YAML file with one mapping. Returns the mapping, and the line (1-based) of each key path.
 
     Raises:
-        ConfigError: no such file, not UTF-8, not YAML, a key given twice, or no mapping; with `file:line`.
+        ConfigError: the file does not exist or is not UTF-8 or YAML, a key is given twice, or the top level is not a
+            mapping; with `file:line`.
     """
     yaml, where = YAML(typ="safe", pure=True), str(path)
     try:
@@ -76,7 +77,7 @@ def _lines(node: Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPath, int]]:
 
 
 def valid_values(detail: ErrorDetails) -> str:
-    """What a valid value looks like, in pydantic's words."""
+    """Description of valid values, taken from pydantic's message."""
     return detail["msg"].removeprefix("Input should be ")
 
 
@@ -84,7 +85,7 @@ def problem(
     key: str, what: str, got: str, expected: str | None, origin: dict[str, str], near: str | None = None,
     fix: str | None = None,
 ) -> str:  # fmt: skip
-    """One problem as text: where, what, got, expected, the nearest name, the fix."""
+    """A problem as text: key and origin, what is wrong, got, expected, the nearest valid name and the fix."""
     where = f" ({origin[key]})" if key in origin else ""
     facts = {"got": got, "expected": expected, "nearest": near, "fix": fix}
     lines = [f"    {name}: {fact}" for name, fact in facts.items() if fact or name == "got"]
@@ -98,14 +99,14 @@ def short(value: Any) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str | None:
-    """The one of `names` most like `name`, if any is."""
+    """The most similar of `names`; None if none is similar."""
     by_lower = {known.lower(): known for known in names}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[matches[0]] if matches else None
 
 
 def leaves(params: Section) -> Iterator[tuple[str, Any]]:
-    """Each parameter as (`section.key`, value), in the order of the file."""
+    """All parameters as (`section.key`, value), in the order of `Params`."""
     for name, value in params:
         if isinstance(value, Section):
             yield from ((f"{name}.{key}", leaf) for key, leaf in value)
@@ -114,7 +115,7 @@ def leaves(params: Section) -> Iterator[tuple[str, Any]]:
 
 
 def known_keys() -> list[str]:
-    """Every key path that a parameter file may hold."""
+    """All key paths that a parameter file may contain."""
     return [key for key, _ in leaves(Params())]
 
 
@@ -125,15 +126,15 @@ def recipe_names() -> list[str]:
 
 
 def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Params:
-    """Read a parameter file: its recipe's values, then its own, then `overrides`.
+    """Read a parameter file. `overrides` take precedence over the file, and the file over its recipe.
 
     Args:
-        path: YAML file with the sections of `Params`; a key that is missing or has no value takes its recipe's value,
-            else the default. None: no file, only `overrides`.
-        overrides: `{"pool.beta": 2}`: values by key path.
+        path: YAML file with the sections of `Params`; a key that is missing or has no value takes the value of the
+            recipe, or else the default. None: no file, only `overrides`.
+        overrides: values by key path, such as `{"pool.beta": 2}`.
 
     Raises:
-        ConfigError: everything that is wrong, at once, with key path, value, what was expected and the nearest name.
+        ConfigError: reports all problems together, each with key path, value, expected values and the nearest name.
     """
     raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
     origin = {".".join(key): f"line {line}" for key, line in lines.items()} | dict.fromkeys(overrides or {}, "--set")
@@ -141,7 +142,15 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
 
 
 def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
-    """Parameters from values by key path over their recipe's; `origin`: where each was set. Raises as `load_params`."""
+    """Parameters from values by key path, which take precedence over their recipe.
+
+    Args:
+        origin: place where each value was set, by key path.
+        where: the file, for error messages.
+
+    Raises:
+        ConfigError: see `load_params`.
+    """
     problems, known = [], known_keys()
     recipe, names = values.get("recipe"), recipe_names()
     if recipe in names:
@@ -157,20 +166,20 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
             problems.append(problem(key, what, short(value), expected, origin, fix=fix))
         if key not in known:
             problems.append(_no_such_key(key, value, origin))
-    right = {key: value for key, value in values.items() if key in known}
+    known_values = {key: value for key, value in values.items() if key in known}
     wrong: dict[str, str] = {}
     try:
-        params = Params.model_validate(nested(right))
+        params = Params.model_validate(nested(known_values))
     except ValidationError as error:
         wrong = _wrong_values(error, origin)
-        # with the wrong keys at their defaults the rest can be checked for conflicts
-        params = Params.model_validate(nested({key: value for key, value in right.items() if key not in wrong}))
+        # with the defaults in place of wrong values, the other values can be checked for conflicts
+        params = Params.model_validate(nested({key: value for key, value in known_values.items() if key not in wrong}))
     problems += wrong.values()
-    found = dict(leaves(params))
+    valid = dict(leaves(params))
     for conflict in params.conflicts():
         keys = conflict.keys.split()
         if not wrong.keys() & set(keys):
-            got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
+            got = ", ".join(f"{key} = {valid[key]!r}" for key in keys)
             problems.append(problem(keys[0], conflict.what, got, None, origin, fix=conflict.fix))
     if problems:
         raise ParamsError(problems, where)
@@ -178,7 +187,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, Any]:
-    """`["pool.beta=2"]` -> `{"pool.beta": 2}`; values are read as YAML would read them.
+    """`["pool.beta=2"]` -> `{"pool.beta": 2}`; values are parsed as YAML.
 
     Raises:
         ConfigError: an assignment without `=`, a key given twice, or a value that is not YAML.
@@ -204,28 +213,33 @@ def with_settings(params: Params, settings: Mapping[str, Any]) -> Params | None:
 
 
 def flatten(params: Params) -> dict[str, str | int | float]:
-    """Every parameter by key path, for a tracking server: booleans, lists, dicts as JSON, None as an empty string."""
-    words = {key: json.dumps(value) for key, value in leaves(params) if isinstance(value, bool | dict | list)}
-    return {key: "" if value is None else words.get(key, value) for key, value in leaves(params)}
+    """All parameters by key path, for a tracking server: booleans, lists and dicts as JSON, None as an empty string."""
+
+    def plain(value: Any) -> str | int | float:
+        if isinstance(value, bool | dict | list):
+            return json.dumps(value)
+        return "" if value is None else value
+
+    return {key: plain(value) for key, value in leaves(params)}
 
 
 def fingerprint(params: Params, *sections: str) -> str:
-    """sha256 (hex) over the canonical JSON of the named sections or key paths; by default, of all parameters.
+    """sha256 (hex) over the canonical JSON of the named sections or key paths.
 
-    By default the recipe's name is left out; the values that it sets are included.
+    The default is all parameters without the recipe's name, but with the values that it sets.
     """
     values = dict(leaves(params))
     names = sections or [name for name in Params.model_fields if name != "recipe"]
-    wanted = {name: [key for key in values if key == name or key.startswith(f"{name}.")] for name in names}
-    if missing := [name for name, keys in wanted.items() if not keys]:
+    keys_by_name = {name: [key for key in values if key == name or key.startswith(f"{name}.")] for name in names}
+    if missing := [name for name, keys in keys_by_name.items() if not keys]:
         raise KeyError(f"no such parameters: {', '.join(missing)}")
-    chosen = {key: values[key] for keys in wanted.values() for key in keys}
+    chosen = {key: values[key] for keys in keys_by_name.values() for key in keys}
     text = json.dumps(chosen, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _section(name: str) -> type[Section] | None:
-    """The section of this name; None: a plain parameter, or an unknown name."""
+    """Class of the section with this name; None for a parameter outside sections or an unknown name."""
     field = Params.model_fields.get(name)
     return type(field.default) if field is not None and isinstance(field.default, Section) else None
 
@@ -250,30 +264,30 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
-    found: dict[str, Any] = {}
+    nested_values: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        (found.setdefault(section, {}) if section else found)[name] = value
-    return found
+        (nested_values.setdefault(section, {}) if section else nested_values)[name] = value
+    return nested_values
 
 
 def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, str]:
-    """Every problem with the values of known keys as text, by key."""
+    """All problems with the values of known keys as text, by key."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        names = [str(part) for part in detail["loc"]]  # deeper: what pydantic adds, the member of a union
+        names = [str(part) for part in detail["loc"]]  # further parts are added by pydantic (the member of a union)
         wrong.setdefault(".".join(names[: 2 if _section(names[0]) else 1]), []).append(detail)
     problems = {}
     for key, group in wrong.items():
         got, expected = group[0]["input"], " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
-        listed = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
-        near = nearest(got, listed.split("'")[1::2]) if isinstance(got, str) else None
+        choices = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
+        near = nearest(got, choices.split("'")[1::2]) if isinstance(got, str) else None
         problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
     return problems
 
 
 def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
-    """The problem with an unknown key, and the valid one that was probably meant."""
+    """Text about an unknown key, with the valid key that was probably meant."""
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)

@@ -11,7 +11,7 @@ _SECRET_VALUE = re.compile(
 
 
 def without_credentials(text: str) -> str:
-    """The text without the users, passwords and secret parameters of URLs: it may be shown and stored."""
+    """The text without the users, passwords and secret parameters of URLs, so that it can be shown and stored."""
     return _SECRET_VALUE.sub(r"\1***", _USER_INFO.sub("", text))
 
 
@@ -19,8 +19,11 @@ class UnidecError(Exception):
     """Base of every error meant for a user; the command line prints it without a traceback and without credentials.
 
     Args:
-        what: one sentence. where: `file:line`, a key path or a folder. got: the value that was found. expected: what
-            would be valid. fix: how to fix it.
+        what: what is wrong, in one sentence.
+        where: `file:line`, a key path or a folder.
+        got: the invalid value.
+        expected: description of valid values.
+        fix: how to fix it.
     """
 
     exit_code = 1
@@ -42,37 +45,37 @@ class UnidecError(Exception):
 
 
 class ConfigError(UnidecError):
-    """Parameters that are unknown, of the wrong type, out of range or in conflict."""
+    """A parameter is unknown, of the wrong type or out of range, or parameters conflict."""
 
     exit_code = 2
 
 
 class DataError(UnidecError):
-    """Data that cannot be read, or whose validation failed."""
+    """Data cannot be read, or its validation failed."""
 
     exit_code = 3
 
 
 class ArtifactError(UnidecError):
-    """A stored artifact (data set, cache, checkpoint, model, bundle) that is missing, damaged or of another version."""
+    """A stored artifact (data set, cache, checkpoint, model, bundle) is missing, damaged or of another version."""
 
     exit_code = 4
 
 
 class TrainingError(UnidecError):
-    """Training that cannot continue: a loss or gradient that is not finite, not enough memory."""
+    """Training cannot continue: a loss or gradient is not finite, or there is not enough memory."""
 
     exit_code = 5
 
 
 class Refused(UnidecError):
-    """An action that a rule forbids: promoting a version that the gate refused, a rollback without a predecessor."""
+    """A rule forbids the action: promoting a version that failed the gate, or a rollback without a predecessor."""
 
     exit_code = 6
 
 
 class Stopped(UnidecError):
-    """Work that a signal stopped cleanly; `exit_code` is 130 for SIGINT and 143 for SIGTERM, as in shells."""
+    """A signal stopped the work cleanly; `exit_code` is 130 for SIGINT and 143 for SIGTERM, as in shells."""
 
     def __init__(self, what: str, exit_code: int) -> None:
         super().__init__(what)
@@ -89,9 +92,7 @@ _EXTRAS = {
 def missing_package(error: ModuleNotFoundError) -> Exception:
     """A failed import as an error that names the extra to install; `error` itself if no extra has the package."""
     name = (error.name or "").partition(".")[0]
-    found = [extra for extra, packages in _EXTRAS.items() if name in packages.split()]
-    if not found:
+    extra = next((extra for extra, packages in _EXTRAS.items() if name in packages.split()), None)
+    if extra is None:
         return error
-    return UnidecError(
-        f"the package {name} is not installed", fix=f"pip install 'unidec-xmc[{found[0]}]', or make setup"
-    )
+    return UnidecError(f"the package {name} is not installed", fix=f"pip install 'unidec-xmc[{extra}]', or make setup")

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM stop work cleanly: one line and an exit code instead of a traceback; a training finishes its step
-and writes a checkpoint first.
+"""SIGINT and SIGTERM stop work cleanly: one line and an exit code instead of a traceback. A training first finishes its
+step and writes a checkpoint.
 
-Importing this module covers the start-up of our programs too, until `main` calls `guard_work` or `end_guard`.
+Importing this module also covers the start-up of unidec's programs, until `main` calls `guard_work` or `end_guard`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class _Signal(BaseException):
 
 
 def guard_work() -> None:
-    """From now on Ctrl-C raises `Interrupted`; inside an import, which may swallow it, it ends the process."""
+    """Make Ctrl-C raise `Interrupted`; during an import, which may catch it, Ctrl-C ends the process."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def end_guard() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt, as in any other program."""
+    """Make Ctrl-C raise KeyboardInterrupt, as in any other program."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
 def signals_raise(again: str, farewell: str) -> Iterator[None]:
-    """SIGTERM and Ctrl-C stop the block cleanly; a second signal ends the process at once.
+    """Make SIGTERM and Ctrl-C stop the block cleanly; a second signal ends the process at once.
 
-    Has no effect outside the main thread, and on signals that are ignored.
+    This has no effect outside the main thread, or on signals that are ignored.
 
     Args:
-        again: end of the error message: what re-running the command does.
+        again: end of the error message, which says what running the command again does.
         farewell: printed when a second signal ends the process.
 
     Raises:
@@ -55,23 +55,23 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
     """
     from unidec.errors import Stopped
 
-    came: list[int] = []
+    received: list[int] = []
 
-    def come(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:  # children notice that their parent is gone and exit (unidec.pipeline.parent_watch)
+    def receive(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:  # child processes notice that their parent has ended (unidec.pipeline.parent_watch)
             print(farewell, file=sys.stderr, flush=True)
             os._exit(EXIT_CODES[number])
         raise _Signal
 
     before = _replaceable()
     for number in before:
-        signal.signal(number, come)
+        signal.signal(number, receive)
     try:
         yield
     except _Signal:
-        words = "interrupted" if came[0] == signal.SIGINT else "terminated"
-        raise Stopped(f"{words}: {again}", EXIT_CODES[came[0]]) from None
+        what = "interrupted" if received[0] == signal.SIGINT else "terminated"
+        raise Stopped(f"{what}: {again}", EXIT_CODES[received[0]]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -79,18 +79,18 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
 
 @dataclass
 class Stop:
-    """Checked between steps: the signal that arrived, or None."""
+    """State that a block of work checks between steps: `asked` is the signal that arrived, or None."""
 
     asked: signal.Signals | None = None
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Inside the block, the first SIGINT or SIGTERM only sets `stop.asked`; a second one takes effect at once.
+    """Within the block, the first SIGINT or SIGTERM only sets `stop.asked`; a second one takes effect at once.
 
-    A block that sees `stop.asked` saves and returns; the signal is then raised again (KeyboardInterrupt; with SIGTERM's
-    default handler the process ends). If the block raises, that error is raised instead. Python delivers signals to the
-    main thread only: in other threads this has no effect.
+    When `stop.asked` is set, the block should save its state and return. The signal is then raised again
+    (KeyboardInterrupt; with SIGTERM's default handler the process ends). If the block raises an error, that error is
+    raised instead. In other threads than the main thread this has no effect, because Python delivers no signals there.
     """
     stop, before = Stop(), _replaceable()
 
@@ -98,14 +98,14 @@ def stop_signals() -> Iterator[Stop]:
         while before:
             signal.signal(*before.popitem())
 
-    def come(number: int, _frame: FrameType | None) -> None:
-        again, stop.asked = stop.asked is not None, signal.Signals(number)
-        if again:
+    def receive(number: int, _frame: FrameType | None) -> None:
+        is_second, stop.asked = stop.asked is not None, signal.Signals(number)
+        if is_second:
             restore()
             signal.raise_signal(number)
 
     for number in before:
-        signal.signal(number, come)
+        signal.signal(number, receive)
     try:
         yield stop
     finally:
@@ -115,8 +115,10 @@ def stop_signals() -> Iterator[Stop]:
 
 
 def _replaceable() -> dict[int, Any]:
-    """Handlers of SIGINT and SIGTERM that we may replace; {} outside the main thread, which alone can. A handler that
-    ignores the signal (a background job), or that Python could not restore, is kept."""
+    """Handlers of SIGINT and SIGTERM that may be replaced; {} in other threads than the main thread, which cannot.
+
+    A handler is not replaced if it ignores the signal (background jobs), or if Python could not restore it.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers = {number: signal.getsignal(number) for number in EXIT_CODES}

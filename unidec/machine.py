@@ -1,4 +1,4 @@
-"""Memory and disk of this machine: what is free, this process's peak, and returning unused memory."""
+"""Free memory and disk space of this machine, the peak memory of this process, and return of unused memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 # limit, use and statistics of the process's own control group
 _CGROUP = tuple(Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current", "memory.stat"))
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h
-_OWN_PAGES = 1 << 19  # bytes, more than the arrays of one query; glibc raises its own default up to 32 MiB
+_OWN_PAGES = 1 << 19  # bytes, more than the arrays of one query; without it glibc raises the limit up to 32 MiB
 
 
 def available_host() -> int:
@@ -33,14 +33,14 @@ def available_host() -> int:
 
 
 def available_disk(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist yet."""
+    """Free bytes on the disk of a folder, which does not have to exist yet."""
     folder = folder.absolute()
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def host_peak() -> int:
     """Peak memory of this process in bytes."""
-    # /proc where there is one: getrusage counts the parent's peak as well
+    # /proc is used if it exists, because getrusage also includes the peak of the parent process
     status = Path("/proc/self/status")
     found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
     if found:
@@ -50,8 +50,9 @@ def host_peak() -> int:
 
 
 def memory_used() -> dict[str, float]:
-    """Peak memory in GiB of this process ("host_used_gib") and of its tensors on the GPU ("device_used_gib"). The host
-    figure includes pages of memory-mapped files and the copy that a checkpoint is written from.
+    """Peak memory in GiB of this process ("host_used_gib") and of its tensors on the GPU ("device_used_gib").
+
+    The host memory includes pages of memory-mapped files and the copy from which a checkpoint is written.
     """
     import torch
 
@@ -62,9 +63,11 @@ def memory_used() -> dict[str, float]:
 
 
 def share_one_heap() -> None:
-    """Make threads started from now on share one heap, and give large allocations pages of their own. By default glibc
-    gives each thread a heap; long-lived objects (cached answers) and large request bodies fragment them all, and memory
-    grows although nothing more is held."""
+    """Make all threads started later share one heap, and give large allocations separate pages.
+
+    By default glibc gives each thread its own heap. Long-lived objects (cached answers) and large request bodies
+    fragment all of them, so that memory use grows although no more memory is needed.
+    """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_ARENA_MAX, 1)

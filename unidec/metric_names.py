@@ -1,4 +1,4 @@
-"""Names of the ranking metrics, to check parameters before anything heavy is imported."""
+"""Names of the ranking metrics, for checking parameters without importing heavy packages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ DEFAULT_PROPENSITY_KS = (1, 3, 5)
 
 
 class MetricName(NamedTuple):
-    """A metric's name in parts: "tail/R@10" is R at 10 of the group tail.
+    """The parts of a metric's name; for example "tail/R@10" is R at 10 for the group tail.
 
     Attributes:
-        group: one of `GROUPS`, or "" for all labels. kind: P, R, nDCG, MRR, PSP, PSnDCG or coverage.
+        group: one of `GROUPS`, or "" for all labels.
+        kind: P, R, nDCG, MRR, PSP, PSnDCG or coverage.
         k: cut-off; 0 for MRR, which has none.
     """
 
@@ -35,8 +36,8 @@ def parse(name: str) -> MetricName:
 
 
 def metric_names() -> list[str]:
-    """Every metric of `unidec.evaluation.metrics.evaluate`, over all labels and per frequency group."""
-    own = [f"{kind}@{k}" for kind in ("P", "nDCG", "R", "coverage") for k in DEFAULT_KS]
-    own += [f"{kind}@{k}" for kind in ("PSP", "PSnDCG") for k in DEFAULT_PROPENSITY_KS]
-    own += ["MRR"]
-    return own + [f"{group}/{name}" for group in GROUPS for name in own]
+    """All metrics of `unidec.evaluation.metrics.evaluate`, over all labels and per frequency group."""
+    names = [f"{kind}@{k}" for kind in ("P", "nDCG", "R", "coverage") for k in DEFAULT_KS]
+    names += [f"{kind}@{k}" for kind in ("PSP", "PSnDCG") for k in DEFAULT_PROPENSITY_KS]
+    names += ["MRR"]
+    return names + [f"{group}/{name}" for group in GROUPS for name in names]

@@ -1,4 +1,4 @@
-"""All parameters together, and the conflicts between their sections."""
+"""`Params`, all parameters of params.yaml, and the conflicts between its sections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class TrainingSettings:
     """The parameters that training reads.
 
     Attributes:
-        propensity: A and B of inverse propensities; keep: `warm.keep`.
+        propensity: constants A and B of the inverse propensities.
+        keep: `warm.keep`.
         everything: all parameters as plain values, stored in the model's file and in the run's identity.
     """
 
@@ -100,7 +101,7 @@ class Params(Section):
             yield from self._needed("model.levels: []", what, needed)
         elif self.pool.shortlist:
             fix = "model.levels: [32, 4], or pool.shortlist: 0"
-            yield Conflict("pool.shortlist model.levels", "without a label tree there are no clusters to keep", fix)
+            yield Conflict("pool.shortlist model.levels", "a shortlist requires a label tree", fix)
         if self.optim.patience and not (self.data.validation_share or self.data.validation_sample):
             what = "patience requires queries to validate on"
             fix = "data.validation_share or data.validation_sample above 0, or optim.patience: 0"
@@ -117,7 +118,7 @@ class Params(Section):
             yield Conflict("index.space model.heads", what, "set index.space to the same value as model.heads")
         idle = {0.0: "de", 1.0: "clf"}.get(self.loss.balance)
         if idle == "de" and not self.model.projection:
-            idle = None  # the encoder itself, which `encoder.start` gives
+            idle = None  # this head is the encoder itself, loaded from `encoder.start`
         if heads == "both" and idle is not None and space in ("both", idle):
             fix = "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for 1) or clf (for 0)"
             yield Conflict("loss.balance model.heads index.space", "one head gets no loss but is searched", fix)
@@ -153,7 +154,7 @@ class Params(Section):
             what, fix = "a residual classifier starts from its labels' embeddings", "model.clf_init: label_embedding"
             yield Conflict("model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}")
         if self.pool.clf_labels != "pool":
-            what = "a residual classifier over more labels than the pool's would encode all their texts in each step"
+            what = "a residual classifier would encode the texts of all labels outside the pool in each step"
             yield Conflict("model.clf_residual pool.clf_labels model.heads", what, f"pool.clf_labels: pool, {or_none}")
         if self.run.devices > 1:
             what = "a residual classifier trains on one device"
@@ -168,16 +169,16 @@ class Params(Section):
             yield Conflict(f"loss.reduction {keys}", "InfoNCE is defined for one positive per query", fix)
         if "hinge" in used.values() and loss.margin == 0:
             fix = "loss.margin: 1 for the classifier's scores, below 1 for cosines"
-            yield Conflict(f"loss.margin {keys}", "a squared hinge without a margin is 0 where all scores are", fix)
+            yield Conflict(f"loss.margin {keys}", "the squared hinge without a margin is 0 if all scores are 0", fix)
         for head, name in used.items():
             if name == "softtopk" and getattr(loss, f"{head}_forward") < 1:
-                what = "soft top-k ranks the labels of a query: it has no label-to-query direction"
+                what = "soft top-k ranks the labels of a query: it has no label-to-query loss"
                 fix = f"loss.{head}_forward: 1, or another loss.{head}"
                 yield Conflict(f"loss.{head}_forward loss.{head} model.heads", what, fix)
         if loss.mixup != "none":
             yield from self._mixup()
         if "softtopk" in used.values() and 0 < self.pool.size <= loss.topk:
-            what = "all labels of a pool are among the first k: nothing is learnt"
+            what = "the pool has at most k labels, so the soft top-k loss learns nothing"
             yield Conflict("loss.topk pool.size", what, "loss.topk far below pool.size")
 
     def _needed(self, off: str, what: str, needed: dict[str, Any]) -> Iterator[Conflict]:
@@ -203,8 +204,8 @@ class Params(Section):
         copied = {"folder": [source.path], "files": [source.queries, source.labels, source.pairs]}.get(source.kind, [])
         places, own = [Path(os.path.abspath(path)) for path in copied if path], Path(os.path.abspath(self.data.path))
         if any(place.is_relative_to(own) or own.is_relative_to(place) for place in places):
-            what, fix = "the fetched data would replace its own source", "data.path: a folder of its own"
+            what, fix = "the fetched data would overwrite its own source", "data.path: a different folder"
             yield Conflict("source.kind source.path data.path", what, fix)
         if self.retrain.start == "warm" and self.encoder.start:
-            what = "two models to start from: the champion and encoder.start"
+            what = "training cannot start from two models, the champion and encoder.start"
             yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')

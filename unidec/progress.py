@@ -1,4 +1,4 @@
-"""Progress of long work: tqdm's bar on a terminal, plain lines with rate and time left elsewhere."""
+"""Progress of long work: a tqdm bar on a terminal, otherwise plain lines with rate and remaining time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress(tqdm, Generic[T]):
         super().__init__(iterable, file=stream, dynamic_ncols=True, disable=_silent, **options)
 
     def note(self, text: str) -> None:
-        """Show a few words (a loss, a file name) after the counts from the next refresh on."""
+        """Show a short text (a loss, a file name) after the counts, from the next refresh on."""
         self.set_postfix_str(text, refresh=False)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
@@ -36,7 +36,7 @@ class Progress(tqdm, Generic[T]):
             super().display(msg, pos)
             return
         facts = {**self.format_dict, "ncols": None, "bar_format": LINE if self.total else LINE_WITHOUT_TOTAL}
-        with contextlib.suppress(BrokenPipeError):  # the work does not end because its output is closed
+        with contextlib.suppress(BrokenPipeError):  # the work continues if its output was closed
             print(self.format_meter(**facts), file=self.fp, flush=True)
 
     def close(self) -> None:
@@ -47,19 +47,22 @@ class Progress(tqdm, Generic[T]):
             if self.format_dict["elapsed"] >= QUIET_SECONDS:
                 self.display()
             self.disable = True
-            type(self)._decr_instances(self)  # type: ignore[attr-defined]  # forget the bar's line
+            type(self)._decr_instances(self)  # type: ignore[attr-defined]  # free the line of the bar
 
 
 def progress(
     iterable: Iterable[Any] | None = None, *, total: int | None = None, desc: str, unit: str = "it",
     every: float = 10.0, stream: TextIO | None = None,
 ) -> Progress[Any]:  # fmt: skip
-    """Show the progress of long work on stderr (or `stream`): of an iterable, one unit per item, or, as a context
-    manager without an iterable, of `.update(n)` calls. Without a terminal it prints a line every `every` seconds."""
+    """Show the progress of long work on stderr or `stream`.
+
+    With an iterable, each item counts as one unit; without one, use the result as a context manager and call
+    `.update(n)`. If the stream is not a terminal, a line is printed every `every` seconds.
+    """
     return Progress(iterable, every, sys.stderr if stream is None else stream, total=total, desc=desc, unit=unit)
 
 
 def silence() -> None:
-    """Stop showing progress: another process of the same training shows it."""
+    """Turn off the display of progress, because another process of the same training shows it."""
     global _silent
     _silent = True

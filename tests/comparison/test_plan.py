@@ -196,7 +196,7 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
         ("a: {}", "requires one source"),
         ("a: {recipe: depsl, set: {tokens.max_length: 8}}", "must be the same for all cells"),
         ("a: {recipe: depsl, set: {seed: 8}}", "must be the same for all cells"),
-        ("a: {recipe: unidec-v2, set: {index: {fusion: true}}}", "fusion reads words that queries share"),
+        ("a: {recipe: unidec-v2, set: {index: {fusion: true}}}", "the fusion requires the votes by words"),
         ("a: {like: b}\n  b: {like: a}", "cells.a.like (line 5): no such cell above this one"),
         ("a: {like: a}", "no such cell above this one"),
         ("a: {recipe: ngame, after: b}\n  b: {recipe: ngame}", "no such cell above this one"),

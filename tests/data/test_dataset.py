@@ -57,7 +57,7 @@ def test_gives_back_texts_pairs_and_uids(tiny_raw: RawData, tiny_dataset: XMCDat
     np.testing.assert_array_equal(d.filter_pairs.toarray(), filtered)
     assert d.relevance.dtype == np.float32 and d.filter_pairs.dtype == bool
     assert not d.relevance.data.flags.writeable and not d.relevance.indices.flags.writeable
-    with pytest.raises(ValueError, match="text is"):
+    with pytest.raises(ValueError, match="text must be"):
         d.query_texts([0], "body")  # type: ignore[arg-type]
 
 

@@ -264,7 +264,7 @@ def test_faulty_folder_is_refused(tmp_path, name):
     with pytest.raises(ArtifactError, match="damaged"):
         load_label_graph(folder)
     storage.write_manifest(folder, "label_graph", 1, meta)
-    with pytest.raises(ArtifactError, match="do not fit"):
+    with pytest.raises(ArtifactError, match="do not match"):
         load_label_graph(folder)
 
 
@@ -275,5 +275,5 @@ def test_columns_out_of_range_are_refused(tmp_path):
     indices[4] = 20
     np.save(folder / "indices.npy", indices)
     storage.write_manifest(folder, "label_graph", 1, meta)
-    with pytest.raises(ArtifactError, match="do not fit"):
+    with pytest.raises(ArtifactError, match="do not match"):
         load_label_graph(folder)

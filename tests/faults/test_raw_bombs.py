@@ -105,7 +105,7 @@ def an_open_quote_before_two_gigabytes(folder: Path) -> str:
 def test_bombs_are_refused_in_little_memory(tmp_path: Path) -> None:
     row, unpacked = (
         ("a row of more than 16,777,216 bytes", "max_row_bytes"),
-        ("unpacks to too much", "max_unpack_ratio"),
+        ("unpacked size of a compressed file is too large", "max_unpack_ratio"),
     )
     bombs: dict[str, tuple[Callable[[Path], str], tuple[str, str]]] = {
         "texts": (lambda folder: a_line_of_two_gigabytes(folder, "trn_X.txt"), row),

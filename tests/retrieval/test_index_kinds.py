@@ -245,7 +245,9 @@ def test_rows_of_a_space(rng, space, normalize, bias):
     some = np.array([4, 4, 29, 0])
     assert rows.shape == whole.shape
     np.testing.assert_array_equal(rows.take(some), whole[some])
-    np.testing.assert_allclose(rows.scores(query[1], some), whole[some] @ query[1], rtol=1e-4, atol=1e-5)
+    several = np.stack([some, some[::-1]])  # each query has its own rows
+    expected = np.stack([whole[own] @ query_D for own, query_D in zip(several, query[1:3], strict=True)])
+    np.testing.assert_allclose(rows.scores(query[1:3], several), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="needs"):
         LabelRows({"bias": np.zeros(3, np.float32)}, space, normalize)
 

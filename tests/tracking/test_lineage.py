@@ -144,6 +144,6 @@ def test_the_command(store: tuple[MlflowClient, str], monkeypatch: pytest.Monkey
     gone = {"version": "6", "bundle_sha256": BUNDLES[5], "missing": True}
     assert json.loads(say("models:/tiny/5", "--json"))["parent"] == gone
     assert say("--data", RAW[0][:9]).splitlines()[1:] == ["3\tchampion\t\t2", "2\t\t\t1", "1\t\tdata/raw\t"]
-    assert say("--data", "999999") == "no version of tiny was made of it\n"
+    assert say("--data", "999999") == "no version of tiny was made from it\n"
     with pytest.raises(ConfigError, match="either a model or --data"):
         say("models:/tiny/2", "--data", "999999")

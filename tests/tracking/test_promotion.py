@@ -277,7 +277,7 @@ def test_two_at_once_both_finish_one_after_the_other(stored, client, uri):
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     won, lost = sorted(json.loads(done.stdout).items(), key=lambda item: item[1] is not None)
     assert won[1] is None and aliases(client, stored.name) == {CHAMPION: won[0], PREVIOUS: a}
-    assert f"compared it with version {a}, now it would be version {won[0]}" in lost[1]
+    assert f"compared it with version {a}, but there is now version {won[0]}" in lost[1]
 
 
 def test_the_lock_is_released_after_a_refusal(stored, uri, monkeypatch):

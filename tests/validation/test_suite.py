@@ -61,7 +61,7 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(slice_dataset: X
     page = (tmp_path / "a" / "index.html").read_text()
     page = re.sub(r' xmlns(:\w+)?="[^"]*"', "", page)  # names, not addresses
     assert "http" not in page.replace("http-equiv", "") and "docs/index.html" in page and "<script" not in page
-    assert page.count("<figure>") == 4 and "queries whose text another query has" in page
+    assert page.count("<figure>") == 4 and "queries with the text of another query" in page
     docs = {path.relative_to(tmp_path / "a"): path.read_text() for path in (tmp_path / "a").rglob("*.html")}
     assert len(docs) == 2 + 3 + 3 and not (tmp_path / "a" / "docs" / "static").exists()
     for place, html in docs.items():
@@ -117,7 +117,7 @@ def test_distributions_and_duplicates_against_loops(raw_factory: Callable[..., R
         100 * sum(c.isascii() and c.isalpha() for c in titles) / len(titles), rel=1e-3
     )
     repeated = sum(texts.count(text) > 1 for text in texts)
-    assert _repeated(tables)["queries whose text another query has"] == repeated >= 2
+    assert _repeated(tables)["queries with the text of another query"] == repeated >= 2
 
 
 def test_soft_faults_are_judged_by_thresholds(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:
@@ -176,7 +176,9 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
         found[severity] = [[line for line in verdict[kind] if "empty texts" in line] for kind in ("failed", "warnings")]
         assert "text_in_train" not in {r["kwargs"].get("column") for r in verdict["expectations"]}
     [line] = found["error"][0]
-    assert line.startswith("queries: empty texts: none; found 1 of 80") and line.endswith("validation.empty_texts")
+    assert line.startswith("queries: empty texts: none allowed; found 1 of 80") and line.endswith(
+        "validation.empty_texts"
+    )
     assert found == {"error": [[line], []], "warn": [[], [line]], "off": [[], []]}
 
 
@@ -211,7 +213,7 @@ def test_what_other_software_may_have_stored(tiny_dataset: XMCDataset, tmp_path:
         tiny_dataset, tmp_path / "split", "split.npy", lambda split: np.where(split == 0, 1, split).astype(np.uint8)
     )
     verdict = validate_dataset(path, tmp_path / "v", docs=False)
-    assert any("there are train queries" in line for line in verdict["failed"])
+    assert any("the train split has queries" in line for line in verdict["failed"])
 
     def twice(indices: np.ndarray) -> np.ndarray:
         row = np.flatnonzero(np.diff(tiny_dataset.relevance.indptr) > 1)[0]
@@ -221,7 +223,7 @@ def test_what_other_software_may_have_stored(tiny_dataset: XMCDataset, tmp_path:
 
     path = tampered(tiny_dataset, tmp_path / "twice", "relevance_indices.npy", twice)
     verdict = validate_dataset(path, tmp_path / "v", docs=False)
-    assert any("every pair is there once; found 2" in line for line in verdict["failed"])
+    assert any("no pair occurs twice; found 2" in line for line in verdict["failed"])
 
 
 def test_degenerate_data_has_a_verdict(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_degenerate_data_has_a_verdict(raw_factory: Callable[..., RawData], tmp_
     none = {split: csr_matrix(matrix.shape, dtype=np.float32) for split, matrix in raw.relevance.items()}
     write_dataset(tmp_path / "e", replace(raw, relevance=none))
     verdict = validate_dataset(tmp_path / "e", tmp_path / "v", docs=False)
-    assert not verdict["success"] and any("there are pairs" in line for line in verdict["failed"])
+    assert not verdict["success"] and any("the table of pairs is not empty" in line for line in verdict["failed"])
 
 
 def test_a_damaged_data_set_is_not_judged(tiny_dataset: XMCDataset, tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the command."""
-    # numpy's products are small, of one query each: more threads cost more than they gain, and take cores from torch,
-    # the encoder and the search. Read once, when numpy is imported
+    # numpy multiplies small matrices of one query each, for which more threads are slower, and take cores from torch,
+    # the encoder and the search. These variables are read when numpy is imported
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

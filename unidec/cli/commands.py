@@ -55,7 +55,7 @@ def load(path: Path, assignments: list[str] | None) -> Params:
 
 
 def load_if_there(path: Path, assignments: list[str] | None) -> Params:
-    """As `load`, for commands that need only a bundle: without params.yaml every key has its default."""
+    """Like `load`, for commands that need only a bundle: without params.yaml all parameters have their defaults."""
     missing = path == DEFAULT_PARAMS and not path.exists()
     return load_params(None if missing else path, parse_overrides(assignments or []))
 

@@ -67,9 +67,9 @@ def lineage(
     model: Annotated[
         str | None, Argument(metavar="[MODEL]", help="champion (default), models:/unidec/7, bundle:HASH, a folder")
     ] = None,
-    data: Annotated[str | None, Option(metavar="HASH", help="list the versions made of this data instead")] = None,
+    data: Annotated[str | None, Option(metavar="HASH", help="list the versions made from this data instead")] = None,
 ) -> Shown:
-    """Trace a model back to its first ancestor, or list the models that were made of some data."""
+    """Trace a model back to its first ancestor, or list the models that were made from some data."""
     if data is not None and model is not None:
         fix = "unidec models lineage --data HASH"
         raise ConfigError("either a model or --data", where="unidec models lineage", fix=fix)
@@ -86,8 +86,8 @@ def lineage(
         return Shown(about, registry.as_lines(versions))
     found = registry.models_of_data(data, model_name=name)
     rows = [[one.version, ", ".join(one.aliases), ", ".join(one.what), one.through or ""] for one in found]
-    lines = table(["version", "aliases", "made of it", "through version"], rows)
-    return Shown(found, lines if found else [f"no version of {name} was made of it"])
+    lines = table(["version", "aliases", "made from it", "through version"], rows)
+    return Shown(found, lines if found else [f"no version of {name} was made from it"])
 
 
 @command(models_app, "", "--bundle outputs/refreshed")

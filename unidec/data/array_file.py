@@ -1,4 +1,4 @@
-"""`.npy` files, byte for byte those of `np.save`, written in pieces, and sparse matrices read from them with checks."""
+"""Writes `.npy` files in pieces, byte for byte like `np.save`, and reads and checks sparse matrices in such files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from unidec.errors import ArtifactError
 
 @contextlib.contextmanager
 def growing_array(path: str | os.PathLike[str], dtype: npt.DTypeLike) -> Iterator[Callable[[npt.NDArray[Any]], None]]:
-    """Write an array of one dimension: `with growing_array(path, np.int32) as add: add(piece)`; pieces are cast."""
+    """Write a one-dimensional array: `with growing_array(path, np.int32) as add: add(piece)`; pieces are cast."""
     size = 0
 
     def write_header() -> None:
-        """numpy pads headers so that the first axis can grow in place."""
+        """Write the header, which numpy pads so that it can be overwritten with a larger size."""
         header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (size,)}
         np.lib.format.write_array_header_1_0(file, header)
 
@@ -39,13 +39,14 @@ def growing_array(path: str | os.PathLike[str], dtype: npt.DTypeLike) -> Iterato
 
 
 def load_csr(root: Path, prefix: str, shape: tuple[int, int], dtype: Any, check: bool) -> csr_matrix:
-    """`{prefix}indptr.npy` (int64), `{prefix}indices.npy` (int32) and, unless dtype is bool, `{prefix}data.npy` as CSR.
+    """CSR matrix from `{prefix}indptr.npy` (int64), `{prefix}indices.npy` (int32) and `{prefix}data.npy`.
 
     Args:
-        check: also read them to check every index; else only what costs nothing.
+        dtype: of the values; bool: there is no data.npy, and all values are True.
+        check: also check every index, which reads the whole arrays; False: check their lengths only.
 
     Raises:
-        ArtifactError: arrays that do not fit together, or that do not fit the shape.
+        ArtifactError: an unreadable array, or arrays that do not match each other or the shape.
     """
     starts, columns = root / f"{prefix}indptr.npy", root / f"{prefix}indices.npy"
     indptr, indices = load_array(starts, np.int64), load_array(columns, np.int32)
@@ -59,7 +60,7 @@ def load_csr(root: Path, prefix: str, shape: tuple[int, int], dtype: Any, check:
     elif check and len(indices) and not (indices.min() >= 0 and indices.max() < shape[1]):
         where, got, expected = columns, f"column {indices.max()}", f"0 to {shape[1] - 1}"
     if where is not None:
-        what = f"{prefix.replace('_', ' ')}pairs that do not fit together"
+        what = f"the arrays of the {prefix.replace('_', ' ')}pairs do not match"
         raise ArtifactError(what, where=str(where), got=got, expected=expected, fix=REBUILD)
     matrix = csr_matrix((data, indices, indptr), shape=shape, copy=False)
     matrix.has_sorted_indices = matrix.has_canonical_format = True

@@ -1,4 +1,4 @@
-"""The stored data set: texts in Arrow, relevance and filter pairs in CSR, memory-mapped, with a manifest.
+"""The stored data set: texts (Arrow), relevance and filter pairs (CSR), all memory-mapped, with a manifest.
 
 Shape suffixes: N queries of all splits, L labels.
 """
@@ -33,12 +33,14 @@ class XMCDataset:
     Queries of all splits are one table: training and validation queries in raw order, then test queries.
 
     Attributes:
-        path, manifest: the folder and its manifest, whose meta holds name, format, sizes and hash of the raw files.
-        name, num_queries, num_labels: the name, N and L.
+        path, manifest: the folder and its manifest; "meta" holds name, format, sizes and the hash of the raw files.
+        name: of the data set.
+        num_queries, num_labels: N and L.
+        queries, labels: tables with columns uid, title, content.
         split_N: uint8 [N], 0 train, 1 validation, 2 test.
         relevance: float32 CSR [N, L], positive, sorted indices; the arrays are memory-mapped and read-only.
         filter_pairs: bool CSR [N, L]: pairs that are neither positives nor negatives.
-        sha256: of the contents (over the manifest's file hashes).
+        sha256: of the contents, computed from the manifest's file hashes.
 
     Example:
         >>> dataset = unidec.XMCDataset.open("data/dataset")
@@ -58,10 +60,12 @@ class XMCDataset:
         self.num_labels = self.labels.num_rows
         for name, num_rows in (("queries", self.num_queries), ("labels", self.num_labels)):
             if (expected := meta.get(f"num_{name}")) != num_rows:
-                _refuse(path / f"{name}.arrow", "another number of rows than the manifest has", num_rows, expected)
+                _refuse(path / f"{name}.arrow", "number of rows differs from the manifest", num_rows, expected)
         self.split_N = load_array(path / "split.npy", np.uint8)
         if self.split_N.shape[0] != self.num_queries:
-            _refuse(path / "split.npy", "row counts that differ", self.split_N.shape[0], self.num_queries)
+            _refuse(
+                path / "split.npy", "number of rows differs from the queries", self.split_N.shape[0], self.num_queries
+            )
         if check and self.num_queries and self.split_N.max() >= len(SPLITS):
             _refuse(path / "split.npy", "an unknown split", int(self.split_N.max()), f"at most {len(SPLITS) - 1}")
         shape = (self.num_queries, self.num_labels)
@@ -73,39 +77,39 @@ class XMCDataset:
         """Open a folder written by `write_dataset`.
 
         Args:
-            verify: also check every file's sha256 and every index, once in a process while the files stay the same.
+            verify: also check every file's sha256 and every index, once per process unless the files change.
 
         Raises:
-            ArtifactError: missing, damaged, or of a newer version.
+            ArtifactError: the data set is missing, damaged, or of a newer version.
         """
         root = Path(path)
         with verify_once(root, verify) as needed:
             return cls(root, read_manifest(root, KIND, VERSION, verify=needed), check=needed)
 
     def rows(self, split: Split) -> np.ndarray:
-        """Rows of a split, ascending: int64 [n]."""
+        """Row numbers of the queries of a split, ascending: int64 [n]."""
         return np.flatnonzero(self.split_N == SPLITS.index(split))
 
     def query_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
-        """Texts of queries, all or at these rows; "title+content" joins both with a space, empty parts dropped."""
+        """Texts of the queries at these rows (None: all); "title+content" joins the non-empty parts with a space."""
         return _texts(_take(self.queries, rows), text).to_pylist()
 
     def label_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
-        """Texts of labels, as `query_texts`."""
+        """Texts of the labels at these rows (None: all); see `query_texts`."""
         return _texts(_take(self.labels, rows), text).to_pylist()
 
     def query_uids(self, rows: Rows = None) -> list[str]:
-        """uids of queries, all or at these rows."""
+        """uids of the queries at these rows (None: all)."""
         return _take(self.queries, rows)["uid"].to_pylist()
 
     def label_uids(self, rows: Rows = None) -> list[str]:
-        """uids of labels, all or at these rows."""
+        """uids of the labels at these rows (None: all)."""
         return _take(self.labels, rows)["uid"].to_pylist()
 
     def text_batches(
         self, which: Literal["queries", "labels"], text: Text = "title", batch_size: int = 8192
     ) -> Iterator[list[str]]:
-        """Texts of queries or labels in order, a batch at a time."""
+        """Texts of all queries or labels in the order of their rows, in batches."""
         table = {"queries": self.queries, "labels": self.labels}[which]
         for start in range(0, table.num_rows, batch_size):
             yield _texts(table.slice(start, batch_size), text).to_pylist()
@@ -118,12 +122,15 @@ class XMCDataset:
 def write_dataset(
     path: str | os.PathLike[str], raw: RawData, *, validation_share: float = 0.05, split_seed: int = 0
 ) -> XMCDataset:
-    """Store raw data as an `XMCDataset`, byte-identically for the same data and arguments.
+    """Store raw data as an `XMCDataset`; the same data and arguments give the same bytes.
 
     Args:
-        path: folder to write; replaced when all is written.
-        validation_share, split_seed: of the training queries so many are held out for selecting models (`hold_out`);
-            not used where the raw data names a validation split.
+        path: folder to write; an existing one is replaced once everything is written.
+        validation_share, split_seed: share of the training queries held out for validation (`hold_out`), and its seed;
+            not used if the raw data has a validation split.
+
+    Raises:
+        ArtifactError: the folder cannot be written.
     """
     order = [split for split in SPLITS if split in raw.queries]
     queries = pa.concat_tables([raw.queries[split] for split in order])
@@ -161,7 +168,7 @@ def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
 
 
 def write_texts_table(path: Path, table: pa.Table) -> None:
-    """Write Arrow IPC, uncompressed, in batches of a fixed size: the bytes depend on the texts only."""
+    """Write an uncompressed Arrow IPC file in batches of a fixed size, so that its bytes depend on the texts only."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         for start in range(0, table.num_rows, BATCH_ROWS):
             writer.write_table(table.slice(start, BATCH_ROWS).combine_chunks())
@@ -173,7 +180,7 @@ def _open_texts(path: Path) -> pa.Table:
     except (pa.ArrowInvalid, OSError) as error:
         _refuse(path, "not a readable Arrow file", str(error)[:200], "an Arrow file")
     if table.schema.remove_metadata() != TEXT_SCHEMA:
-        _refuse(path, "columns that differ", table.schema.names, TEXT_SCHEMA.names)
+        _refuse(path, "unexpected columns", table.schema.names, TEXT_SCHEMA.names)
     return table
 
 
@@ -186,6 +193,6 @@ def _texts(table: pa.Table, text: Text) -> pa.ChunkedArray:
     if text == "title":
         return title
     if text != "title+content":
-        raise ValueError(f"text is 'title' or 'title+content', not {text!r}")
+        raise ValueError(f"text must be 'title' or 'title+content', not {text!r}")
     both = pc.binary_join_element_wise(title, content, pa.scalar(" ", pa.large_string()))
     return pc.if_else(pc.equal(content, ""), title, pc.if_else(pc.equal(title, ""), content, both))

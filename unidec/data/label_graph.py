@@ -1,9 +1,10 @@
-"""The label graph: soft targets of label texts as extra training queries (Gandalf).
+"""The label graph: soft targets for label texts that serve as extra training queries (Gandalf).
 
-Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` for label j's text as a query, cut at delta; variants of
-section 1.3 (one-hot targets, GLaS) and 1.5 (random walks: ECLARE, Mittal et al. 2021; their settings are ours).
+Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` with label j's text as a query, values below delta set to
+0; variants of sections 1.3 (one-hot targets, GLaS) and 1.5 (random walks: ECLARE, Mittal et al. 2021; number of hops
+and restart probability are our choice).
 
-Shape legend: N training queries, L labels, J labels of one block, H hops.
+Shape legend: N training queries, L labels, J labels of one block, H hops, Q entries of a sparse block.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from unidec.sections import LabelGraph
 KIND = "label_graph"
 VERSION = 1
 
-_PAIRS_AT_ONCE = 1 << 20  # co-occurrences counted in one block: bounds its memory at about 40 MB
-_LABELS_AT_ONCE = 1 << 20  # labels of one block: those without a query cost a row start and their own target
-_SEED = 1707  # of the share of labels that is drawn
-_HOPS = 400  # of each label's walk
-_RESTART = 0.8  # chance after each hop to restart from the label itself
-_WALKS_AT_ONCE = 1024  # labels; random numbers belong to a block, so this is part of what is drawn
-_WALK_SEED = 20210
+_PAIRS_AT_ONCE = 1 << 20  # co-occurrences counted in one block, which limits its memory to about 40 MB
+_LABELS_AT_ONCE = 1 << 20  # maximum labels of one block, since labels without queries need memory, too
+_SEED = 1707  # of the random choice of labels
+_HOPS = 400  # length of each label's walk
+_RESTART = 0.8  # probability after each hop to restart from the label itself
+_WALKS_AT_ONCE = 1024  # labels of a block; random numbers are drawn per block, so changing this changes the walks
+_WALK_SEED = 20210  # of the random walks
 
 Kind = Literal["cooccurrence", "random-walk", "glas", "self"]
 
@@ -40,42 +41,43 @@ def target_blocks(
     relevance: csr_matrix, threshold: float, *, kind: Kind = "cooccurrence", share: float = 1.0,
     tail_first: bool = False,
 ) -> Iterator[csr_matrix]:  # fmt: skip
-    """Soft targets of every label's text, some rows at a time, from the first label to the last: float32 CSR [J, L],
-    row j the targets of label j, sorted; those of at least the threshold, and not 0. By kind, entry (j, i) is
+    """Soft targets of all label texts in blocks of rows, in the order of the labels: float32 CSR [J, L], sorted.
+
+    Row j holds the targets of label j's text that are at least the threshold and not 0. By kind, entry (j, i) is
 
     - "cooccurrence": the share of label j's queries that also have label i, P(i | j) (Gandalf, equation 1.6);
-    - "random-walk": visits of i over visits of j, at most 1, of a random walk from j;
-    - "glas": sigmoid(S_ji), S_ji = (P(i | j) + P(j | i)) / 2 being at least the threshold (section 1.3.2);
-    - "self": the label itself alone, 1 (Z' of table 1.2).
+    - "random-walk": visits of i divided by visits of j, at most 1, in a random walk from j;
+    - "glas": sigmoid(S_ji) with S_ji = (P(i | j) + P(j | i)) / 2, if S_ji is at least the threshold (section 1.3.2);
+    - "self": 1 for the label itself and 0 otherwise (Z' of table 1.2).
 
-    A label's own target is 1 (with "glas" sigmoid(1), by its formula), also for one without a training query.
-    Nothing L x L is ever held: copies of the pairs' columns (two; three for a share or random walks), and a block.
+    A label's own target is 1 (for "glas" sigmoid(1), from its formula), also if it has no training query.
+    No L x L matrix is held in memory: only a block and two copies of the pairs' columns (three with a share below 1 or
+    random walks).
 
     Args:
-        relevance: CSR [N, L], training queries; relevant where > 0.
+        relevance: CSR [N, L] of the training queries; a label is relevant if its value is > 0.
         threshold: delta, 0 to 1.
-        share: of the labels that have targets, above 0, at most 1; the rows of the others are empty.
-        tail_first: the share is of the labels with the fewest training queries (ties at random), else drawn at random.
-            A smaller share is a part of a larger one.
-
+        share: share of the labels that have targets, > 0 and <= 1; the rows of the other labels are empty.
+        tail_first: choose the labels with the fewest training queries (ties at random) instead of random labels. The
+            labels of a smaller share are a subset of those of a larger share.
     """
-    positive_NL = (relevance > 0).astype(np.int32)  # each pair once, rows sorted
+    positive_NL = (relevance > 0).astype(np.int32)  # without duplicates, rows sorted
     label_LN = csr_matrix(positive_NL.T)
     count_L = np.diff(label_LN.indptr)
     chosen_L = chosen_labels(count_L, share, tail_first)
     if not chosen_L.all():
-        kept = np.flatnonzero(chosen_L)
-        keep_LL = csr_matrix((np.ones(len(kept), np.int32), (kept, kept)), shape=(len(chosen_L),) * 2)
-        label_LN = csr_matrix(keep_LL @ label_LN)
+        chosen = np.flatnonzero(chosen_L)
+        selection_LL = csr_matrix((np.ones(len(chosen), np.int32), (chosen, chosen)), shape=(len(chosen_L),) * 2)
+        label_LN = csr_matrix(selection_LL @ label_LN)
     with progress(total=len(count_L), desc="label graph", unit="label") as bar:
         for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
             stop = start + graph_JL.shape[0]
             graph_JL.data = np.where(graph_JL.data >= threshold, graph_JL.data, 0).astype(np.float32)
             graph_JL.eliminate_zeros()
-            alone = np.flatnonzero(chosen_L[start:stop] & ((count_L[start:stop] == 0) | (kind == "self")))
-            if len(alone):  # their rows are empty: each gets its own target
-                own = (np.ones(len(alone), np.float32), (alone, start + alone))
-                graph_JL = csr_matrix(graph_JL + csr_matrix(own, shape=graph_JL.shape))
+            empty = np.flatnonzero(chosen_L[start:stop] & ((count_L[start:stop] == 0) | (kind == "self")))
+            if len(empty):  # a label whose row is empty has itself as its only target
+                entries = (np.ones(len(empty), np.float32), (empty, start + empty))
+                graph_JL = csr_matrix(graph_JL + csr_matrix(entries, shape=graph_JL.shape))
             if kind == "glas":
                 graph_JL.data = (1 / (1 + np.exp(-graph_JL.data.astype(np.float64)))).astype(np.float32)
             graph_JL.sort_indices()
@@ -84,7 +86,7 @@ def target_blocks(
 
 
 def chosen_labels(count_L: np.ndarray, share: float, tail_first: bool) -> np.ndarray:
-    """Which labels' texts are queries: bool [L], at least one if there is any."""
+    """Mask of the labels whose text is used as a query: bool [L], at least one True if L > 0."""
     order_L = np.random.default_rng(_SEED).permutation(len(count_L))
     if tail_first:
         order_L = order_L[np.argsort(count_L[order_L], kind="stable")]
@@ -96,12 +98,12 @@ def chosen_labels(count_L: np.ndarray, share: float, tail_first: bool) -> np.nda
 def _graph_blocks(
     positive_NL: csr_matrix, label_LN: csr_matrix, count_L: np.ndarray, kind: Kind
 ) -> Iterator[tuple[int, csr_matrix]]:
-    """(first label, float64 CSR [J, L] targets before the cut) a block; a label without a query has an empty row."""
+    """Blocks (first label, float64 CSR [J, L]) of targets before the threshold; rows without queries are empty."""
     if kind == "random-walk":
         for start, visits_JL in _visit_blocks(label_LN, positive_NL):
             row_Q = np.repeat(np.arange(visits_JL.shape[0]), np.diff(visits_JL.indptr))
-            own_Q = np.maximum(visits_JL.diagonal(start)[row_Q], 1)
-            visits_JL.data = np.where(visits_JL.indices == start + row_Q, 1.0, np.minimum(visits_JL.data / own_Q, 1.0))
+            self_Q = np.maximum(visits_JL.diagonal(start)[row_Q], 1)
+            visits_JL.data = np.where(visits_JL.indices == start + row_Q, 1.0, np.minimum(visits_JL.data / self_Q, 1.0))
             yield start, visits_JL
         return
     for start, stop in _blocks(positive_NL, label_LN):
@@ -117,7 +119,7 @@ def _graph_blocks(
 
 
 def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, int]]:
-    """Ranges of labels whose counted co-occurrences stay within `_PAIRS_AT_ONCE` (a single label may exceed it)."""
+    """Ranges of labels with at most `_PAIRS_AT_ONCE` co-occurrences each (a single label may exceed the limit)."""
     width_N = np.diff(positive_NL.indptr).astype(np.int64)
     cost = np.concatenate([np.zeros(1, np.int64), np.cumsum(label_LN @ width_N, dtype=np.int64)])
     blocks, start, num_labels = [], 0, len(label_LN.indptr) - 1
@@ -130,14 +132,16 @@ def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, in
 
 
 def build_label_graph(dataset: XMCDataset, settings: LabelGraph, out: str | os.PathLike[str]) -> Path:
-    """Stores the `target_blocks` of the training rows: indptr.npy (int64), indices.npy (int32), data.npy (float32).
+    """Store the `target_blocks` of the training queries in a folder, and return its path.
+
+    The files are indptr.npy (int64), indices.npy (int32) and data.npy (float32).
 
     Raises:
         ArtifactError: the folder cannot be written.
     """
     train_rows = dataset.rows("train")
-    chosen = settings.model_dump()
-    meta = {**chosen, "num_labels": dataset.num_labels, "num_train": len(train_rows)}
+    options = settings.model_dump()
+    meta = {**options, "num_labels": dataset.num_labels, "num_train": len(train_rows)}
     with (
         write_folder(out, KIND, VERSION, meta) as folder,
         growing_array(folder.path / "indptr.npy", np.int64) as add_starts,
@@ -146,7 +150,7 @@ def build_label_graph(dataset: XMCDataset, settings: LabelGraph, out: str | os.P
     ):
         total = 0
         add_starts(np.zeros(1, np.int64))
-        for block_JL in target_blocks(dataset.relevance[train_rows], **chosen):
+        for block_JL in target_blocks(dataset.relevance[train_rows], **options):
             add_starts(block_JL.indptr[1:].astype(np.int64) + total)
             add_labels(block_JL.indices)
             add_targets(block_JL.data)
@@ -155,10 +159,10 @@ def build_label_graph(dataset: XMCDataset, settings: LabelGraph, out: str | os.P
 
 
 def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_matrix:
-    """Reads a folder of `build_label_graph`: float32 CSR [L, L], memory-mapped.
+    """Read a folder written by `build_label_graph`: float32 CSR [L, L], memory-mapped.
 
     Raises:
-        ArtifactError: missing, damaged, of another kind or a newer version, or arrays that do not fit together.
+        ArtifactError: the folder is missing, damaged, of another kind or a newer version, or its arrays do not match.
     """
     root = Path(path)
     with verify_once(root, verify) as needed:
@@ -167,18 +171,18 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
 
 
 def _visit_blocks(label_LN: csr_matrix, positive_NL: csr_matrix) -> Iterator[tuple[int, csr_matrix]]:
-    """How often a walk from each label comes by each label: (first label, int64 CSR [J, L]) a block, rows sorted.
+    """How often a walk from each label visits each label: blocks (first label, int64 CSR [J, L]), rows sorted.
 
-    A hop goes to one of the label's queries and from there to one of that query's labels, all alike. Walks are drawn
-    from fixed numbers: the same data gives the same visits. A row of `label_LN` without entries does not walk.
+    A hop goes to a random query of the label and from there to a random label of that query. The seeds are fixed, so
+    the same data gives the same visits. There is no walk from a label whose row of `label_LN` is empty.
     """
     num_labels = label_LN.shape[0]
-    queries_L = csr_matrix(positive_NL.T)  # also of labels that do not walk, but are walked by
+    queries_L = csr_matrix(positive_NL.T)  # includes labels from which no walk starts, but which walks may visit
     for number, start in enumerate(range(0, num_labels, _WALKS_AT_ONCE)):
         stop = min(start + _WALKS_AT_ONCE, num_labels)
-        draw = np.random.default_rng([_WALK_SEED, number])
+        generator = np.random.default_rng([_WALK_SEED, number])
         walking_J = np.flatnonzero(np.diff(label_LN.indptr[start : stop + 1]))
-        visited_HJ = _walk(queries_L, positive_NL, start + walking_J, walking_J, stop - start, draw)
+        visited_HJ = _walk(queries_L, positive_NL, start + walking_J, walking_J, stop - start, generator)
         key, count = np.unique(walking_J * num_labels + visited_HJ, return_counts=True)
         row, column = np.divmod(key, num_labels)
         indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=stop - start))])
@@ -186,21 +190,24 @@ def _visit_blocks(label_LN: csr_matrix, positive_NL: csr_matrix) -> Iterator[tup
 
 
 def _walk(
-    queries_L: csr_matrix, labels_N: csr_matrix, home_J: np.ndarray, lane_J: np.ndarray, lanes: int,
-    draw: np.random.Generator,
+    queries_L: csr_matrix, labels_N: csr_matrix, start_J: np.ndarray, row_J: np.ndarray, block_size: int,
+    generator: np.random.Generator,
 ) -> np.ndarray:  # fmt: skip
-    """Labels that walks from `home_J` reach, int64 [H, J]; of each hop's `lanes` draws theirs are those at `lane_J`."""
-    visited_HJ = np.empty((_HOPS, len(home_J)), dtype=np.int64)
-    at_J = home_J
+    """Labels visited by the walks from `start_J` at each hop, int64 [H, J].
+
+    Random numbers are drawn for all `block_size` labels of a block; the walks use those at their rows `row_J`.
+    """
+    visited_HJ = np.empty((_HOPS, len(start_J)), dtype=np.int64)
+    current_J = start_J
     for hop in range(_HOPS):
-        to_query_J, to_label_J, again_J = draw.random((3, lanes))[:, lane_J]
-        visited_HJ[hop] = _pick(labels_N, _pick(queries_L, at_J, to_query_J), to_label_J)
-        at_J = np.where(again_J < _RESTART, home_J, visited_HJ[hop])
+        to_query_J, to_label_J, restart_J = generator.random((3, block_size))[:, row_J]
+        visited_HJ[hop] = _pick(labels_N, _pick(queries_L, current_J, to_query_J), to_label_J)
+        current_J = np.where(restart_J < _RESTART, start_J, visited_HJ[hop])
     return visited_HJ
 
 
 def _pick(matrix: csr_matrix, rows_J: np.ndarray, draw_J: np.ndarray) -> np.ndarray:
-    """One of each row's columns, all alike, int64 [J]; every row has one."""
+    """A random column of each row, chosen by `draw_J` in [0, 1): int64 [J]. No row may be empty."""
     begin_J = matrix.indptr[rows_J].astype(np.int64)
     count_J = matrix.indptr[rows_J + 1] - begin_J
     return matrix.indices[begin_J + (draw_J * count_J).astype(np.int64)].astype(np.int64)

@@ -1,9 +1,9 @@
-"""What a data set, or a window of queries, looks like: figures small enough to travel with a model.
+"""The profile of a data set or of a window of queries: statistics that are small enough to be stored with a model.
 
-A profile is compared with a later one (`unidec.evaluation.drift`). It holds counts, shares, histograms, the commonest
-words, and which words there are (a Bloom filter); no text.
+`unidec.evaluation.drift` compares a profile with a later one. A profile holds counts, shares, histograms, the most
+frequent words and a Bloom filter of the vocabulary, but no texts.
 
-Shape suffixes: N texts, W words of all texts one after the other, L labels.
+Shape suffixes: N texts, W words of all texts in sequence, L labels.
 """
 
 from __future__ import annotations
@@ -24,40 +24,45 @@ from unidec.data.tokens import encode_texts, load_tokenizer
 
 VERSION = 1
 PROFILE_KEY = "profile"
-"""Of the training profile in the card of bundle.json."""
-SAMPLE = 100_000  # texts that are looked at, evenly spaced over all: enough for every figure here
-BUCKETS = 256  # of token ids
-LENGTH_EDGES = (0, *sorted({round(1.2**i) for i in range(50)}))  # of bins of characters, each a fifth wider
+"""Key of the training profile in the model card in bundle.json."""
+SAMPLE = 100_000  # number of evenly spaced texts that are measured, enough for all statistics here
+BUCKETS = 256  # hash buckets of token ids
+LENGTH_EDGES = (0, *sorted({round(1.2**i) for i in range(50)}))  # edges of length bins in characters, each 20% wider
 TOP_WORDS = 200
-MAX_WORDS = 100_000  # the commonest; words beyond count as unseen everywhere, in the reference too
-BITS_A_WORD, PROBES = 10, 7  # a word that is not there passes for known once in a hundred and twenty
+MAX_WORDS = 100_000  # size of the vocabulary; rarer words always count as unseen, also in the reference
+BITS_A_WORD, PROBES = 10, 7  # of the Bloom filter: about 1 in 120 unseen words is taken for a known one
 
 Share = dict[str, float | int]
-"""{"share": from 0 to 1, "of": of how many}."""
+"""{"share": from 0 to 1, "of": the number of which it is a share}."""
 
 
 def vocabulary_of(hash_W: np.ndarray) -> dict[str, Any]:
-    """The `MAX_WORDS` commonest words, by their 64-bit hashes (with repetitions), as a Bloom filter, JSON-able: none is
-    forgotten, about 1% of the others pass for known (`is_known`)."""
+    """Bloom filter of the `MAX_WORDS` most frequent words, as JSON-serialisable values.
+
+    `is_known` recognises all of these words, and takes about 1% of the others for known ones.
+
+    Args:
+        hash_W: 64-bit hashes of all words, with repetitions.
+    """
     words, counts = np.unique(hash_W, return_counts=True)
-    kept = words[np.lexsort((words, -counts))[:MAX_WORDS]]
-    bits = np.zeros(max(8, -(-len(kept) * BITS_A_WORD // 8)), dtype=np.uint8)
-    for place in _places(kept, bits):
-        np.bitwise_or.at(bits, place >> 3, (1 << (place & 7)).astype(np.uint8))
-    return {"words": len(kept), "bits": base64.b64encode(bits.tobytes()).decode()}
+    frequent = words[np.lexsort((words, -counts))[:MAX_WORDS]]
+    bits = np.zeros(max(8, -(-len(frequent) * BITS_A_WORD // 8)), dtype=np.uint8)
+    for position in _bit_positions(frequent, bits):
+        np.bitwise_or.at(bits, position >> 3, (1 << (position & 7)).astype(np.uint8))
+    return {"words": len(frequent), "bits": base64.b64encode(bits.tobytes()).decode()}
 
 
 def is_known(hash_W: np.ndarray, vocabulary: Mapping[str, Any]) -> np.ndarray:
-    """Whether each word is in what `vocabulary_of` returned, bool [W]."""
+    """Whether each word (64-bit hash) is in a vocabulary of `vocabulary_of`, bool [W]."""
     bits = np.frombuffer(base64.b64decode(vocabulary["bits"]), dtype=np.uint8)
     known = np.ones(len(hash_W), dtype=bool)
-    for place in _places(hash_W, bits):
-        known &= (bits[place >> 3] >> (place & 7)) & 1 == 1
+    for position in _bit_positions(hash_W, bits):
+        known &= (bits[position >> 3] >> (position & 7)) & 1 == 1
     return known
 
 
-def _places(hash_W: np.ndarray, bits: np.ndarray) -> list[np.ndarray]:
-    """Bits of each word, one array a probe: double hashing (Kirsch and Mitzenmacher, 2006)."""
+def _bit_positions(hash_W: np.ndarray, bits: np.ndarray) -> list[np.ndarray]:
+    """Bit positions of each word, one array per probe, by double hashing (Kirsch and Mitzenmacher, 2006)."""
     first, step = hash_W & np.uint64(0xFFFFFFFF), (hash_W >> np.uint64(32)) | np.uint64(1)
     total = np.uint64(8 * len(bits))
     return [((first + np.uint64(i) * step) % total).astype(np.int64) for i in range(PROBES)]
@@ -66,29 +71,30 @@ def _places(hash_W: np.ndarray, bits: np.ndarray) -> list[np.ndarray]:
 def measure_texts(
     texts: Sequence[str], tokenizer_folder: str | os.PathLike[str], max_length: int, vocabulary: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Figures of some texts as a model reads them, JSON-able.
+    """Statistics of texts as the model reads them, as JSON-serialisable values.
 
     Args:
-        tokenizer_folder: holds tokenizer.json.
-        max_length: tokens a text at most, special ones included.
-        vocabulary: the words that count as seen (`vocabulary_of`).
+        tokenizer_folder: folder with tokenizer.json.
+        max_length: maximum tokens per text, special tokens included.
+        vocabulary: the known words (`vocabulary_of`).
 
     Returns:
-        {"count", "length": {"mean", "histogram" (of characters without white space around, by `LENGTH_EDGES`)},
-        "tokens": {"mean", "buckets" (how many fall in each hash)} without the special ones, "words": {"count", "top"},
-        and shares: "unknown_tokens" to the tokenizer, "unseen_words", "cut" (the text fills all tokens it may have)}.
+        {"count", "length": {"mean", "histogram"} (characters without surrounding white space, binned by
+        `LENGTH_EDGES`), "tokens": {"mean", "buckets"} (without special tokens; tokens per hash bucket), "words":
+        {"count", "top"}, and the shares "unknown_tokens" (unknown to the tokenizer), "unseen_words" (not in the
+        vocabulary) and "cut" (texts of `max_length` tokens)}.
 
     Raises:
-        DataError: something that is not a text.
+        DataError: an item of `texts` is not a string.
     """
     count, tokens = len(texts), encode_texts(texts, tokenizer_folder, max_length)
-    special_ids = encode_texts([""], tokenizer_folder, max_length).ids  # an empty text is those
+    special_ids = encode_texts([""], tokenizer_folder, max_length).ids  # an empty text has special tokens only
     ids = tokens.ids[~np.isin(tokens.ids, special_ids)].astype(np.int64)
     array = pa.array(texts, pa.large_string())
     hash_W, top = split_words(array)
     length_N = pc.utf8_length(pc.utf8_trim_whitespace(array)).to_numpy(zero_copy_only=False).astype(np.int64)
     bin_N = np.searchsorted(LENGTH_EDGES, length_N, side="right") - 1
-    # Fibonacci hashing: neighbouring ids part
+    # Fibonacci hashing spreads neighbouring ids over the buckets
     bucket = (ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 8)
     return {
         "count": count,
@@ -108,9 +114,9 @@ def measure_texts(
 
 
 def split_words(texts: Any) -> tuple[np.ndarray, dict[str, int]]:
-    """Hashes of all words of some texts (a list or an Arrow array), uint64 [W], and how often the commonest occur.
+    """Hashes of all words of texts (a list or an Arrow array), uint64 [W], and counts of the `TOP_WORDS` most frequent.
 
-    A word is a run of letters, digits and "_", in lower case.
+    A word is a lower-cased run of letters, digits and "_".
     """
     array = pa.array(texts, pa.large_string())
     flat = pc.list_flatten(pc.split_pattern_regex(pc.utf8_lower(array), r"[^\p{L}\p{N}_]+"))
@@ -122,34 +128,35 @@ def split_words(texts: Any) -> tuple[np.ndarray, dict[str, int]]:
 
 
 def text_hashes(array: pa.Array) -> np.ndarray:
-    """A 64-bit hash of each text, uint64 [N]: the same in every process."""
+    """A 64-bit hash of each text, uint64 [N], which is the same in every process."""
     return pd.util.hash_array(array.to_numpy(zero_copy_only=False).astype(object), categorize=False)
 
 
 def share(part: Any, whole: Any) -> Share:
-    """A share and what it is of; nothing of nothing is 0."""
+    """The share of `part` in `whole`, with the whole; 0 if the whole is 0."""
     return {"share": int(part) / int(whole) if whole else 0.0, "of": int(whole)}
 
 
 def spaced(rows: np.ndarray, most: int = SAMPLE) -> np.ndarray:
-    """At most so many of the rows, evenly spaced."""
+    """At most `most` of the rows, evenly spaced."""
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
 
 
 def profile_dataset(
     dataset: XMCDataset, tokenizer_folder: str | os.PathLike[str], max_length: int, text: Text = "title"
 ) -> dict[str, Any]:
-    """A data set's figures, JSON-able; of many texts `SAMPLE` are looked at. The same data gives the same figures.
+    """The profile of a data set as JSON-serialisable values, from at most `SAMPLE` texts of each kind.
 
-    "queries" are the training queries, "held_out" the validation queries, else the test queries (None without any).
+    "queries" describes the training queries; "held_out" the validation queries, or the test queries if there are none
+    (None if there are neither). The same data gives the same profile.
     """
     rows = {split: dataset.rows(split) for split in ("train", "validation", "test")}
-    texts, validation, test = (dataset.query_texts(spaced(own), text) for own in rows.values())
+    texts, validation, test = (dataset.query_texts(spaced(split_rows), text) for split_rows in rows.values())
     label_texts = dataset.label_texts(spaced(np.arange(dataset.num_labels)), text)
-    vocabulary = vocabulary_of(np.concatenate([split_words(some)[0] for some in (texts, label_texts)]))
+    vocabulary = vocabulary_of(np.concatenate([split_words(each)[0] for each in (texts, label_texts)]))
     queries, labels, held_out = (
-        measure_texts(some, tokenizer_folder, max_length, vocabulary)
-        for some in (texts, label_texts, validation or test)
+        measure_texts(each, tokenizer_folder, max_length, vocabulary)
+        for each in (texts, label_texts, validation or test)
     )
     unseen_W = ~is_known(split_words(validation + test)[0], vocabulary)
     return {
@@ -158,7 +165,7 @@ def profile_dataset(
         "sha256": dataset.sha256,
         "text": text,
         "max_length": max_length,
-        "rows": {split: len(own) for split, own in rows.items()}
+        "rows": {split: len(split_rows) for split, split_rows in rows.items()}
         | {"labels": dataset.num_labels, "pairs": int(dataset.relevance.nnz)},
         "positives": dataset.relevance.nnz / max(dataset.num_queries, 1),
         "shares": _shares(dataset, rows, text) | {"unseen_words": share(unseen_W.sum(), len(unseen_W))},
@@ -170,12 +177,12 @@ def profile_dataset(
 
 
 def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dict[str, Share]:
-    """Shares that are counted over the whole data set."""
+    """Shares counted over the whole data set, without sampling."""
     hash_N, length_N = text_facts(dataset, "queries", text)
     hash_L, length_L = text_facts(dataset, "labels", text)
     train, test = hash_N[rows["train"]], rows["test"][length_N[rows["test"]] > 0]
     points_L = label_counts(dataset.relevance, rows["train"])
-    asked_L = label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
+    held_out_L = label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
     flags = {
         "empty_queries": length_N == 0,
         "empty_labels": length_L == 0,
@@ -184,13 +191,13 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
         "test_texts_in_train": np.isin(hash_N[test], train),
         "queries_without_positives": np.diff(dataset.relevance.indptr) == 0,
         "labels_without_training_points": points_L == 0,
-        "unseen_labels": points_L[asked_L] == 0,
+        "unseen_labels": points_L[held_out_L] == 0,
     }
-    return {name: share(own.sum(), len(own)) for name, own in flags.items()}
+    return {name: share(flag.sum(), len(flag)) for name, flag in flags.items()}
 
 
 def text_facts(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
-    """Hash of each text uint64, and its characters int64, both without white space around it."""
+    """Hash (uint64) and number of characters (int64) of each text, both without surrounding white space."""
     hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for batch in dataset.text_batches(which, text, 65_536):
         array = pc.utf8_trim_whitespace(pa.array(batch, pa.large_string()))

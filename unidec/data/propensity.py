@@ -1,4 +1,4 @@
-"""Inverse propensities and frequency groups of labels, from the training queries alone.
+"""Inverse propensities and frequency groups of labels, computed from the training queries.
 
 Shape legend: L labels.
 """
@@ -21,19 +21,19 @@ from unidec.errors import ArtifactError, DataError
 KIND = "propensity"
 VERSION = 1
 
-_TORSO_FROM, _HEAD_ABOVE = 10, 100  # training points of a label
-_ROWS_AT_ONCE = 1 << 18
+_TORSO_FROM, _HEAD_ABOVE = 10, 100  # training queries of a label
+_ROWS_AT_ONCE = 1 << 18  # rows whose pairs are copied at once
 
 
 @dataclass(frozen=True)
 class Propensity:
-    """What `build_propensity` stored.
+    """Inverse propensities and frequency groups of all labels, as stored by `build_propensity`.
 
     Attributes:
-        inverse_L: float64 [L], inverse propensity, at least 1.
-        counts_L: int64 [L], training queries that have the label.
-        group_L: int8 [L], 0 tail, 1 torso, 2 head.
-        a, b: the data set's constants.
+        inverse_L: float64 [L], inverse propensity of each label, at least 1.
+        counts_L: int64 [L], number of training queries with the label.
+        group_L: int8 [L], frequency group: 0 tail, 1 torso, 2 head.
+        a, b: the data set's constants A and B.
     """
 
     inverse_L: NDArray[np.float64]
@@ -44,14 +44,14 @@ class Propensity:
 
 
 def inverse_propensity(label_counts_L: Any, num_train: int, a: float, b: float) -> NDArray[np.float64]:
-    """`1 + C (N_l + B)^(-A)` with `C = (log N - 1)(B + 1)^A`, float64 [L].
+    """Inverse propensities `1 + C (N_l + B)^(-A)` with `C = (log N - 1)(B + 1)^A`, float64 [L].
 
-    Every weight is finite and at least 1: with fewer than three training queries C would be negative and is taken as 0;
-    with B = 0 a label without training points counts as having one.
+    Every value is finite and at least 1: with fewer than three training queries C would be negative, and 0 is used;
+    with B = 0 a label without training queries is treated as if it had one.
 
     Args:
-        label_counts_L: N_l, training points of each label [L], at least 0.
-        num_train: N, training queries.
+        label_counts_L: N_l, number of training queries of each label [L], at least 0.
+        num_train: N, number of training queries.
         a, b: A > 0 and B >= 0, properties of the data set (0.6, 2.6 Amazon; 0.5, 0.4 Wikipedia; 0.55, 1.5 otherwise).
 
     Raises:
@@ -61,7 +61,7 @@ def inverse_propensity(label_counts_L: Any, num_train: int, a: float, b: float) 
     """
     count_L = np.asarray(label_counts_L, dtype=np.float64)
     if not (count_L >= 0).all() or not a > 0 or not b >= 0:
-        raise DataError("propensities need counts of at least 0, A > 0 and B >= 0", got=f"A = {a}, B = {b}")
+        raise DataError("propensities require label counts >= 0, A > 0 and B >= 0", got=f"A = {a}, B = {b}")
     if b == 0:
         count_L = np.maximum(count_L, 1.0)
     c = max(float(np.log(max(num_train, 1))) - 1.0, 0.0) * (b + 1.0) ** a
@@ -69,13 +69,13 @@ def inverse_propensity(label_counts_L: Any, num_train: int, a: float, b: float) 
 
 
 def frequency_group(label_counts_L: Any) -> NDArray[np.int8]:
-    """Group of each label, int8 [L]: 0 tail (under 10 training points), 1 torso (10 to 100), 2 head (over 100)."""
+    """Frequency group of each label, int8 [L]: 0 tail (below 10 training queries), 1 torso (10 to 100), 2 head."""
     count_L = np.asarray(label_counts_L)
     return ((count_L >= _TORSO_FROM).astype(np.int8) + (count_L > _HEAD_ABOVE)).astype(np.int8)
 
 
 def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many of the given rows of a CSR matrix [N, L] have each label with relevance above 0, int64 [L]."""
+    """Number of the given rows of a CSR matrix [N, L] in which each label has a relevance above 0, int64 [L]."""
     count_L = np.zeros(relevance.shape[1], dtype=np.int64)
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         block = relevance[rows[start : start + _ROWS_AT_ONCE]]
@@ -84,12 +84,13 @@ def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def build_propensity(dataset: XMCDataset, a: float, b: float, out: str | os.PathLike[str]) -> Path:
-    """Stores counts, inverse propensities and groups, from the training data as it was published.
+    """Store label counts, inverse propensities and frequency groups in a folder, and return its path.
 
-    Queries held out for validation count, so that figures compare with those of others; test queries do not.
+    Queries held out for validation are counted, so that figures are comparable with published ones; test queries are
+    not.
 
     Raises:
-        DataError: constants out of range (`inverse_propensity`).
+        DataError: A or B is out of range (`inverse_propensity`).
         ArtifactError: the folder cannot be written.
     """
     train_rows = np.flatnonzero(dataset.split_N != SPLITS.index("test"))
@@ -104,7 +105,11 @@ def build_propensity(dataset: XMCDataset, a: float, b: float, out: str | os.Path
 
 
 def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propensity:
-    """Read a folder of `build_propensity`. Raises ArtifactError: missing, damaged, or arrays that do not fit."""
+    """Read a folder written by `build_propensity`.
+
+    Raises:
+        ArtifactError: the folder is missing or damaged, or its arrays have different lengths.
+    """
     root = Path(path)
     with verify_once(root, verify) as needed:
         meta = read_manifest(root, KIND, VERSION, needed)["meta"]

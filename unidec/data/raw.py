@@ -1,4 +1,4 @@
-"""Raw data in memory, whatever layout it came from, and the two ways of dividing it: splits and slices."""
+"""Raw data in memory, independent of the layout of its files, with functions that split it and cut a slice from it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class RawData:
     """Texts and pairs of one data set.
 
     Attributes:
-        name: of the data set; the raw folder's name.
-        queries: texts by split ("train", "test", "validation" where the data names one); columns uid, title, content.
-        labels: texts of the L labels, the same columns. A layout with one text has it as title, and an empty content.
-        relevance: by split, float32 [queries of the split, L], positive, sorted, each pair once.
-        filter_pairs: by split, bool [queries of the split, L]: pairs that are neither positives nor negatives.
-        format: the layout the data came in.
-        files: sha256 by relative path of the files read.
+        name: of the data set; by default the name of the raw folder.
+        queries: by split ("train", and "test" or "validation" if the data has them), a table of texts with columns uid,
+            title, content.
+        labels: table of the texts of the L labels, with the same columns. If the layout has one text per item, it is
+            the title, and the content is empty.
+        relevance: by split, float32 CSR [queries of the split, L] with positive values, sorted and without duplicates.
+        filter_pairs: by split, bool CSR [queries of the split, L]: pairs that are neither positives nor negatives.
+        format: layout of the raw files.
+        files: sha256 of the raw files by relative path.
     """
 
     name: str
@@ -42,59 +44,59 @@ class RawData:
         return self.labels.num_rows
 
     def take(self, rows: dict[str, np.ndarray]) -> RawData:
-        """The queries of these splits at these rows (of train, where a split is new), and their pairs."""
-        taken: dict[str, Any] = {}
+        """A copy in which the given splits have only these rows; the rows of a new split come from "train"."""
+        changed: dict[str, Any] = {}
         for name in ("queries", "relevance", "filter_pairs"):
             parts = getattr(self, name)
-            taken[name] = dict(parts)
-            for split, own in rows.items():
+            changed[name] = dict(parts)
+            for split, split_rows in rows.items():
                 part = parts.get(split, parts["train"])
-                taken[name][split] = part.take(own) if name == "queries" else csr_matrix(part[own])
-        return replace(self, **taken)
+                changed[name][split] = part.take(split_rows) if name == "queries" else csr_matrix(part[split_rows])
+        return replace(self, **changed)
 
 
 def text_table(uids: Any, titles: Any = None, contents: Any = None) -> pa.Table:
-    """Columns (lists or Arrow arrays of texts) to a table uid, title, content; None: empty texts."""
-    none = pa.repeat("", len(uids))
-    columns = [none if column is None else column for column in (uids, titles, contents)]
+    """Table with columns uid, title and content, from lists or Arrow arrays of texts; None: empty texts."""
+    empty = pa.repeat("", len(uids))
+    columns = [empty if column is None else column for column in (uids, titles, contents)]
     return pa.table([text_array(column, pa.large_string()) for column in columns], schema=TEXT_SCHEMA)
 
 
 def text_array(values: Iterable[str] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
-    """Texts as an Arrow array of this type."""
+    """Texts as an Arrow array of type `kind`."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values.cast(kind)
     return pa.array(list(values), kind)
 
 
 def row_uids(first: int, count: int) -> pa.Array:
-    """Row numbers from `first` on, as the uids of texts that have none."""
+    """`count` row numbers from `first`, which serve as uids if the texts have none."""
     return pa.array(np.arange(first, first + count)).cast(pa.large_string())
 
 
 def stack(parts: Sequence[csr_matrix]) -> csr_matrix:
-    """Rows of several matrices below each other, with sorted indices."""
+    """Stacks matrices vertically, with sorted indices."""
     matrix = csr_matrix(vstack(parts, format="csr"))
     matrix.sort_indices()
     return matrix
 
 
-LARGEST_FAMILY = 0.05  # of the queries held out
+LARGEST_FAMILY = 0.05  # maximum size of a family, as a share of the queries to hold out
 
 
 def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
-    """Choose about `share` of n queries, seeded by query: bool [n], true for the queries held out.
+    """Choose about `share` of n queries to hold out: bool [n], True for queries that are held out.
 
-    Queries that share a filtered label, directly or through others, are a family (versions of one product, parts of one
-    package) and stay together, so that what is held out is as new to the model as a test query is. Families are taken
-    in the order of a hash of seed and uid, so appending queries moves few of the old ones; a family that would exceed
-    the share, or make up more than `LARGEST_FAMILY` of it, is passed over: hundreds of near-equal queries would decide
-    every figure. At least one family is held out where two exist and share > 0.
+    Queries that share a filtered label, directly or through other queries, form a family (versions of one product,
+    parts of one package) and stay together, so that a held-out query is as new to the model as a test query. Families
+    are held out in the order of a hash of seed and uid, so that adding queries changes the split of few others. A
+    family is skipped if it would exceed the share, or if it is larger than `LARGEST_FAMILY` of the share, because
+    hundreds of similar queries would dominate every metric. At least one family is held out if share > 0 and there are
+    two families.
     """
     num_queries = len(uids)
-    held = np.zeros(num_queries, dtype=bool)
     if share <= 0 or num_queries < 2:
-        return held
+        return np.zeros(num_queries, dtype=bool)
     family_N = _families(filter_pairs)
     num_families = int(family_N.max()) + 1
     size_F = np.bincount(family_N, minlength=num_families)
@@ -104,7 +106,7 @@ def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, sh
         np.uint64,
         num_queries,
     )
-    # one member's hash is the family's: the smallest of all would draw large families first
+    # a family has the hash of one member: with the minimum over its members, large families would come first
     hash_F = hash_N[np.unique(family_N, return_index=True)[1]]
     target = max(1, round(share * num_queries))
     chosen_F = np.zeros(num_families, dtype=bool)
@@ -122,24 +124,24 @@ def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, sh
 
 
 def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
-    """The first `num_train` training and `num_test` test queries, with the labels that occur among their positives."""
+    """The first `num_train` training and `num_test` test or validation queries, and the labels of their positives."""
     sizes = {"train": num_train, "test": num_test, "validation": num_test}
-    some = raw.take({split: np.arange(min(sizes[split], table.num_rows)) for split, table in raw.queries.items()})
+    part = raw.take({split: np.arange(min(sizes[split], table.num_rows)) for split, table in raw.queries.items()})
     used = np.zeros(raw.num_labels, dtype=bool)
-    for matrix in some.relevance.values():
+    for matrix in part.relevance.values():
         used[matrix.indices] = True
-    kept = np.flatnonzero(used)
+    labels = np.flatnonzero(used)
     return replace(
-        some,
+        part,
         name=f"{raw.name}-slice",
-        labels=raw.labels.take(kept),
-        relevance={split: csr_matrix(matrix[:, kept]) for split, matrix in some.relevance.items()},
-        filter_pairs={split: csr_matrix(matrix[:, kept]) for split, matrix in some.filter_pairs.items()},
+        labels=raw.labels.take(labels),
+        relevance={split: csr_matrix(matrix[:, labels]) for split, matrix in part.relevance.items()},
+        filter_pairs={split: csr_matrix(matrix[:, labels]) for split, matrix in part.filter_pairs.items()},
     )
 
 
 def _families(filter_pairs: csr_matrix) -> np.ndarray:
-    """Connected components of the graph query - filtered label: int64 [n], the family of each query."""
+    """Family of each query, int64 [n]: its connected component in the graph of queries and their filtered labels."""
     num_queries, num_labels = filter_pairs.shape
     if not filter_pairs.nnz:
         return np.arange(num_queries)

@@ -1,8 +1,8 @@
-"""Work on many rows, cut into shards: each is a folder that is complete or absent, so that a killed run resumes with
-the missing ones, and any process that sees the folder can write one.
+"""Work on many rows, divided into shards. A shard is a folder that is either complete or absent: a killed run resumes
+with the missing shards, and any process with access to the folder can compute one.
 
-    <folder>/plan.json           what is computed, and where it is cut (`Work`)
-    <folder>/00003-of-00008/     one shard; its manifest (sizes, sha256) has the plan's key
+    <folder>/plan.json           the work and the bounds of the shards (`Work`)
+    <folder>/00003-of-00008/     one shard; its manifest (sizes, sha256) contains the key of the plan
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from unidec.version import __version__
 
 PLAN = "plan.json"
 MAX_SHARDS = 99_999
-_OURS = re.compile(r"\..*|plan\.json|texts\.arrow|\d{5}-of-\d{5}")
+_KNOWN_NAMES = re.compile(r"\..*|plan\.json|texts\.arrow|\d{5}-of-\d{5}")
 
 
 @dataclass(frozen=True)
 class Work:
-    """A plan: what is computed, and where it is cut.
+    """The plan of a computation in shards.
 
     Attributes:
-        folder: of the plan and the shards, absolute.
-        key: sha256 over what decides the result and the cuts; shards with another key are not used.
+        folder: absolute path of the folder with the plan and the shards.
+        key: sha256 over everything that determines the result, and the bounds; shards with another key are not used.
         bounds: shard i has the rows bounds[i] to bounds[i + 1] - 1.
-        settings: what a worker needs, JSON: absolute paths and plain values.
+        settings: input of a worker as JSON-serialisable values (absolute paths and plain values).
     """
 
     folder: Path
@@ -45,8 +45,14 @@ class Work:
 
     @classmethod
     def begin(cls, folder: Path, facts: dict[str, Any], settings: dict[str, Any], bounds: tuple[int, ...]) -> Work:
-        """Write the plan; shards of an earlier one count where `facts` (what decides the result: hashes and settings,
-        JSON, no paths) and bounds are the same. Raises ArtifactError: the folder cannot be written."""
+        """Write the plan. Shards of an earlier plan are reused if `facts`, bounds and the version of unidec are equal.
+
+        Args:
+            facts: hashes and settings that determine the result, JSON-serialisable and without paths.
+
+        Raises:
+            ArtifactError: the folder cannot be written.
+        """
         text = json.dumps([__version__, facts, bounds], sort_keys=True)
         work = cls(folder, hashlib.sha256(text.encode()).hexdigest(), bounds, settings)
         write_json(folder / PLAN, {"key": work.key, "bounds": bounds, "settings": settings})
@@ -54,7 +60,7 @@ class Work:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Work:
-        """The work whose plan is in a folder. Raises ArtifactError: no plan, or a damaged one."""
+        """Read the plan in a folder. Raises ArtifactError: there is no plan, or it is damaged."""
         path = Path(folder) / PLAN
         try:
             plan = json.loads(path.read_bytes())
@@ -72,24 +78,24 @@ class Work:
         return self.bounds[-1]
 
     def rows(self, number: int) -> tuple[int, int]:
-        """First row of a shard (from 0), and the first behind it."""
+        """First row of a shard (counted from 0) and first row after it."""
         return self.bounds[number], self.bounds[number + 1]
 
     def size(self, number: int) -> int:
         return self.bounds[number + 1] - self.bounds[number]
 
     def name(self, number: int) -> str:
-        """A shard as people see it: "shard 4 of 8 (rows 3,000 to 3,999)"."""
+        """Name of a shard in messages: "shard 4 of 8 (rows 3,000 to 3,999)"."""
         first, last = self.rows(number)
         rows = f"rows {first:,} to {last - 1:,}" if last > first else "no rows"
         return f"shard {number + 1} of {self.num_shards} ({rows})"
 
     def path(self, number: int) -> Path:
-        """A shard's folder."""
+        """Folder of a shard."""
         return self.folder / f"{number:05d}-of-{self.num_shards:05d}"
 
     def is_whole(self, number: int) -> bool:
-        """Whether a shard is there, undamaged (every hash is checked), and of this work."""
+        """Whether a shard exists, is undamaged (every hash is checked) and belongs to this plan."""
         try:
             meta = read_manifest(self.path(number), "shard", 1)["meta"]
         except (ArtifactError, OSError):
@@ -97,58 +103,60 @@ class Work:
         return meta == {"key": self.key, "number": number}
 
     def missing(self) -> list[int]:
-        """Shards that are still to be written, in order."""
+        """Numbers of the shards that still have to be written, ascending."""
         return [number for number in range(self.num_shards) if not self.is_whole(number)]
 
     def write(self, number: int) -> contextlib.AbstractContextManager[Folder]:
-        """Write a shard as a whole; see `storage.write_folder`."""
+        """Context in which a shard's folder is written; see `storage.write_folder`."""
         return write_folder(self.path(number), "shard", 1, {"key": self.key, "number": number})
 
     def remove(self) -> None:
-        """Remove plan and shards: their result is written."""
+        """Remove the plan and the shards, after their result was written."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def shards_folder(output: str | os.PathLike[str]) -> Path:
-    """The folder of an output's plan and shards until they are merged: `<output>.shards`."""
+    """Folder of the plan and shards of an output until they are merged: `<output>.shards`."""
     path = Path(os.path.abspath(output))
     return path.with_name(f"{path.name}.shards")
 
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a work's folder, from before its plan is written until its shards are merged; the system
-    releases it when its holder dies.
+    """Hold the lock of a folder of shards, from before the plan is written until the shards are merged. The operating
+    system releases the lock if the process dies.
 
     Raises:
-        ArtifactError: another process holds it, the folder has other files, or it cannot be made.
+        ArtifactError: another process holds the lock, or the folder has other files or cannot be created.
     """
     from filelock import FileLock, Timeout
 
-    foreign = sorted(path.name for path in folder.glob("*") if not _OURS.fullmatch(path.name))
+    foreign = sorted(path.name for path in folder.glob("*") if not _KNOWN_NAMES.fullmatch(path.name))
     if foreign:
-        raise ArtifactError("a folder of something else", where=str(folder), got=foreign[0], fix="move it away")
+        what = "the folder for shards contains other files"
+        raise ArtifactError(what, where=str(folder), got=foreign[0], fix="move the folder away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArtifactError("it cannot be written", where=str(folder), got=error.strerror) from error
+        raise ArtifactError("the folder cannot be created", where=str(folder), got=error.strerror) from error
     try:
         with FileLock(folder / ".lock", timeout=0):
             try:
                 yield
             finally:
-                if not (folder / PLAN).exists():  # nothing was begun, or all is done
+                if not (folder / PLAN).exists():  # no work has begun, or all work is done
                     shutil.rmtree(folder, ignore_errors=True)
     except Timeout as error:
-        fix = "wait for it, or end it"
-        raise ArtifactError("another process is at this work", where=str(folder), fix=fix) from error
+        fix = "wait until it has finished, or end it"
+        raise ArtifactError("another process is working in this folder", where=str(folder), fix=fix) from error
 
 
 def cuts(num_rows: int, shards: int, batch_size: int) -> tuple[int, ...]:
-    """Bounds of nearly equal contiguous shards that begin at multiples of a batch; never more shards than batches.
+    """Bounds of contiguous shards of nearly equal size, which begin at multiples of `batch_size`; at most one shard per
+    batch.
 
     Raises:
-        ConfigError: `shards` out of range.
+        ConfigError: `shards` is out of range.
     """
     if not 1 <= shards <= MAX_SHARDS:
         raise ConfigError("out of range", where="shards", got=shards, expected=f"1 to {MAX_SHARDS}")

@@ -1,8 +1,8 @@
-"""Folders and files on disk that are either whole or absent.
+"""Folders and files on disk that are either complete or absent.
 
-What the pipeline keeps is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file). It is
-written beside its final place, flushed and renamed, and checked before anything in it is parsed. A rebuilt folder is
-byte-identical. A manifest ends with the sha256 of the bytes before it; older ones, which lack it, are read too.
+Each output of the pipeline is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file). It
+is written under a temporary name, flushed and renamed, and checked before any file in it is parsed. A rebuilt folder is
+byte-identical. A manifest ends with the sha256 of its preceding bytes; older manifests without it can be read, too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from unidec.errors import ArtifactError
 from unidec.version import __version__
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 20  # some 7,000 files; parsing JSON takes ten times its size
+MAX_MANIFEST_BYTES = 1 << 20  # enough for about 7,000 files; parsing JSON needs ten times its size in memory
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-_SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # how a manifest ends: the sha256 of the bytes before it
+_SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # the end of a manifest: the sha256 of the bytes before it
 _HASHED_AT_ONCE = 4  # files
 _STALE_S = 24 * 3600.0
-_SETTLED_S = 1.0  # a file changed more recently may change again within the resolution of its time stamp
-_verified: set[tuple[Any, ...]] = set()  # folders that this process verified, with the files that it saw
-_ours: set[str] = set()  # names of what this process is writing, or wrote
+_SETTLED_S = 1.0  # a file that changed more recently may change again without a new time stamp
+_verified: set[tuple[Any, ...]] = set()  # folders that this process has verified, with the state of their files
+_written_names: set[str] = set()  # temporary names used by this process
 REBUILD = "delete the folder and run the stage that writes it again"
 
 
@@ -52,7 +52,7 @@ class _File(BaseModel):
 
 
 class _Manifest(BaseModel):
-    model_config = ConfigDict(extra="allow")  # of a newer version, or a seal out of place
+    model_config = ConfigDict(extra="allow")  # keys of a newer version, or a sha256 that is not at the end
     kind: str
     version: StrictInt
     unidec: str
@@ -61,7 +61,7 @@ class _Manifest(BaseModel):
 
 
 class NewerFormatError(ArtifactError):
-    """What was stored is whole, but of a version that this code does not know yet."""
+    """A folder is undamaged, but its format is newer than this version of unidec can read."""
 
 
 def _damaged(what: str, where: Path, got: object = None, expected: object = None) -> ArtifactError:
@@ -70,9 +70,12 @@ def _damaged(what: str, where: Path, got: object = None, expected: object = None
 
 @dataclass
 class Folder:
-    """A folder being written: put files into `path`, add to `meta`; both become visible when the context ends.
+    """A folder that is being written; it appears under its final name when the context ends.
 
-    `hashes` may hold the sha256 of files that were hashed as they were written: those are not read again.
+    Attributes:
+        path: the temporary folder, in which the files are written.
+        meta: facts for the manifest.
+        hashes: sha256 of files that were hashed while they were written, so that they need not be read again.
     """
 
     path: Path
@@ -85,17 +88,17 @@ def write_folder(
     path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any] | None = None, *, num_bytes: int = 0,
     beside: str | None = None,
 ) -> Iterator[Folder]:  # fmt: skip
-    """Write a folder as a whole: `with write_folder(...) as out: np.save(out.path / "x.npy", x); out.meta["rows"] = 3`.
+    """Write a folder atomically: `with write_folder(...) as out: np.save(out.path / "x.npy", x); out.meta["rows"] = 3`.
 
     Args:
-        path: of the folder; one that exists is replaced, and only when all is written.
-        kind, version: what the folder holds and the version of its layout; checked by `read_manifest`.
-        meta: JSON-able facts, the same in every run (no times, no absolute paths).
-        num_bytes: size to be written if it is known: checked against the free space before the first byte.
-        beside: name of the temporary folder, for several processes that write into it.
+        path: final path; an existing folder is replaced once everything is written.
+        kind, version: type of the folder and version of its layout, which `read_manifest` checks.
+        meta: JSON-serialisable facts for the manifest, the same in every run (no times, no absolute paths).
+        num_bytes: size of the files, if known; it is compared with the free space before anything is written.
+        beside: name of the temporary folder, if several processes write into it.
 
     Raises:
-        ArtifactError: no space, or no permission; what was at `path` before is unchanged.
+        ArtifactError: no space or no permission; an existing folder is then unchanged.
     """
     with swap_folder(path, num_bytes=num_bytes, beside=beside) as temporary:
         yield (out := Folder(temporary, dict(meta or {})))
@@ -104,7 +107,7 @@ def write_folder(
 
 @contextlib.contextmanager
 def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None) -> Iterator[Path]:
-    """`write_folder` without a manifest, for folders that others read: yields the temporary folder."""
+    """Like `write_folder` without a manifest, for folders that other programs read; yields the temporary folder."""
     final = Path(os.path.abspath(path))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +138,7 @@ def write_manifest(
     path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any],
     hashes: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Write `manifest.json` over every file in the folder, flushed to the disk; `hashes` are known."""
+    """Write `manifest.json` with all files in the folder, flushed to disk; `hashes` are known sha256 by name."""
     root, files = Path(path), {}
     for name in _files(root):
         if name != MANIFEST:
@@ -149,16 +152,17 @@ def write_manifest(
 def read_manifest(
     path: str | os.PathLike[str], kind: str, max_version: int | None = None, verify: bool = True
 ) -> dict[str, Any]:
-    """Check a folder against its manifest and return the manifest; nothing else in it is parsed.
+    """Check a folder against its manifest and return the manifest; no other file is parsed.
 
-    Names, kinds of file and sizes are always checked; with `verify` every file's sha256 too.
+    File names, file types and sizes are always checked, the sha256 of every file only with `verify`.
 
     Args:
-        max_version: of the layouts that the caller reads; None: any.
+        max_version: the newest version of the layout that the caller can read; None: any.
 
     Raises:
-        ArtifactError: the folder or a file is missing, added, damaged, a link, outside the folder or of another kind;
-            NewerFormatError: of a newer version than this code reads.
+        ArtifactError: the folder or a file is missing or damaged, the folder is of another kind, or it has a link or a
+            file that the manifest does not list.
+        NewerFormatError: the version is newer than `max_version`.
     """
     root = Path(path)
     where = str(root / MANIFEST)
@@ -166,7 +170,7 @@ def read_manifest(
         raise ArtifactError(f"no {kind} here", where=str(root), fix="run the pipeline stage that writes it")
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
-        raise ArtifactError("a folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind)
+        raise ArtifactError("folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind)
     version, highest = manifest["version"], max_version or manifest["version"]
     if not 1 <= version <= highest:
         raise (NewerFormatError if version > highest else ArtifactError)(
@@ -198,10 +202,10 @@ def read_manifest(
 
 @contextlib.contextmanager
 def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[bool]:
-    """`with verify_once(folder) as verify: open(folder, verify)`: whether hashes and contents have to be checked.
+    """Yields whether hashes and contents must be checked: `with verify_once(folder) as needed: open(folder, needed)`.
 
-    They do not if this process checked these very files before (by inode, size and times of change), or `verify` is
-    False: a folder may be opened in every round of a training and is read once.
+    They need no check if `verify` is False, or if this process has already checked the same files (by inode, size and
+    times of change). So a folder that is opened in every round of a training is verified once.
     """
     root, now = Path(os.path.abspath(path)), time.time()
     files = [(name, (root / name).stat()) for name in _files(root)] if verify else []
@@ -213,31 +217,36 @@ def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[b
 
 
 def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> None:
-    """Write JSON in one piece (UTF-8, keys as given); numbers that are not finite become null. `mode`: of the file."""
+    """Write a JSON file atomically (UTF-8, keys in the given order); NaN and infinite numbers become null.
+
+    Args:
+        mode: permissions of the file, as in `write_file`.
+    """
     write_bytes_atomic(path, _json(obj), mode)
 
 
 def _json(obj: Any) -> bytes:
-    plain = to_jsonable_python(obj, inf_nan_mode="null", fallback=lambda value: value.tolist())  # of numpy
+    plain = to_jsonable_python(obj, inf_nan_mode="null", fallback=lambda value: value.tolist())  # numpy
     return json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n"
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o666) -> None:
-    """Write a file in one piece; see `write_file`."""
+    """Write a file atomically; see `write_file`."""
     with write_file(path, mode, len(data)) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def write_file(path: str | os.PathLike[str], mode: int = 0o666, num_bytes: int = 0) -> Iterator[IO[bytes]]:
-    """Write a file beside, flushed and renamed at the end; after an error it is as before.
+    """Write a file under a temporary name, which is flushed and renamed at the end; after an error an existing file is
+    unchanged.
 
     Args:
-        mode: it is created with, less the process's umask.
-        num_bytes: its size, if known, for the message where it does not fit.
+        mode: permissions of the new file, before the process's umask is applied.
+        num_bytes: size of the file, if known, for the error message if there is no space.
 
     Raises:
-        ArtifactError: it cannot be written.
+        ArtifactError: the file cannot be written.
     """
     final = Path(os.path.abspath(path))
     temporary = _temporary(final)
@@ -257,8 +266,9 @@ def write_file(path: str | os.PathLike[str], mode: int = 0o666, num_bytes: int =
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of a file with one JSON object a line, [] if there is no such file; a last line that was cut off (its
-    writer was killed) is left out.
+    """Read a file with one JSON object per line; [] if there is no such file.
+
+    A damaged last line is skipped: its writer was killed.
 
     Raises:
         ArtifactError: another line is damaged.
@@ -270,13 +280,17 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             records.append(json.loads(line.decode("utf-8")))
         except ValueError as error:
             if number < len(lines):
-                where, fix = f"{path}:{number}", "remove this line: it is one record of what happened, no input"
+                where, fix = f"{path}:{number}", "remove this line: it is a record of a past event, not an input"
                 raise ArtifactError("a damaged line", where=where, got=repr(line[:200]), fix=fix) from error
     return records
 
 
 def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, mmap: bool = True) -> np.ndarray:
-    """Load one `.npy` without pickle, memory-mapped; an ArtifactError if it is of another dtype or shape."""
+    """Load a `.npy` file without pickle, by default memory-mapped.
+
+    Raises:
+        ArtifactError: not a readable array, or of another dtype or number of dimensions.
+    """
     try:
         array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -284,7 +298,7 @@ def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, m
     wanted = array.dtype if dtype is None else np.dtype(dtype)
     if not isinstance(array, np.ndarray) or array.dtype != wanted or array.ndim != ndim:
         got = f"{getattr(array, 'dtype', type(array))} {getattr(array, 'shape', '')}"
-        raise _damaged("an array of another type", Path(path), got, f"{wanted} with {ndim} dimension(s)")
+        raise _damaged("array of another type", Path(path), got, f"{wanted} with {ndim} dimension(s)")
     return array
 
 
@@ -295,7 +309,7 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
 
 
 def files_sha256(hashes: Mapping[str, str]) -> str:
-    """One sha256 for a set of files given as {relative path: sha256}, whatever their order."""
+    """One sha256 for a set of files given as {relative path: sha256}, independent of their order."""
     digest = hashlib.sha256()
     for name in sorted(hashes):
         digest.update(f"{name}\0{hashes[name]}\n".encode())
@@ -308,7 +322,7 @@ def manifest_sha256(manifest: Mapping[str, Any]) -> str:
 
 
 def folder_sha256(path: str | os.PathLike[str]) -> str:
-    """One sha256 for a folder: over its manifest's file hashes, else over all files that are not hidden."""
+    """One sha256 for a folder: over the file hashes in its manifest, or else over all files that are not hidden."""
     root = Path(path)
     if not root.is_dir():
         raise ArtifactError("no such folder", where=str(root))
@@ -320,22 +334,22 @@ def folder_sha256(path: str | os.PathLike[str]) -> str:
 def _parse_manifest(root: Path) -> dict[str, Any]:
     where = root / MANIFEST
     if where.is_symlink() or not where.is_file():
-        raise _damaged("no manifest: the folder is not one of ours, or was cut off", where)
+        raise _damaged("no manifest: the folder was not written by unidec, or is incomplete", where)
     if where.stat().st_size > MAX_MANIFEST_BYTES:
-        got, most = f"{where.stat().st_size:,} bytes", f"at most {MAX_MANIFEST_BYTES:,} bytes"
-        raise _damaged("a manifest of impossible size", where, got, most)
+        got, expected = f"{where.stat().st_size:,} bytes", f"at most {MAX_MANIFEST_BYTES:,} bytes"
+        raise _damaged("a manifest of impossible size", where, got, expected)
     data = where.read_bytes()
     seal = _SEAL.search(data)
     try:
         if seal and hashlib.sha256(data[: seal.start()]).hexdigest().encode() != seal[1]:
-            raise ValueError("other bytes than were written")
+            raise ValueError("its sha256 does not match its content")
         return _Manifest.model_validate_json(data[: seal.start()] + b"}" if seal else data).model_dump()
     except ValueError as error:
         raise _damaged("a damaged manifest", where, repr(error)[:200]) from error
 
 
 def _files(root: Path) -> list[str]:
-    """Sorted relative paths of all regular files; links and anything else that is not a plain file are refused."""
+    """Sorted relative paths of all regular files. Raises ArtifactError for a link or a special file."""
     names = []
     for path in root.rglob("*"):
         mode = path.lstat().st_mode
@@ -348,7 +362,7 @@ def _files(root: Path) -> list[str]:
 
 
 def _replace(temporary: Path, final: Path) -> None:
-    """Move `temporary` to `final`; what was there ends up at `temporary`."""
+    """Move `temporary` to `final`; an existing folder at `final` is moved to `temporary`."""
     if not os.path.lexists(final):
         os.rename(temporary, final)
     elif not _exchange(temporary, final):
@@ -359,7 +373,7 @@ def _replace(temporary: Path, final: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step (Linux renameat2): there is no moment without the folder."""
+    """Swap two folders atomically (Linux renameat2), so that both names always exist; False if that is not possible."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError, TypeError):
@@ -369,7 +383,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder as far as it goes, a file or a link, if there is one."""
+    """Remove a folder (as much of it as possible), a file or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -377,37 +391,42 @@ def _remove(path: Path) -> None:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder; its name is gone at once, so that half of it is never found. Raises OSError: no permission."""
+    """Remove a folder; it is renamed first, so that it never exists in part. Raises OSError: no permission."""
     temporary = _temporary(Path(os.path.abspath(path)))
     os.rename(path, temporary)
     _remove(temporary)
 
 
 def _temporary(final: Path) -> Path:
-    """A name beside a folder or file while it is written: host, process and a random number."""
+    """Temporary path for writing a folder or file, with host name, process id and a random number."""
     path = final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    _ours.add(path.name)
+    _written_names.add(path.name)
     return path
 
 
 def remove_stale(folder: str | os.PathLike[str], name: str = "*") -> None:
-    """Remove what killed processes left half-written of `name` (a pattern) in a folder."""
-    for left in Path(folder).glob(f".{name}.*.tmp"):
+    """Remove incomplete temporary files and folders of killed processes from a folder.
+
+    Args:
+        name: glob pattern of the final names.
+    """
+    for temporary in Path(folder).glob(f".{name}.*.tmp"):
         with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if is_stale(left):
-                _remove(left)
+            if is_stale(temporary):
+                _remove(temporary)
 
 
-def is_stale(left: Path) -> bool:
-    """Whether the writer of a temporary folder or file is gone; one on another machine after a day without change."""
-    named = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", left.name)
-    if named is None:
+def is_stale(temporary: Path) -> bool:
+    """Whether the process that writes a temporary folder or file has ended; on another machine: whether it has not
+    changed for a day."""
+    suffix = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", temporary.name)
+    if suffix is None:
         return False
-    if not left.name[: named.start()].endswith(f".{socket.gethostname()}"):
-        return time.time() - left.lstat().st_mtime > _STALE_S
-    if int(named[1]) == os.getpid():  # in a container the one killed often had the number of the one that runs now
-        return left.name not in _ours
-    return not psutil.pid_exists(int(named[1]))
+    if not temporary.name[: suffix.start()].endswith(f".{socket.gethostname()}"):
+        return time.time() - temporary.lstat().st_mtime > _STALE_S
+    if int(suffix[1]) == os.getpid():  # in a container a killed process often had the same id as the running one
+        return temporary.name not in _written_names
+    return not psutil.pid_exists(int(suffix[1]))
 
 
 def _fsync(path: Path) -> None:
@@ -422,8 +441,8 @@ def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
     got = str(error.strerror or error)
     with contextlib.suppress(OSError):
         got += f", {shutil.disk_usage(path.parent if path.parent.is_dir() else '/').free:,} bytes free"
-    what, fix = "it cannot be written", "check the folder's permissions"
+    what, fix = "cannot be written", "check the folder's permissions"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, fix = "no space left to write it", "free some space, or choose another folder"
+        what, fix = "no space left on the disk", "free some space, or choose another folder"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
     return ArtifactError(what, where=str(path), got=got, expected=expected, fix=fix)

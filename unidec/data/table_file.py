@@ -1,7 +1,7 @@
-"""Lines and tables of files from outside: .csv, .tsv, .jsonl (each also .gz) and .parquet, one reader for all.
+"""Reads the lines and tables of input files: .csv, .tsv, .jsonl (each also with .gz) and .parquet.
 
-Files are read once from front to back: never more in memory than a block of rows, whatever they hold. What is wrong
-with a row goes to a `Report`, which notes it or raises.
+Files are read once from start to end, and only a block of rows is in memory. An error in a row is passed to a `Report`,
+which records it or raises.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from unidec.sections import RawBounds
 
 T = TypeVar("T")
 Report = Callable[[str, int, object], None]
-"""Takes what is wrong, the line (1-based), and what was found."""
+"""Called for each error in a file with a description, the line (1-based) and the offending value."""
 
-ALWAYS_UNPACKED = 64 << 20  # bytes that any compressed file may unpack to, whatever its own size
+ALWAYS_UNPACKED = 64 << 20  # unpacked bytes that are allowed for every compressed file
 BOM = b"\xef\xbb\xbf"
 DEFAULT_BOUNDS = RawBounds()
 NOT_UTF8 = "text that is not UTF-8"
-BLOCK_ROWS = 4096  # rows that are held as Python objects
+BLOCK_ROWS = 4096  # rows in memory as Python objects
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-_BUFFER = 1 << 20  # bytes of each column of a Parquet file read at once; without it a row group's whole column is
+_BUFFER = 1 << 20  # bytes of a Parquet column that are read at once; without a buffer, whole row groups are
 
 
 def ending(path: Path) -> str:
-    """The kind by the file's name: ".csv" of "a.csv" and of "a.csv.gz"."""
+    """File type by the name: ".csv" for "a.csv" and for "a.csv.gz"."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def refuse(path: Path) -> Report:
-    """A report that raises a DataError for the first fault."""
+    """A `Report` that raises a DataError for the first error."""
 
     def report(what: str, line: int, got: object) -> None:
         fix = "save the file as UTF-8" if what == NOT_UTF8 else None
@@ -50,7 +50,7 @@ def refuse(path: Path) -> Report:
 
 
 def decode(line: bytes, number: int, report: Report) -> str:
-    """UTF-8 to text; a fault is reported, and what is no UTF-8 replaced."""
+    """Decode UTF-8; invalid bytes are reported and replaced."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -59,24 +59,24 @@ def decode(line: bytes, number: int, report: Report) -> str:
 
 
 def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
-    """Refuse a compressed file that unpacks to so many bytes: more than `max_unpack_ratio` times its own size."""
+    """Raise a DataError if `num_bytes`, the unpacked size of a file, exceeds `max_unpack_ratio` times its size."""
     size = path.stat().st_size
     if num_bytes > max(ALWAYS_UNPACKED, bounds.max_unpack_ratio * size):
         raise DataError(
-            "a compressed file that unpacks to too much",
+            "the unpacked size of a compressed file is too large",
             where=str(path),
             got=f"{size:,} bytes unpack to {num_bytes:,} or more",
             expected=f"at most {bounds.max_unpack_ratio} times its size",
-            fix="check the file; if the raw data is right as it is, raise raw.max_unpack_ratio",
+            fix="check the file; increase raw.max_unpack_ratio if it is valid",
         )
 
 
 def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple[int, bytes]]:
-    """Number (1-based) and bytes of each line, without its line feed and a byte order mark; .gz is unpacked.
+    """Number (1-based) and bytes of each line, without line feed and byte order mark; .gz files are unpacked.
 
     Raises:
-        DataError: a line of more than `bounds.max_row_bytes`, or a file that cannot be opened, is a damaged gzip file,
-            or unpacks to more than it may.
+        DataError: a line is longer than `bounds.max_row_bytes`, or the file cannot be read, is a damaged gzip file, or
+            exceeds the allowed unpacked size.
     """
     packed = path.suffix.lower() == ".gz"
     total = number = 0
@@ -93,21 +93,21 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
                     raise _row_too_long(path, number, bounds)
                 yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError("a damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
+        raise DataError("damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
     except OSError as error:
-        raise DataError("a file that cannot be read", where=str(path), got=error.strerror or error) from error
+        raise DataError("the file cannot be read", where=str(path), got=error.strerror or error) from error
 
 
 def _row_too_long(path: Path, number: int, bounds: RawBounds, hint: str = "") -> DataError:
     return DataError(
         f"a row of more than {bounds.max_row_bytes:,} bytes{hint}",
         where=f"{path}:{number}",
-        fix="correct the row; if the raw data is right as it is, raise raw.max_row_bytes",
+        fix="shorten the row, or increase raw.max_row_bytes if the row is valid",
     )
 
 
 def in_blocks(rows: Iterable[T]) -> Iterator[list[T]]:
-    """`BLOCK_ROWS` at a time."""
+    """Lists of `BLOCK_ROWS` rows; the last one may be shorter."""
     rows = iter(rows)
     while block := list(itertools.islice(rows, BLOCK_ROWS)):
         yield block
@@ -117,19 +117,19 @@ def read_rows(
     path: Path, columns: Sequence[str], check: Callable[[list[str]], object] = lambda _names: None,
     bounds: RawBounds = DEFAULT_BOUNDS, report: Report | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:  # fmt: skip
-    """Line (of a Parquet file the row; 1-based) and cells of each row; blank lines are left out.
+    """Line number (for Parquet the row number; 1-based) and cells of each row; blank lines are skipped.
 
     Args:
-        columns: what is needed: of a Parquet file no others are read.
-        check: called with the names in the header; a .jsonl file has none.
-        report: of rows that cannot be read; where it does not raise, such a row is left out, or empty (JSON).
+        columns: columns that the caller needs; no others are read from a Parquet file.
+        check: called with the column names in the header; not called for .jsonl, which has no header.
+        report: called for rows that cannot be read. If it does not raise, such a row is skipped, or empty (JSON).
 
     Raises:
-        DataError: an unknown ending, or a file that cannot be read, with its line.
+        DataError: unknown file type, or a file or row that cannot be read.
     """
     kind, report = ending(path), report or refuse(path)
     if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
-        raise DataError("a table of unknown format", where=str(path), expected=".csv .tsv .jsonl .parquet")
+        raise DataError("unknown file type of a table", where=str(path), expected=".csv .tsv .jsonl .parquet")
     if not path.is_file():
         raise DataError("no such file", where=str(path))
     if kind in (".jsonl", ".json"):
@@ -160,7 +160,7 @@ def read_rows(
 
 
 def _csv_rows(path: Path, delimiter: str, bounds: RawBounds, report: Report) -> Iterator[tuple[int, list[str]]]:
-    """First line and cells of each row, the header included; blank lines are left out."""
+    """Number of the first line and cells of each row, including the header; blank lines are skipped."""
     start, number, size, ended = 1, 0, 0, False
 
     def lines() -> Iterator[str]:
@@ -175,23 +175,23 @@ def _csv_rows(path: Path, delimiter: str, bounds: RawBounds, report: Report) -> 
     csv.field_size_limit(max(csv.field_size_limit(), bounds.max_row_bytes))
     try:
         for cells in csv.reader(lines(), delimiter=delimiter):
-            if ended:  # the reader asked for a line after the last one
+            if ended:  # the reader read on after the last line, because a quote was open
                 raise DataError(
                     "a quote that is never closed", where=f"{path}:{start}", got=repr(cells)[:120],
-                    fix='close it, and write a quote within quoted text twice ("")',
+                    fix='close the quote, and double each quote within quoted text ("")',
                 )  # fmt: skip
             if cells:
                 yield start, cells
             start, size = number + 1, 0
     except csv.Error as error:
         raise DataError(
-            "a bare carriage return (CR) outside of quotes", where=f"{path}:{number}", got=str(error)[:200],
+            "a bare carriage return (CR) outside quotes", where=f"{path}:{number}", got=str(error)[:200],
             fix="save the file with line ends LF or CRLF",
         ) from error  # fmt: skip
 
 
 def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:
-    """The object in a line; {} for what is no object in valid Unicode."""
+    """The JSON object in a line; {} (and a report) if the line is not an object in valid Unicode."""
     try:
         item = json.loads(decode(line, number, report))
         if isinstance(item, dict):
@@ -208,7 +208,7 @@ def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _open_parquet(path: Path, bounds: RawBounds) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`; what goes wrong with it inside the context is a DataError with its name."""
+    """A `pyarrow.parquet.ParquetFile`; errors of Arrow within the context become a DataError with the file's name."""
     import pyarrow.parquet as pq
 
     try:

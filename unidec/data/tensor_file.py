@@ -1,4 +1,4 @@
-"""safetensors files, written with a hash and read in part."""
+"""Writes safetensors files with their sha256, and reads them completely or in part."""
 
 from __future__ import annotations
 
@@ -16,43 +16,40 @@ from unidec.errors import ArtifactError
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the values of some tensors."""
+    """Total size of the tensors' values in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file; contiguous tensors on the CPU are not copied.
+    """Write a safetensors file and return its sha256 (hex); contiguous tensors on the CPU are not copied.
 
-    Unlike `safetensors.torch.save_file` it takes views and tensors that share memory: each is written out.
+    Unlike `safetensors.torch.save_file` it accepts views and tensors that share memory; each is written in full.
 
     Args:
-        tensors: by name, of any shape and on any device.
-        metadata: texts for the file's header.
-
-    Returns:
-        sha256 (hex) of the file.
+        tensors: tensors by name, of any shape and on any device.
+        metadata: strings for the file's header.
 
     Raises:
-        OSError: no space, no permission.
-        TypeError: a tensor of a type that safetensors does not have.
+        OSError: no space, or no permission.
+        TypeError: safetensors does not support the type of a tensor.
     """
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
-    held, specs = [], {}
+    on_cpu, specs = [], {}
     try:
         for name, tensor in tensors.items():
-            held.append(tensor.detach().cpu().contiguous())  # kept until its memory is written
+            on_cpu.append(tensor.detach().cpu().contiguous())  # a reference until the memory is written
             specs[name] = TensorSpec(
                 dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape),
-                data_ptr=held[-1].data_ptr(), data_len=tensor.numel() * tensor.element_size(),
+                data_ptr=on_cpu[-1].data_ptr(), data_len=tensor.numel() * tensor.element_size(),
             )  # fmt: skip
         serialize_file(specs, os.fspath(path), metadata=dict(metadata or {}) or None)
-        like = Path(f"{os.fspath(path)}.mode")  # safetensors leaves its file readable by the owner alone
-        like.touch()
-        os.chmod(path, like.stat().st_mode)
-        like.unlink()
+        default = Path(f"{os.fspath(path)}.mode")  # safetensors makes its files readable by the owner only
+        default.touch()
+        os.chmod(path, default.stat().st_mode)
+        default.unlink()
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(path)) from error
@@ -61,7 +58,7 @@ def write_tensors(
 
 
 class TensorFile:
-    """An open safetensors file: names, shapes, metadata, and tensors or their first dimension in part."""
+    """An open safetensors file: names, shapes, metadata, and tensors or some of their rows."""
 
     def __init__(self, path: str, handle: Any):
         self._path, self._handle = path, handle
@@ -72,16 +69,16 @@ class TensorFile:
         return tuple(self._handle.get_slice(name).get_shape())
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> Tensor:
-        """A tensor on the CPU; with `begin` and `end` only those rows, and only their bytes are read."""
+        """A tensor on the CPU, or its rows from `begin` to `end` (exclusive); no other bytes are read."""
         try:
             return self._handle.get_tensor(name) if begin is None else self._handle.get_slice(name)[begin:end]
-        except Exception as error:  # the library's own class, and RuntimeError of torch
+        except Exception as error:  # SafetensorError, or RuntimeError of torch
             raise _damaged(self._path, error) from error
 
 
 @contextlib.contextmanager
 def open_tensors(path: str | os.PathLike[str]) -> Iterator[TensorFile]:
-    """Open a safetensors file for reading. Raises ArtifactError: not such a file, or damaged."""
+    """Open a safetensors file for reading. Raises ArtifactError: not a safetensors file, or a damaged one."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -93,7 +90,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Iterator[TensorFile]:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU; raises as `open_tensors`."""
+    """All tensors of a safetensors file, on the CPU. Raises the same errors as `open_tensors`."""
     with open_tensors(path) as file:
         return {name: file.read(name) for name in file.names}
 

@@ -1,9 +1,9 @@
-"""Texts as token ids: a ragged cache on disk, and the same in memory for serving.
+"""Texts as token ids: in a cache on disk, or in memory for serving.
 
-All ids are in one flat array, text i from `offsets[i]` to `offsets[i + 1]`, special tokens included; nothing is padded
-until a batch is asked for.
+All ids are in one flat array, those of text i from `offsets[i]` to `offsets[i + 1]`, special tokens included. They are
+padded only when a batch is built.
 
-Shape legend: N texts, B rows of one batch, T tokens of the batch's longest text, F tokens of the batch in all.
+Shape legend: N texts, B rows of one batch, T tokens of the batch's longest text, F total tokens of the batch.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from unidec.progress import progress
 KIND = "tokens"
 VERSION = 1
 CHUNK_TEXTS = 256
-"""Texts padded together in training."""
+"""Number of texts that are padded together in training."""
 
-_ENCODE_AT_ONCE = 4096  # texts: bounds the memory of `encode_texts`, and of its Python lists, for any input
+_ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists and padded arrays
 
 
 class Tokens:
     """Token ids of N texts; `batch` and `ragged` take any rows in any order.
 
     Attributes:
-        ids: uint16 or uint32 [all tokens], flat.
-        offsets: int64 [N + 1]. This and `ids` are all that is held: 2 (or 4) bytes a token and 8 bytes a text.
+        ids: uint16 or uint32 [all tokens], the ids of all texts.
+        offsets: int64 [N + 1]. With `ids` this takes 2 (or 4) bytes per token and 8 bytes per text.
         vocab_size: every id is below it.
-        pad_id: id in the padding of `batch`, under a False mask.
-        max_length: no text has more tokens than this.
+        pad_id: padding id in `batch`, where the mask is False.
+        max_length: maximum number of tokens of a text.
     """
 
     def __init__(self, ids: NDArray[Any], offsets: NDArray[np.int64], vocab_size: int, pad_id: int, max_length: int):
@@ -52,23 +52,24 @@ class Tokens:
         return len(self.offsets) - 1
 
     def lengths(self, rows: Sequence[int] | NDArray[Any] | None = None) -> NDArray[np.int64]:
-        """Tokens of some texts or of all, int64 [B]; not kept."""
+        """Number of tokens of each of these texts (None: of all), int64 [B]; not cached."""
         if rows is None:
             return np.diff(self.offsets)
         rows_B = np.asarray(rows, dtype=np.int64)
         return self.offsets[rows_B + 1] - self.offsets[rows_B]
 
     def places(self, rows: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-        """Places in `ids` of the tokens of some texts, int64 [F]."""
+        """Positions in `ids` of the tokens of these texts, int64 [F]."""
         rows_B = np.asarray(rows, dtype=np.int64)
         length_B = self.lengths(rows_B)
         shift_B = self.offsets[rows_B] - (np.cumsum(length_B) - length_B)
         return np.arange(length_B.sum()) + np.repeat(shift_B, length_B)
 
     def ragged(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Flat ids int64 [F] and offsets int64 [B + 1] of some texts, as `torch.nn.EmbeddingBag` takes them.
+        """Flat ids int64 [F] and offsets int64 [B + 1] of these texts, in the format of `torch.nn.EmbeddingBag`.
 
-        Raises IndexError: a row that is negative or beyond the last text.
+        Raises:
+            IndexError: a row is negative or beyond the last text.
         """
         rows_B = np.asarray(rows, dtype=np.int64)
         if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= len(self)):
@@ -77,8 +78,11 @@ class Tokens:
         return self.ids[self.places(rows_B)].astype(np.int64), offsets
 
     def batch(self, rows: Sequence[int] | NDArray[Any], most: int = 0) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Ids int64 [B, T], padded on the right to the longest text, and the mask bool [B, T] of real tokens; of each
-        text the first `most` tokens, or all with 0."""
+        """Ids int64 [B, T], padded on the right to the longest text, and mask bool [B, T] (True for tokens).
+
+        Args:
+            most: use only the first `most` tokens of each text; 0: all.
+        """
         flat_F, offsets = self.ragged(rows)
         length_B = np.diff(offsets)
         if most:
@@ -91,16 +95,16 @@ class Tokens:
 
 
 def length_chunks(lengths_B: NDArray[np.int64], size: int = CHUNK_TEXTS) -> Iterator[NDArray[np.int64]]:
-    """Places of the texts, shortest first, at most `size` at a time: together they waste few padding tokens."""
+    """Indices of the texts, sorted by length, in chunks of at most `size`: so padding is short."""
     order_B = np.argsort(lengths_B, kind="stable")
     yield from (order_B[start : start + size] for start in range(0, len(order_B), size))
 
 
 def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int64]:
-    """For each text one of `others` with the same tokens, -1 where there is none: int64 [N].
+    """For each text the row of a text in `others` with the same tokens, -1 if there is none: int64 [N].
 
     Args:
-        most: only so many tokens at a text's start count; 0: all.
+        most: compare only the first `most` tokens; 0: all.
     """
     out_N = np.full(len(tokens), -1, dtype=np.int64)
     if not len(others):
@@ -109,17 +113,17 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
     order_M = np.argsort(hash_M, kind="stable")
     other_N = order_M[np.minimum(np.searchsorted(hash_M[order_M], hash_N), len(others) - 1)]
     length_N, length_M = (np.minimum(each.lengths(), most or each.max_length) for each in (tokens, others))
-    alike = np.flatnonzero((hash_M[other_N] == hash_N) & (length_M[other_N] == length_N))
-    for start in range(0, len(alike), _ENCODE_AT_ONCE):
-        some = alike[start : start + _ENCODE_AT_ONCE]
-        (ids_BT, mask_BT), (other_BT, _) = tokens.batch(some, most), others.batch(other_N[some], most)
-        same = ((ids_BT == other_BT) | ~mask_BT).all(axis=1)
-        out_N[some[same]] = other_N[some[same]]
+    candidates = np.flatnonzero((hash_M[other_N] == hash_N) & (length_M[other_N] == length_N))
+    for start in range(0, len(candidates), _ENCODE_AT_ONCE):
+        rows = candidates[start : start + _ENCODE_AT_ONCE]
+        (ids_BT, mask_BT), (other_BT, _) = tokens.batch(rows, most), others.batch(other_N[rows], most)
+        same = rows[((ids_BT == other_BT) | ~mask_BT).all(axis=1)]
+        out_N[same] = other_N[same]
     return out_N
 
 
 def _hashes(tokens: Tokens, most: int) -> NDArray[np.uint64]:
-    """A number of each text's tokens, as a rule another one for other tokens: uint64 [N]."""
+    """Hash of each text's first `most` tokens (0: of all), uint64 [N]."""
     factor_T = np.random.default_rng(0).integers(2**64, size=tokens.max_length, dtype=np.uint64) | np.uint64(1)
     factor_T[most or len(factor_T) :] = 0
     out_N = np.empty(len(tokens), dtype=np.uint64)
@@ -131,11 +135,12 @@ def _hashes(tokens: Tokens, most: int) -> NDArray[np.uint64]:
 
 
 class TokenCache(Tokens):
-    """`Tokens` memory-mapped from a folder of `build_token_cache`.
+    """`Tokens` that are memory-mapped from a folder written by `build_token_cache`.
 
     Attributes:
         path: the folder.
-        meta: vocab_size, pad_id, max_length, tokenizer_sha256, num_texts, num_tokens, and what the builder was given.
+        meta: vocab_size, pad_id, max_length, tokenizer_sha256, num_texts, num_tokens, and the `meta` argument of
+            `build_token_cache`.
     """
 
     path: Path
@@ -143,26 +148,30 @@ class TokenCache(Tokens):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], verify: bool = True) -> TokenCache:
-        """Open a cache; with `verify` hashes and all ids are checked too, once in a process (`verify_once`).
+        """Open a cache.
 
-        Raises ArtifactError: missing, damaged, of another version, or arrays that do not fit together.
+        Args:
+            verify: also check the sha256 of the files and all ids, once per process (`verify_once`).
+
+        Raises:
+            ArtifactError: the cache is missing, damaged or of a newer version, or its arrays do not match.
         """
         root = Path(path)
         with verify_once(root, verify) as needed:
             meta = read_manifest(root, KIND, VERSION, needed)["meta"]
             facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
             if any(type(number) is not int or number < 0 for number in facts):
-                what = "a manifest without the facts of a token cache"
+                what = "the manifest lacks facts of a token cache"
                 raise ArtifactError(what, where=str(root), got=str(meta)[:200])
             vocab_size, pad_id, max_length, num_texts = facts
             offsets = load_array(root / "offsets.npy", np.int64)
             ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
-            fit = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
-            if fit and needed and len(ids):
+            valid = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+            if valid and needed and len(ids):
                 lengths = np.diff(offsets)
-                fit = lengths.min() >= 0 and lengths.max() <= max_length and ids.max() < vocab_size
-            if not fit:
-                what = "offsets and ids do not fit together, or ids the vocabulary"
+                valid = lengths.min() >= 0 and lengths.max() <= max_length and ids.max() < vocab_size
+            if not valid:
+                what = "offsets and ids do not match, or an id is not in the vocabulary"
                 expected = f"{num_texts} texts of at most {max_length} tokens, ids below {vocab_size}"
                 raise ArtifactError(what, where=str(root), got=f"{len(ids)} ids", expected=expected, fix=REBUILD)
         cache = cls(ids, offsets, vocab_size, pad_id, max_length)
@@ -172,7 +181,13 @@ class TokenCache(Tokens):
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of a text as the vocabulary writes it; whether it replaces an unknown word, or was added around."""
+    """One token of a text.
+
+    Attributes:
+        text: the token as written in the vocabulary.
+        unknown: it replaces an unknown word.
+        special: it was added by the tokenizer.
+    """
 
     text: str
     unknown: bool
@@ -180,18 +195,20 @@ class Piece:
 
 
 class TextTokenizer:
-    """`tokenizer.json`, its own truncation and padding replaced: cut on the right, specials kept, no padding.
+    """A tokenizer read from `tokenizer.json`, which cuts texts on the right, keeps special tokens and does not pad.
+
+    The truncation and padding settings in the file are ignored.
 
     Args:
-        folder: holds `tokenizer.json`.
-        max_length: tokens a text at most, special tokens included.
+        folder: folder with `tokenizer.json`.
+        max_length: maximum tokens per text, special tokens included.
 
     Attributes:
-        num_specials: tokens added around every text.
-        unknown_id: of the token for what the vocabulary lacks; -1 without one.
+        num_specials: number of special tokens added to every text.
+        unknown_id: id of the token for unknown words; -1 if there is none.
 
     Raises:
-        ArtifactError: no tokenizer there, one that cannot be read, or special tokens alone exceed max_length.
+        ArtifactError: there is no tokenizer, it cannot be read, or max_length leaves no room beside the special tokens.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_length: int):
@@ -200,22 +217,24 @@ class TextTokenizer:
         self.file = Path(folder) / "tokenizer.json"
         if not self.file.is_file():
             raise ArtifactError(
-                "no tokenizer here",
+                "no tokenizer",
                 where=str(self.file),
                 fix="save the tokenizer in its fast form: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(self.file))
-        except Exception as error:  # the Rust side raises Exception itself
+        except Exception as error:  # the Rust library raises plain Exception
             raise ArtifactError("not a readable tokenizer", where=str(self.file), got=str(error)[:200]) from error
         specials = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= specials:
             got, expected = f"max_length {max_length}", f"> {specials}"
-            raise ArtifactError("no room for text", where=str(self.file), got=got, expected=expected)
+            raise ArtifactError(
+                "no room for text beside the special tokens", where=str(self.file), got=got, expected=expected
+            )
         self.max_length, self.num_specials = max_length, specials
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         padding, named = self._tokenizer.padding, map(self._tokenizer.token_to_id, ("[PAD]", "<pad>"))
-        # 0 without one: it is only ever seen under a False mask
+        # without a padding token 0 is used, which is always masked
         self.pad_id = int(padding["pad_id"]) if padding else next(filter(None, named), 0)
         model = json.loads(self.file.read_text(encoding="utf-8"))["model"]
         unknown = model.get("unk_id")  # Unigram
@@ -226,20 +245,22 @@ class TextTokenizer:
         self._tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
 
     def pieces(self, text: str) -> tuple[list[Piece], bool]:
-        """The tokens of a text, and whether it was cut; raises as `encode`."""
+        """The tokens of a text, and whether it was cut. Raises the same errors as `encode`."""
         try:
             encoding = self._tokenizer.encode(text)
         except (TypeError, ValueError) as error:
             raise _not_text([text], error) from error
         rows = zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)
-        found = [Piece(token, number == self.unknown_id, bool(special)) for token, number, special in rows]
-        return found, bool(encoding.overflowing)
+        pieces = [Piece(token, number == self.unknown_id, bool(special)) for token, number, special in rows]
+        return pieces, bool(encoding.overflowing)
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Flat ids, uint16 or uint32, and the number of tokens of each text, int64. An empty text is its specials only.
+        """Flat ids (uint16 or uint32) and the number of tokens of each text (int64).
+
+        An empty text has only special tokens.
 
         Raises:
-            DataError: an item that is not a string, or a string that is not valid Unicode (a lone surrogate).
+            DataError: an item is not a string, or not valid Unicode (a lone surrogate).
         """
         try:
             encoded = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
@@ -251,10 +272,10 @@ class TextTokenizer:
 
 
 def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
-    """Names the first item that is not a string of valid Unicode."""
+    """An error that names the first item that is not a string of valid Unicode."""
     faulty = (i for i, t in enumerate(texts) if not isinstance(t, str) or any(0xD800 <= ord(c) < 0xE000 for c in t))
     where = f"text {next(faulty, -1)} of {len(texts)}"
-    what, expected = "a text that cannot be tokenised", "valid Unicode strings"
+    what, expected = "the text cannot be tokenised", "valid Unicode strings"
     return DataError(what, where=where, got=str(error)[:200], expected=expected)
 
 
@@ -268,17 +289,17 @@ def _cached_tokenizer(folder: str, max_length: int, _changed: tuple[int, int]) -
 
 
 def load_tokenizer(folder: str | os.PathLike[str], max_length: int) -> TextTokenizer:
-    """`TextTokenizer`, kept in memory while its file stays the same: reading one takes longer than a small batch."""
+    """A `TextTokenizer` that is cached until its file changes, because reading it takes longer than a small batch."""
     file = Path(os.path.abspath(folder)) / "tokenizer.json"
     changed = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else (0, 0)
     return _cached_tokenizer(str(file.parent), max_length, changed)
 
 
 def encode_texts(texts: Sequence[str], tokenizer_folder: str | os.PathLike[str], max_length: int) -> Tokens:
-    """Texts to `Tokens` in memory, for serving. Raises as `TextTokenizer` and its `encode`."""
+    """Tokenise texts in memory, for serving. Raises the errors of `TextTokenizer` and its `encode`."""
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
-        raise DataError("a list of texts is needed", got="one string", fix="pass [text]")
+        raise DataError("texts must be a list", got="one string", fix="pass [text]")
     starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
     flat, lengths = zip(*(tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts), strict=True)
     return Tokens(np.concatenate(flat), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length)
@@ -292,18 +313,19 @@ def build_token_cache(
     texts: Iterable[list[str]], tokenizer_folder: str | os.PathLike[str], max_length: int, out: str | os.PathLike[str],
     num_texts: int, meta: Mapping[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Tokenise batches of texts into a folder; memory is bounded by a batch and 8 bytes a text.
+    """Tokenise batches of texts into a folder, and return its path; needs memory for one batch and 8 bytes per text.
 
     Args:
-        texts: batches, in the order of rows (`XMCDataset.text_batches`).
+        texts: batches of texts in the order of the rows (`XMCDataset.text_batches`).
         tokenizer_folder, max_length: see `TextTokenizer`.
-        out: the folder: ids.npy (uint16 where the vocabulary is below 65,536, else uint32), offsets.npy (int64, N + 1).
-        num_texts: how many texts there will be, for the display of progress.
-        meta: more facts for the manifest, such as {"text": "title"}.
+        out: folder for ids.npy (uint16 if the vocabulary is below 65,536, otherwise uint32) and offsets.npy (int64
+            [N + 1]).
+        num_texts: total number of texts, for the progress bar.
+        meta: further facts for the manifest, such as {"text": "title"}.
 
     Raises:
-        DataError: a text that cannot be tokenised.
-        ArtifactError: no tokenizer, or the folder cannot be written.
+        DataError: a text cannot be tokenised.
+        ArtifactError: there is no tokenizer, or the folder cannot be written.
     """
     tokenizer = TextTokenizer(tokenizer_folder, max_length)
     lengths: list[NDArray[Any]] = []

@@ -202,14 +202,28 @@ class LabelIndex:
         num = num_results = min(k, self.num_labels)
         if self.vectors is not None:
             num = min(max(LEAST_CANDIDATES, (rescore or self.options.rescore) * num_results), self.num_labels)
-        approx_BC, rows_BC = self._candidates(queries_BD, num)
-        for query, rows_C in enumerate(rows_BC):
-            rows, score_C = rows_C[rows_C >= 0], approx_BC[query, rows_C >= 0]
-            if self.vectors is not None:
-                score_C = np.concatenate([self.vectors.scores(queries_BD[query], block) for block in blocks(rows)])
-            best = np.lexsort((rows, -score_C))[:num_results]
-            scores[query, : len(best)], labels[query, : len(best)] = score_C[best], rows[best]
+        score_BC, rows_BC = self._candidates(queries_BD, num)
+        if self.vectors is not None:
+            score_BC = self._exact_scores(queries_BD, rows_BC)
+        score_BC = np.where(rows_BC >= 0, score_BC, np.float32(-np.inf))
+        best_BK = np.lexsort((rows_BC, -score_BC), axis=1)[:, :num_results]
+        scores[:, :num_results] = np.take_along_axis(score_BC, best_BK, axis=1)
+        labels[:, :num_results] = np.take_along_axis(rows_BC, best_BK, axis=1)
         return scores, labels
+
+    def _exact_scores(self, queries_BD: Floats, rows_BC: Labels) -> Floats:
+        """Inner products of each query with its candidates by the float32 vectors, [B, C]; any value where the row is
+        -1. Computed in blocks of at most `ROWS_AT_ONCE` pairs."""
+        assert self.vectors is not None
+        out_BC = np.empty(rows_BC.shape, dtype=np.float32)
+        columns = min(rows_BC.shape[1], ROWS_AT_ONCE)
+        step = max(1, ROWS_AT_ONCE // max(1, columns))
+        for start in range(0, len(rows_BC), step):
+            some = slice(start, start + step)
+            for first in range(0, rows_BC.shape[1], ROWS_AT_ONCE):
+                rows = rows_BC[some, first : first + ROWS_AT_ONCE].clip(0)
+                out_BC[some, first : first + ROWS_AT_ONCE] = self.vectors.scores(queries_BD[some], rows)
+        return out_BC
 
     def _candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Labels]:
         """First stage of a search: candidates, and their inner products with the stored vectors or codes.

@@ -81,12 +81,13 @@ class LabelRows:
         """Vectors of the given rows, float32 [P, D'], contiguous."""
         return _joined(_parts(self._vectors, rows_P, self._space, self._normalize))
 
-    def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
-        """Inner products of one query [D'] with the given rows, summed over the parts: float32 [C]."""
-        out, at = np.zeros(len(rows_C), dtype=np.float32), 0
-        for part_CD in _parts(self._vectors, rows_C, self._space, self._normalize):
-            out += part_CD @ query_D[at : at + part_CD.shape[1]]
-            at += part_CD.shape[1]
+    def scores(self, query_BD: Floats, rows_BC: Rows) -> Floats:
+        """Inner products of each query [D'] with its own rows, summed over the parts: float32 [B, C]."""
+        out, at = np.zeros(rows_BC.shape, dtype=np.float32), 0
+        for part_PD in _parts(self._vectors, rows_BC.ravel(), self._space, self._normalize):
+            part_BCD = part_PD.reshape(*rows_BC.shape, part_PD.shape[1])
+            out += (part_BCD @ query_BD[:, at : at + part_PD.shape[1], None])[:, :, 0]
+            at += part_PD.shape[1]
         return out
 
 

@@ -131,7 +131,7 @@ class Batcher:
         return self._unavailable("timeout", "no answer in time", expected=f"one within {self.timeout_seconds:g} s")
 
     def _unavailable(self, kind: str, what: str, **parts: Any) -> RequestError:
-        """A 503 with Retry-After: whole seconds until the queue of now will be answered, 1 to 30."""
+        """A 503 with Retry-After: whole seconds until the present queue will be answered, 1 to 30."""
         seconds = min(max(math.ceil(self._seconds(self.waiting)), 1), 30)
         return RequestError(503, kind, what, fix="retry after Retry-After seconds", retry_after=seconds, **parts)
 
@@ -173,7 +173,7 @@ class Batcher:
             for (job, place), outcome in outcomes:
                 _deliver(job, place, outcome)
             self.on_batch(len(batch), seconds)
-            del batch, outcomes, job, outcome  # hold no engine while the queue is empty
+            del batch, outcomes, job, outcome  # a reference would keep an engine in memory while the queue is empty
 
     def _next_batch(self) -> _Batch:
         """Queries of waiting jobs for one engine, taken from each job in turn."""

@@ -143,8 +143,8 @@ class Follower:
         registry, probe, load: replace the real ones in tests.
 
     Attributes:
-        found: done once it is known which bundle is loaded first; never if there is none.
-        first: the first bundle, once it serves, or the error because of which none does.
+        found: a future that is done once it is known which bundle is loaded first; never done if there is none.
+        first: a future with the first bundle that serves, or with the error if none can be loaded.
 
     Raises:
         ConfigError: `source` looks like an address and is not a valid one.
@@ -175,7 +175,7 @@ class Follower:
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
         self._fetched: set[Path] = set()  # copies that this server made, and removes
         self._clean_at = math.inf
-        self._looked = self._refused = -math.inf  # when; seconds of the monotonic clock
+        self._looked = self._refused = -math.inf  # times of the monotonic clock in seconds
         self._state: dict[str, Any] = {
             "source": source, "alias": self.address.alias if self.address else None, "registry": "not asked",
             "wanted": None, "refused": None, "problem": None, "swaps": 0, "refusals": 0,
@@ -231,7 +231,7 @@ class Follower:
         try:
             version = self._look(self._registry)
             self.found.set_result(None)
-            probed = noted is not None and noted.sha256 != version.sha256  # the first ever has nothing to replace
+            probed = noted is not None and noted.sha256 != version.sha256  # the very first version does not replace any
             return self._new_engine(self._registry, version, probed)
         except UnidecError as error:
             if noted is None or (version is not None and noted.sha256 == version.sha256):

@@ -23,7 +23,7 @@ from unidec.version import __version__
 
 SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))  # de is a cosine; with the classifier and votes up to 3 or so
+SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))  # the dual encoder's is a cosine; all parts: up to about 3
 
 
 class _Live(NamedTuple):

@@ -72,10 +72,10 @@ class Guard:
                 self.metrics.error(error.kind)
                 await _refuse(error, receive, counted_send, self.seconds)
         except Exception as error:
-            if isinstance(error, ClientGone) or "handler is closed" in str(error):  # uvloop's: the client reset it
+            if isinstance(error, ClientGone) or "handler is closed" in str(error):  # of uvloop: the client reset it
                 self.metrics.error("client_gone")
                 status = 499  # nginx's code for a client that closed the request
-                await asyncio.sleep(0.01)  # until uvicorn has noticed: it then expects no rest of the answer
+                await asyncio.sleep(0.01)  # uvicorn needs time to notice it; then it expects no answer
                 return
             log.exception("%s %s failed", scope["method"], scope["path"])
             self.metrics.error("internal")

@@ -115,10 +115,10 @@ def find_alias(model_name: str, alias: str) -> ModelVersion | None:
 
 def measured_before(tracker: Tracker, model_name: str, dataset_sha256: str) -> dict[str, dict[str, float]]:
     """Test metrics in percent ({"P@1": ...}) of the champion's run and of the experiment's last other run with metrics,
-    by a name of the run; {} for a run on another data set. No entries if the store does not answer."""
+    by the name of the run; {} for a run on another data set. No entries if the store does not answer."""
     if not tracker.run_id or not answers(tracker.uri):
         return {}
-    with contextlib.suppress(*store_errors()):  # figures beside those of the evaluation: they fail no report
+    with contextlib.suppress(*store_errors()):  # these metrics are optional: the report is written without them
         client = open_client(tracker.uri)
         place = client.get_run(tracker.run_id).info.experiment_id
         found = {tracker.run_id: "this run"}

@@ -1,4 +1,4 @@
-"""Lineage: from a model back to its inputs, and from data to the models made of it; reads only the registry's tags.
+"""Lineage: from a model back to its inputs, and from data to the models made from it; reads only the registry's tags.
 
 A version's tags, written at registration, hold its commit, the hash of dvc.lock, DVC's hash of each artifact and the
 version it started from.
@@ -38,7 +38,7 @@ _HASH = re.compile(rf"[0-9a-f]{{{SHORTEST},64}}(\.dir)?")
 
 @dataclass(frozen=True)
 class Version:
-    """A registered version and what it was made of. Missing facts are None or empty.
+    """A registered version and its inputs. Missing facts are None or empty.
 
     Attributes:
         registered: ISO time. dataset: "name", "sha256". code: "commit", "dirty", "lock_commit". run: MLflow's id.
@@ -70,7 +70,7 @@ class Version:
 
 @dataclass(frozen=True)
 class DataUse:
-    """A version made of some data: directly, under the names `what`, or `through` the version that it started from."""
+    """A version made from some data: directly (`what` names the artifacts) or `through` the version it started from."""
 
     version: str
     aliases: list[str]
@@ -79,7 +79,7 @@ class DataUse:
 
 
 def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> list[Version]:
-    """A model, the version it started from, and so on, back to one that started from nothing or from a deleted one.
+    """A model, the version it started from, and so on, back to one trained from scratch or from a deleted version.
 
     Args:
         source: models:/name@alias, models:/name/version, "bundle:" and the first digits of a bundle's hash (every
@@ -103,7 +103,7 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
 
 
 def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
-    """The versions that were made of some data, newest first.
+    """The versions that were made from some data, newest first.
 
     Args:
         prefix: at least `SHORTEST` digits of DVC's hash of an artifact or of raw data, of a data set's sha256, or of a
@@ -116,7 +116,7 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
     client = open_client(tracking_uri())
     named = aliases(client, model_name)
     rows: list[DataUse] = []
-    made_by: dict[str, str] = {}  # bundle hash -> version, of those that have it in them
+    made_by: dict[str, str] = {}  # bundle hash -> version, for the versions made from the data
     for item in all_versions(client, model_name)[::-1]:
         number, tags = str(item.version), item.tags
         hashes = _artifacts(tags) | {name: tags[name] for name in (DATASET_TAG, HASH_TAG) if name in tags}

@@ -40,8 +40,9 @@ class Promotion:
     """The new champion (`version`) and the `previous` one.
 
     Attributes:
-        dirty: it was made with uncommitted changes. forced: it was promoted in spite of `hindrances`.
-        changed: it was not already the champion. All three: None after a rollback.
+        dirty: the version was made with uncommitted changes; None after a rollback.
+        forced: it was promoted despite `hindrances`; None after a rollback.
+        changed: it was not already the champion; None after a rollback.
     """
 
     model: str
@@ -74,10 +75,10 @@ def version_of(client: MlflowClient, model_name: str, which: str | int) -> Model
 
 
 def known_version(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion:
-    """As `version_of`.
+    """Like `version_of`, but raises an error if there is no such version.
 
     Raises:
-        ConfigError: there is none; the aliases and versions, or models, that exist are listed.
+        ConfigError: no such model, version or alias; lists those that exist.
     """
     if found := version_of(client, model_name, which):
         return found
@@ -121,12 +122,12 @@ def hindrances(version: ModelVersion, champion: str | None) -> list[str]:
     """The reasons why a version must not become champion; [] if there are none."""
     tags, found = version.tags, []
     if "gate.passed" not in tags:
-        found.append("the gate has not judged it: run `unidec models gate`")
+        found.append("the gate has not checked it: run `unidec models gate`")
     elif tags["gate.passed"] != "true":
-        found.append(f"it did not pass the gate: {tags.get('gate.failed') or 'no reasons are kept'}")
+        found.append(f"it did not pass the gate: {tags.get('gate.failed') or 'no reasons are stored'}")
     if "gate.passed" in tags and tags.get("gate.champion", "") != (champion or ""):
-        judged, now = (f"version {one}" if one else "no champion" for one in (tags.get("gate.champion"), champion))
-        found.append(f"the gate compared it with {judged}, now it would be {now}: run `unidec models gate` again")
+        then, now = (f"version {one}" if one else "no champion" for one in (tags.get("gate.champion"), champion))
+        found.append(f"the gate compared it with {then}, but there is now {now}: run `unidec models gate` again")
     if ROLLED_BACK[0] in tags:
         found.append(rolled_back_words(tags))
     return found
@@ -225,7 +226,7 @@ def _move(
 
 @contextlib.contextmanager
 def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
-    """A client while no other process on this machine promotes this model; and whether `recover` completed one."""
+    """Lock out other promotions of this model on this machine; yields a client, and whether `recover` completed one."""
     from filelock import FileLock, Timeout
 
     uri = tracking_uri()
@@ -234,7 +235,7 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
     folder = database.parent if database else Path("runs")
     folder.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(f"{uri} {model_name}".encode()).hexdigest()[:12]
-    try:  # released by the system when its holder dies: nothing to remove by hand
+    try:  # the system releases the lock if its process dies, so it never becomes stale
         with FileLock(folder / f".promotion-{name}.lock", timeout=LOCK_SECONDS), tracking_to(uri):
             yield client, recover(client, model_name)
     except Timeout as error:

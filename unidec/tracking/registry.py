@@ -223,7 +223,7 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
 
 
 def verify_version(model_name: str, version: str | int, sha256: str) -> None:
-    """As `download`, but keeps nothing; also an ArtifactError if the stored files are missing. Moves no alias."""
+    """Check the files of a version like `download`, without keeping them; missing files are an ArtifactError, too."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 

@@ -201,7 +201,7 @@ class Tracker:
             if self._client is None:
                 self._connect()
             self._send()
-        except Exception as error:  # whatever MLflow, its database or the network throws: training is worth more
+        except Exception as error:  # no error of MLflow, its database or the network may end a training
             self._client = None  # the next attempt looks up how much arrived
             self._flushed = time.monotonic()
             if self.uri not in _ask_again:

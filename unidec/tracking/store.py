@@ -140,7 +140,7 @@ def prepare_store(uri: str | None = None) -> str:
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}-lock"):  # released by the system when its holder dies: nothing to remove by hand
+    with FileLock(f"{path}-lock"):  # the system releases it if its process dies, so it never becomes stale
         if not (path.is_file() and path.stat().st_size > 0):
             temporary = path.with_name(f"{path.name}-new")
             temporary.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
-"""Checks whether a stored data set is fit to train on: one Great Expectations checkpoint over queries, labels, pairs.
+"""Checks whether a stored data set is fit for training: one Great Expectations checkpoint over queries, labels, pairs.
 
 Invalid data (an index out of range, a relevance that is not a positive number, a duplicate pair, text that is not
 UTF-8, differing row counts) is rejected at ingest with `file:line`, and opening a data set checks its indices. Here
-uids and pairs are checked again, and valid but suspicious data is judged by section `validation` of the parameters.
-`critical` fails the gate, `warning` is reported.
+uids and pairs are checked again, as other software may have written them. Valid but suspicious data is compared with
+the limits in section `validation` of the parameters. A failed `critical` expectation fails the validation; a failed
+`warning` is only reported.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ from unidec.sections import Validation
 
 CHANGE_TABLE = "data_change"
 MAX_SAMPLES = 20
-SHOWN_CHARS = 200  # of a sample's text
-CHARACTER_TEXTS = 20_000  # texts whose characters are counted, evenly spaced
-_LOADS = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
+SHOWN_CHARS = 200  # length to which the text of a sample is cut
+CHARACTER_TEXTS = 20_000  # number of evenly spaced texts whose characters are counted
+_EXTERNAL = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
 Find = Callable[[list[str], list[str]], tuple[dict[str, str], dict[str, str]]]
-"""(uids of queries, uids of labels) -> `file:line` by uid, for each of the two."""
+"""Maps (uids of queries, uids of labels) to two dicts {uid: `file:line`}, of the queries and of the labels."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check for suspicious rows: values of a column below minimum or above maximum.
+    """A check for suspicious rows: those whose value in a column is below `minimum` or above `maximum`.
 
     Attributes:
-        key: key in section `validation` with the allowed share of such rows; `<key>_severity`: severity beyond it.
-        noted: an allowed share above this is a warning.
+        key: key in section `validation` with the allowed share of such rows; `<key>_severity` is the severity of a
+            larger share.
+        what: description of such rows.
+        warned_share: with severity "error", a share above this one is already a warning.
     """
 
     key: str
@@ -58,20 +61,20 @@ class Check:
     minimum: float | None
     maximum: float | None
     what: str
-    noted: float = 0.0
+    warned_share: float = 0.0
 
 
 CHECKS = (
     Check("empty_texts", "queries", "text_length", 1, None, "empty texts"),
     Check("test_texts_in_train", "queries", "text_in_train", 0, 0,
-          "test queries whose text is also a training query's (leak)"),
+          "test queries with the text of a training query (leak)"),
     Check("queries_without_positives", "queries", "num_positives", 1, None, "queries without positives"),
     Check("empty_texts", "labels", "text_length", 1, None, "empty texts"),
     Check("labels_without_training_points", "labels", "num_train_points", 1, None, "labels without training points",
-          noted=0.1),
-    Check("label_texts_given_twice", "labels", "labels_with_this_text", 1, 1, "labels whose text another label has",
-          noted=0.01),
-    Check("filtered_positives", "pairs", "filtered", 0, 0, "positives that are also filter pairs", noted=0.01),
+          warned_share=0.1),
+    Check("label_texts_given_twice", "labels", "labels_with_this_text", 1, 1, "labels with the text of another label",
+          warned_share=0.01),
+    Check("filtered_positives", "pairs", "filtered", 0, 0, "positives that are also filter pairs", warned_share=0.01),
 )  # fmt: skip
 
 
@@ -88,24 +91,26 @@ def validate_dataset(
     Args:
         out_path: folder for result.json (the verdict; the same bytes for the same data), index.html (the verdict as a
             page) and, with `docs`, docs/ (Great Expectations' Data Docs, which contain run times).
-        find: finds rows in the raw files; None: rows are named by their position in the data set. Called only for
-            critical failures, since it reads all files again.
-        change: change since the data of the champion, for index.html: see `pipeline.drift_check.champion_change`.
+        docs: also write Data Docs.
+        limits: section `validation` of the parameters; None: the defaults.
+        find: locates rows in the raw files; None: samples have only their row in the data set. Called only for critical
+            failures, because it reads all raw files again.
+        change: change since the champion's data, for index.html; see `pipeline.drift_check.champion_change`.
 
     Returns:
         {"success" (no critical expectation failed), "name", "dataset_sha256", "rows", "failed", "warnings",
-        "expectations"}. An expectation has at most 20 samples {"row", "uid", "value"} (pairs: query and label instead
-        of row), with "at" (`file:line`) if `find` found it.
+        "expectations"}. An expectation has at most 20 samples {"row", "uid", "value"} (pairs: "query" and "label"
+        instead of "row"), with "at" (`file:line`) if `find` located it.
 
     Raises:
-        ArtifactError: the data set is missing or damaged. A failed check raises nothing; the caller decides.
+        ArtifactError: the data set is missing or damaged. A failed check raises no error.
     """
     dataset = XMCDataset.open(dataset_path)
     tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset), "pairs": _pair_frame(dataset)}
     with swap_folder(out_path) as out:
         suites = partial(_expectations, limits or Validation())
-        raw = run_checkpoint("dataset", tables, suites, out / "docs" if docs else None)
-        results = [_result(table, item, dataset, tables[table]) for table, item in raw]
+        checked = run_checkpoint("dataset", tables, suites, out / "docs" if docs else None)
+        results = [_result(table, item, dataset, tables[table]) for table, item in checked]
         rows = {name: len(frame) for name, frame in tables.items()}
         if find is not None:
             _add_places(results, find)
@@ -133,49 +138,55 @@ def _verdict(facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
 
 
 def _add_places(results: list[dict[str, Any]], find: Find) -> None:
-    """Add `file:line` to the samples of critical failures that the raw files still contain."""
-    critical = [result for result in results if result["severity"] == "critical"]
-    samples = [[one for r in critical if (r["table"] == "labels") == of_labels for one in r["samples"] if one["uid"]]
-               for of_labels in (False, True)]  # fmt: skip
-    if any(samples):
-        found = find(*([one["uid"] for one in some] for some in samples))
-        for some, places in zip(samples, found, strict=True):
-            for one in some:
-                if one["uid"] in places:
-                    one["at"] = places[one["uid"]]
+    """Add `file:line` to the samples of critical failures that are found in the raw files."""
+    queries: list[dict[str, Any]] = []
+    labels: list[dict[str, Any]] = []
+    for result in results:
+        if result["severity"] == "critical":
+            samples = labels if result["table"] == "labels" else queries
+            samples += [sample for sample in result["samples"] if sample["uid"]]
+    if queries or labels:
+        places = find([sample["uid"] for sample in queries], [sample["uid"] for sample in labels])
+        for samples, place_by_uid in zip((queries, labels), places, strict=True):
+            for sample in samples:
+                if sample["uid"] in place_by_uid:
+                    sample["at"] = place_by_uid[sample["uid"]]
 
 
 def distributions(dataset: XMCDataset, tables: dict[str, pd.DataFrame]) -> list[Chart | None]:
-    """Charts of the data: text length, labels per query, label frequency, characters by script; in percent."""
+    """Charts in percent: text lengths, labels per query, queries per label, characters by script."""
     queries, labels = tables["queries"], tables["labels"]
     rows = {"queries": np.arange(len(queries)), "labels": np.arange(len(labels))}
     texts = {"queries": dataset.query_texts, "labels": dataset.label_texts}
     scripts = {which: _scripts("".join(texts[which](spaced(rows[which], CHARACTER_TEXTS)))) for which in texts}
-    named = sorted({name for of in scripts.values() for name in of}, key=lambda name: -scripts["queries"].get(name, 0))
+    names = sorted({name for share in scripts.values() for name in share}, key=lambda n: -scripts["queries"].get(n, 0))
+    columns = [(which, [share.get(name, 0.0) for name in names]) for which, share in scripts.items()]
     lengths = {"queries": queries["text_length"], "labels": labels["text_length"]}
     return [
         _histogram("Text length", lengths, "characters per text"),
         _histogram("Labels per query", {"queries": queries["num_positives"]}, "labels per query"),
         _histogram("Label frequency", {"labels": labels["num_train_points"]}, "training queries per label"),
-        bar_chart("Characters by script", named, [(which, [of.get(name, 0.0) for name in named]) for which, of in
-                  scripts.items()], "percent of the characters", x_label="white space not counted"),
-    ]  # fmt: skip
+        bar_chart(
+            "Characters by script", names, columns, "percent of the characters", x_label="white space not counted"
+        ),
+    ]
 
 
 def _histogram(caption: str, columns: dict[str, pd.Series], unit: str) -> Chart | None:
-    """Shares in percent in doubling bins, 0, 1, 2 to 3, 4 to 7, ..., named by their lower bound."""
+    """Histogram in percent over bins of doubling width (0, 1, 2 to 3, 4 to 7, ...), named by their lower bound."""
     bins = {name: np.frexp(values.to_numpy(dtype=np.float64))[1] for name, values in columns.items()}
-    most = max((int(own.max()) for own in bins.values() if len(own)), default=0) + 1
-    names = ["0", *(f"{2**b:,}" for b in range(most - 1))]
+    num_bins = max((int(bin_N.max()) for bin_N in bins.values() if len(bin_N)), default=0) + 1
+    names = ["0", *(f"{2**b:,}" for b in range(num_bins - 1))]
     shares = [
-        (name, (100 * np.bincount(own, minlength=most) / max(len(own), 1)).tolist()) for name, own in bins.items()
+        (name, (100 * np.bincount(bin_N, minlength=num_bins) / max(len(bin_N), 1)).tolist())
+        for name, bin_N in bins.items()
     ]
     return bar_chart(caption, names, shares, "percent", x_label=f"{unit}; a bar covers its number up to the next")
 
 
 def _scripts(text: str) -> dict[str, float]:
-    """Percent of the characters by script (Latin, Cyrillic, ..., by the first word of the Unicode name), digits, and
-    other signs, without white space."""
+    """Percent of the characters, without white space, by script (the first word of the Unicode name: Latin, Cyrillic,
+    ...), with "digits" and "other signs"; the 8 most frequent."""
     found: Counter[str] = Counter()
     for character, count in Counter(text).items():
         kind = unicodedata.category(character)[0]
@@ -187,17 +198,17 @@ def _scripts(text: str) -> dict[str, float]:
 def _repeated(tables: dict[str, pd.DataFrame]) -> dict[str, int]:
     """Numbers of duplicate texts."""
     return {
-        "queries whose text another query has": int((tables["queries"]["queries_with_this_text"] > 1).sum()),
-        "test queries whose text is a training query's": int((tables["queries"]["text_in_train"] == 1).sum()),
-        "labels whose text another label has": int((tables["labels"]["labels_with_this_text"] > 1).sum()),
+        "queries with the text of another query": int((tables["queries"]["queries_with_this_text"] > 1).sum()),
+        "test queries with the text of a training query": int((tables["queries"]["text_in_train"] == 1).sum()),
+        "labels with the text of another label": int((tables["labels"]["labels_with_this_text"] > 1).sum()),
     }
 
 
 def _texts(results: list[dict[str, Any]], dataset: XMCDataset) -> dict[tuple[str, Any, Any], str]:
-    """The text of each sample, by table, row (for a pair, its query) and label."""
+    """Texts of the samples by (table, row, label); of a pair, row is the query and the text "query → label"."""
     found = {}
-    for table, one in ((result["table"], one) for result in results for one in result["samples"]):
-        row, label = one.get("row", one.get("query")), one.get("label")
+    for table, sample in ((result["table"], sample) for result in results for sample in result["samples"]):
+        row, label = sample.get("row", sample.get("query")), sample.get("label")
         parts = dataset.label_texts([row]) if table == "labels" else dataset.query_texts([row])
         parts = parts + (dataset.label_texts([label]) if label is not None else [])
         found[table, row, label] = " → ".join(part[:SHOWN_CHARS] for part in parts)
@@ -207,27 +218,27 @@ def _texts(results: list[dict[str, Any]], dataset: XMCDataset) -> dict[tuple[str
 def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
     text_N, length_N = text_facts(dataset, "queries", "title+content")
     split_N = np.asarray(dataset.split_N)
-    _, first_N, count_N = np.unique(text_N, return_inverse=True, return_counts=True)
+    _, group_N, count_N = np.unique(text_N, return_inverse=True, return_counts=True)
     in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
-    tested_N = (split_N == SPLITS.index("test")) & (length_N > 0)  # empty texts are counted by text_length
+    tested_N = (split_N == SPLITS.index("test")) & (length_N > 0)  # column text_length covers empty texts
     return pd.DataFrame({
         "uid": dataset.queries["uid"].to_pandas(),
         "split": np.asarray(SPLITS, dtype=object)[split_N],
         "text_length": length_N,
         "num_positives": np.diff(dataset.relevance.indptr),
-        "queries_with_this_text": np.where(length_N > 0, count_N[first_N], 1),
+        "queries_with_this_text": np.where(length_N > 0, count_N[group_N], 1),
         "text_in_train": np.where(tested_N, in_train_N.astype(np.float64), np.nan),
     })  # fmt: skip
 
 
 def _label_frame(dataset: XMCDataset) -> pd.DataFrame:
     text_L, length_L = text_facts(dataset, "labels", "title+content")
-    _, first_L, count_L = np.unique(text_L, return_inverse=True, return_counts=True)
+    _, group_L, count_L = np.unique(text_L, return_inverse=True, return_counts=True)
     return pd.DataFrame({
         "uid": dataset.labels["uid"].to_pandas(),
         "text_length": length_L,
         "num_train_points": np.bincount(dataset.relevance[dataset.rows("train")].indices, minlength=dataset.num_labels),
-        "labels_with_this_text": np.where(length_L > 0, count_L[first_L], 1),
+        "labels_with_this_text": np.where(length_L > 0, count_L[group_L], 1),
     })  # fmt: skip
 
 
@@ -248,11 +259,11 @@ def _expectations(limits: Validation) -> dict[str, list[Any]]:
         return getattr(gxe, f"Expect{kind}")(description=what, severity=severity, **bounds)
 
     def graded(check: Check) -> list[Any]:
-        """Expectations at the parameters' bound; if a larger share is an error, a second one warns below it."""
+        """An expectation for the allowed share; with severity "error" also one that warns about a lower share."""
         severity, bound = getattr(limits, f"{check.key}_severity"), getattr(limits, check.key)
         levels = {"error": [(bound, "critical")], "warn": [(bound, "warning")], "off": []}[severity]
-        if severity == "error" and check.noted < bound:
-            levels.append((check.noted, "warning"))
+        if severity == "error" and check.warned_share < bound:
+            levels.append((check.warned_share, "warning"))
         return [
             rule("ColumnValuesToBeBetween", f"{check.what}: {_at_most(share)}", level, column=check.column,
                  min_value=check.minimum, max_value=check.maximum, mostly=1 - share,
@@ -262,12 +273,12 @@ def _expectations(limits: Validation) -> dict[str, list[Any]]:
 
     def uids() -> list[Any]:
         return [
-            rule("ColumnValueLengthsToBeBetween", "every uid is there", column="uid", min_value=1),
-            rule("ColumnValuesToBeUnique", "every uid is there once", column="uid"),
+            rule("ColumnValueLengthsToBeBetween", "no uid is empty", column="uid", min_value=1),
+            rule("ColumnValuesToBeUnique", "no uid occurs twice", column="uid"),
         ]
 
     splits = [
-        rule("ColumnDistinctValuesToContainSet", f"there are {split} queries", severity, column="split",
+        rule("ColumnDistinctValuesToContainSet", f"the {split} split has queries", severity, column="split",
              value_set=[split])
         for split, severity in (("train", "critical"), ("validation", "warning"), ("test", "warning"))
     ]  # fmt: skip
@@ -275,21 +286,21 @@ def _expectations(limits: Validation) -> dict[str, list[Any]]:
         rule("ColumnValuesToNotBeNull", "no relevance is NaN", column="relevance"),
         rule("ColumnValuesToBeBetween", "relevance is positive and finite", column="relevance", min_value=0,
              strict_min=True, max_value=float(np.finfo(np.float32).max)),
-        rule("CompoundColumnsToBeUnique", "every pair is there once", column_list=["query", "label"]),
+        rule("CompoundColumnsToBeUnique", "no pair occurs twice", column_list=["query", "label"]),
     ]  # fmt: skip
-    own = {"queries": [*uids(), *splits], "labels": uids(), "pairs": pairs}
+    rules_by_table = {"queries": [*uids(), *splits], "labels": uids(), "pairs": pairs}
     return {
         table: [
-            rule("TableRowCountToBeBetween", f"there are {table}", min_value=1),
+            rule("TableRowCountToBeBetween", f"the table of {table} is not empty", min_value=1),
             *rules,
             *(one for check in CHECKS if check.table == table for one in graded(check)),
         ]
-        for table, rules in own.items()
+        for table, rules in rules_by_table.items()
     }
 
 
 def _at_most(share: float) -> str:
-    return f"at most {share:.3g} of all" if 0 < share < 0.001 else f"at most {share:.1%}" if share else "none"
+    return f"at most {share:.3g} of all" if 0 < share < 0.001 else f"at most {share:.1%}" if share else "none allowed"
 
 
 def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> dict[str, Any]:
@@ -314,7 +325,7 @@ def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> 
 def _samples(
     table: str, column: str | None, rows: list[int], dataset: XMCDataset, frame: pd.DataFrame
 ) -> list[dict[str, Any]]:
-    """Samples of failing rows with their uids: Great Expectations only gives row numbers."""
+    """Samples of failing rows with their uids, because Great Expectations returns only row numbers."""
     samples = []
     for row, record in zip(rows, frame.iloc[rows].to_dict("records"), strict=True):
         place = {"query": record["query"], "label": record["label"]} if table == "pairs" else {"row": int(row)}
@@ -343,11 +354,15 @@ def _place(sample: dict[str, Any]) -> str:
 def run_checkpoint(
     name: str, tables: dict[str, pd.DataFrame], suites: Callable[[], dict[str, list[Any]]], docs: Path | None
 ) -> list[tuple[str, Any]]:
-    """Run all suites as one checkpoint: (table, Great Expectations' result), in the order of the suites.
+    """Run all suites as one checkpoint.
 
     Args:
-        suites: returns each table's expectations; Great Expectations may be imported only there.
+        suites: returns each table's expectations. It is called when Great Expectations can be imported without
+            warnings.
         docs: folder for Data Docs; None: no Data Docs.
+
+    Returns:
+        (table, Great Expectations' result) of each expectation, in the order of the suites.
     """
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates
@@ -368,7 +383,7 @@ def run_checkpoint(
             actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
         source = context.data_sources.add_pandas(name)
         for table, frame in tables.items():
-            # a checkpoint passes one set of batch parameters to all its definitions, so the three frames become files
+            # a checkpoint passes the same batch parameters to all definitions, so each frame is read from its own file
             path = Path(folder, f"{table}.parquet")
             frame.to_parquet(path, index=False)
             batch = source.add_parquet_asset(table, path=path).add_batch_definition("all")
@@ -385,8 +400,8 @@ def run_checkpoint(
 
 
 def _without_network(docs: Path, passed: Mapping[str, bool]) -> None:
-    """Make Data Docs pages that load nothing: Great Expectations' own load scripts and styles from other hosts, and its
-    index is only a script. Its 4 MB of fonts and pictures are removed."""
+    """Replace the Data Docs pages by ones that load nothing: those of Great Expectations load scripts and styles from
+    other hosts, and its index needs a script. Its 4 MB of fonts and pictures are removed."""
     shutil.rmtree(docs / "static", ignore_errors=True)
     index, pages = docs / "index.html", []
     index.unlink()
@@ -394,24 +409,26 @@ def _without_network(docs: Path, passed: Mapping[str, bool]) -> None:
         body = path.read_text(encoding="utf-8").partition("<body>")[2].partition("</body>")[0]
         kind, table = path.relative_to(docs).with_suffix("").parts[:2]
         name, state = f"{kind} of {table}", passed[table] if kind == "validations" else None
-        path.write_text(render("docs", title=f"Data Docs: {name}", body=_LOADS.sub("", body)), encoding="utf-8")
+        path.write_text(render("docs", title=f"Data Docs: {name}", body=_EXTERNAL.sub("", body)), encoding="utf-8")
         pages.append((name, path.relative_to(docs).as_posix(), state))
     index.write_text(render("docs", title="Data Docs", body="", pages=pages[::-1]), encoding="utf-8")
 
 
 def run_change_suite(checks: Sequence[DriftCheck], docs: Path | None = None) -> list[dict[str, Any]]:
-    """Run every drift check as one or two expectations over the later data set's figures (one row, a column per check);
-    the bounds come from the data that the accepted model was trained on.
+    """Run every drift check as one or two expectations over the new data's figures (one row, a column per check), with
+    bounds from the data that the champion was trained on.
 
     Args:
         docs: folder for Data Docs; None: no Data Docs.
 
     Returns:
-        per expectation {"key", "severity" ("critical" stops, "warning" warns), "success", "minimum", "maximum",
+        for each expectation {"key", "severity" ("critical" stops, "warning" warns), "success", "minimum", "maximum",
         "observed"}.
     """
     frame = pd.DataFrame({check.key: [float(check.new)] for check in checks})
-    found = run_checkpoint(CHANGE_TABLE, {CHANGE_TABLE: frame}, lambda: {CHANGE_TABLE: _learnt(checks)}, docs)
+    found = run_checkpoint(
+        CHANGE_TABLE, {CHANGE_TABLE: frame}, lambda: {CHANGE_TABLE: _drift_expectations(checks)}, docs
+    )
     results = []
     for _, item in found:
         config = item.expectation_config
@@ -424,16 +441,16 @@ def run_change_suite(checks: Sequence[DriftCheck], docs: Path | None = None) -> 
     return results
 
 
-def _learnt(checks: Sequence[DriftCheck]) -> list[Any]:
+def _drift_expectations(checks: Sequence[DriftCheck]) -> list[Any]:
     import great_expectations.expectations as gxe
 
     # Great Expectations treats NaN as missing, and missing values pass every bound
-    numbers = [
+    not_nan = [
         gxe.ExpectColumnValuesToNotBeNull(column=check.key, severity="critical", description=f"{check.name}: not NaN")
         for check in checks
         if math.isnan(check.new)
     ]
-    return numbers + [
+    return not_nan + [
         gxe.ExpectColumnValuesToBeBetween(
             column=check.key, min_value=bounds[0], max_value=bounds[1], severity=severity,
             description=f"{check.name}: {check.within(bounds)}",

@@ -1,4 +1,4 @@
-"""Raw data in: one reader for every layout (docs/data.md shows each)."""
+"""Reads raw data in any supported layout (docs/data.md describes them)."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def read_raw(
     """Read a folder of raw files.
 
     Args:
-        format: a name in LAYOUTS, or "auto" to tell by the files in the folder.
-        test_share, split_seed: if the data names no test split, this share of its queries becomes one (`hold_out`).
-        bounds: of rows, texts and compressed files.
+        format: a name in LAYOUTS, or "auto" to recognise the layout by the files in the folder.
+        test_share, split_seed: share of the queries held out as test split if the data has none, and its seed
+            (`hold_out`).
+        bounds: limits for rows, texts and compressed files.
 
     Raises:
-        DataError: an unknown layout; files that are missing, damaged or beyond a bound; or pairs, uids and texts with
-            faults (see docs/data.md), all kinds at once with at most 20 samples as `file:line`.
+        DataError: the layout is unknown; files are missing, damaged or exceed a limit; or pairs, uids or texts are
+            invalid (see docs/data.md). All kinds of errors are reported together, with at most 20 samples as
+            `file:line`.
     """
     source, raw = _read(path, format, bounds)
     if "test" not in raw.queries:
-        held = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], test_share, split_seed)
-        raw = raw.take({"test": np.flatnonzero(held), "train": np.flatnonzero(~held)})
+        is_test = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], test_share, split_seed)
+        raw = raw.take({"test": np.flatnonzero(is_test), "train": np.flatnonzero(~is_test)})
     files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
     return replace(raw, name=source.root.resolve().name, files=files)
 
@@ -56,18 +58,19 @@ def read_section(data: Data, bounds: RawBounds) -> RawData:
 def find_rows(
     data: Data, bounds: RawBounds, files: Mapping[str, str], queries: Sequence[str], labels: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """`file:line` by uid of some queries and of some labels in raw files that were read before.
+    """`file:line` by uid of these queries and of these labels in raw files that were read before.
 
-    `files` are their sha256 by relative path (`RawData.files`); if one has changed since, nothing is found.
+    Args:
+        files: sha256 of the raw files by relative path (`RawData.files`); if one has changed, both results are empty.
     """
     root = Path(data.path)
     if not all((root / name).is_file() and file_sha256(root / name) == sha256 for name, sha256 in files.items()):
         return {}, {}
     source, raw = _read(root, data.format, bounds)
-    found: dict[str, str] = {}
+    query_places: dict[str, str] = {}
     for split, table in raw.queries.items():
-        found |= _places(table, queries, *source.queries_at[split])
-    return found, _places(raw.labels, labels, *source.labels_at)
+        query_places |= _places(table, queries, *source.queries_at[split])
+    return query_places, _places(raw.labels, labels, *source.labels_at)
 
 
 def _places(table: pa.Table, uids: Sequence[str], file: str, lines: Lines) -> dict[str, str]:
@@ -78,13 +81,13 @@ def _places(table: pa.Table, uids: Sequence[str], file: str, lines: Lines) -> di
 
 
 def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple[Source, RawData]:
-    """All that the files hold, checked."""
+    """Read and check all files of a folder."""
     root = Path(path)
     if not root.is_dir():
         raise DataError("no such folder", where=str(root), fix="set data.path to the folder with the raw files")
     layout = _detect(root) if format == "auto" else format
     if layout not in LAYOUTS:
-        raise DataError("an unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]))
+        raise DataError("unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]))
     source = Source(root, bounds)
     raw = LAYOUTS[layout].read(source)
     _check(source, raw)
@@ -99,19 +102,19 @@ def _detect(root: Path) -> str:
         return fitting[0]
     if fitting:
         raise DataError("files of more than one layout", where=str(root), got=", ".join(fitting), fix="set data.format")
-    found = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "an empty folder"
-    looked_for = "".join(f"\n    {name}: {layout.expected}" for name, layout in LAYOUTS.items())
+    names = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "an empty folder"
+    layouts = "".join(f"\n    {name}: {layout.expected}" for name, layout in LAYOUTS.items())
     raise DataError(
         "no layout fits the files of this folder",
         where=str(root),
-        got=found,
-        expected=f"the files (as they are or with .gz) of one of:{looked_for}",
+        got=names,
+        expected=f"the files (also compressed, with .gz) of one of these layouts:{layouts}",
         fix="see docs/data.md for an example of each layout",
     )
 
 
 def _check(source: Source, raw: RawData) -> None:
-    """What every layout must give: labels, training queries, texts within bounds, no uid on both sides of a split."""
+    """Check any layout: there are labels and training queries, no text is too long, and no query is in two splits."""
     limit = source.bounds.max_text_chars
     places = [
         (raw.labels, source.labels_at),
@@ -122,10 +125,10 @@ def _check(source: Source, raw: RawData) -> None:
         kind = f"text of more than raw.max_text_chars = {limit:,} characters"
         source.note_rows(kind, at, np.flatnonzero(lengths > limit), f"{column}: {{}}", lengths)
     if not raw.num_labels:
-        source.note("no labels at all", "labels", 0)
+        source.note("no labels", "labels", 0)
     if not raw.queries["train"].num_rows:
-        source.note("no training queries at all", "train", 0)
-    for (earlier, before), (split, table) in itertools.combinations(raw.queries.items(), 2):
-        both = np.flatnonzero(pc.is_in(table["uid"], value_set=before["uid"].combine_chunks()).to_numpy())
+        source.note("no training queries", "train", 0)
+    for (other_split, other), (split, table) in itertools.combinations(raw.queries.items(), 2):
+        shared = np.flatnonzero(pc.is_in(table["uid"], value_set=other["uid"].combine_chunks()).to_numpy())
         kind = f"query of another split again in {split} (leak)"
-        source.note_rows(kind, source.queries_at[split], both, f"uid {{}} is in {earlier}", table["uid"])
+        source.note_rows(kind, source.queries_at[split], shared, f"uid {{}} is in {other_split}", table["uid"])

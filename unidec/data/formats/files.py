@@ -1,5 +1,7 @@
-"""A folder of raw files: found by name with or without .gz, read as UTF-8 lines, every fault noted with its line; and
-the pairs of queries and labels in them, from row numbers, uids, sparse text and npz to checked CSR matrices.
+"""A folder of raw files, and the pairs of queries and labels in them.
+
+Files are found by name, with or without .gz, and read as UTF-8 lines; every error is recorded with its line. Pairs of
+row numbers or uids, from sparse text, tables or npz files, become checked CSR matrices.
 
 Shape suffix: P pairs.
 """
@@ -26,22 +28,23 @@ from unidec.sections import RawBounds
 
 MAX_SAMPLES = 20
 Lines = Callable[[np.ndarray], np.ndarray]
-"""Maps row numbers (0-based, of pairs or of texts) to line numbers of their file (1-based); called for samples only."""
+"""Maps row numbers (0-based, of pairs or texts) to line numbers in their file (1-based); called for samples only."""
 
 
 def next_line(rows: np.ndarray) -> np.ndarray:
-    """`Lines` of a file without a header or blank lines."""
+    """`Lines` for a file without header and blank lines."""
     return np.asarray(rows) + 1
 
 
 class Source:
-    """A folder of raw files, the faults found in it, the files read and where texts came from.
+    """A folder of raw files, with the errors found in them and the places of the texts.
 
     Attributes:
-        count, samples: of each kind of fault how many there are, and the first few as `file:line`.
-        read: files that were read, by their path within the folder.
-        queries_at: by split, the file of its queries and the line of each row in it.
-        labels_at: the same of the labels.
+        count: number of errors of each kind.
+        samples: the first errors of each kind as `file:line`.
+        read: the files that were read, by relative path.
+        queries_at: by split, the file of its queries and the `Lines` of its rows.
+        labels_at: the file of the labels and the `Lines` of its rows.
     """
 
     def __init__(self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
@@ -53,7 +56,7 @@ class Source:
         self.labels_at: tuple[str, Lines] = ("", next_line)
 
     def note(self, kind: str, file: str, line: int, detail: object = "") -> None:
-        """One fault."""
+        """Record one error."""
         self.count[kind] += 1
         samples = self.samples.setdefault(kind, [])
         if len(samples) < MAX_SAMPLES:
@@ -61,7 +64,7 @@ class Source:
             samples.append(f"{file}:{line}" + (f" ({text})" if text else ""))
 
     def note_rows(self, kind: str, at: tuple[str, Lines], rows: np.ndarray, detail: str, *columns: Any) -> None:
-        """Faults at many rows of a file; `detail` is a format for the columns' values at a row."""
+        """Record an error for each of these rows of a file; `detail` is a format string for the columns' values."""
         first = rows[:MAX_SAMPLES]
         for row, line in zip(first.tolist(), at[1](first).tolist() if len(first) else (), strict=True):
             self.note(kind, at[0], line, detail.format(*(column[row] for column in columns)))
@@ -69,29 +72,29 @@ class Source:
             self.count[kind] += len(rows) - MAX_SAMPLES
 
     def stop(self) -> None:
-        """Raise a DataError for what was found, if anything: every kind with its count, and at most 20 samples."""
+        """Raise a DataError if there are errors: every kind with its count, and at most 20 samples in total."""
         if not self.count:
             return
-        turns = [(turn, kind) for kind, samples in self.samples.items() for turn in range(len(samples))]
-        kept = sorted(turns, key=lambda sample: sample[0])[:MAX_SAMPLES]  # so that no kind hides another
+        samples = [(index, kind) for kind, places in self.samples.items() for index in range(len(places))]
+        shown = sorted(samples, key=lambda sample: sample[0])[:MAX_SAMPLES]  # the first samples of every kind
         report = []
         for kind, number in self.count.items():
             report.append(f"{kind}: {number:,}")
-            report += [f"    {self.samples[kind][turn]}" for turn, own in kept if own == kind]
+            report += [f"    {self.samples[kind][index]}" for index, sample_kind in shown if sample_kind == kind]
         raise DataError(
-            f"the raw data cannot be used: {len(self.count)} kind(s) of fault",
+            f"the raw data cannot be used: {len(self.count)} kind(s) of error",
             where=str(self.root),
             got="\n    ".join(report),
             fix="correct or remove these lines; nothing was written",
         )
 
     def find(self, *names: str) -> Path | None:
-        """The first of the names that exists, as it is or with .gz."""
+        """Path of the first of these names that exists, with or without .gz; None if there is none."""
         paths = (self.root / f"{name}{suffix}" for name in names for suffix in ("", ".gz"))
         return next((path for path in paths if path.is_file()), None)
 
     def need(self, *names: str) -> Path:
-        """`find`, or a DataError that lists what was looked for."""
+        """Like `find`, but raises a DataError that lists the names if there is no such file."""
         path = self.find(*names)
         if path is None:
             expected = " or ".join(f"{name}[.gz]" for name in names)
@@ -99,18 +102,18 @@ class Source:
         return path
 
     def name(self, path: Path) -> str:
-        """Path relative to the folder, as errors show it; remembers that the file was read."""
+        """Relative path of a file, which is added to `read`."""
         relative = path.relative_to(self.root).as_posix()
         self.read[relative] = path
         return relative
 
     def report(self, path: Path) -> Report:
-        """Notes what is wrong in a file."""
+        """A `Report` that records the errors of a file."""
         name = self.name(path)
         return lambda what, line, got: self.note(what, name, line, got)
 
     def texts(self, path: Path) -> pa.ChunkedArray:
-        """A text a line, as large_string."""
+        """The lines of a file as texts (large_string)."""
         report = self.report(path)
         lines = read_lines(path, self.bounds)
         texts = (decode(line, number, report).removesuffix("\r") for number, line in lines)
@@ -119,11 +122,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to lay raw data out in files.
+    """A layout of raw files.
 
     Attributes:
-        expected: the files, for people. needs: names of files; a folder has this layout if it has one of each.
-        read: reads it; faults are noted in the source.
+        expected: description of the files, for error messages.
+        needs: groups of file names; a folder has this layout if it has one file of each group.
+        read: reads the files; errors are recorded in the source.
     """
 
     expected: str
@@ -133,14 +137,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a file, and where to note what is wrong with them.
+    """The pairs of a file, not checked yet.
 
     Attributes:
-        at: the file, and the line of each pair.
-        query_P, label_P: rows of queries and labels.
-        value_P: float64 relevance, NaN where it is not a number.
-        by_uid: a row of -1 is an unknown uid, which was noted.
-        are_filters: they are neither positives nor negatives, and have no relevance.
+        source: records the errors.
+        at: the file and the `Lines` of its pairs.
+        query_P, label_P: row numbers of queries and labels.
+        value_P: relevance as float64, NaN if it is not a number.
+        by_uid: pairs were given by uid; a row number of -1 is an unknown uid, which was recorded already.
+        are_filters: these are filter pairs, which have no relevance.
     """
 
     source: Source
@@ -152,7 +157,8 @@ class Pairs:
     are_filters: bool = False
 
     def matrix(self, shape: tuple[int, int], zero_is_no_pair: bool = False) -> csr_matrix:
-        """CSR with sorted indices, float32 relevance or bool filter pairs; every fault is noted and left out."""
+        """CSR matrix with sorted indices: relevance (float32) or filter pairs (bool). Invalid pairs are recorded and
+        left out."""
         query_P, label_P, note = self.query_P, self.label_P, self.source.note_rows
         no_pair_P = (self.value_P == 0) & zero_is_no_pair
         bad_P = no_pair_P.copy()
@@ -174,27 +180,28 @@ class Pairs:
         matrix = csr_matrix((value_P, (query_P, label_P)), shape=shape)
         if matrix.nnz < len(query_P) and not self.are_filters:
             _, first = np.unique(query_P.astype(np.int64) * shape[1] + label_P, return_index=True)
-            again = np.delete(np.arange(len(bad_P))[good], first)
-            note("pair given twice", self.at, again, "query row {}, label {}", self.query_P, self.label_P)
+            repeated = np.delete(np.arange(len(bad_P))[good], first)
+            note("pair given twice", self.at, repeated, "query row {}, label {}", self.query_P, self.label_P)
         return matrix
 
 
 def rows_of(uids: pa.ChunkedArray | pa.Array, known: pa.ChunkedArray) -> np.ndarray:
-    """Row of each uid in `known`: int64, -1 where it is not there."""
-    found = pc.index_in(uids, value_set=pc.cast(known, pa.large_string()).combine_chunks())
-    return pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    """Row of each uid in `known`, int64; -1 if it is not in it."""
+    rows = pc.index_in(uids, value_set=pc.cast(known, pa.large_string()).combine_chunks())
+    return pc.fill_null(rows, -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
-    """XMC sparse text: a header `N L`, then `label:relevance ...` a row.
+    """Read XMC sparse text: a header `N L`, then a line `label:relevance ...` per query.
 
     Raises:
-        DataError: a header that does not match the texts, before anything of its size is allocated.
+        DataError: the header or the number of rows does not match the texts. The header is checked before memory of its
+            size is allocated.
     """
     report, lines = source.report(path), read_lines(path, source.bounds)
     head = next(lines, (1, b""))[1].decode("utf-8", "replace").split()
     if head != [str(number) for number in shape]:
-        what = "row counts that differ: the header does not match the texts"
+        what = "row counts differ: the header does not match the texts"
         if len(head) != 2 or not all(number.isascii() and number.isdigit() for number in head):
             what = "not a header `N L`"
         expected = f"{shape[0]} {shape[1]}: queries and labels, as the text files have"
@@ -213,31 +220,31 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
             value.append(pair[1])
     if number - 1 != shape[0]:
         got, expected = f"{number - 1:,} rows", f"{shape[0]:,}, as in the header"
-        raise DataError("row counts that differ", where=str(path), got=got, expected=expected)
+        raise DataError("row counts differ", where=str(path), got=got, expected=expected)
     query_P = np.asarray(query)
     return Pairs(source, (source.name(path), lambda p: query_P[p] + 2), query_P, np.asarray(label), np.asarray(value))
 
 
 def read_filter_text(source: Source, path: Path) -> Pairs:
-    """Filter file: `query_row label_row` a line, 0-based, no header."""
-    report, found = source.report(path), array("q")
+    """Read a filter file: `query_row label_row` per line, 0-based, without header."""
+    report, numbers = source.report(path), array("q")
     for number, line in read_lines(path, source.bounds):
         try:
             query, label = map(int, line.split())
-            found += array("q", (query, label, number))
+            numbers += array("q", (query, label, number))
         except (ValueError, OverflowError):
             if line.strip():
                 report("not `query_row label_row`", number, repr(line[:60].decode("utf-8", "replace")))
-    query_P, label_P, line_P = np.asarray(found, dtype=np.int64).reshape(-1, 3).T
+    query_P, label_P, line_P = np.asarray(numbers, dtype=np.int64).reshape(-1, 3).T
     at = (source.name(path), line_P.__getitem__)
     return Pairs(source, at, query_P, label_P, np.ones(len(query_P)), are_filters=True)
 
 
 def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
-    """Relevance from an npz file of `scipy.sparse.save_npz`.
+    """Read relevance from an npz file of `scipy.sparse.save_npz`.
 
     Raises:
-        DataError: not such a file, one that unpacks to too much, or row counts that differ from the texts.
+        DataError: not such a file, its unpacked size is too large, or its row counts differ from the texts.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -254,7 +261,7 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
             return Pairs(source, at, pairs.row, pairs.col, value_P)
     except (zipfile.BadZipFile, MemoryError, ValueError, TypeError, OSError, KeyError, EOFError) as error:
         fix = "write it with scipy.sparse.save_npz"
-        raise DataError("not a sparse matrix in npz", where=str(path), got=str(error)[:200], fix=fix) from error
-    what = "row counts that differ: the matrix does not match the texts"
-    got, expected = f"{stored} (queries, labels)", f"{shape}, as the text files have"
+        raise DataError("not a sparse matrix in npz format", where=str(path), got=str(error)[:200], fix=fix) from error
+    what = "row counts differ: the matrix does not match the texts"
+    got, expected = f"{stored} (queries, labels)", f"{shape}, as in the text files"
     raise DataError(what, where=str(path), got=got, expected=expected)

@@ -1,7 +1,7 @@
-"""Layouts of uids and pairs of uids: plain tables, and BEIR.
+"""Layouts in which pairs are given by uid: plain tables, and BEIR.
 
 tables: queries: id, text [, content] [, split]; labels: id, text [, content]; pairs: query_id, label_id [, relevance]
-[, split]; filters (optional): query_id, label_id. A split is train, validation or test, of the query or of its pairs.
+[, split]; filters (optional): query_id, label_id. The split (train, validation, test) belongs to queries or pairs.
 
 BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 """
@@ -32,16 +32,21 @@ QRELS = {split: f"qrels/{stem}.tsv" for split, stem in (("train", "train"), ("va
 
 @dataclass(frozen=True)
 class Table:
-    """One file: its name and the line of each row, and its columns as strings ("" for a missing value)."""
+    """A file that was read.
+
+    Attributes:
+        at: its name and the `Lines` of its rows.
+        columns: its columns as strings; "" for a missing value.
+    """
 
     at: tuple[str, Lines]
     columns: dict[str, pa.ChunkedArray]
     num_rows: int
 
     def pairs(self, source: Source, queries: pa.Table, labels: pa.Table, are_filters: bool = False) -> Pairs:
-        """Its rows as pairs of the first two columns, uids of query and label; unknown ones are noted.
+        """The rows as pairs: the first two columns are the uids of query and label. Unknown uids are recorded.
 
-        The relevance is in the column of that name (or score), else 1.
+        The relevance is in column "relevance" or "score"; without such a column it is 1.
         """
         query, label, *rest = self.columns
         value = next((name for name in rest if name in ("relevance", "score")), None)
@@ -55,7 +60,8 @@ class Table:
         return Pairs(source, self.at, rows[0], rows[1], value_P, by_uid=True, are_filters=are_filters)
 
     def texts(self, source: Source, what: str, columns: Sequence[str] = ("id", "text", "content")) -> pa.Table:
-        """uid, title, content, of these columns; uids checked. A text without titles is the title itself."""
+        """Table of uid, title and content from these columns, with checked uids. If all titles are empty, the contents
+        become the titles."""
         uids, titles, contents = (self.columns.get(column) for column in columns)
         check_uids(source, uids, self.at, what)
         if titles is None or not pc.any(pc.not_equal(titles, "")).as_py():
@@ -67,15 +73,15 @@ def _read_tables(source: Source) -> RawData:
     labels = read_table(source, source.need(*LABELS), ("id", "text"), ("content",))
     queries = read_table(source, source.need(*QUERIES), ("id", "text"), ("content", "split"))
     pairs = read_table(source, source.need(*PAIRS), ("query_id", "label_id"), ("relevance", "split"))
-    source.stop()  # ids cannot be looked up in tables with faults
+    source.stop()  # uids cannot be looked up in tables with errors
     source.labels_at, label_texts, query_texts = (
         labels.at,
         labels.texts(source, "label"),
         queries.texts(source, "query"),
     )
-    found = pairs.pairs(source, query_texts, label_texts)
-    split_N = _splits(queries, pairs, found.query_P, source)
-    relevance = found.matrix((query_texts.num_rows, label_texts.num_rows))
+    positives = pairs.pairs(source, query_texts, label_texts)
+    split_N = _splits(queries, pairs, positives.query_P, source)
+    relevance = positives.matrix((query_texts.num_rows, label_texts.num_rows))
     filter_pairs = csr_matrix(relevance.shape, dtype=bool)
     if (path := source.find(*FILTERS)) is not None:
         filters = read_table(source, path, ("query_id", "label_id"))
@@ -84,12 +90,12 @@ def _read_tables(source: Source) -> RawData:
 
 
 def _read_beir(source: Source) -> RawData:
-    """A score of 0 means judged and not relevant: left out."""
+    """Pairs with a score of 0, which were judged not relevant, are skipped."""
     columns = ("_id", "title", "text")
-    found = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:])
-    source.labels_at, corpus = found.at, found.texts(source, "label", columns)
-    found = read_table(source, source.need("queries.jsonl"), ("_id",), columns[1:])
-    queries, split_N = found.texts(source, "query", columns), np.full(found.num_rows, "", dtype=object)
+    table = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:])
+    source.labels_at, corpus = table.at, table.texts(source, "label", columns)
+    table = read_table(source, source.need("queries.jsonl"), ("_id",), columns[1:])
+    queries, split_N = table.texts(source, "query", columns), np.full(table.num_rows, "", dtype=object)
     shape = (queries.num_rows, corpus.num_rows)
     relevance = csr_matrix(shape, dtype=np.float32)
     for split, file in QRELS.items():
@@ -97,42 +103,45 @@ def _read_beir(source: Source) -> RawData:
         if path is None:
             continue
         pairs = read_table(source, path, ("query-id", "corpus-id", "score")).pairs(source, queries, corpus)
-        own = np.unique(pairs.query_P[pairs.query_P >= 0])
-        other = own[(split_N[own] != "") & (split_N[own] != split)]
-        source.note_rows(f"query of another split again in {split} (leak)", found.at, other, "{}", split_N)
-        split_N[own] = split
+        rows = np.unique(pairs.query_P[pairs.query_P >= 0])
+        leaked = rows[(split_N[rows] != "") & (split_N[rows] != split)]
+        source.note_rows(f"query of another split again in {split} (leak)", table.at, leaked, "{}", split_N)
+        split_N[rows] = split
         relevance += pairs.matrix(shape, zero_is_no_pair=True)
     filter_pairs = csr_matrix(shape, dtype=bool)
-    return _by_split(source, (found.at, queries), corpus, relevance, filter_pairs, split_N)
+    return _by_split(source, (table.at, queries), corpus, relevance, filter_pairs, split_N)
 
 
 def _by_split(
     source: Source, queries: tuple[tuple[str, Lines], pa.Table], labels: pa.Table, relevance: csr_matrix,
     filter_pairs: csr_matrix, split_N: np.ndarray,
 ) -> RawData:  # fmt: skip
-    """The queries of each split with their pairs."""
+    """Raw data with the queries of each split and their pairs."""
     (file, lines), table = queries
-    rows = {split: np.flatnonzero(split_N == split) for split in SPLITS}
-    rows = {split: own for split, own in rows.items() if own.size or split == "train"}
-    source.queries_at = {split: (file, lines(own).__getitem__) for split, own in rows.items()}
-    positives, others = (
-        {split: csr_matrix(pairs[own]) for split, own in rows.items()} for pairs in (relevance, filter_pairs)
+    rows_by_split = {split: np.flatnonzero(split_N == split) for split in SPLITS}
+    rows_by_split = {split: rows for split, rows in rows_by_split.items() if rows.size or split == "train"}
+    source.queries_at = {split: (file, lines(rows).__getitem__) for split, rows in rows_by_split.items()}
+    texts = {split: table.take(rows) for split, rows in rows_by_split.items()}
+    positives, filters = (
+        {split: csr_matrix(pairs[rows]) for split, rows in rows_by_split.items()} for pairs in (relevance, filter_pairs)
     )
-    return RawData(source.root.name, {split: table.take(own) for split, own in rows.items()}, labels, positives, others)
+    return RawData(source.root.name, texts, labels, positives, filters)
 
 
 def read_table(
     source: Source, path: Path, needed: Sequence[str], optional: Sequence[str] = (),
     look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
 ) -> Table:  # fmt: skip
-    """A file's columns.
+    """Read columns of a file.
 
     Args:
+        needed: columns that must exist.
+        optional: further columns, which are left out of the table if they do not exist.
         look: called with each row and its line.
 
     Raises:
-        DataError: a needed column is missing, one is given twice, or a file that cannot be read. What is wrong with
-            single rows is noted in the source.
+        DataError: a needed column is missing, a column is given twice, or the file cannot be read. Errors in single
+            rows are recorded in the source.
     """
     name, report, wanted = source.name(path), source.report(path), (*needed, *optional)
     line_blocks, present = [np.zeros(0, np.int64)], set(needed)
@@ -154,27 +163,27 @@ def read_table(
         line_blocks.append(np.asarray([line for line, _ in block]))
         tables.append(pa.table(columns, wanted))
     table = pa.concat_tables(tables)
-    kept = {column: table[column] for column in wanted if column in present}
-    return Table((name, np.concatenate(line_blocks).__getitem__), kept, table.num_rows)
+    columns_present = {column: table[column] for column in wanted if column in present}
+    return Table((name, np.concatenate(line_blocks).__getitem__), columns_present, table.num_rows)
 
 
 def _column(block: list[tuple[int, dict[str, Any]]], name: str, needed: bool, report: Report) -> pa.Array:
-    """One field of some rows as large_string; one that is no text or number, or is needed and not there, is reported
-    and becomes empty."""
+    """One column of these rows as large_string. A value that is not a string or number, or a needed value that is
+    missing, is reported and becomes ""."""
     texts = []
     for line, row in block:
         value = row.get(name)
         if value is not None and type(value) not in (str, int, float):
             report(f"{name} is not a text", line, type(value).__name__)
             value = None
-        elif value is None and needed and row:  # an empty one was reported as no object
+        elif value is None and needed and row:  # an empty row was already reported: it is not a JSON object
             report(f"no {name}", line, str(row)[:80])
         texts.append("" if value is None else str(value))
     return pa.array(texts, pa.large_string())
 
 
 def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
-    """Note every repeated uid and every empty one."""
+    """Record every repeated and every empty uid."""
     rows = np.arange(len(uids))
     first = pa.table({"uid": uids, "row": rows}).group_by("uid").aggregate([("row", "min")])["row_min"].to_numpy()
     empty = pc.equal(uids, "").to_numpy(zero_copy_only=False)
@@ -182,7 +191,7 @@ def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, 
 
 
 def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -> np.ndarray:
-    """Split of each query (object [N]): its own column, else its pairs' column, else train."""
+    """Split of each query (object [N]): from the queries' column "split", else from the pairs', else "train"."""
     if "split" in queries.columns:
         return _split_names(queries, source)
     split_N = np.full(queries.num_rows, "train", dtype=object)

@@ -83,7 +83,7 @@ function filtersShown() {
   $("reset").hidden = !active && k === 10;
 }
 
-// ---- asking
+// ---- requests for predictions
 
 function soon(wait = PAUSE_MS) {
   clearTimeout(timer);

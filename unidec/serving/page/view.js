@@ -36,7 +36,7 @@ export function scale(labels, weights) {
 }
 
 function bar(label, weights, { low, high }) {
-  const made = element("span", { class: "bar", "aria-hidden": "true" });
+  const chart = element("span", { class: "bar", "aria-hidden": "true" });
   const percent = (x) => `${(100 * x) / (high - low)}%`;
   const zero = -low;
   let [left, right] = [zero, zero];
@@ -46,14 +46,14 @@ function bar(label, weights, { low, high }) {
     piece.style.left = percent(adds < 0 ? left : right);
     piece.style.width = percent(Math.abs(adds));
     if (adds >= 0) right += adds;
-    made.append(piece);
+    chart.append(piece);
   }
   if (low < 0) {
     const line = element("b", { class: "zero" });
     Object.assign(line.style, { position: "absolute", left: percent(zero) });
-    made.append(line);
+    chart.append(line);
   }
-  return made;
+  return chart;
 }
 
 const LIKELY = "probability that this label is right: the share of right labels among those with such a score, on the validation split";
@@ -77,13 +77,13 @@ export function row(label, place, weights, range) {
   return item;
 }
 
-// Whether a label is right, for the server's file of feedback; the button pressed last counts.
+// Buttons for feedback on a label, which the server appends to its file; the last press counts.
 export function marks(label, relevant) {
-  const made = element("div", { class: "marks", role: "group", "aria-label": `is ${label.title || label.uid} right?` });
+  const group = element("div", { class: "marks", role: "group", "aria-label": `is ${label.title || label.uid} right?` });
   for (const [value, text] of [[true, "relevant"], [false, "not relevant"]]) {
-    made.append(element("button", { type: "button", class: "quiet", "data-relevant": value, "aria-pressed": String(relevant === value) }, text));
+    group.append(element("button", { type: "button", class: "quiet", "data-relevant": value, "aria-pressed": String(relevant === value) }, text));
   }
-  return made;
+  return group;
 }
 
 // What the figures beside a label mean.
