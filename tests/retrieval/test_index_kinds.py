@@ -246,8 +246,8 @@ def test_rows_of_a_space(rng, space, normalize, bias):
     assert rows.shape == whole.shape
     np.testing.assert_array_equal(rows.take(some), whole[some])
     several = np.stack([some, some[::-1]])  # each query has its own rows
-    expected = np.stack([whole[own] @ query_D for own, query_D in zip(several, query[1:3], strict=True)])
-    np.testing.assert_allclose(rows.scores(query[1:3], several), expected, rtol=1e-4, atol=1e-5)
+    expected = np.stack([whole[own] @ query_D for own, query_D in zip(several, query, strict=True)])
+    np.testing.assert_allclose(rows.scores(query, several), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="needs"):
         LabelRows({"bias": np.zeros(3, np.float32)}, space, normalize)
 
