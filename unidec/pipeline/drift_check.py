@@ -184,7 +184,7 @@ def _beside_champion(params: Params, dataset: XMCDataset) -> tuple[dict[str, str
 def drift(
     params: Params, first: str | os.PathLike[str], second: str | os.PathLike[str], column: str | None = None
 ) -> DataDrift:
-    """Compare a later version of the data, or a file of queries, with an earlier version; writes a folder of runs/drift.
+    """Compare a later version of the data, or a file of queries, with an earlier version; writes below runs/drift.
 
     Args:
         first: a data set's folder, or a bundle (folder or models:/ address), which stands for its training data.
