@@ -127,7 +127,7 @@ def test_a_profile_of_another_version_is_none(work: SimpleNamespace, tmp_path: P
         about["card"][PROFILE_KEY] = value
         (tmp_path / "bundle" / "bundle.json").write_text(json.dumps(about))
         assert read_profile(tmp_path / "bundle") is None
-    with pytest.raises(ArtifactError, match="without a profile"):
+    with pytest.raises(ArtifactError, match="has no profile"):
         pipeline.monitor(work.params(), window(tmp_path / "w.parquet", ["x"]), bundle=str(tmp_path / "bundle"))
 
 
