@@ -129,7 +129,7 @@ def data_change(params: Params) -> DataChange:
     page = str(paths.CHANGE / _PAGE)
     if stops:
         fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
-        raise DataError("the data changed more than it may", where=page, got="; ".join(stops), fix=fix)
+        raise DataError("the data changed beyond the limits", where=page, got="; ".join(stops), fix=fix)
     return DataChange(accepted, reason, stops, warnings, page, docs and str(paths.CHANGE / docs))
 
 
