@@ -45,7 +45,7 @@ def test_every_reason_what_failed_first_and_nothing_is_run() -> None:
         ("latency ratio", "p95 latency, times the champion's", "unidec models gate"),
         ("code", "code in git", "Commit the files that are named"),
         ("nDCG@5", "nDCG@5", "--force --start cold"),
-        ("tail/R@10", "tail/R@10", "gate.tolerance accepts a larger loss"),
+        ("tail/R@10", "tail/R@10", "gate.tolerance accepts the loss"),
     ],
 )
 def test_a_failed_check_says_what_to_do(check: str, shown: str, to_do: str) -> None:
