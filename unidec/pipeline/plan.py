@@ -89,9 +89,11 @@ class Sizes:
         dataset, queries, labels = paths.open_dataset(), paths.open_tokens("queries"), paths.open_tokens("labels")
         graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
         pairs = int(dataset.relevance.nnz) + (0 if graph is None else int(graph.nnz))
-        counts = dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, pairs
-        lengths = [(float(tokens.lengths().mean()), int(tokens.lengths().max())) for tokens in (queries, labels)]
-        return cls(*counts, *lengths, queries.vocab_size)
+        of_queries, of_labels = ((float(of.mean()), int(of.max())) for of in (queries.lengths(), labels.lengths()))
+        return cls(
+            dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, pairs, of_queries, of_labels,
+            queries.vocab_size,
+        )  # fmt: skip
 
     @classmethod
     def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
