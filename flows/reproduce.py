@@ -90,8 +90,8 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
     """The stages that are out of date, according to one call of `dvc status`.
 
     Returns:
-        whether a data stage must be reproduced; and the model's stages from the first one that changed to the last
-        (after reproducing the data stages, call again).
+        whether a data stage must be reproduced (True if there is no data set yet); and the model's stages from the
+        first one that changed to the last (after reproducing the data stages, call again).
     """
     check_repository()
     if data_stages and not paths.DATASET.is_dir():

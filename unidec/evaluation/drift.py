@@ -247,7 +247,7 @@ def js_distance(first_B: Any, second_B: Any) -> Any:
 
 
 def _noise(variance: float, *sizes: float) -> float:
-    """The difference of the means of two samples of these sizes that chance stays below in 99 of 100 cases."""
+    """The difference of means of samples of these sizes that chance stays below in 99 of 100 cases."""
     return Z * math.sqrt(variance * sum(1 / max(size, 1) for size in sizes))
 
 

@@ -247,7 +247,7 @@ def _short(value: float) -> str:
 
 
 def _thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[float]:
-    """At most `most` values, each the mean of the finite ones of its neighbours."""
+    """At most `most` values, each the mean of the finite values of a group of neighbours."""
     parts = np.array_split(np.asarray(values, dtype=np.float64), max(min(len(values), most), 1))
     return [float(part[np.isfinite(part)].mean()) if np.isfinite(part).any() else math.nan for part in parts]
 

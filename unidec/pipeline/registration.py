@@ -56,7 +56,7 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> R
             fix="register it in the project that trained it",
         )  # fmt: skip
     prefect = {key: tag for key, tag in run_tags().items() if key.startswith("prefect.")}
-    # a bundle with other labels has its parent's parameters, which need not be those of today's params.yaml
+    # a bundle with other labels has its parent's parameters, and the parent's tags tell whether they were committed
     tags = provenance.code_tags(made_with=None if relabelled else info.params) | prefect
     tags |= {f"dataset.{key}": str(info.dataset.get(key, "")) for key in ("name", "sha256")}
     uri, facts = tracking_uri(), {"data set": info.dataset.get("name"), "labels": info.num_labels}
