@@ -57,7 +57,7 @@ def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaces_inputs(folder: Path = paths.RUNS) -> Iterator[None]:
+def replaces_inputs() -> Iterator[None]:
     """`one_at_a_time` for a stage that replaces inputs of training.
 
     It is also allowed in the process that holds the lock and in stages which that process starts through DVC: they run
@@ -67,15 +67,17 @@ def replaces_inputs(folder: Path = paths.RUNS) -> Iterator[None]:
         TrainingError: as `one_at_a_time`.
     """
     held = json.loads(os.environ.get(HELD, "{}"))
-    inside = held.get("folder") == str(folder.resolve()) and is_alive(held)
-    with contextlib.nullcontext() if inside else one_at_a_time(folder):
+    inside = held.get("folder") == str(paths.RUNS.resolve()) and is_alive(held)
+    with contextlib.nullcontext() if inside else one_at_a_time():
         yield
 
 
-def is_held(folder: Path = paths.RUNS) -> bool:
+def is_held() -> bool:
     """Whether a process holds the project's training lock."""
+    if not paths.RUNS.is_dir():
+        return False
     try:
-        with one_at_a_time(folder) if folder.is_dir() else contextlib.nullcontext():
+        with one_at_a_time():
             return False
     except (TrainingError, OSError):
         return True
