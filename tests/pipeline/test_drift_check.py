@@ -282,7 +282,7 @@ def test_the_run_of_a_window(
 
 def test_what_cannot_be_monitored(work: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("query\n")
-    with pytest.raises(DataError, match="without queries"):
+    with pytest.raises(DataError, match="has no queries"):
         pipeline.monitor(work.params(), str(tmp_path / "empty.csv"))
     with pytest.raises(ConfigError, match="not in the registry"):
         pipeline.monitor(work.params(**{"tracking.model_name": "nobody"}), str(tmp_path / "empty.csv"))
