@@ -25,9 +25,10 @@ _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "regist
 def main(name: str, words: Sequence[str] | None = None) -> int:
     """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
     words = sys.argv[1:] if words is None else words
-    if not {"-h", "--help"} & set(words) and (words or name != "train"):  # a plain training may have nothing to do
+    # a training without options may have nothing to do: flows.train.prepare starts the server if it is needed
+    if not {"-h", "--help"} & set(words) and (words or name != "train"):
         server.start()  # takes seconds, as do the imports that follow
-    module = importlib.import_module(f"flows.{name}")  # by its name: workers import it so
+    module = importlib.import_module(f"flows.{name}")  # not as __main__: workers import it under this name
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
     show = _as_json if options.pop("json") else getattr(module, "in_words", _as_json)
@@ -35,7 +36,7 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
     def run() -> Any:
         if "overrides" in options:
             options["overrides"] = parse_overrides(options["overrides"]) or None
-        if (done := getattr(module, "prepare", lambda _options: None)(options)) is not None:
+        if hasattr(module, "prepare") and (done := module.prepare(options)) is not None:
             return done
         with server.running():
             return getattr(module, name)(**options)
@@ -44,9 +45,10 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[], Any], show: Callable[[Any], str]) -> int:
-    """Print what `run` returns; known errors are one line, Ctrl-C and SIGTERM exit cleanly. Returns the exit code.
+    """Run a flow, print its result and return the exit code; known errors are printed without a traceback.
 
-    If the gate's refusal leaves no champion, the exit code is 6, and the last line has the command to run.
+    If the gate refuses the version and there is no champion, the exit code is 6, and the last line is the command to
+    run.
     """
     from prefect.exceptions import TerminationSignal
 
@@ -80,7 +82,7 @@ def guarded(run: Callable[[], Any], show: Callable[[Any], str]) -> int:
 
 
 def _parser(module: Any, name: str) -> argparse.ArgumentParser:
-    """An option per parameter of the flow, with the type, default and description that it has in Prefect."""
+    """A parser with an option for each of the flow's parameters, with type, default and description as in Prefect."""
     parser = argparse.ArgumentParser(
         prog=f"python -m flows.{name}", description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -89,23 +91,23 @@ def _parser(module: Any, name: str) -> argparse.ArgumentParser:
     for key, described in schema.properties.items():
         word, default = _NAMES.get(key, key.replace("_", "-")), described.get("default")
         kinds = {kind.get("type"): kind for kind in described.get("anyOf", [described])}
-        words = described["description"].replace("\n", " ").replace("%", "%%")
-        given: dict[str, Any] = {"help": f"{words} Default: {default}." if default and default is not True else words}
+        about = described["description"].replace("\n", " ").replace("%", "%%")
+        option: dict[str, Any] = {"help": f"{about} Default: {default}." if default and default is not True else about}
         if key in schema.required and "object" not in kinds and key not in ("input", "output"):
-            parser.add_argument(key, metavar=key.upper(), **given)
+            parser.add_argument(key, metavar=key.upper(), **option)
             continue
-        given |= {"dest": key, "default": default, "required": key in schema.required}
+        option |= {"dest": key, "default": default, "required": key in schema.required}
         if "boolean" in kinds:
-            if default is not False:  # on, or as params.yaml sets it
-                word, given["help"] = f"no-{word}", f"do not {words}"
-            given |= {"action": "store_const", "const": default is False}
+            if default is not False:  # the default is True, or params.yaml decides
+                word, option["help"] = f"no-{word}", f"do not {about}"
+            option |= {"action": "store_const", "const": default is False}
         elif "object" in kinds or described.get("type") == "array":
-            given |= {"action": "append", "default": [], "metavar": "KEY=VALUE" if "object" in kinds else "NAME"}
+            option |= {"action": "append", "default": [], "metavar": "KEY=VALUE" if "object" in kinds else "NAME"}
         else:
             text = kinds.get("string", {})
             choices = text.get("enum") or ([text["const"]] if "const" in text else None)
-            given |= {"type": int if "integer" in kinds else str, "choices": choices}
-        parser.add_argument(f"-{word}" if len(word) == 1 else f"--{word}", **given)
+            option |= {"type": int if "integer" in kinds else str, "choices": choices}
+        parser.add_argument(f"-{word}" if len(word) == 1 else f"--{word}", **option)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 

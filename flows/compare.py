@@ -79,11 +79,10 @@ def compare(
         print("\n".join("\t".join(row) for row in results.table(comparison)), flush=True)
         if metrics is not None and not outcomes[steps[-1].name]:
             results.write_metrics(Path(metrics), steps[-1])
-        lost = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
-        if lost:
-            raise UnidecError(
-                "\n".join([f"{len(lost)} of {len(outcomes)} steps have no result", *lost, f"report: {page}"])
-            )
+        failures = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
+        if failures:
+            head = f"{len(failures)} of {len(outcomes)} steps have no result"
+            raise UnidecError("\n".join([head, *failures, f"report: {page}"]))
         return {"report": str(page), "runs": runs}
 
 
@@ -91,10 +90,10 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
     """Runs the steps that have no result yet, `jobs` at a time, and waits for all of them.
 
     Args:
-        steps: each after the steps that it needs. tags: tags of the MLflow runs.
+        steps: ordered so that each step comes after the steps that it needs. tags: tags of the MLflow runs.
 
     Returns:
-        by step: "", or why it has no result: "failed: ...", "not run: ...".
+        step -> "", or the reason why it has no result: "failed: ..." or "not run: ...".
 
     Raises:
         KeyboardInterrupt, TerminationSignal: after the children have written their checkpoints and ended.
@@ -102,7 +101,7 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
     jobs = max(1, jobs)
     todo = [step for step in steps if not step.is_done()]
     needed = {need for step in todo for need in step.needs}
-    todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]
+    todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]  # no unused data sets
     outcomes = {step.name: "" for step in steps}
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     shared = {

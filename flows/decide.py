@@ -1,4 +1,4 @@
-"""Gate and promotion of a registered version; sharing and printing of a run's result."""
+"""The last steps of a retraining: gate and promotion of a version, sharing and printing of the result."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = logging.getLogger("unidec.flows")
 
 
 def decide(params: Params, version: Any, promote: bool | None, always: bool = True) -> dict[str, Any]:
-    """The gate, and promotion of what passes it.
+    """Judge a version by the gate, and promote it if it passes.
 
     Args:
-        promote: None: `retrain.promote` decides.
+        promote: whether to promote; None: `retrain.promote` decides.
         always: False: skip a version that was already judged against the current champion.
 
     Returns:
-        {"gate": its result, "promoted": ... or "refused": reasons}; {} if there was nothing to judge. If a refusal
-        leaves the model without a champion, also {"no_champion": {"version", "reason", "command": how to get one}}.
+        {"gate": the verdict, and "promoted": the promotion, or "refused": the reasons}; {} if the version was skipped.
+        After a refusal without a champion also {"no_champion": {"version", "reason", "command": how to get one}}.
     """
     version, name = str(version), params.tracking.model_name
     if not always and not pipeline.needs_gate(params, version):
@@ -46,14 +46,14 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         except Refused as error:
             done["refused"] = str(error)
     lifecycle.say(outcome({"version": version, "model": name, **done}))
+    event: dict[str, Any] = {"version": version}
     if "promoted" in done:
-        figures, before = verdict.metrics.get("challenger", {}), done["promoted"]["previous"]
-        publish.emit(name, "promoted", {"version": version, "previous": before, "metrics": figures})
+        event |= {"previous": done["promoted"]["previous"], "metrics": verdict.metrics.get("challenger", {})}
+        publish.emit(name, "promoted", event)
     if "refused" in done:
-        refusal = {"version": version, "champion": verdict.champion, "reasons": done["gate"]["reasons"]}
-        publish.emit(name, "refused", refusal)
+        publish.emit(name, "refused", event | {"champion": verdict.champion, "reasons": done["gate"]["reasons"]})
         if verdict.champion is None:
-            # a bundle that is damaged or cannot answer is retrained; a limit can be overruled
+            # a damaged bundle has to be trained again; other checks can be overruled
             command = f"{_program()} models promote {version}{' --force' if failed else ''}"
             if failed.keys() & {"hash", "loads"}:
                 command = "make train ARGS=--force"
@@ -62,7 +62,8 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
 
 
 def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
-    """The run's page in Prefect, and `dvc push` and a git commit as section `retrain` sets; a failure is a warning."""
+    """Show the result in Prefect, and run `dvc push` and commit to git as section `retrain` sets. A failure is only
+    logged as a warning."""
     shared: dict[str, Any] = {}
     publish.show_result(done)
     if params.retrain.push:
@@ -79,7 +80,7 @@ def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(done: Mapping[str, Any]) -> str:
-    """The outcome for the model, in one line."""
+    """One line that tells what became of the model."""
     if done.get("version") is None:
         return "not registered: a trial, or only some of the steps"
     version, gate = f"version {done['version']} of {done['model']}", done.get("gate", {})
@@ -97,7 +98,7 @@ def outcome(done: Mapping[str, Any]) -> str:
 
 
 def summary(done: Mapping[str, Any]) -> str:
-    """A training's result in about ten lines: metrics next to the champion's and the baselines', commands to try."""
+    """The printed result of a training: metrics of the model, the champion and the baselines, and commands to try."""
     if "metrics" not in done and "version" not in done:
         return f"done: {', '.join(done['steps'])}"
     report = Path(done.get("report", "outputs/report.html"))
@@ -112,7 +113,7 @@ def summary(done: Mapping[str, Any]) -> str:
 
 
 def _table(done: Mapping[str, Any]) -> list[str]:
-    """This model, the champion it was compared with, and the baselines; percent."""
+    """A table of metrics in percent: this model, the champion that it was compared with, the baselines."""
     if "metrics" not in done:
         return []
     rows = {f"version {done['version']}" if done.get("version") else "this model": done["metrics"]}
@@ -126,11 +127,11 @@ def _table(done: Mapping[str, Any]) -> list[str]:
 
 
 def _program() -> str:
-    """The path of the command `unidec`, from this folder."""
+    """The path of the command `unidec`."""
     return _shown(Path(sys.executable).parent / "unidec")
 
 
 def _shown(path: Path) -> str:
-    """The path, relative if it is in this folder."""
+    """The path, relative to the current folder if it is inside it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""Lifecycle of a flow run, and its steps as tasks: process, tags, retries, one-line errors, states."""
+"""Parts that all flows share: steps as tasks with retries, tags, states, one-line errors, end of orphaned processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def say(line: str) -> None:
-    """Log a line of the run, on the terminal and on its page; the library's own loggers reach only the page."""
+    """Log a line to the terminal and to the run's page; the library's loggers write only to the page."""
     try:
         get_run_logger().info("%s", line)
     except MissingContextError:
@@ -39,13 +39,13 @@ def say(line: str) -> None:
 
 
 def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
-    """Whether to retry: a known error would fail again; a lock, a network or a server may recover."""
+    """Whether to retry a task: known errors would recur; a lock, a network or a server may recover."""
     return not isinstance(state.result(raise_on_failure=False), UnidecError)
 
 
 def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False, **named: Any) -> T:
-    """Call `work(*arguments, **named)`; in a flow run as a task of this name, which shows the result. `retry`: retry
-    errors that may go away."""
+    """Call `work(*arguments, **named)`; in a flow run as a task of this name, whose page shows the result. `retry`:
+    retry it after errors that may go away."""
     if FlowRunContext.get() is None:
         return work(*arguments, **named)
 
@@ -55,7 +55,7 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
         publish.show_task(name, result)
         return result
 
-    # DVC and our checkpoints decide what is already done: a result cache on top of them could only disagree
+    # no result cache: DVC and checkpoints decide what is already done
     options: dict[str, Any] = {"name": name, "task_run_name": name, "cache_policy": NO_CACHE, "persist_result": False}
     if retry:
         options |= {"retries": len(RETRY_SECONDS), "retry_delay_seconds": RETRY_SECONDS}
@@ -65,9 +65,9 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
 
 @contextlib.contextmanager
 def at_work() -> Iterator[None]:
-    """Around a flow's body: marks earlier crashed runs, and tags MLflow runs with this flow run.
+    """Wrap a flow's body: marks earlier runs that crashed, and tags MLflow runs with this flow run.
 
-    If a worker started the run, it ends when the worker is gone: nobody could cancel it any more.
+    If a worker started the run, it ends when the worker is gone, because then nobody can cancel it.
     """
     one_line_for_known_errors()
     context = FlowRunContext.get()
@@ -82,7 +82,7 @@ def at_work() -> Iterator[None]:
 
 
 def _tags() -> dict[str, str]:
-    """Tags with this flow run, for the MLflow runs and versions that it creates."""
+    """Tags that identify this flow run, for the MLflow runs and versions that it creates."""
     tags = json.loads(os.environ.get(RUN_TAGS, "{}"))
     tags |= {"prefect.flow_run_id": str(current_flow_run.id), "prefect.flow_run_name": current_flow_run.name}
     url = without_credentials(str(current_flow_run.ui_url or ""))
@@ -94,13 +94,13 @@ def _tags() -> dict[str, str]:
 
 
 def alone(work: Callable[[], dict[str, Any]]) -> Any:
-    """Run `work` while no other run of this project is at work; returns the flow's result or state.
+    """Run `work` under the project's training lock; returns the flow's result or state.
 
-    If the result has "skipped" or "refused" (the reason), that becomes the name of the run's state. A deployment's run
-    that finds another at work ends as Cancelled.
+    If the result has the key "skipped" or "refused" (the reason), the run's state is named after it. If another run
+    holds the lock, a deployment's run ends as Cancelled.
 
     Raises:
-        TrainingError: another run is at work, and no deployment started this one.
+        TrainingError: another run holds the lock, and no deployment started this one.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""Predict a file of queries of any size: streamed, sharded, resumable; here or on a cluster (docs/scale.md).
+"""Predict a file of queries of any size, in shards; resumable; on this machine or on a cluster (docs/scale.md).
 
 Run `python -m flows.predict`, or the deployment `unidec-predict/predict`. `unidec predict` does the same in a single
 process, without Prefect. Shards are tasks, mapped over processes or threads, or a Dask or Ray cluster (`runner`, or
@@ -46,7 +46,7 @@ SYNTAX = "processes or threads, also with :N workers, or dask://host:port, ray:/
 
 
 class Runner(NamedTuple):
-    """The setting, parsed: "processes" or "threads" with a number of workers, or "dask" or "ray" with an address."""
+    """A parsed runner: "processes" or "threads" with a number of workers, or "dask" or "ray" with an address."""
 
     kind: str
     workers: int = 0
@@ -54,7 +54,7 @@ class Runner(NamedTuple):
 
 
 def parse_runner(text: str | None) -> Runner:
-    """`text`, else the environment's UNIDEC_RUNNER, else processes; a ConfigError for none of the forms of `SYNTAX`."""
+    """Parse `text`, by default UNIDEC_RUNNER or else "processes"; a ConfigError if it does not match `SYNTAX`."""
     text = text or os.environ.get(VARIABLE) or "processes"
     if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
         return Runner(found[1], address=("tcp://" if found[1] == "dask" else "ray://") + found[2])
@@ -77,7 +77,7 @@ def _task_runner(runner: Runner) -> TaskRunner[Any]:
 
 
 def _begin_worker() -> None:
-    """The parent handles Ctrl-C; a worker whose parent was killed ends with it."""
+    """Initialise a worker process: its parent handles Ctrl-C, and if the parent is killed, the worker ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         watch(parent.pid)
@@ -106,7 +106,7 @@ def write_shards(work: Work, runner: str | None = None) -> None:
     threads = 0 if where.address else max(1, usable_cores() // where.workers)
     errors: dict[int, Exception] = {}
     bar = progress(total=sum(map(work.size, missing)), desc="predict", unit="query")
-    # OpenMP reads its variable once, when a worker loads it
+    # must be set before the workers start: OpenMP reads it only once
     cores = lifecycle.environment("OMP_NUM_THREADS", str(threads)) if threads else contextlib.nullcontext()
     with bar, cores, _task_runner(where) as pool, _no_orphans():
         given = {"folder": unmapped(str(work.folder)), "number": missing, "threads": unmapped(threads)}
@@ -123,14 +123,14 @@ def write_shards(work: Work, runner: str | None = None) -> None:
         number, first = min(errors.items())
         if isinstance(first, UnidecError):
             raise type(first)(f"{work.name(number)} failed\n{first}") from first
-        words = f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: {first or repr(first)}"
+        what = f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: {first or repr(first)}"
         fix = "re-run the command: it resumes with the missing shards"
-        raise TrainingError(words, where=str(work.folder), fix=fix) from first
+        raise TrainingError(what, where=str(work.folder), fix=fix) from first
 
 
 @contextlib.contextmanager
 def _no_orphans() -> Any:
-    """On cancellation, kill the pool's processes: it would wait for the shards in progress."""
+    """On cancellation, kill the pool's processes, because the pool would wait for the shards in progress."""
     before = set(multiprocessing.active_children())
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a retraining publishes: its result and events in Prefect, a git commit. None of it fails a run."""
+"""Publish the results of a retraining: tables and events in Prefect, a git commit. A failure here fails no run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("unidec.flows")
 
 @contextlib.contextmanager
 def harmless(what: str) -> Iterator[None]:
-    """Logs a failure of the block, or of the decorated function, as a warning."""
+    """Log an error in the block, or in the decorated function, as a warning."""
     try:
         yield
     except Exception as error:
@@ -38,7 +38,7 @@ def harmless(what: str) -> Iterator[None]:
 
 @harmless("a task's result could not be shown in Prefect")
 def show_task(name: str, result: Any) -> None:
-    """Show a task's result as a table in Prefect; the same task of other rounds and versions has the same key."""
+    """Show a task's result as a table in Prefect; the key has no round or version, so that Prefect shows a history."""
     rows = [{"what": what, "value": value} for what, value in rows_of(pipeline.plain(result))]
     if rows and FlowRunContext.get() is not None:
         key = re.sub(r"[^a-z]+", "-", re.split(r"( of)?( version| round)? \d", name.lower())[0]).strip("-")
@@ -46,8 +46,8 @@ def show_task(name: str, result: Any) -> None:
 
 
 def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Readable names and values of a result of `pipeline.plain`: checks and findings as their sentence; only numbers
-    and texts, without the metrics of frequency groups."""
+    """Names and values of a result of `pipeline.plain` for display: numbers and texts, checks and findings as
+    sentences, without the metrics of frequency groups."""
     named = dict(enumerate(result, 1)) if isinstance(result, list) else result
     for key, value in (named if isinstance(named, Mapping) else {"result": named}).items():
         if isinstance(value, Mapping) and "words" in value:
@@ -74,13 +74,14 @@ def show_result(done: Mapping[str, Any]) -> None:
 
 
 def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()) -> dict[str, str]:
-    """Commits the files that a retraining records, and no others, not even staged ones; tags the commit if set.
+    """Commit the files that a retraining records, and no others, not even staged ones; with `retrain.commit: tag`, tag
+    the commit. If nothing changed, no commit is made.
 
-    If nothing changed, there is no commit. `verdict`: for the message; `extra`: further files, such as the source's
-    .dvc file.
+    Args:
+        verdict: for the commit message. extra: further files, such as the source's .dvc file.
 
     Returns:
-        {"commit": sha} and, with `retrain.commit: tag`, {"tag": name}.
+        {"commit": hash} and, with `retrain.commit: tag`, {"tag": name}.
 
     Raises:
         UnidecError: no branch is checked out, or git failed (it refuses while a merge is under way).
@@ -92,7 +93,8 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
     _git("add", "--intent-to-add", "--", *paths)
     if _git("status", "--porcelain", "--", *paths):
         message = f"Retrain: version {version} of {name}, {verdict}"
-        _git("commit", "--quiet", "--no-verify", "--message", message, "--only", "--", *paths)  # hooks are for code
+        # without hooks, which check code
+        _git("commit", "--quiet", "--no-verify", "--message", message, "--only", "--", *paths)
     done = {"commit": _git("rev-parse", "HEAD")}
     with harmless("the commit could not be recorded with the version"):
         client = open_client(tracking_uri())
@@ -113,7 +115,8 @@ def _git(*words: str) -> str:
 
 @harmless("an event could not be sent to Prefect")
 def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
-    """`unidec.<event>` about `unidec.model.<name>`, for automations: skipped, refused, promoted or drift."""
+    """Send the event `unidec.<event>` (skipped, refused, promoted or drift) about `unidec.model.<name>`, for
+    automations; only inside a flow run."""
     if not current_flow_run.id:
         return
     about = {"prefect.resource.id": f"unidec.model.{model_name}", "prefect.resource.name": model_name}

@@ -1,7 +1,7 @@
 """Calls of DVC's command line: fetch new data, list stale stages, reproduce stages, record outputs.
 
-Secrets are Prefect blocks named in `source.secrets`; their values are only passed to DVC's processes, as environment
-variables: they are not parameters, and `run` masks them in DVC's output.
+Secrets are Prefect blocks named in `source.secrets`. Their values are passed only to DVC's processes, as environment
+variables, and `run` masks them in DVC's output.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from unidec.pipeline import paths
 from unidec.sections import Source
 
 MODEL_STAGES = ("train", "index", "evaluate")
-# what the model's stages read: parameters, code, and the folders of data by their manifests, which hold hashes
+# inputs of the model's stages: parameters, code, and for the data folders their manifests, which contain hashes
 _INPUTS = ("params.yaml", "dvc.yaml", "data/*", "data/*/manifest.json", "unidec/**/*.py", "unidec/recipes/*")
 _BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
-_KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL for a command that is cancelled
-_NOISE = re.compile(  # DVC's own lines around those of a stage
+_KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL when a command is cancelled
+_NOISE = re.compile(  # lines that DVC prints around a stage's output
     r"Running stage|> |ERROR: failed to reproduce|Stage '|Updating lock|To track|Use `dvc|\s*git add|\s*dvc config"
 )
 
@@ -53,13 +53,13 @@ def check_repository() -> None:
 
 
 def make_data(stages: Sequence[str]) -> dict[str, str]:
-    """`dvc repro` of the data stages; meanwhile a thread imports what the model's stages need, which takes seconds.
+    """Run `dvc repro` of the data stages; meanwhile a thread imports the modules of training, which takes seconds.
 
     Returns:
-        what the stages printed: {"propensity: a": "0.55", ...}.
+        the results that the stages printed: {"propensity: a": "0.55", ...}.
 
     Raises:
-        UnidecError: a stage failed; of the class that its exit code stands for, with the stage's message.
+        UnidecError: a stage failed; the subclass with the stage's exit code, with the stage's message.
         CommandError: DVC itself failed.
     """
     imports = ThreadPoolExecutor(1)
@@ -69,29 +69,29 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
     if code == 0:
         return dict(re.findall(r"^([\w-]+: [^=\n]+) = (.*)$", output, re.MULTILINE))
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
-    spoken = "\n".join(line for line in lines if not _NOISE.match(line))
-    words = (spoken or " ".join(line for line in lines if line.startswith("ERROR")))[-4000:]
+    stage_output = "\n".join(line for line in lines if not _NOISE.match(line))
+    message = (stage_output or " ".join(line for line in lines if line.startswith("ERROR")))[-4000:]
     if found := re.search(r"exited with (\d+)", output):
-        raise _BY_EXIT_CODE.get(int(found[1]), UnidecError)(words)
+        raise _BY_EXIT_CODE.get(int(found[1]), UnidecError)(message)
     if "are missing from 'params.yaml'" in output:
-        raise ConfigError(words, where="params.yaml", fix="add them: DVC requires each key that dvc.yaml names")
-    raise CommandError(f"dvc repro {' '.join(stages)} ended with {code}: {words}")
+        raise ConfigError(message, where="params.yaml", fix="add them: DVC requires each key that dvc.yaml names")
+    raise CommandError(f"dvc repro {' '.join(stages)} ended with {code}: {message}")
 
 
-def in_words(made: Mapping[str, str]) -> str:
+def in_words(printed: Mapping[str, str]) -> str:
     """The result of `make_data` in one line: the stages that ran, and the size of an ingested data set."""
-    stages = list(dict.fromkeys(name.partition(":")[0] for name in made))
-    queries = sum(int(made.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test"))
-    read = f": {queries:,} queries, {int(made['ingest: num_labels']):,} labels" if queries else ""
-    return f"data: ran {', '.join(stages)}{read}" if stages else "data: brought up to date from DVC's cache"
+    stages = list(dict.fromkeys(name.partition(":")[0] for name in printed))
+    queries = sum(int(printed.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test"))
+    size = f": {queries:,} queries, {int(printed['ingest: num_labels']):,} labels" if queries else ""
+    return f"data: ran {', '.join(stages)}{size}" if stages else "data: brought up to date from DVC's cache"
 
 
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
-    """What is out of date, by one `dvc status`; everything, if there is no data set yet.
+    """The stages that are out of date, according to one call of `dvc status`.
 
     Returns:
-        whether a data stage must be reproduced; and of the model's stages, which run in sequence, the first that
-        changed and all after it (call again once the data stages are reproduced).
+        whether a data stage must be reproduced (True if there is no data set yet); and the model's stages from the
+        first one that changed to the last (after reproducing the data stages, call again).
     """
     check_repository()
     if data_stages and not paths.DATASET.is_dir():
@@ -115,7 +115,7 @@ def commit(stages: Sequence[str]) -> None:
 def inputs_state() -> dict[str, tuple[int, ...]]:
     """Size, modification time and inode of the input files of the model's stages, by path.
 
-    If it differs after a training, dvc.lock would record inputs that did not make the model.
+    If they differ after a training, dvc.lock would record other inputs than the model was trained on.
     """
     facts = {str(file): file.stat() for pattern in _INPUTS for file in Path().glob(pattern) if file.is_file()}
     return {name: (fact.st_size, fact.st_mtime_ns, fact.st_ino) for name, fact in facts.items()}
@@ -130,29 +130,29 @@ def dvc(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
 
 
 def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run `dvc <words>` in its own process group, which ends with us. Returns exit code and output.
+    """Run `dvc <words>` in a separate process group, which is killed on cancellation. Returns exit code and output.
 
     `say` receives each line; `secrets`: environment variables of that process only, whose values are masked.
     """
-    # the child must not take over our flow run's identity
+    # the process must not report as this flow run
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
     process = subprocess.Popen(
         [sys.executable, "-m", "dvc", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", env={**inherited, **(secrets or {})}, start_new_session=True,
     )  # fmt: skip
-    hidden = sorted(filter(None, (secrets or {}).values()), key=len, reverse=True)
+    masked = sorted(filter(None, (secrets or {}).values()), key=len, reverse=True)
     lines = []
     try:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                for value in hidden:
+                for value in masked:
                     line = line.replace(value, "********")
                 lines.append(without_credentials(line))
                 if say and line.strip():
                     say(lines[-1].rstrip())
         return process.wait(), "".join(lines)
-    except BaseException:  # cancelled: no child may outlive us
+    except BaseException:  # cancelled: no process may outlive this one
         for how in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, how)
@@ -183,14 +183,14 @@ def fetch(source: Source) -> str:
         ConfigError: there is no .dvc file for it. DataError: it is missing or damaged at its source.
     """
     target = dvc_file(source)
-    described = yaml.safe_load(target.read_text(encoding="utf-8"))
-    imported = any("repo" in dep or "path" in dep for dep in described.get("deps", []))
+    content = yaml.safe_load(target.read_text(encoding="utf-8"))
+    imported = any("repo" in dep or "path" in dep for dep in content.get("deps", []))
     words = ["update", str(target)] if imported else ["pull", "--force", str(target)]
     if imported and source.revision:
         words += ["--rev", source.revision]
     if "verify = " not in Path(".dvc/config").read_text(encoding="utf-8"):
         code, remote = run(["config", "core.remote"])
-        if code == 0:  # DVC checks the hashes of what a remote sends only if this is set
+        if code == 0:  # DVC verifies hashes of downloaded files only if this is set
             dvc(["config", "--local", f"remote.{remote.strip()}.verify", "true"])
     code, output = run(words, log.info, secret_values(source.secrets))
     if code:
@@ -211,7 +211,8 @@ def dvc_file(source: Source) -> Path:
 
 
 def secret_values(names: Mapping[str, str]) -> dict[str, str]:
-    """Environment variable -> value, from Prefect's Secret blocks; a ConfigError without values if one is missing."""
+    """Environment variable -> value, from Prefect's Secret blocks; a ConfigError, without any value in its message, if
+    one is missing."""
     values = {}
     for variable, block in names.items():
         try:

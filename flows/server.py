@@ -1,7 +1,7 @@
-"""Prefect's temporary server, in a separate process, which starts while the flow's process does other work.
+"""Prefect's temporary server in a separate process, which starts while the flow's process does other work.
 
-If no server is configured, Prefect itself would import the server's code into the flow's process and wait for it.
-Ctrl-C does not reach this process; it ends when the flow's process is gone.
+Without a configured server, Prefect itself would import the server's code into the flow's process and wait for it.
+Ctrl-C does not reach the server's process; it ends when the flow's process is gone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def start() -> int:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Flows called inside report to a temporary server, unless Prefect's settings name another one."""
+    """Inside the block, flows report to the temporary server, unless Prefect's settings name another one."""
     from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
     port, end = 0 if PREFECT_API_URL.value() else start(), time.monotonic() + TIMEOUT_S
@@ -54,7 +54,7 @@ def running() -> Iterator[None]:
     address = f"http://127.0.0.1:{port}/api"
     while not answers(address) and time.monotonic() < end:
         time.sleep(0.05)
-    # it has no pages, and no automation that listens for heartbeats
+    # the temporary server has no pages, and no automation that uses heartbeats
     unset = {PREFECT_UI_URL: "", "flows.heartbeat_frequency": None}
     with temporary_settings({PREFECT_API_URL: address, **unset}):
         yield

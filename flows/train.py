@@ -23,7 +23,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +40,7 @@ from unidec.pipeline.runs import tracked
 from unidec.tracking.provenance import git
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
-from unidec.training.fit import Report, fit
+from unidec.training.fit import fit
 
 Start = Literal["auto", "warm", "cold"]
 DATA_STEPS = ("ingest", "validate", "tokens", "propensity", "label_graph")
@@ -94,7 +93,7 @@ def train(
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:
-    """ "all", "train,index" or a list -> steps in the pipeline's order; a ConfigError for one that does not exist."""
+    """Parse "all", "train,index" or a list into steps in the pipeline's order; a ConfigError for an unknown step."""
     named = [word.strip() for word in steps.split(",")] if isinstance(steps, str) else list(steps)
     if named == ["all"]:
         return list(STEPS)
@@ -105,7 +104,7 @@ def parse_steps(steps: str | Sequence[str]) -> list[str]:
 
 
 def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool | None) -> dict[str, Any]:
-    """Run everything that is out of date."""
+    """Run all stages that are out of date, register the bundle, judge and share it."""
     work = reproduce.prepare_data(params, DATA_STEPS)
     if force:
         work = list(reproduce.MODEL_STAGES)
@@ -122,7 +121,7 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
     def record() -> None:
         if reproduce.inputs_state() != before:
             what = "parameters, code or data were edited while the model was trained; its outputs are kept"
-            raise ConfigError(what, where="dvc.lock", fix="run it again: what the edit affects is rebuilt")
+            raise ConfigError(what, where="dvc.lock", fix="run it again: stages that the edit affects are re-run")
         run("record", reproduce.commit, work, retry=True)
 
     done |= _in_process(params, [*work, "register"], record)
@@ -131,7 +130,7 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
 
 
 def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
-    """Nothing to train; completes what a killed earlier run left undone: registration, the gate, the commit."""
+    """Train nothing; complete the registration, gate and commit of an earlier run that was killed before them."""
     reason = "nothing that the model depends on changed since dvc.lock was written"
     lifecycle.say(f"training is skipped: {reason} (force trains anyway)")
     done = _in_process(params, ["register"])
@@ -142,26 +141,22 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
     return {**done, **judged, "skipped": reason}
 
 
-def _phase(num_rounds: str, name: str, number: int, work: Callable[[], Report]) -> Report:
-    """A phase as a task, without retries: its error would recur, and the next run resumes from the checkpoint."""
-    return run(f"{name} {number} of {num_rounds}", work)
-
-
-def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Run the steps in order; `recorded` is called after all outputs are written and before registration."""
+def _in_process(params: Params, wanted: list[str], record: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Run the steps in order; `record` is called after all outputs are written and before registration."""
     done: dict[str, Any] = {"steps": wanted, "run_url": None}
     for stage in (step for step in wanted if step in DATA_STEPS):
         run(stage, getattr(pipeline, stage), params)
     with contextlib.ExitStack() as stack:
         if "train" in wanted:
-            if recorded is None:  # else the lock is already held
+            if record is None:  # else the lock is already held
                 stack.enter_context(one_at_a_time())
             training = run("start run", pipeline.start_run, params, retry=True)
             stack.enter_context(tracked(training.folder))
             for line in training.lines:
                 lifecycle.say(line)
-            most = "at most " if params.optim.patience else ""
-            fit(training, partial(_phase, f"{most}{training.num_rounds}"))
+            num_rounds = f"{'at most ' if params.optim.patience else ''}{training.num_rounds}"
+            # tasks without retries: an error would recur, and the next run resumes from the checkpoint
+            fit(training, lambda name, number, work: run(f"{name} {number} of {num_rounds}", work))
             run("export", training.export)
             done["epoch"] = training.epoch
         if "index" in wanted:
@@ -169,8 +164,8 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
         if "evaluate" in wanted:
             done |= pipeline.plain(run("evaluate", pipeline.evaluate, params))
             done["report"] = str(Path(done["report"]).resolve())
-        if recorded is not None:
-            recorded()
+        if record is not None:
+            record()
         if "train" in wanted:
             done["run_url"] = Tracker.resume(training.folder).url
         if "register" in wanted:
@@ -182,16 +177,16 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
 
 @contextlib.contextmanager
 def _own_folder(params: Params) -> Iterator[Params]:
-    """Work inside `runs/own/<fingerprint>/`, so that the pipeline's relative paths do not touch DVC's outputs.
+    """Run the block inside `runs/own/<fingerprint>/`, so that the pipeline's relative paths do not touch DVC's outputs.
 
-    Paths in the parameters and the tracking store do not change.
+    Paths in the parameters and the tracking store stay the same.
     """
 
     def absolute(path: str) -> str:
         return str(Path(path).resolve()) if path and Path(path).exists() else path
 
-    named = {"name": absolute(params.encoder.name), "start": absolute(params.encoder.start)}
-    encoder = params.encoder.model_copy(update=named)
+    sources = {"name": absolute(params.encoder.name), "start": absolute(params.encoder.start)}
+    encoder = params.encoder.model_copy(update=sources)
     data = params.data.model_copy(update={"path": str(Path(params.data.path).resolve())})
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,10 +196,10 @@ def _own_folder(params: Params) -> Iterator[Params]:
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Report mistakes before Prefect starts, and do slow work while its server starts.
+    """Report errors in the options before Prefect starts, and do slow work while its server starts.
 
-    If no server is configured, DVC makes the data here; if there is nothing to train, the result is returned without a
-    flow run.
+    If no server is configured, the data stages run here; if there is then nothing to train, the result is returned, and
+    no flow run is needed.
     """
     parse_steps(options["steps"])
     params = load_params(options["params_file"], options["overrides"])
@@ -221,7 +216,7 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
                     return _skip(params, options["promote"])
             server.start()
             if data_changed:
-                # what may succeed when retried, the flow retries
+                # the flow retries a CommandError
                 with one_at_a_time(), contextlib.suppress(reproduce.CommandError):
                     print(reproduce.in_words(reproduce.make_data(DATA_STEPS)), file=sys.stderr)
         store.result()
@@ -229,5 +224,5 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _open_store() -> None:
-    import_mlflow()  # each run requires it, and the database
+    import_mlflow()  # in the background, as each run needs MLflow and its database
     prepare_store()

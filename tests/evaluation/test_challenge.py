@@ -41,7 +41,7 @@ def test_every_metric_by_query_adds_up_to_the_evaluators(seed: int, empty: str) 
     figures = evaluate(predicted, truth, weight, group)
     for name in metric_names():
         if "coverage" in name:
-            with pytest.raises(ValueError, match="all queries together"):
+            with pytest.raises(ValueError, match="no contributions of single queries"):
                 by_query(predicted, truth, [name], weight, group)
         else:
             above_N, below_N = by_query(predicted, truth, [name], weight, group)[name]

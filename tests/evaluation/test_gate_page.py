@@ -9,7 +9,7 @@ import pytest
 from html_page import Page
 
 from unidec.evaluation.page import render
-from unidec.pipeline.gating import figures
+from unidec.pipeline.gating import resource_checks
 from unidec.retrieval.probe import Probe
 from unidec.sections import Gate
 
@@ -45,7 +45,7 @@ def test_every_reason_what_failed_first_and_nothing_is_run() -> None:
         ("latency ratio", "p95 latency, times the champion's", "unidec models gate"),
         ("code", "code in git", "Commit the files that are named"),
         ("nDCG@5", "nDCG@5", "--force --start cold"),
-        ("tail/R@10", "tail/R@10", "gate.tolerance accepts a larger loss"),
+        ("tail/R@10", "tail/R@10", "gate.tolerance accepts the loss"),
     ],
 )
 def test_a_failed_check_says_what_to_do(check: str, shown: str, to_do: str) -> None:
@@ -65,7 +65,7 @@ def test_a_failed_check_says_what_to_do(check: str, shown: str, to_do: str) -> N
 def test_every_check_of_the_gate_has_its_advice() -> None:
     probe = Probe(**dict.fromkeys((f.name for f in dataclasses.fields(Probe)), 1.0))  # type: ignore[arg-type]
     rules = Gate(max_load_seconds=0.1, max_latency_ms=0.1, max_megabytes=0.1)
-    found = figures({"challenger": probe, "champion": probe}, rules)
+    found = resource_checks({"challenger": probe, "champion": probe}, rules)
     assert len(found) == 6
     for one in found:
         reasons = [{"check": one.check, "passed": False, "words": one.words}]

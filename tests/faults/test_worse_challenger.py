@@ -65,7 +65,7 @@ def answers(world) -> bytes:
     "worse_in", [one if one == "P@1" else pytest.param(one, marks=pytest.mark.slow) for one in WORSE]
 )
 def test_a_worse_challenger_is_not_promoted(world, worse_in, monkeypatch):
-    monkeypatch.setattr(gating, "_AGAIN", 1)  # it is slower by far, whatever else runs here
+    monkeypatch.setattr(gating, "_MEASUREMENTS", 1)  # it is slower by far, whatever else runs here
     how, rules, expected = WORSE[worse_in]
     params = world.params(**rules)
     version = world.version(world.bundle(worse_in, **how))

@@ -53,7 +53,7 @@ def test_a_run_of_a_killed_process_is_set_crashed(reconcile, client):
             client.update_flow_run(runs[name].id, infrastructure_pid=pid)
     try:
         with pytest.MonkeyPatch.context() as patch:  # as if the other process had started much later
-            patch.setattr(reconcile.module, "_SECONDS_APART", -3600.0)
+            patch.setattr(reconcile.module, "_CLOCK_TOLERANCE", -3600.0)
             is_gone = reconcile.module._process_is_gone
             assert is_gone(client.read_flow_run(runs["reused"].id))
         client.set_flow_run_state(runs["reused"].id, Completed(), force=True)

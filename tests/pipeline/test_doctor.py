@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_beside_a_whole_one_and_alone() -> None:
     first, second = checkpoints("abc", 10, 20)
     assert doctor.examine(deep=True) == []
     os.truncate(second / "dense.safetensors", 5)
-    assert "newest whole one is used" in reported(1, "a damaged checkpoint", second.name).fix
+    assert "newest intact one is used" in reported(1, "a damaged checkpoint", second.name).fix
     os.truncate(first / "dense.safetensors", 5)
     both = doctor.examine(fix=True)
     assert [(f.severity, f.fixable) for f in both] == [("broken", False)] * 2 and doctor.exit_code(both) == 4
@@ -197,7 +197,7 @@ def test_figures_that_wait_are_sent_unless_a_training_is_at_work(uri: str) -> No
 def test_a_damaged_note_of_the_run(uri: str) -> None:
     Tracker("doctor").start(Path("runs/a"), {})
     Path("runs/a/tracking.json").write_text("{")
-    reported(1, "a damaged note", "tracking.json")
+    reported(1, "a damaged record", "tracking.json")
 
 
 def test_the_command(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def test_a_profile_of_another_version_is_none(work: SimpleNamespace, tmp_path: P
         about["card"][PROFILE_KEY] = value
         (tmp_path / "bundle" / "bundle.json").write_text(json.dumps(about))
         assert read_profile(tmp_path / "bundle") is None
-    with pytest.raises(ArtifactError, match="without a profile"):
+    with pytest.raises(ArtifactError, match="has no profile"):
         pipeline.monitor(work.params(), window(tmp_path / "w.parquet", ["x"]), bundle=str(tmp_path / "bundle"))
 
 
@@ -151,7 +151,7 @@ def test_data_that_changed_a_little_goes_on(
     pipeline.data_change(params)
     assert (paths.CHANGE / "drift.json").read_bytes() == again
     page = Path(result.page).read_text()
-    assert "nothing changed more than it may" in page and "docs/index.html" in page and "<script" not in page
+    assert "nothing changed beyond the limits" in page and "docs/index.html" in page and "<script" not in page
     assert Path(result.docs).is_file()
 
 
@@ -185,7 +185,7 @@ def test_the_page_of_the_validation_has_the_change(
     shown = validated(params)
     compared = [row for row in stated.rows if row[:1] and row[1:2] in (["warns"], ["ok"])]
     assert len(compared) >= 24 and all(row in shown.rows for row in compared)
-    assert "version 1" in shown.words and "changed more than it may: training queries" in shown.words
+    assert "version 1" in shown.words and "changed beyond the limits: training queries" in shown.words
     assert shown.tags.count("svg") >= 4 + 2  # of the data, and of the lengths on both sides
 
     # a registry that cannot be read, and none at all, fail no validation
@@ -282,7 +282,7 @@ def test_the_run_of_a_window(
 
 def test_what_cannot_be_monitored(work: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("query\n")
-    with pytest.raises(DataError, match="without queries"):
+    with pytest.raises(DataError, match="has no queries"):
         pipeline.monitor(work.params(), str(tmp_path / "empty.csv"))
     with pytest.raises(ConfigError, match="not in the registry"):
         pipeline.monitor(work.params(**{"tracking.model_name": "nobody"}), str(tmp_path / "empty.csv"))

@@ -85,10 +85,10 @@ def test_three_tables_become_a_data_set(place, ending):
 def test_a_source_that_is_missing_or_empty_leaves_the_data(place):
     pipeline.fetch(params_of(kind="folder", path="export"))
     before = content(place / "data/incoming")
-    with pytest.raises(DataError, match="nowhere: no files there"):
+    with pytest.raises(DataError, match="nowhere: no files found"):
         pipeline.fetch(params_of(kind="folder", path="nowhere"))
     (place / "empty").mkdir()
-    with pytest.raises(DataError, match="empty: no files there"):
+    with pytest.raises(DataError, match="empty: no files found"):
         pipeline.fetch(params_of(kind="folder", path="empty"))
     assert content(place / "data/incoming") == before
 

@@ -117,7 +117,7 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
 
 
 def test_copies_of_old_bundles_make_room(world, monkeypatch):
-    monkeypatch.setattr(gating, "_ENOUGH", 2)
+    monkeypatch.setattr(gating, "_KEPT_COPIES", 2)
     world.version(world.bundle("champion", wrong=[1, 2]), alias="champion")
     pipeline.gate(world.params(), world.version(world.bundle("a", wrong=[3, 4])))
     for i, name in enumerate(("old", "older", "oldest")):

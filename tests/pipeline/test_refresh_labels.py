@@ -70,7 +70,7 @@ def params(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
 
 def test_unchanged_data_changes_nothing(params: Params) -> None:
     result = pipeline.refresh_labels(params)
-    assert result == ChangedLabels(changed=False, bundle=None, parent="1", reason="version 1 has this data set")
+    assert result == ChangedLabels(changed=False, bundle=None, parent="1", reason="version 1 already has this data set")
     assert not paths.REFRESHED.exists()
     with pytest.raises(ConfigError, match="not in the registry: no such alias"):
         pipeline.refresh_labels(params, "nobody")
@@ -140,7 +140,7 @@ def test_without_votes_another_data_set_with_the_same_labels_is_no_change(
         return bundle
 
     monkeypatch.setattr(Bundle, "load", classmethod(silent))
-    assert pipeline.refresh_labels(params, 2).reason == "version 2 has these labels"
+    assert pipeline.refresh_labels(params, 2).reason == "version 2 already has these labels"
 
 
 def test_new_labels_rank_by_their_text(params: Params) -> None:

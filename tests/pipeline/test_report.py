@@ -68,7 +68,7 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
     )  # fmt: skip
     tfidf = Baselines({"knn": ours, "mix": theirs[places]} if with_baseline else {}, {}, places, "")
     bundle = SimpleNamespace(probabilities=lambda scores: None)
-    found = stage._answered(bundle, ranking, np.zeros((num, k)), ours, tfidf)  # type: ignore[arg-type]
+    found = stage._predictions_shown(bundle, ranking, np.zeros((num, k)), ours, tfidf)  # type: ignore[arg-type]
     assert found["gain_over"] == ("TF-IDF kNN + label match" if with_baseline else "")
     for name, sign in (("gains", 1), ("losses", -1)):
         wanted = sorted((g for g in gain.values() if not with_baseline or sign * g > 0), key=lambda g: -sign * g)[:6]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unidec.config import Params, flatten
 from unidec.evaluation.metrics import evaluate
-from unidec.pipeline.evaluation import described, split_figures
+from unidec.pipeline.evaluation import markdown_table, split_figures
 from unidec.pipeline.training import model_params, step_figures
 from unidec.sections import Warm
 
@@ -51,5 +51,5 @@ def test_a_group_without_labels_and_a_head_that_is_not_there_are_left_out():
 
 
 def test_a_description_begins_with_what_people_compare():
-    lines = described({"P@1": 50.83, "P@5": 1.0, "PSP@5": 32.8, "training/minutes": 7.44}).splitlines()
+    lines = markdown_table({"P@1": 50.83, "P@5": 1.0, "PSP@5": 32.8, "training/minutes": 7.44}).splitlines()
     assert lines == ["| P@1 | PSP@5 | minutes |", "| --- | --- | --- |", "| 50.8 | 32.8 | 7.4 |"]

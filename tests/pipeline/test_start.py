@@ -137,7 +137,7 @@ def test_without_a_champion(work):
 
 
 def test_as_asked_for(work):
-    assert pipeline.choose_start(work.params(), "cold").reason == "asked for"
+    assert pipeline.choose_start(work.params(), "cold").reason == "as requested"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind == "cold"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto").kind == "warm"
     assert pipeline.choose_start(work.params(), "cold").kind == "cold" and START.read_bytes() == COLD
@@ -209,7 +209,7 @@ def test_the_effective_parameters(work):
 )  # fmt: skip
 def test_a_damaged_file_is_named(work, text):
     START.write_text(text)
-    with pytest.raises(ArtifactError, match=r"data/start.json(.|\n)*bring it back from git"):
+    with pytest.raises(ArtifactError, match=r"data/start.json(.|\n)*restore it from git"):
         read_start()
     START.write_bytes(COLD)
     assert read_start() is None
@@ -224,8 +224,8 @@ def test_a_warm_training_from_choice_to_bundle(work):
     pipeline.choose_start(params)
     assert start.run_identity(params) != cold
     begun = pipeline.start_run(params)
-    assert (begun.epochs, begun.num_rounds, begun.a_round) == (1, 1, 2) and read_start().version == "1"
-    assert begun.lines[0] == "starts from unidec version 1, its warm start 1"
+    assert (begun.epochs, begun.num_rounds, begun.epochs_a_round) == (1, 1, 2) and read_start().version == "1"
+    assert begun.lines[0] == "starts from unidec version 1, warm start number 1"
     done, said = training.train(params), []
     assert done.epoch == 1
     assert training.train(params, say=said.append).epoch == 1 and "is trained" in said[1], "the same run"

@@ -1,1 +1,1 @@
-"""Metrics and the report."""
+"""Metrics, significance tests, drift, and HTML reports."""

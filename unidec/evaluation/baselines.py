@@ -1,11 +1,11 @@
-"""What a model gains over TF-IDF: baselines of the same training split, ranked and measured beside it in seconds.
+"""TF-IDF baselines built from the training split, measured in seconds, and the model's gain over them.
 
-Nothing is trained: the nearest training queries vote, label texts match, or both. Scores stay sparse and are computed
-for a block of queries at a time. On large data training and test queries are sampled (`MAX_TRAIN`, `MAX_TEST`,
-`MAX_SCORES`); `Baselines.about` then reports it. A comparison is always on the same queries for both sides.
+Nothing is trained: the nearest training queries vote, label texts are matched, or both. Scores stay sparse and are
+computed for a block of queries at a time. Large data is sampled (`MAX_TRAIN`, `MAX_TEST`, `MAX_SCORES`), which
+`Baselines.about` reports; the model is then compared on the same sample of test queries.
 
 Shape legend: N test queries, n of them that are ranked, B queries of one block, M training queries, L labels, F words,
-K labels a query.
+K labels per query.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ MODEL = "model"
 K = 100
 MAX_TRAIN = 100_000
 MAX_TEST, MIN_TEST = 10_000, 1_000
-MAX_SCORES = 500_000_000  # (test query, training query or label) pairs; beyond, test queries are sampled
-NUM_SAMPLES = 2_000  # of the paired tests: p-values down to 0.001
-PERFECT = 99.95  # percent: shown as 100.0
+MAX_SCORES = 500_000_000  # pairs of a test query and a training query or label; above this, test queries are sampled
+NUM_SAMPLES = 2_000  # resamples of the paired tests: p-values down to 0.001
+PERFECT = 99.95  # percent: from here on shown as 100.0
 NEIGHBOURS = 100  # training queries that vote
 MATCH_WEIGHT = 0.5  # of label match in the mix
-BLOCK = 512  # queries at most
-BLOCK_SCORES = 2**24  # scores of one block at most: some 200 MB while a block is ranked
+BLOCK = 512  # most queries of a block
+BLOCK_SCORES = 2**24  # most scores of a block: some 200 MB while it is ranked
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """What the baselines answered; both mappings are empty where there was nothing to compare with.
+    """Predictions and metrics of the baselines; both mappings are empty if no baseline could be built.
 
     Attributes:
         labels: int64 [n, K] by name of `BASELINES`, filtered pairs removed. metrics: of these queries, in percent.
-        places: int64 [n], which queries of the test split were ranked, ascending.
-        about: how they were trained and measured, in a sentence or two.
+        places: int64 [n], positions of these queries in the test split, ascending.
+        about: how they were built and measured, in a sentence or two.
     """
 
     labels: Mapping[str, NDArray[np.int64]]
@@ -60,12 +60,12 @@ class Baselines:
 
 
 def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: Any) -> Baselines:
-    """kNN over the training queries, and kNN with label match, on the test split.
+    """Measure kNN over the training queries, alone and with label match, on the test split.
 
     Args:
         text: which texts are compared. inverse_L, group_L: inverse propensity and frequency group of each label.
     """
-    # as for the model, queries that something was chosen by vote too in the end
+    # validation queries vote too, as they do for the model
     train, test = np.sort(np.concatenate([dataset.rows("train"), dataset.rows("validation")])), dataset.rows("test")
     rows = spaced(train, MAX_TRAIN)
     affordable = max(MIN_TEST, MAX_SCORES // max(len(rows) + dataset.num_labels, 1))
@@ -95,15 +95,15 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
 def compare_with_baselines(
     model_NK: NDArray[np.integer], truth: csr_matrix, baselines: Baselines, inverse_L: Any, group_L: Any
 ) -> list[Comparison]:
-    """The model beside the better baseline of each metric, and by frequency of the labels; paired tests, Holm.
+    """Compare the model with the better baseline of each metric, by paired tests with Holm's correction.
 
     Args:
-        model_NK: the model's labels for the whole test split, best first, -1 where there are none.
-        truth: CSR [N, L] after filters. inverse_L, group_L: as `measure_baselines`.
+        model_NK: the model's predictions for the whole test split, best first, -1 = none.
+        truth: CSR [N, L] after filters. inverse_L, group_L: as for `measure_baselines`.
 
     Returns:
-        One comparison for each of `COMPARED`, then of `OF_GROUPS` for groups with test queries; none by R@k where the
-        data set has no more than k labels, which a model that ranks them all finds.
+        One comparison for each of `COMPARED`, then for each of `OF_GROUPS` whose group has test queries. R@k is left
+        out if the data set has at most k labels: it is then 100 for any model that ranks all labels.
     """
     if not baselines.labels:
         return []
@@ -114,69 +114,71 @@ def compare_with_baselines(
     names = [name for name in names if runs[MODEL][0][name][1].any()]
     best = best_systems(runs, list(baselines.labels), names)
     better = [{name: runs[best[name]][0][name] for name in names}]
-    found = compare_systems({MODEL: runs[MODEL], "best": better}, "best", names, num_samples=NUM_SAMPLES)
-    return [dataclasses.replace(one, against=best[one.metric]) for one in found]
+    comparisons = compare_systems({MODEL: runs[MODEL], "best": better}, "best", names, num_samples=NUM_SAMPLES)
+    return [dataclasses.replace(one, against=best[one.metric]) for one in comparisons]
 
 
 def verdict(compared: Sequence[Comparison]) -> str:
-    """What the model gains over the baselines, where it loses, and how sure that is: one sentence, "" for nothing."""
+    """One sentence about the model's gains and losses against the baselines and their significance; "" for no
+    comparisons."""
     if not compared:
         return ""
 
     def listed(better: bool, worse: bool) -> str:
-        words = []
+        parts = []
         for one in compared:
             group, _, name = one.metric.rpartition("/")
             if (one.better, one.worse) == (better, worse):
-                words.append(f"{name}{f' of {group} labels' if group else ''} {one.difference:+.1f}")
-        return ", ".join(words)
+                parts.append(f"{name}{f' of {group} labels' if group else ''} {one.difference:+.1f}")
+        return ", ".join(parts)
 
-    unsure = listed(False, False)
+    undecided = listed(False, False)
     return (
         f"Against the better TF-IDF baseline of each metric, on {compared[0].num_queries:,} test queries, the model "
         f"gains {listed(True, False) or 'nothing significant'}; loses {listed(False, True) or 'nothing significant'}"
-        f"{f'; no significant difference: {unsure}' if unsure else ''} "
+        f"{f'; no significant difference: {undecided}' if undecided else ''} "
         "(percentage points; significant: p < 0.05 in a paired test with Holm's correction)."
     )
 
 
 def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, counts_L: NDArray[np.integer]) -> list[str]:
-    """Why the figures of the test split may mean little: in words, nothing where there is no reason.
+    """Sentences about reasons why the metrics of the test split may be misleading; [] if there are none.
 
     Args:
         metrics: of the test split, in percent. counts_L: training queries of each label.
     """
-    found, trained, test = [], int((counts_L > 0).sum()), dataset.rows("test")
+    reasons, trained, test = [], int((counts_L > 0).sum()), dataset.rows("test")
     if trained <= 1:
-        found.append(
-            f"{'One label has' if trained else 'No label has'} training queries: there is nothing to choose between, "
-            "and the metrics tell nothing about the model."
+        reasons.append(
+            f"{'Only one label has' if trained else 'No label has'} training queries: the model has no choice between "
+            "labels, and the metrics say nothing about it."
         )
     hash_N, _ = text_facts(dataset, "queries", text)
     if repeated := int(np.isin(hash_N[test], hash_N[dataset.rows("train")]).sum()):
-        found.append(
-            f"The text of {repeated:,} of {len(test):,} test queries ({repeated / len(test):.1%}) is also a training "
-            "query's: the metrics reward remembering them. Remove them from the test split, or from training."
+        reasons.append(
+            f"{repeated:,} of {len(test):,} test queries ({repeated / len(test):.1%}) have the same text as a training "
+            "query: the metrics reward memorising them. Remove them from the test split, or from training."
         )
     perfect = [name for name, value in metrics.items() if "/" not in name and "@" in name and value >= PERFECT]
     if trivial := [name for name in perfect if _is_trivial(name, dataset.num_labels)]:
-        found.append(f"{', '.join(trivial)}: 100.0 because the data set has only {dataset.num_labels:,} labels.")
+        reasons.append(f"{', '.join(trivial)}: 100.0 because the data set has only {dataset.num_labels:,} labels.")
     if surprising := [name for name in perfect if name not in trivial]:
-        found.append(
+        reasons.append(
             f"{', '.join(surprising)}: 100.0. Real data is hardly ever that easy: look for test queries among the "
             "training queries, for labels named in the texts, and at the number of test queries."
         )
-    return found
+    return reasons
 
 
 def _is_trivial(metric: str, num_labels: int) -> bool:
-    """Whether all labels together reach 100: recall and coverage at no fewer places than there are labels."""
+    """Whether predicting all labels gives 100 percent: recall and coverage with k at least the number of labels."""
     name = parse(metric)
     return name.kind in ("R", "coverage") and name.k >= num_labels
 
 
 def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
-    """scikit-learn's `TfidfVectorizer` of these texts (sublinear, without English stop words), and their unit vectors.
+    """Fit scikit-learn's `TfidfVectorizer` (sublinear, without English stop words); returns it and the texts' unit
+    vectors.
 
     Raises:
         DataError: no text has a word.
@@ -194,14 +196,19 @@ def rank(
     train_FM: csr_matrix, relevance_ML: csr_matrix, label_FL: csr_matrix, query_nF: csr_matrix,
     methods: Sequence[str], width: int, desc: str,
 ) -> dict[str, NDArray[np.int64]]:  # fmt: skip
-    """The best labels of each query by some of "knn", "label-match" and "mix": {method: [n, width]} of `top_rows`.
+    """The best labels of each query.
 
-    The nearest training queries vote for their labels with the square of their cosine; those that are exactly as near
-    as the last of them vote too. The mix is votes + `MATCH_WEIGHT` x match, each scaled to a row maximum of 1.
+    "knn": the nearest training queries, with all ties for the last place, vote for their labels with the square of
+    their cosine. "label-match": the cosine of query and label text. "mix": votes + `MATCH_WEIGHT` x match, each scaled
+    to a row maximum of 1.
 
     Args:
-        train_FM, label_FL, query_nF: float32 CSR of unit vectors, which are columns of the first two.
+        train_FM, label_FL: float32 CSR, unit vectors as columns. query_nF: float32 CSR, unit vectors as rows.
         relevance_ML: float32 CSR of 0 and 1.
+        methods: some of the three above. width: number of labels per query. desc: of the progress bar.
+
+    Returns:
+        method -> labels, int64 [n, width], see `top_rows`.
     """
     from sklearn.preprocessing import normalize
 
@@ -220,24 +227,25 @@ def rank(
             for method in methods:
                 parts[method].append(top_rows(largest(csr_matrix(scores[method]), width), width))
             bar.update(x_BF.shape[0])
-    return {method: np.concatenate(own) for method, own in parts.items()}
+    return {method: np.concatenate(blocks) for method, blocks in parts.items()}
 
 
 def largest(score: csr_matrix, count: int) -> csr_matrix:
-    """The `count` largest entries of each row, those equal to the last of them included; others are dropped."""
+    """Only the `count` largest entries of each row, with all ties for the last of them."""
     keep = np.ones(score.nnz, dtype=bool)
     for start, end in zip(score.indptr[:-1], score.indptr[1:], strict=True):
         if end - start > count:
             row = score.data[start:end]
             keep[start:end] = row >= np.partition(row, end - start - count)[end - start - count]
-    kept = np.concatenate([[0], np.cumsum(keep)])
-    return csr_matrix((score.data[keep], score.indices[keep], kept[score.indptr]), shape=score.shape)
+    num_kept = np.concatenate([[0], np.cumsum(keep)])
+    return csr_matrix((score.data[keep], score.indices[keep], num_kept[score.indptr]), shape=score.shape)
 
 
 def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:
-    """Labels of sparse scores, CSR [n, L], as int64 [n, width], best first, padded with -1.
+    """Labels by falling score, int64 [n, width], padded with -1.
 
-    Every stored entry is a prediction; among equal scores the lower label goes first.
+    Args:
+        score: CSR [n, L]; every stored entry is a prediction. Equal scores are ordered by label number.
     """
     score.sum_duplicates()
     length = np.diff(score.indptr)

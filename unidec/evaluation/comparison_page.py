@@ -1,4 +1,4 @@
-"""The page of a comparison, and what it shows as plain values: one HTML file that loads nothing."""
+"""The page of a comparison: its input as plain values, and one HTML file that loads no other files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS
 
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
-CURVES = 8  # systems with a colour in a chart of curves: as many as there are colours
+CURVES = 8  # most systems with a colour in a chart of curves: the number of colours
 MARKS = {"right": " ▲", "wrong": " ▼", "": ""}
 MAIN = ("P@1", "PSP@5", "R@100")  # drawn
 GROUP_METRICS = ("P@5", "PSP@5", "R@10", "coverage@5")
@@ -40,9 +40,9 @@ class Run:
     Attributes:
         metrics: of the test split in percent, named as `metrics.evaluate` does. validation: of the validation split.
         costs: "train_seconds", "refresh_seconds", "work_seconds" (processor seconds of both, on a GPU wall seconds),
-            "total_seconds", "search_ms" (a query), "peak_memory_bytes", "parameters", "bundle_bytes"; what was not
-            measured is left out.
-        curve: lines of rounds.jsonl; peers have none.
+            "total_seconds", "search_ms" (per query), "peak_memory_bytes", "parameters", "bundle_bytes"; those that were
+            measured.
+        curve: lines of rounds.jsonl; empty for peers.
     """
 
     seed: int
@@ -54,17 +54,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean (NaN without a value), standard deviation of a sample (n - 1; NaN below two values) and number of values."""
+    """Mean (NaN without values), sample standard deviation (n - 1; NaN below two values) and number of values."""
 
     mean: float
     spread: float
     count: int
 
     def shown(self, mark: str = "", kind: str = "", form: str = "") -> Shown:
-        """ "45.12 ± 0.10", compared by the mean."""
+        """A table cell such as "45.12 ± 0.10", compared by the mean."""
         spread = f" ± {self.spread:.2f}" if math.isfinite(self.spread) else ""
-        return Shown(f"{self.mean:{form}}" if form and math.isfinite(self.mean) else number(self.mean), self.mean,
-                     spread + mark, kind)  # fmt: skip
+        mean = f"{self.mean:{form}}" if form and math.isfinite(self.mean) else number(self.mean)
+        return Shown(mean, self.mean, spread + mark, kind)
 
 
 def summary(values: Sequence[float]) -> Summary:
@@ -76,13 +76,13 @@ def summary(values: Sequence[float]) -> Summary:
 
 @dataclass(frozen=True)
 class Cell:
-    """One system on one task, all its seeds.
+    """One system on one task, with all its seeds.
 
     Attributes:
         task: name of its task. name: unique within the task.
-        kind: "recipe" is trained by us, "peer" comes from outside or needs no training.
-        about: one line. recipe: its recipe's name. settings: what is set beyond the recipe and the common settings.
-        runs: the seeds that ended well, may be empty.
+        kind: "recipe": trained by unidec; "peer": other software, or a method without training.
+        about: one line. recipe: its recipe's name. settings: those that differ from the recipe and the common settings.
+        runs: the seeds that succeeded; may be empty.
     """
 
     task: str
@@ -94,9 +94,9 @@ class Cell:
     runs: Sequence[Run] = ()
 
     def values(self, name: str, of: Literal["metrics", "costs"] = "metrics") -> list[float]:
-        """A metric or a cost of each seed that has it, finite."""
-        found = [float(getattr(run, of).get(name, math.nan)) for run in self.runs]
-        return [value for value in found if math.isfinite(value)]
+        """The finite values of a metric or cost, one for each seed that has it."""
+        values = [float(getattr(run, of).get(name, math.nan)) for run in self.runs]
+        return [value for value in values if math.isfinite(value)]
 
     def summary(self, name: str, of: Literal["metrics", "costs"] = "metrics") -> Summary:
         """A metric or a cost over the seeds."""
@@ -105,12 +105,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class ComparisonInput:
-    """All that the page shows; a part that is not given is left out.
+    """The content of the page; empty parts are omitted.
 
     Attributes:
-        date: as it shall read. about: one line. notes: paragraphs under the heading: what was found.
-        tasks, cells: shown in this order; a cell's task that is not among `tasks` gets a table without a card.
-        contrasts: paired tests of each task; `contrast_note`: which test, how corrected.
+        date: as displayed. about: one line. notes: paragraphs under the heading, about the findings.
+        tasks, cells: shown in this order; a task that is only named by a cell gets a table without a card.
+        contrasts: paired tests by task. contrast_note: which test was used, and how it is corrected.
         groups: ablations, shown for each task that has their cells: {"title", "base": name of the cell that the others
             are compared with, "cells": the others, in order, "about": which table of which paper this repeats}.
         failures: runs without a result: {"task", "cell", "seed", "state": "failed" or "not run", "reason", "log"}.
@@ -132,7 +132,7 @@ class ComparisonInput:
 
 
 def write_comparison(path: str | os.PathLike[str], comparison: ComparisonInput) -> None:
-    """Write the page atomically. Raises ArtifactError where it cannot be written."""
+    """Write the page atomically. Raises ArtifactError if that fails."""
     write_page(path, render_comparison(comparison))
 
 
@@ -154,7 +154,7 @@ def render_comparison(comparison: ComparisonInput) -> str:
 
 
 def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
-    """One task's cells, best first, what of them is shown in tables, and their charts."""
+    """The template's variables for one task: cells (best first), metrics and groups of its tables, charts."""
     cells = ranked(cells, MAIN[0])
     metrics = [metric for metric in HEADLINE if any(cell.values(metric) for cell in cells)]
     groups = [(f"{group}/{metric}", f"{metric} {group}") for metric in GROUP_METRICS for group in GROUPS]
@@ -184,17 +184,19 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
+    """A chart of a metric by cell: means, and for several seeds the standard deviation and the single values."""
     rows = []
     for cell in ranked(cells, metric) if any(any(cell.values(metric)) for cell in cells) else ():
-        of = cell.summary(metric)
-        ends = (of.mean - of.spread, of.mean + of.spread) if of.count > 1 else None
-        seeds, shade = cell.values(metric) if ends else (), PEER if cell.kind == "peer" else 0
-        rows.append(Range(cell.name, of.mean, ends, seeds, shade))
+        over_seeds = cell.summary(metric)
+        mean, spread = over_seeds.mean, over_seeds.spread
+        ends = (mean - spread, mean + spread) if over_seeds.count > 1 else None
+        seeds, colour = cell.values(metric) if ends else (), PEER if cell.kind == "peer" else 0
+        rows.append(Range(cell.name, mean, ends, seeds, colour))
     return range_chart(f"{metric}, test split", rows, "percent; grey: peers")
 
 
 def _curve(cell: Cell, metric: str, by_work: bool = False) -> Line:
-    """Means over seeds of a validation metric against time; the first seed that ends, ends the line."""
+    """Means over seeds of a validation metric against time; the line ends with the shortest seed's last point."""
     seeds = [points for run in cell.runs if (points := _points(run, metric, by_work))]
     x, y = ([statistics.fmean(point[axis] for point in points) for points in zip(*seeds, strict=False)]
             for axis in (0, 1))  # fmt: skip
@@ -202,30 +204,28 @@ def _curve(cell: Cell, metric: str, by_work: bool = False) -> Line:
 
 
 def _points(run: Run, metric: str, by_work: bool) -> list[tuple[float, float]]:
-    """(minutes, value) of each measured round; of a run without rounds the one point after its training."""
-    minutes = [r["minutes"] for r in validation_records(run.curve)]
-    lines, whole = (
-        [line for line in run.curve if line.get("validation")],
-        "work_seconds" if by_work else "train_seconds",
-    )
+    """(minutes, value) of each measured round; for a run without rounds a single point at the end of its training."""
+    lines = [line for line in run.curve if line.get("validation")]
     if by_work:
-        minutes = [line["work_seconds"] / 60 for line in lines]
+        minutes, total = [line["work_seconds"] / 60 for line in lines], "work_seconds"
+    else:
+        minutes, total = [record["minutes"] for record in validation_records(run.curve)], "train_seconds"
     values = [line["validation"].get(metric) for line in lines]
     points = [(x, float(y)) for x, y in zip(minutes, values, strict=True) if y is not None]
-    if not points and metric in run.validation and whole in run.costs:
-        points = [(run.costs[whole] / 60, run.validation[metric])]
+    if not points and metric in run.validation and total in run.costs:
+        points = [(run.costs[total] / 60, run.validation[metric])]
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def ranked(cells: Sequence[Cell], metric: str) -> list[Cell]:
-    """Cells by falling mean of a metric; those without one last, in the order given."""
+    """Cells by falling mean of a metric; those without the metric come last, in the given order."""
     return sorted(cells, key=lambda cell: -cell.summary(metric).mean if cell.values(metric) else math.inf)
 
 
 def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
-    """Differences cell - base: seed by seed where both have the same seeds, else of the means (then without spread)."""
+    """The differences cell - base: seed by seed if both have the same seeds, else of the means (without a spread)."""
     ours, theirs = (
-        {run.seed: run.metrics[metric] for run in some.runs if metric in run.metrics} for some in (cell, base)
+        {run.seed: run.metrics[metric] for run in one.runs if metric in run.metrics} for one in (cell, base)
     )
     if ours and ours.keys() == theirs.keys():
         return summary([ours[seed] - theirs[seed] for seed in sorted(ours)])

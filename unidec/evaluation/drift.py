@@ -1,9 +1,10 @@
-"""Drift: later data, or a window of queries, beside what a model was trained on.
+"""Drift: compare later data, or a window of queries, with the training data of a model.
 
-One method for all figures. Each has a change or a distance, and a bound from section `drift` of the parameters that is
-never below what chance explains in 99 of 100 draws of that size: 2.58 standard errors of a share, a mean or a metric;
-of a distance of histograms its quantile over draws from the reference's histogram (parametric bootstrap, Efron and
-Tibshirani 1993). Of a data set Great Expectations judges the checks (`unidec.validation.suite`).
+All figures are compared by one method. Each has a change or a distance, and a limit from section `drift` of the
+parameters. The limit is raised to what chance explains in 99 of 100 samples of that size: 2.58 standard errors for a
+share, a mean or a metric; for a distance of histograms, its quantile over samples from the reference's histogram
+(parametric bootstrap, Efron and Tibshirani 1993). For a data set, Great Expectations evaluates the checks
+(`unidec.validation.suite`).
 
 Shape legend: N queries, D width of the embeddings, B bins, R draws.
 """
@@ -22,12 +23,12 @@ from unidec.sections import Drift
 
 Unit = Literal["count", "mean", "share", "distance", "shift", "metric"]
 Bounds = tuple[float | None, float | None]
-Levels = tuple[float, float | None]  # how far a figure may move before it warns, and before it stops (None: never)
+Levels = tuple[float, float | None]  # largest change without a warning, and without a stop (None: it never stops)
 
-QUANTILE, Z = 0.99, 2.58  # of a draw that chance explains; the same of a two-sided normal interval
+QUANTILE, Z = 0.99, 2.58  # of what chance explains, as a quantile and as a two-sided normal interval
 DRAWS = 200
-TOKENS_TOGETHER = 2  # so many tokens count as one draw, since those of a text come together (design effect, Kish 1965)
-SHARE_FLOOR = 0.1  # a smaller share may grow as much as this one: twice next to nothing is next to nothing
+TOKENS_TOGETHER = 2  # tokens that count as one observation, since a text's tokens depend on each other (Kish 1965)
+SHARE_FLOOR = 0.1  # smaller shares may grow by as much as a share of this size: doubling a tiny share is harmless
 SCORE_QUANTILES, SCORE_BINS = 101, 20
 NO_LIMIT: Bounds = (None, None)
 _FORMATS = {"count": "{:,.0f}", "mean": "{:,.2f}", "metric": "{:,.2f}", "shift": "{:.3f} sd", "distance": "{:.3f}"}
@@ -49,12 +50,12 @@ _STRANGE = {"unknown_tokens": "tokens that the tokenizer does not know", "unseen
 
 @dataclass(frozen=True)
 class Check:
-    """One figure, earlier and later.
+    """One figure of the earlier and the later data, with its limits.
 
     Attributes:
-        key, name: for machines and for people. old, new: the figure; a distance has no earlier one.
+        key, name: identifier and displayed name. old, new: the figure; a distance has no earlier one.
         unit: a share is 0 to 1, a distance Jensen-Shannon's, a shift in standard deviations, a metric in percent.
-        warn, stop: (at least, at most), None: no limit. noise: change that chance explains, where that is known.
+        warn, stop: (minimum, maximum), None: no limit. noise: change that chance explains; None if unknown.
     """
 
     key: str
@@ -68,12 +69,12 @@ class Check:
 
     @property
     def state(self) -> Literal["ok", "warning", "stop"]:
-        """ok, warning or stop."""
+        """Whether the figure is outside the limits `warn` or `stop`."""
         return "stop" if _outside(self.new, self.stop) else "warning" if _outside(self.new, self.warn) else "ok"
 
     @property
     def words(self) -> str:
-        """One sentence for people."""
+        """A sentence about the figure, and the limit if it is exceeded."""
         before = "" if self.old is None else f"{self.shown(self.old)} before, "
         change = f" now ({self.new / self.old - 1:+.1%})" if self.old and self.unit in ("count", "mean") else ""
         now = f"{self.name}: {before}{self.shown(self.new)}{change or (' now' if before else '')}"
@@ -81,7 +82,7 @@ class Check:
         return f"{now}; {self.within(bounds)} expected" if self.state != "ok" else now
 
     def shown(self, value: float | None) -> str:
-        """A figure of this unit as people read it."""
+        """A figure of this unit as displayed."""
         if value is None:
             return "–"
         if self.unit == "share":
@@ -89,25 +90,26 @@ class Check:
         return _FORMATS[self.unit].format(value)
 
     def within(self, bounds: Bounds) -> str:
-        """Bounds as people read them; "" for no limit."""
+        """Bounds as displayed; "" for no limit."""
         low, high = bounds
         if low is None:
             return "" if high is None else f"at most {self.shown(high)}"
         return f"at least {self.shown(low)}" if high is None else f"{self.shown(low)} to {self.shown(high)}"
 
     def to_json(self, judged: bool = True) -> dict[str, object]:
-        """JSON-able; "check" is the key, "value" the new figure, "drifted": it warns or stops, and it is `judged`."""
+        """The check for JSON: "check" is the key, "value" the new figure; "drifted": it is `judged` and outside the
+        limits."""
         fields = asdict(self) | {"warn": list(self.warn), "stop": list(self.stop)}
-        named = {"check": fields.pop("key"), "value": fields.pop("new")}
-        return {**named, **fields, "state": self.state, "drifted": judged and self.state != "ok", "words": self.words}
+        renamed = {"check": fields.pop("key"), "value": fields.pop("new")}
+        return {**renamed, **fields, "state": self.state, "drifted": judged and self.state != "ok", "words": self.words}
 
 
 def served_facts(vectors_ND: Any, scores_N: Any, edges: Sequence[float] | None = None) -> dict[str, Any] | None:
-    """Facts of queries as a bundle sees them, JSON-able; None without queries.
+    """Figures of queries in a bundle's searched space, for JSON; None without queries.
 
     Args:
         vectors_ND: in the searched space. scores_N: of each query's best label.
-        edges: of the histogram of scores: those of the reference; None: `SCORE_BINS` bins of equal volume.
+        edges: bin edges of the histogram of scores, from the reference; None: `SCORE_BINS` bins of equal size.
     """
     if not len(scores_N):
         return None
@@ -125,19 +127,19 @@ def served_facts(vectors_ND: Any, scores_N: Any, edges: Sequence[float] | None =
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
-    """All figures that both sides have; what stops first, then what warns, then the rest.
+    """Checks of all figures that both sides have, ordered by state: stop, warning, ok.
 
     Args:
         old: figures of `profile_dataset`; also "served" (`served_facts`) and "metrics" ({name: percent}), if known.
-        new: the same of a later data set, also "label_changes" ({"left", "new"}: share of the earlier labels that are
-            gone, of the later ones that are new); or a window of queries, on which nothing stops: "queries"
-            and "held_out" (`measure_texts`), "served" (with the edges of `old`), "metrics"
+        new: for a later data set the same, also "label_changes" ({"left": share of the earlier labels that were
+            removed, "new": share of the later labels that were added}). For a window of queries, which never stops:
+            "queries" and "held_out" (`measure_texts`), "served" (with the edges of `old`), "metrics"
             ({name: (percent, its standard error)}) and "unknown_labels" (a share).
     """
     whole = "rows" in new
     change: Levels = (limits.warn_change, limits.stop_change if whole else None)
     distance: Levels = (limits.warn_distance, limits.stop_distance if whole else None)
-    checks = _of_data_set(old, new, change) if whole else []
+    checks = _data_set_checks(old, new, change) if whole else []
     for side in ("queries", "labels") if whole else ("queries",):
         for what, part, together in (("length", "histogram", 1), ("tokens", "buckets", TOKENS_TOGETHER)):
             key, name = f"{side}_{what}_distance"[0 if whole else 8 :], f"distribution of the {what} of {side}"
@@ -145,7 +147,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
     for key, name in _STRANGE.items() if old["held_out"] and new["held_out"] else ():
         checks.append(_share(key, name, old["held_out"][key], new["held_out"][key], change))
     if old.get("served") and new.get("served"):
-        checks += _of_answers(old["served"], new["served"], limits)
+        checks += _served_checks(old["served"], new["served"], limits)
     if "unknown_labels" in new:
         for name in ("P@1", "nDCG@5"):
             if name in old["metrics"] and name in new["metrics"]:
@@ -157,7 +159,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
     return sorted(checks, key=lambda check: ("stop", "warning", "ok").index(check.state))
 
 
-def _of_data_set(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels) -> list[Check]:
+def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels) -> list[Check]:
+    """Checks of counts, means and shares of a whole data set."""
     checks = [_band(key, name, "count", old["rows"][key], new["rows"][key], change) for key, name in _COUNTS.items()]
     checks.append(_band("positives", "positives a query", "mean", old["positives"], new["positives"], change))
     for key, side, what in (("query_length", "queries", "length"), ("query_tokens", "queries", "tokens"),
@@ -171,12 +174,13 @@ def _of_data_set(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels)
     return [*checks, _share("cut", "texts that are cut", old["queries"]["cut"], new["queries"]["cut"], change)]
 
 
-def _of_answers(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
+def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
+    """Checks of the embeddings and of the best labels' scores (`served_facts` of both sides)."""
     sizes, low = (old["count"], new["count"]), limits.low_score_quantile
-    std, later, change = np.asarray(old["std"]), np.asarray(new["std"]), np.subtract(new["mean"], old["mean"])
-    real = std > 1e-6 * std.max(initial=0.0)  # dimensions that are constant in the reference count nothing
-    shift = float(np.sqrt(np.mean((change[real] / std[real]) ** 2))) if real.any() else 0.0
-    spread = float((later**2).sum() / max((std**2).sum(), 1e-300))
+    std, new_std, change = np.asarray(old["std"]), np.asarray(new["std"]), np.subtract(new["mean"], old["mean"])
+    varies = std > 1e-6 * std.max(initial=0.0)  # dimensions that are constant in the reference are ignored
+    shift = float(np.sqrt(np.mean((change[varies] / std[varies]) ** 2))) if varies.any() else 0.0
+    spread = float((new_std**2).sum() / max((std**2).sum(), 1e-300))
     below = float(np.interp(low, np.linspace(0, 1, SCORE_QUANTILES), old["score_quantiles"]))
     share = float((np.asarray(new["score_quantiles"]) < below).mean())
     return [
@@ -192,7 +196,8 @@ def _of_answers(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -
 
 
 def _band(key: str, name: str, unit: Unit, old: float, new: float, levels: Levels, noise: float = 0.0) -> Check:
-    """May move by a share of itself either way, a metric only up; where there was nothing there is no comparison."""
+    """A figure that may change by a share of its old value in both directions (a metric may rise without limit); an old
+    value of 0 sets no limit."""
     warn, stop = (
         NO_LIMIT if level is None or not old
         else (max(0.0, old - max(level * old, noise)), None if unit == "metric" else old + max(level * old, noise))
@@ -204,14 +209,15 @@ def _band(key: str, name: str, unit: Unit, old: float, new: float, levels: Level
 def _growth(
     key: str, name: str, unit: Unit, old: float | None, new: float, levels: Levels, noise: float = 0.0
 ) -> Check:  # fmt: skip
-    """May grow by so much and by what chance explains; no limit where no share can be above it."""
+    """A figure that may grow by the levels, or by what chance explains if that is more. A share cannot exceed 1, so a
+    higher limit is none."""
     limits = [None if level is None else (old or 0.0) + max(level, noise) for level in levels]
     warn, stop = (None if limit is None or (unit == "share" and limit >= 1) else limit for limit in limits)
     return Check(key, name, unit, old, new, (None, warn), (None, stop), noise or None)
 
 
 def _share(key: str, name: str, old: Mapping[str, float], new: Mapping[str, float], levels: Levels) -> Check:
-    """A share of something bad may grow by a share of itself."""
+    """A share of defects, which may grow by a share of its old value."""
     before, likely = old["share"], (old["share"] * old["of"] + 1) / (old["of"] + 2)
     step, (warn, stop) = max(before, SHARE_FLOOR), levels
     noise = _noise(likely * (1 - likely), old["of"], new["of"])
@@ -222,6 +228,7 @@ def _share(key: str, name: str, old: Mapping[str, float], new: Mapping[str, floa
 def _distance(
     key: str, name: str, old_B: Sequence[int], new_B: Sequence[int], levels: Levels, together: int = 1
 ) -> Check:  # fmt: skip
+    """A distance of two histograms; `together`: counts that make up one independent observation."""
     sizes, noise = [math.ceil(sum(side) / together) for side in (old_B, new_B)], 0.0
     if all(sizes):
         share_B = np.asarray(old_B, dtype=np.float64) / sum(old_B)
@@ -231,8 +238,8 @@ def _distance(
 
 
 def js_distance(first_B: Any, second_B: Any) -> Any:
-    """Jensen-Shannon distance of histograms, [..., B] (Lin, 1991): root of the divergence in bits, 0 (the same) to 1
-    (nothing shared). Two empty histograms are the same."""
+    """Jensen-Shannon distance of histograms [..., B] (Lin, 1991): the root of the divergence in bits, from 0 (equal) to
+    1 (disjoint). Two empty histograms are equal."""
     with np.errstate(invalid="ignore"):
         distance = jensenshannon(first_B, second_B, base=2, axis=-1)
     one_is_empty = np.any(first_B, axis=-1) != np.any(second_B, axis=-1)
@@ -240,7 +247,7 @@ def js_distance(first_B: Any, second_B: Any) -> Any:
 
 
 def _noise(variance: float, *sizes: float) -> float:
-    """99 of 100 differences of means of samples of these sizes are below this."""
+    """The difference of means of samples of these sizes that chance stays below in 99 of 100 cases."""
     return Z * math.sqrt(variance * sum(1 / max(size, 1) for size in sizes))
 
 
@@ -250,5 +257,5 @@ def _outside(value: float, bounds: Bounds) -> bool:
 
 
 def _rounded(values_N: Any) -> list[float]:
-    """To six significant digits: what the last bits depend on is no fact."""
+    """Values with six significant digits; further digits may depend on the machine."""
     return [float(f"{value:.6g}") for value in values_N]

@@ -1,8 +1,7 @@
-"""Figures by matplotlib, as SVG within a page, whose style inverts them on a dark screen.
+"""Charts drawn by matplotlib as inline SVG; the page's style inverts them on a dark screen.
 
-A mark has its numbers as a title, which browsers show under the pointer; a figure has a table. Percent end at 100.
-
-matplotlib is imported when a figure is drawn: it takes half a second.
+Each mark has its numbers as a title, which browsers show as a tooltip, and each chart has a table. Percent axes end at
+100. matplotlib is imported only when a chart is drawn, because the import takes half a second.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from unidec.evaluation.page import Table, number
 COLOURS = ("#2463a6", "#c8610a", "#2c8a57", "#7d4bb5", "#b83a5e", "#64748b", "#0e8a94", "#8a6d1a")
 TEXT, MUTED, RULE = "#1c2430", "#5b6675", "#dde2e9"
 MAX_POINTS = 300
-MAX_TITLES = 40  # points of a line that have a title and a row in the table: means of neighbours where it has more
-_SVG, _TITLES, _BETWEEN = "http://www.w3.org/2000/svg", "titles:", " \u2063"  # a separator that no text holds
-LONGEST_NAME = 28  # characters of a name in `range_chart` and `point_chart`
-PEER = 5  # number of the colour of what others made
+MAX_TITLES = 40  # most points of a line with a title and a row in the table; of longer lines means of neighbours
+_SVG, _TITLES, _BETWEEN = "http://www.w3.org/2000/svg", "titles:", " \u2063"  # a separator that occurs in no text
+LONGEST_NAME = 28  # most characters of a name in `range_chart` and `point_chart`
+PEER = 5  # index of the peers' colour
 
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "unidec", "text.parse_math": False, "font.size": 8, "text.color": MUTED,
@@ -39,8 +38,8 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: x and y of the same length; a y that is not finite leaves a gap. `muted`: grey, beside
-    others that have colours, and without a column in the table; behind those in the order of lines."""
+    """One line of a chart: x and y of the same length; a y that is not finite leaves a gap. `muted` lines are grey and
+    have no column in the table; they come after the coloured ones."""
 
     name: str
     x: Sequence[float]
@@ -51,7 +50,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Range:
-    """A row of `range_chart`: a mean, the ends of its interval (None: none), the values behind it, its colour."""
+    """A row of `range_chart`: a mean, the ends of its interval (None: no interval), the single values, and the colour's
+    index."""
 
     name: str
     mean: float
@@ -62,12 +62,12 @@ class Range:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure that is drawn when a page asks for it.
+    """A chart that is drawn when the page is rendered.
 
     Attributes:
-        caption: above it. about: what it shows, read aloud. legend: names of its lines or bars, in their order.
-        draw: draws on matplotlib's axes; an artist's gid is the titles of its marks, a line each. table: what is drawn.
-        height: inches.
+        caption: shown above it. about: description for screen readers. legend: names of its lines or bars, in order.
+        draw: draws on matplotlib's axes; an artist's gid holds the titles of its marks. table: the drawn values.
+        height: in inches.
     """
 
     caption: str
@@ -78,13 +78,13 @@ class Chart:
     height: float = 2.9
 
     def svg(self) -> Any:
-        """The figure as markup: the same for the same input; matplotlib escapes its texts."""
+        """The chart as SVG markup, which depends only on the input; matplotlib escapes its texts."""
         import matplotlib
         from matplotlib.figure import Figure
 
         buffer = io.BytesIO()
         with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # that the font lacks; a browser has other fonts
+            warnings.filterwarnings("ignore", "Glyph")  # missing from the font here, but not in browsers
             figure = Figure(figsize=(5.0, self.height), layout="constrained")
             axes = figure.add_subplot()
             self.draw(axes)
@@ -100,7 +100,8 @@ def line_chart(
     caption: str, lines: Sequence[Line], x_label: str, y_label: str, *, y_from_zero: bool = False,
     x_from_zero: bool = False,
 ) -> Chart | None:  # fmt: skip
-    """Lines over a common x, or None without a point; more than 300 points of a line are means of neighbours."""
+    """Lines over a common x; None if there are no points. Lines of more than `MAX_POINTS` points are thinned to means
+    of neighbours."""
     if not any(math.isfinite(y) for line in lines for y in line.y):
         return None
     points = [list(zip(_thinned(line.x, MAX_TITLES), _thinned(line.y, MAX_TITLES), strict=True)) for line in lines]
@@ -115,7 +116,7 @@ def line_chart(
             axes.plot(_thinned(line.x), _thinned(line.y), color=colour, marker=marker, clip_on=not line.dots, **style)
             shown = [(x, y) for x, y in own if math.isfinite(x) and math.isfinite(y)]
             titles = [f"{line.name}: {_short(y)}; {x_label}: {_short(x)}" for x, y in shown]
-            # unseen, and larger than the marks: easy to point at
+            # invisible marks for the tooltips, larger than the visible ones, so that they are easy to point at
             x, y = np.reshape(shown, (-1, 2)).T
             axes.plot(x, y, "o", color=colour, markersize=11, alpha=0, gid=_titles(titles), clip_on=False)
         axes.set(xlabel=_clean(x_label), ylabel=_clean(y_label))
@@ -130,7 +131,7 @@ def line_chart(
 def point_chart(
     caption: str, x_label: str, y_label: str, points: Sequence[tuple[str, float, float, bool]]
 ) -> Chart | None:  # fmt: skip
-    """Points (name, x, y, whether it is grey); named are those that none beats in both. None without a point."""
+    """Points (name, x, y, whether it is grey). Those on the Pareto front are labelled. None if there are no points."""
     points = [point for point in points if math.isfinite(point[1]) and math.isfinite(point[2])]
     if not points:
         return None
@@ -159,7 +160,7 @@ def bar_chart(
     caption: str, groups: Sequence[str], bars: Sequence[tuple[str, Sequence[float]]], y_label: str, *,
     x_label: str = "", stacked: bool = False,
 ) -> Chart | None:  # fmt: skip
-    """Bars beside or upon each other: `bars` holds (name, a value for each group); below zero is drawn as zero."""
+    """Grouped or stacked bars: `bars` holds (name, a value for each group). Negative values are drawn as 0."""
     if not groups or not bars:
         return None
     columns = np.nan_to_num(np.maximum([values for _, values in bars], 0.0))
@@ -186,7 +187,7 @@ def bar_chart(
 
 
 def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | None:
-    """Means with their intervals, a row each; one without a finite mean is left out."""
+    """Means with their intervals, one per row; rows without a finite mean are omitted."""
     rows = [row for row in rows if math.isfinite(row.mean)]
     if not rows:
         return None
@@ -213,7 +214,7 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
 
 
 def _inline(svg: bytes, about: str) -> Any:
-    """matplotlib's SVG as part of a page: without what would reach beyond it, and with titles."""
+    """matplotlib's SVG for use inside a page: without styles and ids that would affect the page, and with titles."""
     from markupsafe import Markup
 
     for prefix, name in (("", _SVG), ("xlink", "http://www.w3.org/1999/xlink")):
@@ -241,15 +242,16 @@ def _titles(texts: Sequence[str]) -> str:
 
 
 def _short(value: float) -> str:
-    """Four digits, and all of a whole number."""
+    """A number with four significant digits, a whole number with all digits."""
     return number(int(value)) if float(value).is_integer() else f"{value:,.4g}" if math.isfinite(value) else "–"
 
 
 def _thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[float]:
+    """At most `most` values, each the mean of the finite values of a group of neighbours."""
     parts = np.array_split(np.asarray(values, dtype=np.float64), max(min(len(values), most), 1))
     return [float(part[np.isfinite(part)].mean()) if np.isfinite(part).any() else math.nan for part in parts]
 
 
 def _clean(text: str) -> str:
-    """Text that a font can be asked for: no lone surrogates, nothing but white space below a blank."""
+    """Text that matplotlib can draw: without lone surrogates, and with spaces instead of control characters."""
     return re.sub(r"[\x00-\x1f]", " ", str(text).encode("utf-8", "replace").decode())

@@ -1,32 +1,33 @@
-"""Ranking metrics of extreme multi-label classification: in blocks, vectorised over CSR, whole and by label frequency.
+"""Ranking metrics of extreme multi-label classification, overall and by label frequency; vectorised over CSR matrices,
+in blocks of queries.
 
-Shape legend: B queries of one block, N all queries, K predicted labels a query, L labels, E positive (query, label)
+Shape legend: B queries of one block, N all queries, K predicted labels per query, L labels, E positive (query, label)
 pairs.
 
 Definitions. Relevance above 0 counts as relevant; predictions are label ids, best first, -1 = none (a miss at that
-rank). Every figure is a percentage, 100 * sum(above) / sum(below) over the queries, where above and below are what a
-query contributes (`by_query`). With P_i = the relevant labels of query i, y_ij = 1 if the label predicted at rank j is
-in P_i, w_l = inverse propensity, d_j = 1 / log2(j + 1), D(n) = d_1 + ... + d_n:
+rank). Every metric is a percentage, 100 * sum(above) / sum(below), where above and below are each query's contributions
+to numerator and denominator (`by_query`). With P_i = the relevant labels of query i, y_ij = 1 if the label predicted at
+rank j is in P_i, w_l = inverse propensity, d_j = 1 / log2(j + 1), D(n) = d_1 + ... + d_n:
 
 - P@k      mean over all queries of sum_{j<=k} y_ij / k
 - R@k      mean of sum_{j<=k} y_ij / |P_i|
 - nDCG@k   mean of sum_{j<=k} d_j y_ij / D(min(k, |P_i|))
-- MRR      mean of 1 / rank of the first relevant label among the first 100, 0 where there is none
+- MRR      mean of 1 / rank of the first relevant label among the first 100, 0 if there is none
 - PSP@k    sum_i sum_{j<=k} w y_ij, divided by the largest sum that any prediction could reach (ratio of data-set sums)
 - PSnDCG@k sum_i sum_{j<=k} d_j w y_ij / D(min(k, |P_i|)), divided by the largest value that any prediction could reach
-- coverage@k  share of the labels that are relevant to some query, which are predicted right within k at least once
+- coverage@k  share of the labels relevant to any query that are predicted correctly within k at least once
 
 Queries without a relevant label count as 0 in every mean. Sources: Bhatia et al., the extreme classification
-repository (P, nDCG, PSP, PSnDCG), Jain et al. 2016 (propensities). Where the repository's page divides PSDCG@k by
-D(k), its published programs divide by D(min(k, |P_i|)), as nDCG does; so does this module, since published figures
-come from those.
+repository (P, nDCG, PSP, PSnDCG), Jain et al. 2016 (propensities). The repository's page divides PSDCG@k by D(k), but
+its published programs divide by D(min(k, |P_i|)), as nDCG does. So does this module, because published figures come
+from these programs.
 
 By group (tail, torso, head): truth is restricted to the group's labels, predictions keep their ranks. P@k is then
 that group's contribution, over all queries, so the three groups add up to the whole. R@k, nDCG@k and MRR are means
 over the queries that have a relevant label in the group (their number is `<group>/num_queries`). PSP@k, PSnDCG@k and
 coverage@k use the restricted truth above and below the line. A group without relevant labels gives 0.
 
-Truth is given after filters: `remove_filtered` takes filtered pairs out of predictions, `filtered_truth` out of truth.
+The truth must be filtered: `remove_filtered` removes filtered pairs from predictions, `filtered_truth` from the truth.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from unidec.errors import DataError
 from unidec.metric_names import DEFAULT_KS, GROUPS, metric_names, parse
 
 _NO_RANK = np.iinfo(np.int64).max
-_BLOCK = 8192  # queries a block: bounds the temporaries at some 100 bytes x block x K
-_RECIPROCAL_RANK = max(DEFAULT_KS)  # places that MRR looks at
+_BLOCK = 8192  # queries per block: bounds the temporaries at some 100 bytes x block x K
+_RECIPROCAL_RANK = max(DEFAULT_KS)  # ranks that MRR considers
 
 Floats = NDArray[np.float64]
 QueryParts = dict[str, tuple[Floats, Floats]]
-"""What each query adds to metrics: {name: (above [N], below [N])}; a metric is 100 * sum(above) / sum(below)."""
+"""Each query's contributions to metrics: name -> (above [N], below [N]); a metric is 100 * sum(above) / sum(below)."""
 
 
 def _shape(matrix: csr_matrix) -> tuple[int, int]:
-    return cast("tuple[int, int]", matrix.shape)  # it may be None by scipy's annotation
+    return cast("tuple[int, int]", matrix.shape)  # scipy's annotation allows None
 
 
 def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> NDArray[np.int64]:
@@ -63,7 +64,7 @@ def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> NDArray[np.int
 
 
 def _lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: int) -> NDArray[np.bool_]:
-    """True where (row, label) is among the sorted keys; -1 never is."""
+    """Whether each (row, label) is among the sorted keys; False for label -1."""
     if key_E.size == 0 or label_BK.size == 0:
         return np.zeros(label_BK.shape, dtype=bool)
     wanted_BK = np.arange(len(label_BK), dtype=np.int64)[:, None] * num_labels + label_BK
@@ -72,7 +73,7 @@ def _lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: i
 
 
 def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDArray[np.int64]:
-    """Predictions as int64 [B, K], or a DataError that names the first faulty row."""
+    """Predictions as int64 [B, K]; a DataError names the first invalid row."""
     label_BK = np.asarray(predicted)
     if label_BK.ndim != 2 or (label_BK.size and label_BK.dtype.kind not in "iu"):
         got, expected = f"shape {label_BK.shape}, dtype {label_BK.dtype}", "[queries, k] integers, -1 = none"
@@ -82,18 +83,18 @@ def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> ND
         got, expected = f"{len(label_BK)} rows of predictions, relevance {truth.shape}", f"{num_labels} labels"
         raise DataError("predictions and relevance do not fit together", got=got, expected=expected)
     sorted_BK = np.sort(label_BK, axis=1)
-    for faulty_BK, what in (
+    for invalid_BK, what in (
         ((label_BK < -1) | (label_BK >= num_labels), "a predicted label does not exist"),
         ((sorted_BK[:, 1:] == sorted_BK[:, :-1]) & (sorted_BK[:, 1:] >= 0), "a label is predicted twice for one query"),
     ):
-        if faulty_BK.any():
-            row = int(np.argmax(faulty_BK.any(axis=1)))
+        if invalid_BK.any():
+            row = int(np.argmax(invalid_BK.any(axis=1)))
             raise DataError(what, where=f"predictions row {row}", got=label_BK[row].tolist()[:20])
     return label_BK
 
 
 class Ranked:
-    """Which predictions of some queries are right, and all their relevant pairs: what every metric is counted from."""
+    """Predictions of some queries with their hits, and all relevant pairs: the basis of every metric."""
 
     def __init__(self, predicted_NK: Any, relevance: csr_matrix, weight_L: Floats, group_L: NDArray[Any]) -> None:
         num_labels = len(weight_L)
@@ -103,17 +104,17 @@ class Ranked:
         self.row_E, self.label_E = np.divmod(key_E, max(num_labels, 1))
         self.hit_NK = _lookup(self.label_NK, key_E, num_labels)
         self.weight_E, self.group_E = weight_L[self.label_E], group_L[self.label_E]
-        # what is appended is for label -1
+        # the appended values are those of label -1
         self.weight_NK = np.where(self.hit_NK, np.append(weight_L, 0.0)[self.label_NK], 0.0)
         self.group_NK = np.append(group_L, -1)[self.label_NK]
 
 
 class Scope:
-    """Some queries, with all labels ("") or with those of one frequency group alone."""
+    """Hits and relevant pairs of some queries, restricted to the labels of a frequency group ("": all labels)."""
 
     def __init__(self, ranked: Ranked, group: str = "") -> None:
         number = GROUPS.index(group) if group else -1
-        inside_NK, inside_E = ((of == number) | (not group) for of in (ranked.group_NK, ranked.group_E))
+        inside_NK, inside_E = ((groups == number) | (not group) for groups in (ranked.group_NK, ranked.group_E))
         self.hit_NK, self.weight_NK = ranked.hit_NK & inside_NK, ranked.weight_NK * inside_NK
         row_E, weight_E = ranked.row_E[inside_E], ranked.weight_E[inside_E]
         self.positives_N = np.bincount(row_E, minlength=len(self.hit_NK))
@@ -125,7 +126,7 @@ class Scope:
         self.best_rank_E = np.arange(len(row_E)) - start_N[self.best_row_E]
 
     def parts(self, kind: str, k: int) -> tuple[Floats, Floats]:
-        """What each query adds above and below the line of a metric, float64 [N] each."""
+        """Each query's contributions to a metric's numerator and denominator, float64 [N] each."""
         hit_NK, hits_N = self.hit_NK[:, :k], self.hit_NK[:, :k].sum(axis=1).astype(np.float64)
         if kind == "P":
             return hits_N, np.full(len(hits_N), float(k))
@@ -134,11 +135,11 @@ class Scope:
         if kind == "MRR":
             return np.where(hits_N > 0, 1.0 / (1.0 + hit_NK.argmax(axis=1)), 0.0), self.counted_N
         discount_K = 1.0 / np.log2(np.arange(2, k + 2))
-        ideal_N = np.concatenate([[1.0], np.cumsum(discount_K)])[np.minimum(self.positives_N, k)]  # 1: never 0 / 0
+        ideal_N = np.concatenate([[1.0], np.cumsum(discount_K)])[np.minimum(self.positives_N, k)]  # 1 avoids 0 / 0
         if kind == "nDCG":
             return (hit_NK * discount_K[: hit_NK.shape[1]]).sum(axis=1) / ideal_N, self.counted_N
         if kind not in ("PSP", "PSnDCG"):
-            raise ValueError(f"{kind} belongs to all queries together")
+            raise ValueError(f"{kind} has no contributions of single queries")
         gain_NK = self.weight_NK[:, :k]
         best_E = np.where(self.best_rank_E < k, self.best_weight_E, 0.0)
         if kind == "PSnDCG":
@@ -151,11 +152,11 @@ class Scope:
 def by_query(
     predicted_NK: Any, relevance: csr_matrix, names: Sequence[str], inverse_propensity_L: Any, group_L: Any = None
 ) -> QueryParts:
-    """What each query adds to metrics.
+    """Each query's contributions to metrics; errors as `evaluate`.
 
     Args:
-        predicted_NK, relevance, and errors: as `evaluate`.
-        names: "nDCG@5", "tail/R@10", "MRR", ...: any but coverage, which belongs to all queries together.
+        predicted_NK, relevance: as for `evaluate`.
+        names: such as "nDCG@5", "tail/R@10", "MRR"; not coverage, which has no contributions of single queries.
         inverse_propensity_L: float [L]. group_L: int [L], 0 tail, 1 torso, 2 head; needed for metrics of a group.
     """
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
@@ -170,21 +171,21 @@ def _parts(ranked: Ranked, names: Sequence[str]) -> QueryParts:
 
 
 def percent(part: float, whole: float) -> float:
-    """0 of nothing."""
+    """`part` as a percentage of `whole`; 0 if `whole` is 0."""
     return float(100.0 * part / whole) if whole > 0 else 0.0
 
 
 def evaluate(predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any) -> dict[str, float]:
-    """All metrics of N queries, counted in blocks: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of queries.
+    """All metrics of N queries: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of queries.
 
     Args:
-        predicted_NK: int [N, K], label ids, best first; -1 = none. K may be smaller than the cut-offs: misses.
-        relevance: CSR [N, L], the truth after filters, relevant where > 0.
+        predicted_NK: int [N, K], label ids, best first; -1 = none. Ranks beyond K count as misses.
+        relevance: CSR [N, L], the truth after filters, relevant if > 0.
         inverse_propensity_L: float [L], at least 0, finite.
         group_L: int [L], 0 tail, 1 torso, 2 head (`unidec.data.propensity.frequency_group`).
 
     Raises:
-        DataError: shapes that do not fit, a label out of range or predicted twice for one query.
+        DataError: shapes do not match, or a label is out of range or predicted twice for one query.
     """
     weight_L, group_L = np.asarray(inverse_propensity_L, dtype=np.float64), np.asarray(group_L)
     predicted_NK = np.asarray(predicted_NK)
@@ -192,11 +193,11 @@ def evaluate(predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any
         _check_predictions(predicted_NK, relevance, len(weight_L))
     sums = {name: np.zeros(2) for name in metric_names() if parse(name).kind != "coverage"}
     num_queries = dict.fromkeys(GROUPS, 0)
-    rank_L = np.full(len(weight_L), _NO_RANK)  # best 0-based rank at which a label was predicted right
+    rank_L = np.full(len(weight_L), _NO_RANK)  # best 0-based rank at which a label was predicted correctly
     relevant_L = np.zeros(len(weight_L), dtype=bool)
     for start in range(0, len(predicted_NK), _BLOCK):
-        some = slice(start, start + _BLOCK)
-        ranked = Ranked(predicted_NK[some], relevance[some], weight_L, group_L)
+        block = slice(start, start + _BLOCK)
+        ranked = Ranked(predicted_NK[block], relevance[block], weight_L, group_L)
         for name, (above_B, below_B) in _parts(ranked, list(sums)).items():
             sums[name] += (above_B.sum(), below_B.sum())
         for number, group in enumerate(GROUPS):
@@ -214,16 +215,16 @@ def evaluate(predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any
 
 
 def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDArray[np.int64]:
-    """Takes filtered pairs (and -1) out of predictions, keeps the order, cuts or pads to k: int64 [N, k].
+    """Remove filtered pairs (and -1) from predictions, keep the order, and cut or pad to k: int64 [N, k].
 
-    Search for k + the most filter pairs of any query, then call this, so that k labels are left.
+    Search for k + the largest number of filter pairs of any query before, so that k labels are left.
 
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none.
         filter_pairs: CSR [N, L], every stored pair is filtered; rows aligned with the predictions.
 
     Raises:
-        DataError: shapes that do not fit, a label out of range or predicted twice.
+        DataError: shapes do not match, or a label is out of range or predicted twice for one query.
     """
     num_labels = _shape(filter_pairs)[1]
     label_NK = _check_predictions(predicted_NK, filter_pairs, num_labels)
@@ -231,7 +232,7 @@ def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDAr
 
 
 def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
-    """Labels in their order without the -1 between them, cut or padded with -1 to [N, k]."""
+    """The labels in order without the -1 between them, cut or padded with -1 to [N, k]."""
     order = np.argsort(label_NK < 0, axis=1, kind="stable")[:, :k]
     found = np.take_along_axis(label_NK, order, axis=1)
     return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
@@ -241,10 +242,10 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     """The relevant pairs that are not filtered: bool CSR [N, L], sorted.
 
     Args:
-        relevance: CSR [N, L], relevant where > 0. filter_pairs: CSR [N, L], every stored pair is filtered.
+        relevance: CSR [N, L], relevant if > 0. filter_pairs: CSR [N, L], every stored pair is filtered.
 
     Raises:
-        DataError: shapes that differ.
+        DataError: the shapes differ.
     """
     if _shape(relevance) != _shape(filter_pairs):
         raise DataError("relevance and filter differ in shape", got=f"{relevance.shape} and {filter_pairs.shape}")
@@ -256,17 +257,17 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
 def frequency_bins(
     predicted_NK: Any, truth: csr_matrix, count_L: Any, inverse_propensity_L: Any, num_bins: int = 5
 ) -> list[dict[str, float]]:
-    """What labels of each frequency add to the metrics (the quantile analysis of Gandalf; thesis, figure 1.3).
+    """Contributions to the metrics by label frequency (the quantile analysis of Gandalf; thesis, figure 1.3).
 
     Bins are those of `volume_bins`; their contributions add up to the whole metric.
 
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none.
-        truth: CSR [N, L], the truth after filters, relevant where > 0.
+        truth: CSR [N, L], the truth after filters, relevant if > 0.
         count_L: int [L], training queries of each label. inverse_propensity_L: float [L].
 
     Returns:
-        a record a bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs", "most" and "least"
+        a record per bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs", "most" and "least"
         (training queries of its labels), "mean_frequency", "test_pairs" (relevant pairs of the truth), "P@5" and
         "PSP@5" (contributions, percentage points), "recall@5" (percent of its test pairs found) and "coverage@5"
         (percent of its labels with a test pair that are found at least once).
@@ -274,7 +275,7 @@ def frequency_bins(
     count_L, weight_L = np.asarray(count_L), np.asarray(inverse_propensity_L, dtype=np.float64)
     bin_L, k = volume_bins(count_L, num_bins), 5
     ranked = Ranked(predicted_NK, truth, weight_L, bin_L)
-    label_E, hit_label = ranked.label_E, ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]  # once for each query
+    label_E, hit_label = ranked.label_E, ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]  # one entry per query
     places, best_psp = max(len(ranked.label_NK), 1) * k, Scope(ranked).parts("PSP", k)[1].sum()
 
     def per_bin(label: NDArray[Any], weight: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -284,11 +285,11 @@ def frequency_bins(
     tested, found = per_bin(np.unique(label_E)), per_bin(np.unique(hit_label))
     records = []
     for b in np.unique(bin_L).tolist():
-        own = count_L[bin_L == b]
+        counts = count_L[bin_L == b]
         records.append(
             {
-                "bin": b + 1, "labels": len(own), "train_pairs": int(own.sum()), "most": int(own.max()),
-                "least": int(own.min()), "mean_frequency": float(own.mean()), "test_pairs": int(pairs[b]),
+                "bin": b + 1, "labels": len(counts), "train_pairs": int(counts.sum()), "most": int(counts.max()),
+                "least": int(counts.min()), "mean_frequency": float(counts.mean()), "test_pairs": int(pairs[b]),
                 f"P@{k}": percent(hits[b], places), f"PSP@{k}": percent(psp[b], best_psp),
                 f"recall@{k}": percent(hits[b], pairs[b]), f"coverage@{k}": percent(found[b], tested[b]),
             }
@@ -297,10 +298,11 @@ def frequency_bins(
 
 
 def volume_bins(count_L: Any, num_bins: int) -> NDArray[np.int64]:
-    """Bin of each label, int64 [L] in 0 to num_bins - 1: equal sums of counts, most frequent first.
+    """The bin of each label, int64 [L] in 0 to num_bins - 1, most frequent labels first; bins have about equal sums of
+    counts.
 
-    Labels of one frequency stay together, so bins can differ in volume and one can be empty; labels without a training
-    query are in the last.
+    Labels of equal frequency are in the same bin, so the sums can differ and a bin can be empty. Labels without a
+    training query are in the last bin.
     """
     count_L = np.asarray(count_L)
     values, place_L, members = np.unique(-count_L, return_inverse=True, return_counts=True)
@@ -308,7 +310,7 @@ def volume_bins(count_L: Any, num_bins: int) -> NDArray[np.int64]:
     total = volume.sum()
     if total <= 0:
         return np.full(len(count_L), num_bins - 1, dtype=np.int64)
-    middle = (np.cumsum(volume) - volume / 2) / total  # a frequency belongs where the middle of its volume lies
+    middle = (np.cumsum(volume) - volume / 2) / total  # the middle of a frequency's volume decides its bin
     bin_of_value = np.minimum((middle * num_bins).astype(np.int64), num_bins - 1)
     bin_of_value[values == 0] = num_bins - 1
     return bin_of_value[place_L]

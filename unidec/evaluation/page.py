@@ -1,4 +1,4 @@
-"""HTML pages from the Jinja2 templates beside this file: one base, one style, every text escaped, nothing loaded."""
+"""HTML pages from the Jinja2 templates in this folder: all texts are escaped, and a page loads no other files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Shown:
-    """A table's cell that shows more than a number.
+    """A table cell that shows more than a number.
 
     Attributes:
-        text: in the cell. value: what is compared for the best of the column. small: after the text, in small print.
+        text: of the cell. value: compared to find the best of the column. small: shown after the text in small print.
         kind: "right" or "wrong" colours the cell.
     """
 
@@ -32,10 +32,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: `text_columns` of text, then numbers or `Shown`; false without rows, and then not shown.
+    """A table whose first `text_columns` hold texts, the others numbers or `Shown`. Without rows it is falsy and not
+    shown.
 
     Attributes:
-        best: the largest value of each column is set in bold. kinds: a CSS class for each row ("base", "reference").
+        best: print the largest value of each column in bold. kinds: a CSS class for each row ("base", "reference").
         caption: shown above.
     """
 
@@ -50,7 +51,8 @@ class Table:
     def of(
         cls, head: str, rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str] | Mapping[str, str], **more: Any
     ) -> Table:
-        """A row for each name, with its values by key, in the columns (keys, or keys and their heads) that have any."""
+        """A table with a row for each name of `rows`, and those of `columns` (keys, or key -> heading) that have any
+        values."""
         used = [key for key in columns if any(values.get(key) is not None for values in rows.values())]
         heads = columns if isinstance(columns, Mapping) else dict(zip(used, used, strict=True))
         shown = [[name, *(values.get(key) for key in used)] for name, values in rows.items()]
@@ -60,13 +62,13 @@ class Table:
         return bool(self.rows)
 
     def shown(self) -> Iterator[tuple[str, list[tuple[Shown, bool]]]]:
-        """Each row's class, and its cells with whether each is set in bold."""
+        """Each row's CSS class, and its cells, each with whether it is bold."""
         rows = [[value if isinstance(value, Shown) else Shown(number(value), _value(value)) for value in row]
                 for row in self.rows]  # fmt: skip
         tops: dict[int, float] = {}
         for c in range(self.text_columns, len(self.header) if self.best and len(rows) > 1 else 0):
             values = [row[c].value for row in rows if math.isfinite(row[c].value)]
-            if len(values) == 1 or len(set(values)) > 1:  # where all are the same none is best
+            if len(values) == 1 or len(set(values)) > 1:  # if all are equal, none is best
                 tops[c] = max(values)
         for r, row in enumerate(rows):
             kind = self.kinds[r] if r < len(self.kinds) else ""
@@ -74,12 +76,12 @@ class Table:
 
 
 def render(template: str, **context: Any) -> str:
-    """A page as text."""
+    """The HTML of a page."""
     return _environment().get_template(f"{template}.html.jinja").render(context)
 
 
 def write_page(path: str | os.PathLike[str], html: str) -> None:
-    """Write a page atomically. Raises ArtifactError where it cannot be written."""
+    """Write a page atomically. Raises ArtifactError if that fails."""
     write_bytes_atomic(path, html.encode("utf-8", "replace"))
 
 
@@ -97,7 +99,7 @@ def _environment() -> Any:
 
 
 def number(value: Any, *, exact: bool = False) -> str:
-    """A value as people read it: two decimals, thousands apart, a dash for none; `exact` keeps all digits."""
+    """A value as displayed: two decimals, thousands separators, a dash for none; `exact` keeps all digits."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "–"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that loads nothing, and its figures as the CSV files that DVC draws."""
+"""The report of a run: one HTML file that loads no other files, and CSV files for DVC's plots."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HEADS = {
     "clf": "classifier alone",
     "knn": "votes of similar queries alone",
 }
-VERDICT = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100", "tail/R@10", "torso/R@10", "head/R@10")  # compared in words
-EQUAL = 0.05  # percentage points: shown as 0.0
+VERDICT = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100", "tail/R@10", "torso/R@10", "head/R@10")  # of `wins_and_losses`
+EQUAL = 0.05  # percentage points: smaller differences would be shown as 0.0
 GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 100)"}
 BY_GROUP = {"P@5": "contributes to P@5", "within/P@5": "P@5 within", "nDCG@5": "nDCG@5 within",
             "PSP@5": "PSP@5 within", "R@10": "R@10 within", "R@100": "R@100 within", "coverage@5": "coverage@5 within",
@@ -35,36 +35,36 @@ BY_GROUP = {"P@5": "contributes to P@5", "within/P@5": "P@5 within", "nDCG@5": "
 BINS = {"labels": "labels", "mean_frequency": "training queries, mean", "test_pairs": "test pairs",
         "P@5": "contributes to P@5", "PSP@5": "contributes to PSP@5", "recall@5": "recall@5 within",
         "coverage@5": "coverage@5 within"}  # fmt: skip
-TRADED = ("P@1", "nDCG@5", "PSP@1", "PSP@5")  # more weight on rare labels raises PSP and lowers the others
+TRADED = ("P@1", "nDCG@5", "PSP@1", "PSP@5")  # with more weight on rare labels, PSP rises and the others fall
 VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 TRAINING = (
     "step", "epoch", "seconds", "loss", "loss_de", "loss_clf", "lr_heads", "lr_clf", "lr_encoder", "lr_bag",
     "grad_norm", "pool_size", "positives_per_query", "texts_per_s", "tokens_per_s",
 )  # fmt: skip
 """Columns of training.csv."""
-_PLACE = ("epoch", "round", "seconds", "minutes")  # of a record of validation
+_PLACE = ("epoch", "round", "seconds", "minutes")  # first keys of a record of `validation_records`
 MEMORY = {"host_used_gib": "peak memory, GiB", "device_used_gib": "peak memory of the GPU, GiB"}
 
 
 @dataclass(frozen=True)
 class ReportInput:
-    """What the report shows; a part that is not given is left out.
+    """The content of the report; empty parts are omitted.
 
     Attributes:
-        date: as it shall read. dataset, model: one line about each.
-        metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, what is served first; group metrics as
-            "tail/R@10". baselines: the same; baseline_note: where they come from.
+        date: as displayed. dataset, model: one line about each.
+        metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, the served system first; group metrics
+            as "tail/R@10". baselines: the same. baseline_note: how they were built.
         history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
         index: facts about the index, such as {"recall@10": 99.8}.
-        fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points}; "objective": of what.
-        calibration: {"score": [any shape], "correct": [same shape]} of predictions, and their "probability" where the
-            bundle knows it.
+        fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points of the "objective"}.
+        calibration: {"score": [any shape], "correct": [same shape]} of predictions, and their "probability" if the
+            bundle has a calibration.
         gains, losses: examples {"query", "truth": [title], "predictions": [{"label", "title", "score", "correct"}],
-            "missed": [title], "gain": nDCG@5 of the query less that of `gain_over`, in points}, the largest first.
-        earlier: test metrics of what was measured before, by what it is called; {}: it was measured on other data.
+            "missed": [title], "gain": nDCG@5 of the query minus that of `gain_over`, in points}, the largest first.
+        earlier: test metrics of earlier runs by their displayed names; {}: the run was measured on other data.
         card: facts about the data set. params: all parameters. lineage: git commit, hashes, run id.
-        verdict: what the model gains over the baselines. comparison: the figures behind it.
-        warnings: why the figures may mean little.
+        verdict: a sentence on the gains over the baselines. comparison: the comparisons behind it.
+        warnings: sentences on why the metrics may be misleading.
     """
 
     title: str = "UniDEC report"
@@ -93,7 +93,7 @@ class ReportInput:
 
 
 def render(report: ReportInput) -> str:
-    """The page as text."""
+    """The HTML of the report."""
     systems = {HEADS.get(name, name): values for name, values in report.metrics.items()}
     main = next(iter(systems.values()), {})
     earlier = {name: metrics for name, metrics in report.earlier.items() if metrics}
@@ -124,28 +124,28 @@ def render(report: ReportInput) -> str:
 
 
 def wins_and_losses(own: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """On which metrics a system is above another and on which below, in words."""
+    """The metrics on which a system is higher or lower than another, or equal, as one line."""
     if not other:
         return "measured on other data; the gate ranks this test split with both"
-    found: dict[str, list[str]] = {"higher": [], "lower": [], "equal": []}
+    parts: dict[str, list[str]] = {"higher": [], "lower": [], "equal": []}
     for name in VERDICT:
         if name in own and name in other:
             group, _, metric = name.rpartition("/")
-            gap, words = own[name] - other[name], f"{metric} of {group} labels" if group else metric
+            gap, shown = own[name] - other[name], f"{metric} of {group} labels" if group else metric
             if abs(gap) < EQUAL:
-                found["equal"].append(words)
+                parts["equal"].append(shown)
             else:
-                found["higher" if gap > 0 else "lower"].append(f"{words} {gap:+.1f}")
-    return "; ".join(f"{how}: {', '.join(names)}" for how, names in found.items() if names)
+                parts["higher" if gap > 0 else "lower"].append(f"{shown} {gap:+.1f}")
+    return "; ".join(f"{how}: {', '.join(names)}" for how, names in parts.items() if names)
 
 
 def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[Chart | None, Table]:
-    """R@10 and all metrics by frequency group; without test queries of a group all its figures are 0: left out."""
+    """A chart of R@10 and a table of all metrics by frequency group, without groups that have no test queries."""
     rows = {
-        (name, group): own | _within(own, metrics.get("num_queries", math.nan))
+        (name, group): of_group | _within(of_group, metrics.get("num_queries", math.nan))
         for name, metrics in systems.items()
-        for group, own in by_group(metrics).items()
-        if own.get("num_queries", 1) > 0
+        for group, of_group in by_group(metrics).items()
+        if of_group.get("num_queries", 1) > 0
     }
     groups = [group for group in GROUPS if any(group == of for _, of in rows)]
     bars = [(name, [rows[name, group].get("R@10", math.nan) for group in groups])
@@ -155,16 +155,18 @@ def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[Chart | None, T
 
 
 def _within(group: Mapping[str, float], num_queries: float) -> dict[str, Any]:
-    """P@5 over the queries that have a label of the group; in its metrics P@5 is over all, so that groups add up."""
-    own = group.get("num_queries", math.nan)
-    share = {"within/P@5": group.get("P@5", math.nan) * num_queries / own} if own else {}
-    return {key: value for key, value in share.items() if math.isfinite(value)} | (
-        {"num_queries": int(own)} if math.isfinite(own) else {}
+    """P@5 over only the queries that have a label of the group, and their number. (The group's metric "P@5" is over all
+    queries, so that groups add up.)"""
+    group_queries = group.get("num_queries", math.nan)
+    within = {"within/P@5": group.get("P@5", math.nan) * num_queries / group_queries} if group_queries else {}
+    return {key: value for key, value in within.items() if math.isfinite(value)} | (
+        {"num_queries": int(group_queries)} if math.isfinite(group_queries) else {}
     )
 
 
 def _bins(bins: Records) -> tuple[list[Chart | None], Table]:
-    """What labels of each frequency contribute to P@5 and PSP@5 (thesis, figure 1.3), and metrics within each bin."""
+    """Charts and a table of contributions to P@5 and PSP@5 by label frequency (thesis, figure 1.3), and of metrics
+    within each bin."""
     names = [f"{row['least']:,} to {row['most']:,}" if row["least"] != row["most"] else f"{row['most']:,}"
              for row in bins]  # fmt: skip
     label = "training queries of a label; bins of equal volume, head to tail"
@@ -181,7 +183,7 @@ def _bins(bins: Records) -> tuple[list[Chart | None], Table]:
 
 def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
     """The reliability curve of the probabilities and their expected calibration error in percentage points (Guo et al.
-    2017, equation 3; bins of equal number); without probabilities precision by score."""
+    2017, equation 3; bins of equal size); without probabilities, the precision by score."""
     if "probability" in calibration:
         bins = calibration_bins(calibration["probability"], calibration["correct"])
         means, shares = ([100 * part[i] for part in bins] for i in (1, 2))
@@ -200,11 +202,11 @@ def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def calibration_bins(score: Any, correct: Any, num_bins: int = 10) -> list[tuple[float, float, float, int]]:
-    """Predictions in bins of equal number by score: highest score, mean score, precision (0 to 1) and size of each.
+    """Predictions in bins of equal size by score: highest score, mean score, precision (0 to 1) and size of each bin.
 
     Args:
-        score: or probability; any shape; entries that are not finite (padding) are left out.
-        correct: same shape, truthy where the prediction is right.
+        score: score or probability; any shape; entries that are not finite (padding) are ignored.
+        correct: same shape, truthy if the prediction is correct.
     """
     score_n, correct_n = np.asarray(score, dtype=np.float64).ravel(), np.asarray(correct).astype(bool).ravel()
     order = np.argsort(np.where(np.isfinite(score_n), score_n, np.inf), kind="stable")[: np.isfinite(score_n).sum()]
@@ -216,7 +218,7 @@ def calibration_bins(score: Any, correct: Any, num_bins: int = 10) -> list[tuple
 
 
 def _curves(history: Records, rounds: Records) -> list[Chart | None]:
-    """Loss, validation by time, learning rates, gradient norm, pools."""
+    """Charts of validation metrics by time, and of loss, learning rates, gradient norm and pool by step."""
     rates = sorted({key for record in history for key in record if key.startswith("lr_")})
     validation = _lines(validation_records(rounds), "minutes", {name: name for name in VALIDATION}, dots=True)
     by_step: list[tuple[str, dict[str, str], str]] = [
@@ -235,7 +237,8 @@ def _curves(history: Records, rounds: Records) -> list[Chart | None]:
 
 
 def _lines(records: Records, x: str, names: Mapping[str, str], dots: bool = False) -> list[Line]:
-    """A line for each of `names` ({key: shown}) over the records' key `x`; those without finite values are left out."""
+    """A line for each of `names` (key -> displayed name) over the records' key `x`; lines without finite values are
+    omitted."""
     values = {key: [math.nan if record.get(key) is None else float(record[key]) for record in records]
               for key in (x, *names)}  # fmt: skip
     drawn = [Line(shown, values[x], values[name], dots) for name, shown in names.items()]
@@ -243,7 +246,7 @@ def _lines(records: Records, x: str, names: Mapping[str, str], dots: bool = Fals
 
 
 def _rounds(rounds: Records) -> dict[str, Any]:
-    """Seconds of each round's parts, and totals."""
+    """The template's variables on costs: a chart of the seconds of each round's parts, and totals."""
     parts, groups = round_parts(rounds), [str(r.get("round", i + 1)) for i, r in enumerate(rounds)]
     total: dict[str, float | None] = {f"{name}, seconds": sum(column) for name, column in parts.items()}
     for key, shown in MEMORY.items():
@@ -259,11 +262,11 @@ def _rounds(rounds: Records) -> dict[str, Any]:
 def plots_csv(
     history: Records, rounds: Records, metrics: Mapping[str, float], out_dir: str | os.PathLike[str]
 ) -> list[Path]:
-    """Write the tables that `dvc plots` draws; "@" in a name becomes "_at_", a missing number an empty cell.
+    """Write the tables that `dvc plots` draws; "@" in a name becomes "_at_", missing numbers are empty cells.
 
-    training.csv: a row a logged step. validation.csv: a row a round with validation metrics, `seconds` of training and
-    refreshes until then. at_k.csv: k, precision, recall, ndcg. groups.csv: a row a frequency group with its metrics. A
-    table without rows has its header only.
+    training.csv: a row per logged step. validation.csv: a row per round with validation metrics, and the `seconds` of
+    training and refreshes until then. at_k.csv: k, precision, recall, ndcg. groups.csv: a row per frequency group with
+    its metrics. A table without rows has only its header.
 
     Args:
         history, rounds: lines of history.jsonl and rounds.jsonl.
@@ -278,7 +281,7 @@ def plots_csv(
         for k in DEFAULT_KS
         if f"P@{k}" in metrics
     ]
-    groups = [{"group": group} | own for group, own in by_group(metrics).items()]
+    groups = [{"group": group} | of_group for group, of_group in by_group(metrics).items()]
     files: dict[str, tuple[Sequence[str], Records]] = {
         "training.csv": ([name for name in TRAINING if any(name in row for row in history)] or TRAINING[:1], history),
         "validation.csv": ([*_PLACE[:3], *measured], validation),
@@ -294,31 +297,33 @@ def plots_csv(
 
 
 def by_group(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The metrics of each frequency group that has any, without the group in their names."""
-    found = {g: {key[len(g) + 1 :]: value for key, value in metrics.items() if key.startswith(f"{g}/")} for g in GROUPS}
-    return {group: own for group, own in found.items() if own}
+    """Frequency group -> its metrics, without the group in their names; groups without metrics are omitted."""
+    groups = {
+        g: {key[len(g) + 1 :]: value for key, value in metrics.items() if key.startswith(f"{g}/")} for g in GROUPS
+    }
+    return {group: of_group for group, of_group in groups.items() if of_group}
 
 
 def validation_records(rounds: Records) -> list[dict[str, Any]]:
-    """A record a measured round: "epoch", "round", the validation metrics, and "seconds" and "minutes" of training and
-    refreshes from the start until its end, without measuring.
+    """A record for each measured round: "epoch", "round", the validation metrics, and "seconds" and "minutes" of
+    training and refreshes from the start to the round's end, without validation.
     """
-    seconds, found = 0.0, []
+    seconds, records = 0.0, []
     for r in rounds:
         seconds += finite(r, "train_seconds") + finite(r.get("refresh") or {}, "refresh_seconds")
         if r.get("validation"):
             place = (r.get("epoch"), r.get("round"), seconds, seconds / 60)
-            found.append(dict(zip(_PLACE, place, strict=True)) | r["validation"])
-    return found
+            records.append(dict(zip(_PLACE, place, strict=True)) | r["validation"])
+    return records
 
 
 def round_parts(rounds: Records) -> dict[str, list[float]]:
-    """Seconds of each part of each round, by the part's name: those of its refresh (keys that end in "_seconds"; the
-    whole where there are no others), then "train" and "validation".
+    """Name of a part -> its seconds in each round: the parts of the refresh (keys that end in "_seconds"; the whole
+    refresh if it has no parts), then "train" and "validation".
     """
     refreshes = [r.get("refresh") or {} for r in rounds]
     keys = dict.fromkeys(key for refresh in refreshes for key in refresh if key.endswith("_seconds"))
-    keys.pop("work_seconds", None)  # the same time once more
+    keys.pop("work_seconds", None)  # another measure of the same time
     if len(keys) > 1:
         keys.pop("refresh_seconds", None)
     parts = {key.removesuffix("_seconds").replace("_", " "): [finite(r, key) for r in refreshes] for key in keys}
@@ -329,6 +334,6 @@ def round_parts(rounds: Records) -> dict[str, list[float]]:
 
 
 def finite(row: Mapping[str, Any], name: str) -> float:
-    """A record's figure, 0 where there is none."""
+    """A figure of a record; 0 if it is missing or not finite."""
     value = row.get(name)
     return float(value) if value is not None and math.isfinite(value) else 0.0

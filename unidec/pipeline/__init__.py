@@ -1,8 +1,9 @@
-"""One function a pipeline stage: parameters in, folders written, a small result out, which `plain` makes JSON-able.
+"""The pipeline's stages, one function each: they take the parameters, write folders and return a small dataclass or
+dictionary, which `plain` converts for JSON.
 
-The command line and the flow call these; neither they nor DVC see a tensor. Paths are relative to the working folder.
-A function's module is imported when the function is first used: ingesting data requires no torch. So no module here may
-have the name of a function: importing it would replace the function.
+The command line and the flows call these functions; neither they nor DVC handle tensors. Paths are relative to the
+working folder. A function's module is imported on first use, so that ingesting data does not import torch. No module
+of this package may have the name of one of the functions: importing it would replace the function.
 """
 
 import contextlib
@@ -34,21 +35,19 @@ _MODULES = {
     "training": "start_run train",
 }
 _MODULE_OF = {function: module for module, functions in _MODULES.items() for function in functions.split()}
-
-
 _SLOW = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "sklearn.feature_extraction.text",
          "matplotlib.figure", "onnxruntime.quantization", "opentelemetry.sdk.metrics.export")  # fmt: skip
 
 
 def import_training() -> None:
-    """Imports what a training and the stages after it need: seconds that may pass beside other work."""
+    """Import the modules of training and of the stages after it; takes seconds, so call it in a background thread."""
     for name in [f"{__name__}.{module}" for module in _MODULES] + list(_SLOW):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
 
 def plain(result: Any) -> Any:
-    """A result as dictionaries and lists. A field of a dataclass whose default is None is left out where it is None."""
+    """A stage's result as dictionaries and lists; fields with the default None are omitted while they are None."""
     if is_dataclass(result):
         values = [(field, getattr(result, field.name)) for field in fields(result)]
         result = {field.name: value for field, value in values if value is not None or field.default is not None}

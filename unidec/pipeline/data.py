@@ -1,4 +1,4 @@
-"""Stages from raw files to what training reads."""
+"""The data stages: from raw files to the folders that training reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")
 
 @dataclass(frozen=True)
 class Validated:
-    """A data set that training may read; warnings are numbered sentences, `page` is the report."""
+    """A data set that passed validation: the number of expectations, numbered warnings, and the report's path."""
 
     success: bool
     expectations: int
@@ -40,7 +40,7 @@ class Validated:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What was fetched, and why or why not; `source` in words, `sha256` of all its files."""
+    """Result of `fetch`: whether files were copied and why, the source's paths, and one sha256 of all its files."""
 
     changed: bool
     source: str
@@ -50,7 +50,11 @@ class Fetched:
 
 @replaces_inputs()
 def ingest(params: Params) -> dict[str, str | int]:
-    """Raw files of any known layout -> data/dataset; its name, sizes and hash. The validation split is cut here."""
+    """Read raw files of any supported layout into data/dataset, and split off validation queries.
+
+    Returns:
+        the data set's name, format, sizes and hash.
+    """
     data, raw = params.data, read_section(params.data, params.raw)
     dataset = write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
     meta = dataset.manifest["meta"]
@@ -59,10 +63,10 @@ def ingest(params: Params) -> dict[str, str | int]:
 
 
 def validate(params: Params) -> Validated:
-    """Great Expectations over the data set -> data/validation; the gate before training.
+    """Check the data set with Great Expectations before training; writes data/validation.
 
     Raises:
-        DataError: an expectation of severity critical failed.
+        DataError: an expectation of severity "critical" failed.
     """
     from unidec.pipeline.drift_check import champion_change
     from unidec.validation.suite import validate_dataset
@@ -85,7 +89,7 @@ def validate(params: Params) -> Validated:
 
 @replaces_inputs()
 def tokens(params: Params) -> dict[str, int]:
-    """Texts -> data/tokens/{queries,labels}; numbers of texts and tokens of each."""
+    """Tokenise the texts into data/tokens/{queries,labels}; returns the numbers of texts and tokens of both."""
     dataset, section, summary = paths.open_dataset(), params.tokens, {}
     sizes: dict[Literal["queries", "labels"], int] = {"queries": dataset.num_queries, "labels": dataset.num_labels}
     folder = resolve_encoder(params.encoder.name)
@@ -102,16 +106,20 @@ def tokens(params: Params) -> dict[str, int]:
 
 @replaces_inputs()
 def propensity(params: Params) -> dict[str, float]:
-    """Inverse propensities and frequency groups -> data/propensity; A and B, and the labels of each group."""
+    """Write inverse propensities and frequency groups to data/propensity; returns A, B and each group's label count."""
     build_propensity(paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY)
-    made = load_propensity(paths.PROPENSITY, verify=False)
-    groups = {f"{name}_labels": int((made.group_L == number).sum()) for number, name in enumerate(GROUPS)}
-    return {"a": made.a, "b": made.b, **groups}
+    written = load_propensity(paths.PROPENSITY, verify=False)
+    groups = {f"{name}_labels": int((written.group_L == number).sum()) for number, name in enumerate(GROUPS)}
+    return {"a": written.a, "b": written.b, **groups}
 
 
 @replaces_inputs()
 def label_graph(params: Params) -> dict[str, int]:
-    """Soft targets of label texts -> data/label_graph; numbers of labels, of texts with targets, of targets."""
+    """Write the soft targets of label texts to data/label_graph.
+
+    Returns:
+        the numbers of labels, of label texts with targets, and of targets ("edges").
+    """
     build_label_graph(paths.open_dataset(), params.label_graph, paths.LABEL_GRAPH)
     graph = load_label_graph(paths.LABEL_GRAPH)
     texts = int((graph.indptr[1:] > graph.indptr[:-1]).sum())
@@ -119,26 +127,27 @@ def label_graph(params: Params) -> dict[str, int]:
 
 
 def fetch(params: Params) -> Fetched:
-    """Copy `source.path`, or the three files, to `data.path` if their content differs from what is there.
+    """Copy `source.path`, or the three source files, to `data.path` if their contents differ.
 
-    The new folder is written beside, checked against the source's hashes and swapped in: who reads `data.path` sees
-    the old content or the new, also when this is killed. Of kind `dvc` flows/reproduce.py fetches: nothing is done.
+    The copy is written to a temporary folder, checked against the source's hashes and swapped in: readers of
+    `data.path` see either the old or the new content, even if this process is killed. For `source.kind: dvc` nothing
+    is done here: flows/reproduce.py fetches it.
 
     Raises:
-        DataError: the source is missing, empty, unreadable, or changed while it was copied.
-        ConfigError: `data.path` is in git: a fetch would edit the repository.
+        DataError: the source is missing, empty or unreadable, or it changed while it was copied.
+        ConfigError: git tracks `data.path`, so that a fetch would edit the repository.
     """
     source, target = params.source, Path(params.data.path)
     if source.kind in ("none", "dvc"):
         return Fetched(False, source.kind, "", "nothing is fetched by this stage")
     files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
-    words = source.path if source.kind == "folder" else ", ".join(map(str, files.values()))
+    shown = source.path if source.kind == "folder" else ", ".join(map(str, files.values()))
     if not files:
-        raise DataError("no files there", where=words, fix="mount it, wait for the export, or correct source.path")
+        raise DataError("no files found", where=shown, fix="mount it, wait for the export, or correct source.path")
     hashes = _hashes(files)
     sha256 = files_sha256(hashes)
     if _hashes(_listed(target)) == hashes:
-        return Fetched(False, words, sha256, f"{target} has these {len(files)} files already")
+        return Fetched(False, shown, sha256, f"{target} already has these {len(files)} files")
     if git(".", "ls-files", "--", str(target)):
         raise ConfigError(
             "git tracks this folder, and a fetch would replace it", where="data.path", got=str(target),
@@ -151,25 +160,25 @@ def fetch(params: Params) -> Fetched:
             if file_sha256(folder / name) != hashes[name]:
                 raise DataError(
                     "the source changed while it was copied", where=str(path),
-                    fix=f"run again when the export is complete; {target} is as it was",
+                    fix=f"run again when the export is complete; {target} was not changed",
                 )  # fmt: skip
-    return Fetched(True, words, sha256, f"{len(files)} files are new in {target}")
+    return Fetched(True, shown, sha256, f"copied {len(files)} files to {target}")
 
 
 def _listed(root: Path) -> dict[str, Path]:
-    """Name -> file; hidden files are no data."""
-    found = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
-    return {name.as_posix(): path for name, path in found.items() if not any(p.startswith(".") for p in name.parts)}
+    """The files of a folder by their relative names, without hidden ones."""
+    files = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
+    return {name.as_posix(): path for name, path in files.items() if not any(p.startswith(".") for p in name.parts)}
 
 
 def _tables(source: Source) -> dict[str, Path]:
-    """The names that format `tables` knows -> the files."""
+    """The three source files, by the names that the format `tables` expects."""
     files = {}
     for stem in ("queries", "labels", "pairs"):
         path = Path(getattr(source, stem))
         if (ending := _TABLE.search(path.name.lower())) is None:
             expected = ".csv .tsv .parquet .jsonl, also with .gz"
-            raise ConfigError("not a table that can be read", where=f"source.{stem}", got=str(path), expected=expected)
+            raise ConfigError("not a supported table file", where=f"source.{stem}", got=str(path), expected=expected)
         files[f"{stem}{ending[0]}"] = path
     return files
 

@@ -1,5 +1,5 @@
-"""Drift: the data beside what the champion was trained on (stage `data_change`), any two versions of the data, and a
-window of live queries (stage `monitor`). All three compare two sides by `unidec.evaluation.drift.compare`.
+"""Drift of the data against the champion's training data (`data_change`), between any two versions of the data
+(`drift`), and of a window of live queries (`monitor`). All three use `unidec.evaluation.drift.compare`.
 
 Legend: n queries, D' width of the searched space.
 """
@@ -34,20 +34,26 @@ from unidec.tracking.fetch import fetch_bundle, find_alias
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import answers, sqlite_path, store_errors, tracking_uri
 
-MAX_QUERIES = 20_000  # of a window; of a larger one this many evenly spaced ones are used
+MAX_QUERIES = 20_000  # of a larger window this many evenly spaced queries are used
 BATCH = 1024
 K = 100
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "R@10", "R@100", "MRR")
 MOVED_WORDS = 15
 _PAGE, _FINDINGS = "index.html", "drift.json"
 _TOKENIZER = Path("model", "tokenizer")  # in a bundle
-Side = Mapping[str, Any]  # of a comparison, as `compare` takes it; empty: nothing was compared
+Side = Mapping[str, Any]  # the figures of one side, as `compare` takes them; empty: nothing was compared
 
 
 @dataclass(frozen=True)
 class DataChange:
-    """The data beside the champion's: `accepted` has its "model", "version" and "dataset_sha256", None without one;
-    `reason`: why nothing was compared, or ""; stops and warnings are sentences."""
+    """The data set compared with the champion's training data.
+
+    Attributes:
+        accepted: the champion's "model", "version" and "dataset_sha256"; None without a champion.
+        reason: why nothing was compared, or "".
+        stops, warnings: a sentence for each change beyond the limits of section `drift`.
+        page, docs: paths of the report and of Great Expectations' Data Docs; docs is "" if nothing was compared.
+    """
 
     accepted: dict[str, str] | None
     reason: str
@@ -59,7 +65,8 @@ class DataChange:
 
 @dataclass(frozen=True)
 class DataDrift:
-    """Two versions of the data: findings as `Check.to_json`, what drifted first; the report and its JSON file."""
+    """Two versions of the data compared: findings as `Check.to_json`, those that drifted first; paths of the report and
+    of its JSON file."""
 
     drifted: bool
     findings: list[dict[str, object]]
@@ -69,9 +76,13 @@ class DataDrift:
 
 @dataclass(frozen=True)
 class WindowDrift:
-    """Queries beside a bundle's training data (`model`: "source" and "bundle_sha256"), as `DataDrift`; metrics in
-    percent, None without labels. Fewer queries than drift.min_window are not `judged`: no drift is reported, and
-    `reason` says why."""
+    """A window of queries compared with a bundle's training data; fields as `DataDrift`, and:
+
+    Attributes:
+        judged: False for fewer queries than drift.min_window: then no drift is reported, and `reason` says why.
+        queries: number of queries of the whole window. metrics: in percent, None without labels.
+        model: "source" and "bundle_sha256" of the bundle. run_url: page of the MLflow run.
+    """
 
     drifted: bool
     findings: list[dict[str, object]]
@@ -86,18 +97,19 @@ class WindowDrift:
 
 
 def read_profile(bundle: Path) -> Side | None:
-    """The profile in a bundle; None in one of before there were any, or of a version that this code does not know."""
+    """The training profile in a bundle; None if an older release wrote the bundle without one, or if the profile has
+    another format version."""
     profile = read_info(bundle).card.get(PROFILE_KEY)
     return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
 
 
 def data_change(params: Params) -> DataChange:
-    """The data set beside the profile of the data that the champion was trained on -> data/change.
+    """Compare the data set with the profile of the champion's training data; writes data/change.
 
-    Great Expectations judges the figures.
+    Great Expectations checks the figures.
 
     Raises:
-        DataError: something changed more than section `drift` allows.
+        DataError: a figure changed by more than section `drift` allows.
         ArtifactError: the champion's bundle is damaged.
     """
     from unidec.validation.suite import run_change_suite
@@ -117,12 +129,12 @@ def data_change(params: Params) -> DataChange:
     page = str(paths.CHANGE / _PAGE)
     if stops:
         fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
-        raise DataError("the data changed more than it may", where=page, got="; ".join(stops), fix=fix)
+        raise DataError("the data changed beyond the limits", where=page, got="; ".join(stops), fix=fix)
     return DataChange(accepted, reason, stops, warnings, page, docs and str(paths.CHANGE / docs))
 
 
 def champion_change(params: Params) -> dict[str, Any]:
-    """The comparison of `data_change` for the page of the data's validation, which no registry may fail.
+    """The comparison of `data_change` for the validation page; an unavailable registry raises no error here.
 
     Returns:
         {"checks", "names" (of both sides), "charts", "reason" (why nothing was compared, or "")}.
@@ -146,40 +158,40 @@ def champion_change(params: Params) -> dict[str, Any]:
 
 
 def _beside_champion(params: Params, dataset: XMCDataset) -> tuple[dict[str, str] | None, str, Side, Side]:
-    """`DataChange.accepted` and `.reason`, and both sides: what the champion was trained on, and the data set."""
+    """`DataChange.accepted` and `.reason`, and the figures of the champion's training data and of the data set."""
     model = params.tracking.model_name
     if (champion := find_alias(model, "champion")) is None:
         return None, f"{model} has no champion yet: nothing to compare with", {}, {}
     accepted = {"model": model, "version": str(champion.version), "dataset_sha256": dataset.sha256}
-    the_same = "the data is the very data that the champion was trained on"
+    same_data = "the champion was trained on this very data"
     tags = champion.tags
-    if tags.get("dataset.sha256") == dataset.sha256 and tags.get("start.kind") != "refresh":  # that is of the labels
-        return accepted, the_same, {}, {}  # no need to fetch its bundle
+    # after a refresh of the labels the tag names the data of the labels, not of the training
+    if tags.get("dataset.sha256") == dataset.sha256 and tags.get("start.kind") != "refresh":
+        return accepted, same_data, {}, {}  # no need to fetch its bundle
     bundle = fetch_bundle(f"models:/{model}/{champion.version}", paths.BUNDLES)
     info = read_info(bundle)
     accepted["dataset_sha256"] = str(info.dataset.get("sha256"))
     if (profile := read_profile(bundle)) is None:
         return accepted, f"version {champion.version} of {model} has no profile that this code can read", {}, {}
     if profile["sha256"] == dataset.sha256:
-        return accepted, the_same, {}, {}
+        return accepted, same_data, {}, {}
     new = _figures(profile, bundle / _TOKENIZER, dataset)
-    # shares of the champion's labels that are gone, and of the data's that are new
     before, now = set(read_labels(bundle, info.num_labels)["uid"].to_pylist()), set(dataset.label_uids())
-    left, added = len(before - now) / max(len(before), 1), len(now - before) / max(len(now), 1)
-    return accepted, "", profile, new | {"label_changes": {"left": left, "new": added}}
+    removed, added = len(before - now) / max(len(before), 1), len(now - before) / max(len(now), 1)
+    return accepted, "", profile, new | {"label_changes": {"left": removed, "new": added}}
 
 
 def drift(
     params: Params, first: str | os.PathLike[str], second: str | os.PathLike[str], column: str | None = None
 ) -> DataDrift:
-    """A later version of the data, or a file of queries, beside an earlier version.
+    """Compare a later version of the data, or a file of queries, with an earlier version; writes below runs/drift.
 
     Args:
-        first: a data set's folder, or a bundle (folder or models:/ address): the data that it was trained on.
-        second: a data set's folder, or a file of queries; their text is in `column`, or "query" or "text".
+        first: a data set's folder, or a bundle (folder or models:/ address), which stands for its training data.
+        second: a data set's folder, or a file of queries, whose texts are in `column` (default: "query" or "text").
 
     Raises:
-        DataError, ArtifactError: something that is neither, or that cannot be read.
+        DataError, ArtifactError: `first` or `second` cannot be read, or is none of these.
     """
     source, later = os.fspath(first), Path(second)
     if source.startswith("models:") or (Path(source) / "bundle.json").is_file():
@@ -193,19 +205,22 @@ def drift(
     checks = compare(old, new, params.drift)
     out = paths.DRIFT / _digest(first, second)
     with swap_folder(out) as folder:
-        found = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, {})
-    return DataDrift(*found, str(out / _PAGE), str(out / _FINDINGS))
+        outcome = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, {})
+    return DataDrift(*outcome, str(out / _PAGE), str(out / _FINDINGS))
 
 
 def monitor(params: Params, queries_path: str, *, column: str | None = None, bundle: str | None = None) -> WindowDrift:
-    """Compare a file of queries with the training profile in a bundle, and measure it where it has labels.
+    """Compare a file of queries with the training profile in a bundle; if the file has labels, also measure metrics.
+
+    Writes a folder of runs/monitor, and an MLflow run.
 
     Args:
         queries_path, column: see `read_window`.
         bundle: folder or models:/ address; default: the champion.
 
     Raises:
-        ConfigError: no such model. DataError: a file that cannot be read. ArtifactError: a bundle without a profile.
+        ConfigError: no such model. DataError: the file cannot be read, or has no queries. ArtifactError: the bundle has
+            no profile.
     """
     source = bundle or f"models:/{params.tracking.model_name}@champion"
     folder = fetch_bundle(source, paths.BUNDLES)
@@ -213,7 +228,7 @@ def monitor(params: Params, queries_path: str, *, column: str | None = None, bun
     window = read_window(Path(queries_path), column)
     total = len(window.texts)
     if not total:
-        raise DataError("a window without queries", where=queries_path)
+        raise DataError("the window has no queries", where=queries_path)
     window = window.sample(spaced(np.arange(total), MAX_QUERIES))
     loaded = Bundle.load(folder)
     new, metrics = _figures(old, tokenizer, window.texts), None
@@ -232,21 +247,22 @@ def monitor(params: Params, queries_path: str, *, column: str | None = None, bun
     name = f"{Path(queries_path).name.partition('.')[0]}-{_digest(file_sha256(queries_path), loaded.sha256)}"
     out, title = paths.MONITOR / name, f"Window of {total:,} queries"
     with swap_folder(out) as folder:
-        found = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
+        outcome = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
     files = str(out / _PAGE), str(out / _FINDINGS)
-    result = WindowDrift(*found, judged, reason, total, metrics, model, *files, run_url=None)
+    result = WindowDrift(*outcome, judged, reason, total, metrics, model, *files, run_url=None)
     return replace(result, run_url=_track(params, result, checks, name))
 
 
 def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
-    """The profile in a bundle, and its tokenizer's folder."""
+    """The profile in a bundle, and its tokenizer's folder; an ArtifactError if it has no profile."""
     if (profile := read_profile(folder)) is None:
-        raise ArtifactError("a bundle without a profile of its data", where=source, fix="unidec index build writes one")
+        fix = "`unidec index build` writes one"
+        raise ArtifactError("the bundle has no profile of its training data", where=source, fix=fix)
     return profile, folder / _TOKENIZER
 
 
 def _figures(old: Side, tokenizer: Path, later: XMCDataset | Sequence[str]) -> dict[str, Any]:
-    """Of a later data set, or of texts, as a model reads them whose data `old` describes."""
+    """Figures of a later data set, or of texts, tokenised as by the model whose training data `old` describes."""
     if isinstance(later, XMCDataset):
         return profile_dataset(later, tokenizer, old["max_length"], old["text"])
     measured = measure_texts(later, tokenizer, old["max_length"], old["vocabulary"])
@@ -254,27 +270,27 @@ def _figures(old: Side, tokenizer: Path, later: XMCDataset | Sequence[str]) -> d
 
 
 def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors in the searched space float32 [n, D'], and the best label's score float32 [n]."""
+    """The texts' vectors in the searched space, float32 [n, D'], and the scores of their best labels, float32 [n]."""
     vectors, scores = [], []
     for start in range(0, len(texts), BATCH):
-        asked = bundle.encode(texts[start : start + BATCH])
-        vectors.append(bundle.searched(asked))
-        scores.append(bundle.rank(asked, 1).scores[:, 0])
+        encoded = bundle.encode(texts[start : start + BATCH])
+        vectors.append(bundle.searched(encoded))
+        scores.append(bundle.rank(encoded, 1).scores[:, 0])
     return np.concatenate(vectors), np.concatenate(scores)
 
 
 def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """Metrics in percent with their standard errors, of the queries that have labels ({}: none has), and the share of
-    labels that the bundle does not know; such a label is missed."""
-    asked = [(text, set(uids)) for text, uids in zip(window.texts, window.labels or [], strict=True) if uids]
-    row_of, place = dict(bundle.row_of), [row for row, (_, uids) in enumerate(asked) for _ in uids]
-    columns = [row_of.setdefault(uid, len(row_of)) for _, uids in asked for uid in uids]
+    """Metrics in percent with their standard errors over the queries that have labels ({} if none has), and the share
+    of labels that the bundle does not know; these count as misses."""
+    labelled = [(text, set(uids)) for text, uids in zip(window.texts, window.labels or [], strict=True) if uids]
+    row_of, rows = dict(bundle.row_of), [row for row, (_, uids) in enumerate(labelled) for _ in uids]
+    columns = [row_of.setdefault(uid, len(row_of)) for _, uids in labelled for uid in uids]
     unknown = share(sum(column >= bundle.num_labels for column in columns), len(columns))
-    if not asked:
+    if not labelled:
         return {}, unknown
-    truth = sp.csr_matrix((np.ones(len(place), np.float32), (place, columns)), shape=(len(asked), len(row_of)))
-    found = bundle.predict_arrays([text for text, _ in asked], min(K, bundle.num_labels)).rows
-    parts = by_query(found, truth, _METRICS, np.ones(len(row_of)))
+    truth = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=(len(labelled), len(row_of)))
+    predicted = bundle.predict_arrays([text for text, _ in labelled], min(K, bundle.num_labels)).rows
+    parts = by_query(predicted, truth, _METRICS, np.ones(len(row_of)))
     percent = {name: 100.0 * above_N / below_N.mean() for name, (above_N, below_N) in parts.items()}
     return {name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()}, unknown
 
@@ -283,16 +299,23 @@ def _write(
     folder: Path, title: str, names: tuple[str, str], sides: tuple[Side, Side], checks: Sequence[Check],
     facts: Mapping[str, Any], more: Mapping[str, Any], docs: str = "",
 ) -> tuple[bool, list[dict[str, object]]]:  # fmt: skip
-    """drift.json: whether something drifted and the findings, which are returned, and `more`, whose "reason" tells why
-    nothing was judged; and index.html, where the sides have these names, and Data Docs this address."""
+    """Write drift.json and index.html into a folder.
+
+    Args:
+        names: of the two sides, on the page. facts: shown on the page. docs: relative address of Data Docs, or "".
+        more: further keys of drift.json; if it has a "reason", nothing is judged.
+
+    Returns:
+        whether any figure drifted, and the findings; both are in drift.json.
+    """
     old, new = sides
     reason = more.get("reason", "")
     findings = [check.to_json(judged=not reason) for check in checks]
-    words = _words(*(side["queries"]["words"] for side in sides)) if old and new else []
+    moved = _moved_words(*(side["queries"]["words"] for side in sides)) if old and new else []
     html = render(
         "drift", title=title, names=names, checks=checks, facts_shown=facts, reason=reason, docs=docs,
         distributions=_charts(names, old, new),
-        words=Table(["word", *names], words, caption="Words that moved most, by share of all words"),
+        words=Table(["word", *names], moved, caption="Words that moved most, by share of all words"),
     )  # fmt: skip
     drifted = any(finding["drifted"] for finding in findings)
     write_json(folder / _FINDINGS, {"drifted": drifted, "findings": findings, **more})
@@ -301,6 +324,7 @@ def _write(
 
 
 def _charts(names: Sequence[str], old: Side, new: Side) -> list[Chart | None]:
+    """The lengths of queries and labels, and the scores of the best labels, of both sides."""
     charts = [_lengths(which, names, old[which], new[which]) for which in ("queries", "labels")
               if which in old and which in new]  # fmt: skip
     if old.get("served") and new.get("served"):
@@ -320,8 +344,10 @@ def _lengths(which: str, names: Sequence[str], old: Side, new: Side) -> Chart | 
     return bar_chart(f"Length of {which}", edges, bars, "percent", x_label="characters from")
 
 
-def _words(*words: Side) -> list[list[str]]:
-    """Only the commonest words of each side are known; of another the share counts as that of the rarest of them."""
+def _moved_words(*words: Side) -> list[list[str]]:
+    """Table rows of the words whose share changed most.
+
+    Each side has only its most frequent words; any other word counts with the share of the rarest of them."""
     old, new = ({word: count / max(of["count"], 1) for word, count in of["top"].items()} for of in words)
     least = [min(of.values(), default=0.0) for of in (old, new)]
     change = {word: abs(new.get(word, least[1]) - old.get(word, least[0])) for word in {**old, **new}}
@@ -334,7 +360,7 @@ def _digest(*parts: object) -> str:
 
 
 def _track(params: Params, result: WindowDrift, checks: Sequence[Check], name: str) -> str | None:
-    """The report as a run of its own experiment; a server that is away gets it later."""
+    """Log the report as an MLflow run of a separate experiment; if the server does not answer, it is sent later."""
     tracker = Tracker(f"{params.tracking.experiment}-monitor")
     tags = {"drifted": str(result.drifted).lower(), "bundle.sha256": result.model["bundle_sha256"]}
     facts = {"queries": result.queries, "bundle": result.model["source"]}

@@ -1,4 +1,4 @@
-"""Stage `evaluate`: the bundle on the test split -> metrics, plots, predictions, report.
+"""Stage `evaluate`: measure the bundle on the test split; write metrics, plots, predictions and the report.
 
 Legend: n queries of the split, K places.
 """
@@ -36,25 +36,24 @@ from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.scoring_space import Space
 from unidec.tracking.fetch import measured_before
 from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash
-from unidec.tracking.run import Tracker
 from unidec.training.precision import choose_device
 from unidec.version import __version__
 
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
 PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
-_OF_PART, _OF_GROUP = ("P@1", "nDCG@5", "PSP@5", "R@100"), ("R@10", "nDCG@5", "PSP@5")
-_FIRST = ("P@1", "PSP@5", "R@100", "training/minutes")
-_PAGES = "`report.html`: by frequency, curves, examples."
+_PART_METRICS, _GROUP_METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100"), ("R@10", "nDCG@5", "PSP@5")
+_DESCRIPTION_METRICS = ("P@1", "PSP@5", "R@100", "training/minutes")  # of the run's description in MLflow
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 EXAMPLES = 6  # queries that gain most over a baseline, and as many that lose most
-SHOWN = 5  # labels shown for each
-CALIBRATED = 5  # predictions a query that the calibration plot counts
+SHOWN = 5  # labels shown for each example
+CALIBRATED = 5  # predictions per query in the calibration plot
 WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Headline metrics of the test split in percent, those of each baseline, and how they compare in a sentence."""
+    """Headline metrics of the test split in percent, those of each baseline, a sentence that compares them, sentences
+    about figures to doubt, and the report's path."""
 
     metrics: dict[str, float]
     baselines: dict[str, dict[str, float]]
@@ -64,11 +63,12 @@ class Evaluation:
 
 
 def evaluate(params: Params) -> Evaluation:
-    """Rank labels for every test query as the bundle does, by exact search in its index's place, and measure; also each
-    head alone, where training queries vote also both heads without them and the votes alone, what the index loses,
-    and TF-IDF baselines made from the same training split. Models and searches run on the device of the training.
+    """Measure the bundle on the test split; its labels are ranked by exact search instead of its index.
 
-    Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html."""
+    Also measures each head alone, the loss by the index, TF-IDF baselines built from the same training split, and if
+    training queries vote, both heads without votes and the votes alone. Runs on the device `params.device`. Writes
+    outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html, and logs them to MLflow.
+    """
     dataset = paths.open_dataset()
     bundle = Bundle.load(paths.BUNDLE, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
@@ -80,56 +80,61 @@ def evaluate(params: Params) -> Evaluation:
     compared = baselines.compare_with_baselines(labels, ranking.truth, tfidf, *weights)
     result |= {
         "baselines": {name: {key: own[key] for key in baselines.COMPARED} for name, own in tfidf.metrics.items()},
-        # lists, which `dvc metrics` leaves out of its tables
+        # lists, because `dvc metrics` omits lists from its tables
         "against_baselines": [asdict(one) for one in compared],
         "warnings": baselines.warnings(headline(result["test"]), dataset, text, ranking.propensity.counts_L),
     }  # fmt: skip
-    shown = {name: headline(result[name]) for name in PARTS if name in result}
-    write_json(paths.METRICS, result | shown)
+    write_json(paths.METRICS, result | {name: headline(result[name]) for name in PARTS if name in result})
     _write_predictions(ranking, scores, labels)
     history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
-    tracker = tracker_of_model()
+    tracker, tags = tracker_of_model(), code_tags()
+    run = f", run {tracker.run_name}" if tracker.run_name else ""
+    commit = f", commit {tags[COMMIT_TAG][:8]}" if tags.get(COMMIT_TAG) else ""
     report = ReportInput(
-        title=f"{dataset.name}: {_run_words(bundle, tracker)}",
+        title=f"{dataset.name}: {'UniDEC' if bundle.model.heads == 'both' else bundle.model.heads}{run}{commit}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         dataset=f"{dataset.name}, {text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         index={"kind": bundle.info.index_kind, "space": bundle.info.space, **result["index"]},
         fusion={"objective": params.index.objective, **bundle.info.card.get("fusion", {})},
-        card=data_card(params), params=flatten(params), lineage=_lineage(bundle, dataset, tracker.run_id),
+        card=data_card(params), params=flatten(params), lineage=_lineage(bundle, dataset, tracker.run_id, tags),
         history=history, rounds=rounds, bins=result["frequency_bins"], metrics=_metrics(result, bundle.model.heads),
         baselines={BASELINES[name]: headline(dict(own)) for name, own in tfidf.metrics.items()},
         baseline_note=tfidf.about, comparison=compared, verdict=baselines.verdict(compared),
         earlier=measured_before(tracker, params.tracking.model_name, dataset.sha256),
-        warnings=result["warnings"], **_answered(bundle, ranking, scores, labels, tfidf),
+        warnings=result["warnings"], **_predictions_shown(bundle, ranking, scores, labels, tfidf),
     )  # fmt: skip
     write_page(paths.REPORT, render(report))
-    start = read_start()
+    start, timed = read_start(), validation_records(rounds)
     origin = f"version {start.version} of {start.model}" if start else "from nothing"
-    about = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {params.recipe or '-'}; start: {origin}. {_PAGES}"
-    minutes = {"training/minutes": timed[-1]["minutes"]} if (timed := validation_records(rounds)) else {}
-    about = f"{described(result['test'] | minutes)}\n\n{report.verdict}\n\n{about}"
+    minutes = {"training/minutes": timed[-1]["minutes"]} if timed else {}
+    description = (
+        f"{markdown_table(result['test'] | minutes)}\n\n{report.verdict}\n\n"
+        f"{dataset.name}, {dataset.num_labels:,} labels; recipe {params.recipe or '-'}; start: {origin}. "
+        "`report.html`: by frequency, curves, examples."
+    )
     tracker.log_final(split_figures(result) | minutes)
-    tracker.set_tags({"mlflow.note.content": about})
+    tracker.set_tags({"mlflow.note.content": description})
     tracker.log_files([paths.REPORT, paths.METRICS])
     tracker.log_files([paths.PLOTS], "plots")
     tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
-    metrics, verdict = headline(result["test"]), baselines.verdict(compared)
-    return Evaluation(metrics, result["baselines"], verdict, result["warnings"], str(paths.REPORT))
+    metrics = headline(result["test"])
+    return Evaluation(metrics, result["baselines"], report.verdict, result["warnings"], str(paths.REPORT))
 
 
-def described(figures: Mapping[str, float]) -> str:
-    """The figures that people read first, as a table in Markdown: a run's description begins with it."""
-    shown = {name.removeprefix("training/"): f"{figures[name]:.1f}" for name in _FIRST if name in figures}
-    return "\n".join(f"| {' | '.join(row)} |" for row in (shown, ["---"] * len(shown), shown.values()))
+def markdown_table(figures: Mapping[str, float]) -> str:
+    """The most important figures as a Markdown table, for the run's description."""
+    cells = {name.removeprefix("training/"): f"{figures[name]:.1f}" for name in _DESCRIPTION_METRICS if name in figures}
+    return "\n".join(f"| {' | '.join(row)} |" for row in (cells, ["---"] * len(cells), cells.values()))
 
 
 def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.ndarray) -> dict[str, Any]:
-    """Every metric: of the bundle, of its parts; the index, the weights, the validation split, the frequency bins.
+    """The content of metrics.json without the baselines: metrics of the bundle and of its parts, the index, weights,
+    validation metrics and frequency bins.
 
     Args:
-        labels, by_heads: by exact search, int [n, K], as the bundle ranks and by the heads' score alone.
+        labels, by_heads: int [n, K], found by exact search; ranked as the bundle does, and by the heads' score alone.
     """
     info, propensity = bundle.info, ranking.propensity
     result: dict[str, Any] = {"test": ranking.metrics_of(labels)}
@@ -146,35 +151,43 @@ def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np
 
 
 def _ranked(bundle: Bundle, ranking: Ranking, found: Ranked | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The bundle's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K]).
+    """The bundle's predictions for each query of the split, without filtered pairs: (scores [n, K], labels [n, K]).
 
     Args:
         found: the best labels by the heads' score; None: the bundle's index is searched.
     """
-    asked, parts = Encoded(ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), []
+    encoded, parts = Encoded(ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), []
     starts = range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE)
     for start in progress(starts, desc="rank labels", unit="block"):
-        some = slice(start, start + QUERIES_AT_ONCE)
-        own = None if found is None else Ranked(found.rows[some], found.scores[some])
-        parts.append(bundle.rank(asked.take(some), K, pair_keys(ranking.filter_pairs[some]), found=own))
+        block = slice(start, start + QUERIES_AT_ONCE)
+        found_in_block = None if found is None else Ranked(found.rows[block], found.scores[block])
+        exclude = pair_keys(ranking.filter_pairs[block])
+        parts.append(bundle.rank(encoded.take(block), K, exclude, found=found_in_block))
     return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
 
 
 def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str, float]:
-    """What the index loses, on the first queries: recall of its first 10 and 100 labels against exact search, in
-    percent, and "lost/P@1", ...: points by which what is served is below the exact `labels`, int [n, K]."""
-    info, some = bundle.info, ranking.part(slice(ORACLE_QUERIES))
-    query = some.queries(info.space, info.clf_weight, info.clf_normalize)
+    """The index compared with exact search, on the first queries.
+
+    Args:
+        labels: int [n, K], by exact search.
+
+    Returns:
+        "recall@10" and "recall@100" of the index in percent; "lost/P@1", ...: points by which the metrics of the served
+        labels are below those of `labels`.
+    """
+    info, first = bundle.info, ranking.part(slice(ORACLE_QUERIES))
+    query = first.queries(info.space, info.clf_weight, info.clf_normalize)
     k = min(K, bundle.num_labels)
-    exact = exact_search(query, some.labels(info.space, info.clf_normalize), k, device=ranking.device)[1]
-    found = bundle.index.search(query, k)[1]
-    own, served = (some.metrics_of(each) for each in (labels[:ORACLE_QUERIES], _ranked(bundle, some)[1]))
-    recalls = {f"recall@{n}": 100 * recall(found[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
-    return recalls | {f"lost/{name}": own[name] - served[name] for name in _OF_PART}
+    exact = exact_search(query, first.labels(info.space, info.clf_normalize), k, device=ranking.device)[1]
+    approximate = bundle.index.search(query, k)[1]
+    recalls = {f"recall@{n}": 100 * recall(approximate[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
+    best, served = first.metrics_of(labels[:ORACLE_QUERIES]), first.metrics_of(_ranked(bundle, first)[1])
+    return recalls | {f"lost/{name}": best[name] - served[name] for name in _PART_METRICS}
 
 
 def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> None:
-    """One row a query: uid, label rows best first, scores."""
+    """Write a row per query: its uid and row, its label rows (best first) and their scores."""
     keep = labels >= 0
     offsets = pa.array(np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32))
     table = pa.table({
@@ -189,18 +202,19 @@ def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray)
 
 
 def split_figures(result: dict[str, Any]) -> dict[str, float]:
-    """Of outputs/metrics.json what people compare: the headline, groups of labels, parts of the result."""
+    """The figures of outputs/metrics.json that are logged to MLflow: headline metrics, some of each frequency group, of
+    each part and of the index."""
     test = result["test"]
-    of_groups = {f"{group}/{name}" for group in GROUPS for name in _OF_GROUP} & test.keys()
-    named = headline(test) | {name: test[name] for name in sorted(of_groups)}
-    figures = {f"test/{name}": value for name, value in named.items()}
+    of_groups = {f"{group}/{name}" for group in GROUPS for name in _GROUP_METRICS} & test.keys()
+    selected = headline(test) | {name: test[name] for name in sorted(of_groups)}
+    figures = {f"test/{name}": value for name, value in selected.items()}
     for part in PARTS:
-        figures |= {f"{part}/{name}": value for name, value in result.get(part, {}).items() if name in _OF_PART}
+        figures |= {f"{part}/{name}": value for name, value in result.get(part, {}).items() if name in _PART_METRICS}
     return figures | {f"index/{name}": value for name, value in result["index"].items()}
 
 
 def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
-    """Metrics by what was searched: what is served, then without the votes, each head alone, the votes alone."""
+    """Metrics by system, for the report: the served ranking, the heads without votes, each head alone, the votes."""
     shown = {f"{WITH_VOTES[heads]} and votes" if "knn" in result else heads: result["test"]}
     if "heads" in result:
         shown[heads] = result["heads"]
@@ -208,7 +222,7 @@ def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
 
 
 def data_card(params: Params) -> dict[str, str | int]:
-    """Facts about the data set, for people."""
+    """Facts about the data set, for the report."""
     dataset, propensity = paths.open_dataset(), paths.open_propensity()
     meta = dataset.manifest["meta"]
     groups = np.bincount(propensity.group_L, minlength=len(GROUPS))
@@ -222,8 +236,7 @@ def data_card(params: Params) -> dict[str, str | int]:
     }  # fmt: skip
 
 
-def _lineage(bundle: Bundle, dataset: XMCDataset, run_id: str | None) -> dict[str, Any]:
-    tags = code_tags()
+def _lineage(bundle: Bundle, dataset: XMCDataset, run_id: str | None, tags: Mapping[str, str]) -> dict[str, Any]:
     lineage = {
         "git commit": tags.get("mlflow.source.git.commit"), "edited since": tags.get("git.dirty"),
         "unidec": __version__, "data set": dataset.sha256, "data set in DVC": dvc_hash(str(paths.DATASET)),
@@ -232,53 +245,49 @@ def _lineage(bundle: Bundle, dataset: XMCDataset, run_id: str | None) -> dict[st
     return {key: value for key, value in lineage.items() if value}
 
 
-def _run_words(bundle: Bundle, tracker: Tracker) -> str:
-    """The system, its run and its commit, for the report's title."""
-    commit = code_tags().get(COMMIT_TAG, "")[:8]
-    parts = ["UniDEC" if bundle.model.heads == "both" else bundle.model.heads]
-    parts += [f"run {tracker.run_name}"] if tracker.run_name else []
-    return ", ".join(parts + ([f"commit {commit}"] if commit else []))
-
-
-def _answered(
+def _predictions_shown(
     bundle: Bundle, ranking: Ranking, scores: np.ndarray, labels: np.ndarray, tfidf: baselines.Baselines
 ) -> dict[str, Any]:
-    """What the page shows of the answers, [n, K] each: calibration, and examples by what they gain over the baseline,
-    the largest gains and the largest losses first; of equals some drawn by lot."""
+    """The fields of `ReportInput` about single predictions: calibration, and the queries whose nDCG@5 gains most, and
+    loses most, against the baseline; of equal ones a random choice.
+
+    Args:
+        scores, labels: [n, K], as the bundle ranks.
+    """
     correct, places = ranking.relevant(labels), tfidf.places
-    over = list(tfidf.labels)[-1] if tfidf.labels else ""
+    baseline = list(tfidf.labels)[-1] if tfidf.labels else ""
     truth, weight_L = ranking.truth[places], ranking.propensity.inverse_L
-    found = [labels[places], *([tfidf.labels[over]] if over else [])]
-    reached = [100 * by_query(each, truth, ["nDCG@5"], weight_L)["nDCG@5"][0] for each in found]
-    gain = reached[0] - reached[1] if over else reached[0]
-    lot = np.random.default_rng(0).permutation(np.flatnonzero(np.diff(truth.indptr) > 0))
+
+    def ndcg(labels_NK: np.ndarray) -> np.ndarray:
+        return 100 * by_query(labels_NK, truth, ["nDCG@5"], weight_L)["nDCG@5"][0]
+
+    gain = ndcg(labels[places]) - (ndcg(tfidf.labels[baseline]) if baseline else 0.0)
+    shuffled = np.random.default_rng(0).permutation(np.flatnonzero(np.diff(truth.indptr) > 0))
 
     def examples(sign: int) -> list[dict[str, Any]]:
-        order = lot[np.argsort(-sign * gain[lot], kind="stable")][:EXAMPLES]
+        order = shuffled[np.argsort(-sign * gain[shuffled], kind="stable")][:EXAMPLES]
         return [
             {"gain": float(gain[j]), **_example(ranking, i, labels[i, :SHOWN], scores[i], correct[i])}
             for j, i in zip(order, places[order], strict=True)
-            if not over or sign * gain[j] > 0
+            if not baseline or sign * gain[j] > 0
         ]
 
     calibration = {"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]}
     if (probabilities := bundle.probabilities(calibration["score"])) is not None:
         calibration["probability"] = np.where(labels[:, :CALIBRATED] >= 0, probabilities, np.nan)
-    name = BASELINES.get(over, "")
-    return {"calibration": calibration, "gains": examples(1), "losses": examples(-1), "gain_over": name}
+    gain_over = BASELINES.get(baseline, "")
+    return {"calibration": calibration, "gains": examples(1), "losses": examples(-1), "gain_over": gain_over}
 
 
 def _example(
-    ranking: Ranking, i: int, answered: np.ndarray, scores: np.ndarray, correct: np.ndarray
+    ranking: Ranking, i: int, labels: np.ndarray, scores: np.ndarray, correct: np.ndarray
 ) -> dict[str, Any]:  # fmt: skip
-    dataset, true, answered = ranking.dataset, ranking.truth[i].indices, answered[answered >= 0]
-    missed = np.setdiff1d(true, answered)
-    shown = zip(dataset.label_uids(answered), dataset.label_texts(answered), scores, correct)
+    """Query number i of the ranking with its relevant, missed and predicted labels, as `ReportInput.gains` has it."""
+    dataset, relevant, labels = ranking.dataset, ranking.truth[i].indices, labels[labels >= 0]
+    missed = np.setdiff1d(relevant, labels)
+    predictions = zip(dataset.label_uids(labels), dataset.label_texts(labels), scores.tolist(), correct.tolist())
     return {
-        "query": dataset.query_texts(ranking.rows[[i]])[0], "truth": dataset.label_texts(true),
+        "query": dataset.query_texts(ranking.rows[[i]])[0], "truth": dataset.label_texts(relevant),
         "missed": dataset.label_texts(missed) if len(missed) else [],
-        "predictions": [
-            {"label": uid, "title": title, "score": float(score), "correct": bool(right)}
-            for uid, title, score, right in shown
-        ],
+        "predictions": [dict(zip(("label", "title", "score", "correct"), one, strict=True)) for one in predictions],
     }  # fmt: skip

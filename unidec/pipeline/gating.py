@@ -1,7 +1,7 @@
-"""Stage `gate`: may the challenger take the champion's place? Every reason is written down, pass or fail; promotion.
+"""Stages `gate` (may the challenger replace the champion? every check is recorded, passed or not) and `promote`.
 
-Both bundles are fetched from the registry, hashes checked, served in a fresh process, and rank the test split as it is
-now from its texts by the same code, each with its own tokenizer; labels are mapped by uid.
+Both bundles are fetched from the registry, their hashes are checked, each is served in a fresh process, and both rank
+the current test split from its texts by the same code, each with its own tokenizer. Labels are matched by uid.
 
 Legend: N test queries, K places, B labels of a bundle.
 """
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 GATE_JSON = Path("outputs/gate.json")
 GATE_PAGE = Path("outputs/gate.html")
-_ENOUGH = 10  # copies of bundles kept
-_AT_ONCE = 1024  # queries between two steps of the progress line
-_MOST_REMOVED = 3 * K  # labels that the data set has no more: so many places are searched beyond K at most
+_KEPT_COPIES = 10  # local copies of bundles
+_BLOCK = 1024  # queries ranked at a time
+_MOST_REMOVED = 3 * K  # at most so many labels more than K are searched, in place of those that the data set lacks
 PROBE_K = 10
 RUNTIME: Runtime = "auto"  # as `unidec serve` encodes queries
-_AGAIN = 3  # times both are measured, in turn, while a time speaks against the challenger
-_PATIENCE = 600.0  # seconds until a fresh process counts as hung
+_MEASUREMENTS = 3  # of both bundles in turn, at most; repeated while a time fails the challenger
+_TIMEOUT = 600.0  # seconds until a fresh process counts as hung
 _TIMES = ("load_seconds", "load_cpu_seconds", "p50_ms", "p95_ms", "p95_cpu_ms")
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a challenger may become champion (`already`: it is), and why. Both versions; the headline metrics of
-    "challenger" and "champion" in percent, empty without a comparison; the challenger's MLflow run."""
+    """Whether a challenger may become champion, and why.
+
+    Attributes:
+        already: it is the champion.
+        challenger, champion: versions; champion is None without one.
+        metrics: headline metrics of "challenger" and "champion" in percent; empty if they were not compared.
+        page: path of the report. run: id of the challenger's MLflow run.
+    """
 
     passed: bool
     already: bool
@@ -75,53 +81,52 @@ class Verdict:
 
 
 def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
-    """Compare a version with the champion, see whether it can be served, and say so in files and tags.
+    """Compare a version with the champion and check that it can be served; the verdict is written to files and tags.
 
-    A first model has no champion to be compared with: it must be servable. One that is champion already passes unseen.
+    Without a champion the version only has to be servable. The champion itself passes without any check.
 
     Args:
         version: number or alias.
 
     Raises:
-        ConfigError: no such version. DataError, ArtifactError: no data set, or the champion's bundle is damaged. A
-            challenger that is worse, damaged or does not load raises nothing: it does not pass.
+        ConfigError: no such version.
+        DataError, ArtifactError: no data set, or the champion's bundle is damaged. A challenger that is worse, damaged
+            or does not load is no error: it does not pass.
     """
     name, client = params.tracking.model_name, open_client(tracking_uri())
     challenger = _with_commit(client, known_version(client, name, version))
     champion = version_of(client, name, CHAMPION)
     already = champion is not None and champion.version == challenger.version
-    about: dict[str, Any] = {}
-    checks = [Check("champion", True, None, None, "it is the champion already")]
+    checks, details = [Check("champion", True, None, None, "it is already the champion")], dict[str, Any]()
     if not already:
         dataset = paths.open_dataset()
-        checks, about = _judged(params, challenger, champion, dataset)
-    passed = all(check.passed for check in checks)
-    if not already:
-        about |= {
-            "model": name, "passed": passed, "reasons": checks, "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "challenger": _about(challenger), "champion": champion and _about(champion),
+        checks, details = _checks(params, challenger, champion, dataset)
+        details |= {
+            "model": name, "passed": all(check.passed for check in checks), "reasons": checks,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "challenger": _described(challenger), "champion": champion and _described(champion),
             "data": {"name": dataset.name, "sha256": dataset.sha256, "test queries": len(dataset.rows("test"))},
             "settings": params.gate.model_dump(),
         }  # fmt: skip
-        write_json(GATE_JSON, about)
-        write_page(GATE_PAGE, render("gate", verdict=about))
-        question = _question(params, challenger, champion)
-        promotion.record_verdict(client, challenger, about, question)
+        write_json(GATE_JSON, details)
+        write_page(GATE_PAGE, render("gate", verdict=details))
+        promotion.record_verdict(client, challenger, details, _conditions(params, challenger, champion))
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
     for check in checks:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
     return Verdict(
-        passed, already, name, checks, str(challenger.version), str(champion.version) if champion else None,
-        {who: headline(values) for who, values in about.get("metrics", {}).items()},
+        all(check.passed for check in checks), already, name, checks,
+        str(challenger.version), str(champion.version) if champion else None,
+        {which: headline(values) for which, values in details.get("metrics", {}).items()},
         str(GATE_PAGE), challenger.run_id or None,
     )  # fmt: skip
 
 
 def needs_gate(params: Params, version: str | int) -> bool:
-    """Whether the gate has something to decide: not for the champion, nor while the reasons of a refusal hold.
+    """Whether the gate could decide anything new about a version.
 
-    Without a champion a version is always judged. A refusal depends on the champion, the data set, the settings and
-    what is committed; one that was rolled back stays refused."""
+    Yes without a champion. No for the champion itself, for a version that was rolled back, and for a refused version
+    while the conditions of the refusal (champion, data set, gate settings, uncommitted changes) are the same."""
     name, client = params.tracking.model_name, open_client(tracking_uri())
     challenger, champion = known_version(client, name, version), version_of(client, name, CHAMPION)
     if champion is None:
@@ -129,18 +134,18 @@ def needs_gate(params: Params, version: str | int) -> bool:
     if champion.version == challenger.version or ROLLED_BACK[0] in challenger.tags:
         return False
     refused = challenger.tags.get("gate.passed") == "false"
-    return not refused or challenger.tags.get("gate.settings") != _question(params, challenger, champion)
+    return not refused or challenger.tags.get("gate.settings") != _conditions(params, challenger, champion)
 
 
 def promote(
     params: Params, version: str | int = CHALLENGER, *, force: bool = False, reason: str = ""
 ) -> promotion.Promotion:  # fmt: skip
-    """A version becomes champion, the champion previous: `unidec.tracking.promotion.promote`."""
+    """Make a version champion and the champion previous; see `unidec.tracking.promotion.promote`."""
     return promotion.promote(params.tracking.model_name, version, force=force, reason=reason)
 
 
-def _question(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
-    """What a verdict depends on beside the model, as a hash."""
+def _conditions(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
+    """A hash of everything beside the model that a verdict depends on."""
     facts = {
         "champion": champion and str(champion.version), "data": paths.open_dataset().sha256,
         "settings": params.gate.model_dump(), "uncommitted": bool(uncommitted(challenger.tags)),
@@ -148,35 +153,35 @@ def _question(params: Params, challenger: ModelVersion, champion: ModelVersion |
     return files_sha256({key: json.dumps(value) for key, value in facts.items()})[:16]
 
 
-def _about(version: ModelVersion) -> dict[str, Any]:
+def _described(version: ModelVersion) -> dict[str, Any]:
     shown = (HASH_TAG, "dataset.sha256", COMMIT_TAG, DIRTY_TAG, "start.kind")
     return {"version": str(version.version), "run": version.run_id} | {key: version.tags.get(key) for key in shown}
 
 
 def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gate) -> list[Check]:
-    """Whether the code and parameters that made it are in git, and whether it was rolled back.
+    """Whether the code and parameters of a version's training are in git, and whether it was rolled back.
 
-    A first champion replaces nothing, so it has no such requirements."""
+    The first champion replaces nothing, so uncommitted changes are accepted for it."""
     tags = version.tags
     commit = tags.get(COMMIT_TAG, "")[:12]
     checks = [Check("code", True, commit or None, None, f"commit {commit or 'unknown'}")]
-    if left := uncommitted(tags):
-        words = f"made with uncommitted changes ({', '.join(left[:5])}{', ...' if len(left) > 5 else ''})"
+    if files := uncommitted(tags):
+        what = f"made with uncommitted changes ({', '.join(files[:5])}{', ...' if len(files) > 5 else ''})"
         fix = f": commit them and run `make train`, or run `unidec models promote {version.version} --force`"
         if champion is None:
             fix = ", accepted for a first champion; commit them, or later models are refused"
-            log.warning("gate: version %s was %s%s", version.version, words, fix)
+            log.warning("gate: version %s was %s%s", version.version, what, fix)
         elif rules.allow_dirty:
             fix = ", which gate.allow_dirty accepts"
-        checks = [Check("code", champion is None or rules.allow_dirty, "dirty", "clean", words + fix)]
+        checks = [Check("code", champion is None or rules.allow_dirty, "dirty", "clean", what + fix)]
     if ROLLED_BACK[0] in tags:
-        words = f"{rolled_back_words(tags)}; `unidec models promote {version.version} --force` overrules that"
-        checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, words))
+        what = f"{rolled_back_words(tags)}; `unidec models promote {version.version} --force` overrules that"
+        checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, what))
     return checks
 
 
 def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
-    """A version whose uncommitted changes were committed since gets the commit that has them."""
+    """The version; if its uncommitted changes have been committed since, its tags now name that commit."""
     if version.tags.get(DIRTY_TAG) != "true" or uncommitted(version.tags):
         return version
     number = str(version.version)
@@ -186,73 +191,79 @@ def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
     return known_version(client, version.name, number)
 
 
-def _judged(
+def _checks(
     params: Params, challenger: ModelVersion, champion: ModelVersion | None, dataset: XMCDataset
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Every check, and what the page shows beside them: "probes", "labels", "metrics", "comparison"."""
+    """All checks, and the details that the page shows: "probes", "labels", "metrics", "comparison"."""
     rules = params.gate
-    if challenger.tags.get("start.kind") == "refresh":  # its labels alone changed: not worse is enough
+    if challenger.tags.get("start.kind") == "refresh":  # only its labels changed: it need not be better
         rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
-    checks, sha256, name = _provenance(challenger, champion, rules), challenger.tags.get(HASH_TAG, ""), "hash"
-    others = {} if champion is None else {"champion": _fetch(champion)}
+    checks, sha256 = _provenance(challenger, champion, rules), challenger.tags.get(HASH_TAG, "")
+    champion_folder = {} if champion is None else {"champion": _fetch(champion)}
     rows = dataset.rows("test")
-    asked = rows if len(rows) else dataset.rows("train")
-    asked = asked[:: max(len(asked) // rules.probes, 1)][: rules.probes]  # evenly spaced
+    probed = rows if len(rows) else dataset.rows("train")
+    probed = probed[:: max(len(probed) // rules.probes, 1)][: rules.probes]  # evenly spaced
+    check = "hash"
     try:
-        folders = {"challenger": _fetch(challenger)} | others
-        checks.append(Check("hash", True, sha256, sha256, f"sha256 {sha256[:16]}, as registered"))
-        name = "loads"
-        texts = own_texts(Bundle.load(folders["challenger"], lazy=True, verify=False), dataset, asked) or ["a query"]
+        folders = {"challenger": _fetch(challenger)} | champion_folder
+        checks.append(Check(check, True, sha256, sha256, f"sha256 {sha256[:16]}, as registered"))
+        check = "loads"
+        texts = own_texts(Bundle.load(folders["challenger"], lazy=True, verify=False), dataset, probed) or ["a query"]
     except ArtifactError as error:
-        return [*checks, Check(name, False, None, None, str(error).replace("\n", " "))], {}
-    found, probes = servability(folders, texts, rules)
-    about: dict[str, Any] = {"probes": {who: asdict(probe) for who, probe in probes.items()}}
-    checks += found
+        return [*checks, Check(check, False, None, None, str(error).replace("\n", " "))], {}
+    serving_checks, probes = servability(folders, texts, rules)
+    details: dict[str, Any] = {"probes": {which: asdict(probe) for which, probe in probes.items()}}
+    checks += serving_checks
     if not probes or champion is None:
-        return checks, about
+        return checks, details
     if not len(rows):
-        words = "the data set has no test queries on which it could be compared with the champion"
-        return [*checks, Check(rules.metric, False, None, None, words)], about
-    place, ranked, about["labels"] = choose_device(params.device).type, {}, {}
-    for who, folder in folders.items():  # hashes were checked by fetching
-        ranked[who], about["labels"][who] = rank_test_split(Bundle.load(folder, verify=False, device=place), dataset)
+        what = "the data set has no test queries on which it could be compared with the champion"
+        return [*checks, Check(rules.metric, False, None, None, what)], details
+    device, ranked, details["labels"] = choose_device(params.device).type, {}, {}
+    for which, folder in folders.items():
+        bundle = Bundle.load(folder, verify=False, device=device)  # its hashes were checked when it was fetched
+        ranked[which], details["labels"][which] = rank_test_split(bundle, dataset)
     propensity, truth = paths.open_propensity(), filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    found, facts = challenge(
+    metric_checks, comparison = challenge(
         ranked["challenger"], ranked["champion"], truth, propensity.inverse_L, propensity.group_L, rules
     )
-    return checks + found, about | facts
+    return checks + metric_checks, details | comparison
 
 
 def servability(folders: Mapping[str, Path], texts: Sequence[str], rules: Gate) -> tuple[list[Check], dict[str, Probe]]:
-    """The checks, and what fresh processes report of the bundles, where they answered.
+    """Serve the bundles in fresh processes; returns the checks of load, times and size, and each bundle's measurements.
 
     Args:
-        folders: of the bundles "challenger" and, where there is one, "champion".
+        folders: of the bundles "challenger" and, if there is one, "champion".
         texts: probe queries.
+
+    Returns:
+        no measurements if the challenger cannot be served; none of the champion if it cannot.
     """
     probes: dict[str, Probe] = {}
-    timeout = max(_PATIENCE, 2 * rules.max_load_seconds) + len(texts)
-    for _ in range(_AGAIN):
+    timeout = max(_TIMEOUT, 2 * rules.max_load_seconds) + len(texts)
+    for _ in range(_MEASUREMENTS):
         for name, folder in folders.items():
             try:
                 probe = probe_bundle(folder, texts, PROBE_K, timeout, runtime=RUNTIME, threads=1)
             except ArtifactError as error:
                 if "challenger" not in probes:
                     return [Check("loads", False, None, None, str(error).replace("\n", " "))], {}
-                continue  # a champion that cannot be served: nothing to be slower or larger than
-            if name in probes:  # the better time of two: what else runs on a machine only adds
-                better = {time: min(getattr(probe, time), getattr(probes[name], time)) for time in _TIMES}
-                probe = replace(probe, **better)
+                continue  # the champion cannot be served: there is nothing to compare times and sizes with
+            if name in probes:  # the shortest times count: other processes only add to them
+                shortest = {time: min(getattr(probe, time), getattr(probes[name], time)) for time in _TIMES}
+                probe = replace(probe, **shortest)
             probes[name] = probe
-        checks = figures(probes, rules)
+        checks = resource_checks(probes, rules)
         if all(check.passed or check.check.startswith("size") for check in checks):
             break
-    words = f"a fresh process loads it, every hash agrees, and answers {len(texts)} probe queries"
-    return [Check("loads", True, None, None, words), *checks], probes
+    what = f"a fresh process loads it, all hashes match, and it answers {len(texts)} probe queries"
+    return [Check("loads", True, None, None, what), *checks], probes
 
 
-def figures(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
-    """Processor time and size as multiples of the champion's; wall clock and size against limits where some are set."""
+def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
+    """Checks of processor time and size as multiples of the champion's, and of wall time and size against the limits
+    that are set."""
     probe, champion, checks = probes["challenger"], probes.get("champion"), []
     for name, key, limit, unit in (
         ("load time", "load_seconds", rules.max_load_seconds, "s from start to the first answer"),
@@ -264,39 +275,43 @@ def figures(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
     ):
         got, words = getattr(probe, key), f"{getattr(probe, key):.3g} {unit}, at most {limit:g}"
         if name.endswith("ratio"):
-            its = getattr(champion, key) if champion else 0.0
-            if not its:
+            champions = getattr(champion, key) if champion else 0.0
+            if not champions:
                 continue
-            words = f"{got:.3g} against {its:.3g} {unit}: {got / its:.2f} times the champion's, at most {limit:g}"
-            got /= its
+            ratio = got / champions
+            words = f"{got:.3g} against {champions:.3g} {unit}: {ratio:.2f} times the champion's, at most {limit:g}"
+            got = ratio
         if limit:
             checks.append(Check(name, got <= limit, got, limit, words))
     return checks
 
 
 def rank_test_split(bundle: Bundle, dataset: XMCDataset) -> tuple[np.ndarray, dict[str, int]]:
-    """The bundle's first `K` labels for each test query without filtered pairs: int32 [N, K], rows of the data set's
-    labels, best first, -1 = none; and {"unknown": labels of the data set that the bundle does not know, "removed":
-    labels of the bundle that the data set lacks}."""
+    """Rank labels for the test queries, without filtered pairs.
+
+    Returns:
+        int32 [N, K], rows of the data set's labels, best first, -1 = none; and the numbers of "unknown" labels (in the
+        data set, not in the bundle) and "removed" ones (in the bundle, not in the data set).
+    """
     row_of, rows = {uid: row for row, uid in enumerate(dataset.label_uids())}, dataset.rows("test")
     row_of_B = np.array([row_of.get(uid, -1) for uid in bundle.uids.to_pylist()], dtype=np.int64)
     removed = int((row_of_B < 0).sum())
     texts, filtered, uids = own_texts(bundle, dataset, rows), dataset.filter_pairs[rows], dataset.labels["uid"]
     parts = [np.zeros((0, K), dtype=np.int32)]
     with progress(total=len(texts), desc=f"queries by {bundle.sha256[:8]}", unit="query") as bar:
-        for start in range(0, len(texts), _AT_ONCE):
-            some = texts[start : start + _AT_ONCE]
-            exclude = [uids.take(filtered[i].indices).to_pylist() for i in range(start, start + len(some))]
-            found = bundle.predict_arrays(some, K + min(removed, _MOST_REMOVED), exclude).rows
-            mapped_NK = np.where(found >= 0, row_of_B[np.maximum(found, 0)], -1)
+        for start in range(0, len(texts), _BLOCK):
+            block = texts[start : start + _BLOCK]
+            exclude = [uids.take(filtered[i].indices).to_pylist() for i in range(start, start + len(block))]
+            predicted = bundle.predict_arrays(block, K + min(removed, _MOST_REMOVED), exclude).rows
+            mapped_NK = np.where(predicted >= 0, row_of_B[np.maximum(predicted, 0)], -1)
             parts.append(moved_up(mapped_NK, K).astype(np.int32))
-            bar.update(len(some))
+            bar.update(len(block))
     unknown = dataset.num_labels - (len(row_of_B) - removed)
     return np.concatenate(parts), {"unknown": unknown, "removed": removed}
 
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
-    """Queries as the bundle's model was trained to read them."""
+    """Texts of queries, with or without their content as in the training of the bundle's model."""
     return dataset.query_texts(rows, "title+content" if bundle.info.text == "title+content" else "title")
 
 
@@ -304,9 +319,9 @@ def _fetch(version: ModelVersion) -> Path:
     return fetch_bundle(f"models:/{version.name}/{version.version}", paths.BUNDLES)
 
 
-def _purge(kept: set[str]) -> None:
-    """The newest copies of bundles stay, and those that were compared just now; the registry has the others."""
+def _purge(in_use: set[str]) -> None:
+    """Remove local copies of bundles, except for the newest ones and those in use; the registry has all of them."""
     folders = [path for path in paths.BUNDLES.glob("[!.]*") if path.is_dir()]
-    for path in sorted(folders, key=lambda path: -path.stat().st_mtime)[_ENOUGH:]:
-        if path.name not in kept:
+    for path in sorted(folders, key=lambda path: -path.stat().st_mtime)[_KEPT_COPIES:]:
+        if path.name not in in_use:
             remove_folder(path)

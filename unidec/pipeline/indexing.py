@@ -1,5 +1,5 @@
-"""Stage `index`: label vectors, the blend of the scores, the search index, the training profile -> outputs/bundle; and
-`unidec index tune`: the quickest index that finds enough, measured on a bundle's labels and on real queries."""
+"""Stage `index`: write outputs/bundle with label vectors, tuned score weights, the search index and the training
+profile; and `unidec index tune`: find the fastest index with a wanted recall, on a bundle's labels and real queries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.config import OPERATIONS, Params
-from unidec.data.dataset import Text
+from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
@@ -34,14 +34,19 @@ OPTION_KEYS = {
     "links": "hnsw_links", "build": "hnsw_build", "search": "hnsw_search", "lists": "ivf_lists",
     "probes": "ivf_probes", "code_dims": "pq_dims", "rescore": "rescore",
 }  # fmt: skip
-"""Fields of `IndexOptions`, and their keys in the section `index`."""
-CALIBRATED = 10  # best labels of a query that probabilities are measured on: those that people look at
+"""Field of `IndexOptions` -> its key in the section `index`."""
+CALIBRATED = 10  # predictions per query that the calibration is fitted to: those that users look at
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """The bundle that was written: weights of the classifier and the votes in its scores, whether a fusion ranks in
-    their place, whether scores have probabilities, headline metrics in percent (empty without a validation split)."""
+    """The bundle that was written.
+
+    Attributes:
+        clf_weight, knn_weight: of the classifier and of the votes in its scores. fusion: whether a fusion ranks
+            instead. calibrated: whether scores have probabilities.
+        validation: headline metrics in percent; empty without a validation split.
+    """
 
     bundle: str
     labels: int
@@ -54,8 +59,12 @@ class Indexed:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Kinds of index as measured on a bundle: `queries` in words, k results each; `chosen` is the fastest that has the
-    recall that was `wanted` (None: none has), `params` its keys for params.yaml."""
+    """Kinds of index, measured on a bundle.
+
+    Attributes:
+        k: results per query. wanted: recall of the first k, 0 to 1. queries: a description of the queries.
+        chosen: the fastest kind that reaches the wanted recall; None: none does. params: its keys for params.yaml.
+    """
 
     bundle: str
     labels: int
@@ -68,9 +77,10 @@ class Tuned:
 
 
 def index(params: Params) -> Indexed:
-    """Build the bundle of outputs/model; the classifier's and the votes' weights are tuned on the validation split
-    where they are "auto", and its queries then vote with those of training. Queries whose votes get no weight are left
-    out of the bundle."""
+    """Build the bundle of outputs/model.
+
+    Weights that are "auto" are tuned on the validation split, whose queries vote with the training queries afterwards.
+    If the votes get no weight, the bundle contains no queries."""
     settings = params.index
     dataset = paths.open_dataset()
     model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)))
@@ -87,8 +97,8 @@ def index(params: Params) -> Indexed:
     relevant = ranking.relevant(blend.ranked.rows[:, :CALIBRATED])
     calibration = fit_calibration(blend.ranked.scores[:, :CALIBRATED], relevant)
     if calibration is None:
-        what = f"fewer than {LEAST_RELEVANT} of the validation queries' answers are relevant labels"
-        print(f"no probabilities: {what}", file=sys.stderr)  # a result's own lines go to the other stream
+        what = f"fewer than {LEAST_RELEVANT} of the validation queries' predictions are relevant labels"
+        print(f"no probabilities: {what}", file=sys.stderr)  # stdout is for the printed result
     vectors = ranking.vectors
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
@@ -113,15 +123,17 @@ def index(params: Params) -> Indexed:
         ),
         voters,
     )  # fmt: skip
-    made = (blend.clf_weight, blend.knn_weight, blend.fusion is not None, calibration is not None)
-    return Indexed(str(paths.BUNDLE), dataset.num_labels, *made, metrics)
+    return Indexed(
+        str(paths.BUNDLE), dataset.num_labels, blend.clf_weight, blend.knn_weight, blend.fusion is not None,
+        calibration is not None, metrics,
+    )  # fmt: skip
 
 
 def _training_profile(
     params: Params, model: UniDEC, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
 ) -> dict[str, Any]:
-    """`profile_dataset` of the data set; "served": vectors in the searched space and the best label's score, as
-    `Bundle.rank` gives it, nothing excluded, of the validation queries (None without any).
+    """The profile of the training data (`profile_dataset`), with "served": `served_facts` of the validation queries
+    (None without any), whose best scores are as in `Bundle.rank` without exclusions.
 
     Args:
         ranking: of the validation split. index, blend, neighbours: as the bundle serves them.
@@ -154,39 +166,39 @@ def _training_profile(
 def index_tune(
     source: Path, wanted: float, k: int, num_queries: int, kinds: Sequence[str] = (), threads: int = 1
 ) -> Tuned:
-    """Measure kinds of index on a bundle, which is not touched.
+    """Measure kinds of index on a bundle, which is not changed.
 
     Args:
         source: the bundle's folder.
         wanted: recall of the first k labels against exact search, 0 to 1.
-        num_queries: of the validation split of data/dataset (training queries where there is none).
-        kinds: to be measured; empty: those that suit the number of labels.
-        threads: of builds and searches.
+        num_queries: how many queries of data/dataset's validation split are used (of training, if it has none).
+        kinds: the kinds to measure; empty: those that suit the number of labels.
+        threads: number of threads of builds and searches.
 
     Raises:
         ConfigError: an unknown kind.
-        ArtifactError: a damaged bundle, or no data set.
+        ArtifactError: the bundle is damaged, or there is no data set.
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError("unknown kinds of index", got=", ".join(unknown), expected=", ".join(KINDS))
     bundle = Bundle.load(source)
     rows, k = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize), min(k, bundle.num_labels)
-    queries, what = _queries(bundle, num_queries)
-    some = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
-    measured = tune(rows, queries, k, some, threads)
+    queries, description = _queries(bundle, num_queries)
+    kinds_to_measure = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
+    measured = tune(rows, queries, k, kinds_to_measure, threads)
     chosen, keys = None, dict[str, str | int]()
     if enough := [one for one in measured if one.recall >= wanted]:
         chosen = min(enough, key=lambda one: one.p50_ms)
         keys = {"index.kind": chosen.kind}
         keys |= {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
-    return Tuned(str(source), bundle.num_labels, k, wanted, what, measured, chosen, keys)
+    return Tuned(str(source), bundle.num_labels, k, wanted, description, measured, chosen, keys)
 
 
 def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
-    """float32 [N, D'] and what they are."""
+    """Vectors of some queries in the searched space, float32 [N, D'], and a description of the queries."""
     dataset = paths.open_dataset()
-    split = "validation" if len(dataset.rows("validation")) else "train"
-    of_split = dataset.rows(split)  # type: ignore[arg-type]
-    chosen = np.sort(np.random.default_rng(0).choice(of_split, min(num, len(of_split)), replace=False))
+    split: Split = "validation" if len(dataset.rows("validation")) else "train"
+    rows = dataset.rows(split)
+    chosen = np.sort(np.random.default_rng(0).choice(rows, min(num, len(rows)), replace=False))
     encoded = bundle.encode(dataset.query_texts(chosen, cast(Text, bundle.info.text)))
     return bundle.searched(encoded), f"{len(chosen)} {split} queries of {dataset.name}"

@@ -1,4 +1,4 @@
-"""Label changes: a bundle with other labels -> outputs/refreshed, and nothing is trained."""
+"""Label changes without training: write a bundle with other labels, by default to outputs/refreshed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ from unidec.training.precision import choose_device
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedLabels:
-    """A bundle with other labels, which are counted; its folder is None where nothing was written.
+    """Result of a label change.
 
-    Of `refresh_labels`: the parent's version, and the reason. Of `change_labels`: the number of labels, of those whose
-    classifier rows are estimates, and the new version if it was registered."""
+    Attributes:
+        changed: whether any label differs. bundle: the new bundle's folder; None: nothing was written.
+        added, removed, renamed, kept: numbers of labels.
+        parent, reason: of `refresh_labels`: the refreshed version, and a sentence on what changed or why nothing did.
+        labels, estimated: of `change_labels`: numbers of all labels, and of those whose classifier rows are estimates.
+        registered: of `change_labels`: the new version.
+    """
 
     changed: bool
     bundle: str | None
@@ -51,26 +56,26 @@ def change_labels(
     update: Sequence[LabelText] = (), out: str | os.PathLike[str] | None = None, register: bool = False,
     dry_run: bool = False,
 ) -> ChangedLabels:  # fmt: skip
-    """Write a bundle with some labels more, fewer or with another text; everything else answers as it did.
+    """Write a bundle in which labels were added, removed or updated; predictions of other labels do not change.
 
     Args:
-        params: all parameters; used are the device, and where models are registered.
-        source: a bundle's folder, models:/name@alias or models:/name/version; it is not touched.
-        add, remove, update: as `LabelChange.edit` takes them.
+        params: all parameters; only the device and the registry's settings are used.
+        source: a bundle's folder, models:/name@alias or models:/name/version; it is not changed.
+        add, remove, update: see `LabelChange.edit`.
         out: folder of the new bundle; None: outputs/refreshed.
-        register: register it as challenger; the bundle that it comes from must be registered.
-        dry_run: only report what would change; nothing is written.
+        register: register it as challenger; the source bundle must be registered.
+        dry_run: report what would change, and write nothing.
 
     Raises:
         DataError: labels that do not fit the bundle's; nothing was written.
-        ConfigError: no such bundle or version, `out` is the bundle itself, or its origin is not registered.
+        ConfigError: no such bundle or version, `out` is the bundle itself, or the source is not registered.
         ArtifactError: the bundle is damaged, or the new one cannot be written.
     """
     out = paths.REFRESHED if out is None else Path(out)
-    # its hashes are checked once, when the new one is written
+    # writing the new bundle checks the hashes of the source
     bundle = _open(f"{source}", params, verify=dry_run)
     if register and not dry_run:
-        parent_version(params, bundle.sha256, str(bundle.path))  # fails before the work, not after it
+        parent_version(params, bundle.sha256, str(bundle.path))  # reports an unregistered source before the work
     change = LabelChange.edit(bundle, add, remove, update)
     counts: Any = change.counts
     result = ChangedLabels(changed=bool(change), bundle=None, labels=len(change.uids), **counts)
@@ -88,14 +93,14 @@ def _open(address: str, params: Params, verify: bool = True) -> Bundle:
 
 
 def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLabels:
-    """Give a registered bundle the label set of data/dataset; where training queries vote, today's do.
+    """Give a registered bundle the label set of data/dataset, and, if training queries vote in it, today's queries.
 
     Args:
         params: all parameters.
-        version: number or alias of the version that is refreshed.
+        version: number or alias of the version to refresh.
 
     Raises:
-        ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: no labels.
+        ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: the data set has no labels.
     """
     parent = known_version(open_client(tracking_uri()), params.tracking.model_name, version)
     bundle = _open(f"models:/{parent.name}/{parent.version}", params)
@@ -105,19 +110,19 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
     same_data = bundle.info.dataset.get("sha256") == dataset.sha256
     number, counts = str(parent.version), cast(Any, change.counts)
     if same_data or not (change or bundle.neighbours is not None):
-        reason = f"version {number} has {'this data set' if same_data else 'these labels'}"
+        reason = f"version {number} already has {'this data set' if same_data else 'these labels'}"
         return ChangedLabels(changed=False, bundle=None, parent=number, reason=reason)
     refreshed = {"parent": bundle.sha256, "version": number, **counts}
     with_labels(
         bundle, paths.REFRESHED, change, neighbours=_voters(bundle, dataset),
         dataset={"name": dataset.name, "sha256": dataset.sha256}, card=bundle.info.card | {"refreshed": refreshed},
     )  # fmt: skip
-    reason = f"{counts['added']} labels are new, {counts['removed']} gone, {counts['renamed']} renamed"
+    reason = f"{counts['added']} labels added, {counts['removed']} removed, {counts['renamed']} renamed"
     return ChangedLabels(changed=True, bundle=str(paths.REFRESHED), parent=number, **counts, reason=reason)
 
 
 def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
-    """Today's training queries, compared as in the bundle, where any vote there."""
+    """The data set's training queries as voters, compared as in the bundle; None if the bundle has no votes."""
     rows, knn = dataset.rows("train"), bundle.info.knn
     if bundle.neighbours is None or knn is None or not len(rows):
         return None

@@ -2,10 +2,10 @@
 
 A phase of a training runs on all ranks in one of two ways:
 
-- `torchrun`, for `run.devices` above 1: starts torchrun with a `worker` for each device and returns what the first rank
-  returned. Signals are passed on; no process is left behind.
-- `torchrun_ranks`, under the user's torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several
-  machines): the first rank does what one process would; where it trains, the other ranks train with it.
+- `torchrun`, for `run.devices` above 1: starts torchrun with a `worker` per device and returns the first rank's report.
+  Signals are passed on to the processes, and none of them outlives the call.
+- `torchrun_ranks`, if the user started torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also on several
+  machines): the first rank runs the whole command; the other ranks join it in each phase.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from unidec.training.precision import choose_device
 
 Job = dict[str, Any]
 Work = Callable[[Ranks, Job], Report]
-# name of the phase ("refresh" or "train_round"), parameters, the run's folder, keys of its identity that may differ ->
-# report of the first rank
+# (phase: "refresh" or "train_round", parameters, run folder, keys of the run's identity that may differ) -> report of
+# the first rank
 Launcher = Callable[[str, Params, Path, Collection[str]], Report]
 
 
@@ -46,9 +46,10 @@ def _job(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> J
 
 @contextlib.contextmanager
 def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher | None]]:
-    """`with torchrun_ranks(params, work) as (leads, launcher):` the first rank leads, the others do its phases.
+    """`with torchrun_ranks(params, work) as (leads, launcher):`, for a command that the user started with torchrun.
 
-    Without torchrun this process leads, and the launcher is None."""
+    On the first rank `leads` is True, and `launcher` runs a phase on all ranks. The other ranks run these phases until
+    the first one ends, and then enter the block with `leads` False. Without torchrun: True and None."""
     ranks = Ranks.from_environment(params.device)
     if ranks.alone:
         yield True, None
@@ -63,19 +64,19 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
         ranks.close()
         yield False, None
         return
-    at_work = False  # an error in a phase reaches the others by itself
+    in_phase = False
 
     def launcher(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Report:
-        nonlocal at_work
-        at_work = True
+        nonlocal in_phase
+        in_phase = True
         report = work(ranks, ranks.share(_job(name, params, run_dir, accept)))
-        at_work = False
+        in_phase = False
         return report
 
     try:
         yield True, launcher
     except UnidecError as error:
-        if not at_work:  # the others wait for the next phase
+        if not in_phase:  # the others wait for the next phase; within one they notice an error themselves
             ranks.share({"exit_code": error.exit_code})
         raise
     ranks.share(None)
@@ -83,26 +84,26 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
 
 
 def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Report:
-    """A `Launcher`; `run.restarts` times, torchrun starts all processes again after one died.
+    """A `Launcher` that starts torchrun, which restarts all processes up to `run.restarts` times if one dies.
 
     Raises:
-        ConfigError: more devices than this machine has. TrainingError: a process died. UnidecError: that of a rank.
+        ConfigError: more devices than this machine has. TrainingError: a process died. UnidecError: a rank's error.
     """
-    here = torch.cuda.device_count()
-    if choose_device(params.device).type == "cuda" and params.run.devices > here:
+    available = torch.cuda.device_count()
+    if choose_device(params.device).type == "cuda" and params.run.devices > available:
         raise ConfigError(
             "more devices than this machine has", where="run.devices", got=params.run.devices,
-            expected=f"at most {here}", fix="fewer, or torchrun on several machines: docs/scale.md",
+            expected=f"at most {available}", fix="set fewer, or use torchrun on several machines: docs/scale.md",
         )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
         write_json(Path(folder) / "job.json", _job(name, params, run_dir, accept))
         process = _start(params.run.devices, folder, params.run.restarts)
         try:
             code = process.wait()
-        except BaseException:  # a signal; when it takes effect, every process of ours has ended
-            process.terminate()  # saves a checkpoint
+        except BaseException:  # a signal: all processes must have ended before it takes effect
+            process.terminate()  # makes the ranks save a checkpoint
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S + 10)  # torchrun itself kills workers that do not end
+                process.wait(GRACE_S + 10)  # torchrun kills workers that do not end in time
             process.kill()
             raise
         report = _result(Path(folder), code)
@@ -114,7 +115,7 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
     env[LAUNCHER] = str(os.getpid())
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if loopback:  # all on this machine: no name to resolve, no port open to others
+    if loopback:  # all ranks are on this machine: no host name is resolved, no port is open to other machines
         env.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices),
@@ -125,7 +126,7 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
 
 
 def _result(folder: Path, code: int) -> dict[str, Any]:
-    """What the first rank wrote; or the error of the rank that reported one."""
+    """The first rank's report; raises the error that a rank reported, or a TrainingError if a rank died."""
     outcomes = _outcomes(folder)
     for outcome in outcomes:
         if outcome.get("exit_code"):
@@ -134,28 +135,29 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
             raise error
     if code == 0 and outcomes and "report" in outcomes[0]:
         return outcomes[0]["report"]
-    how = f"torchrun ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} of torchrun"
+    got = f"torchrun ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} of torchrun"
     raise TrainingError(
-        "a process of the training died", where="torchrun", got=how,
+        "a process of the training died", where="torchrun", got=got,
         fix="torchrun names it above; start again: the run resumes from its last checkpoint, with any run.devices",
     )  # fmt: skip
 
 
 def _outcomes(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks wrote: the first one's {"report"}, or {"message", "exit_code"}, which is 0 for a lost peer."""
+    """The files that `worker` processes wrote: {"report"} of the first rank; {"message", "exit_code"} of ranks with an
+    error, with exit code 0 if the rank only lost the connection to another one."""
     return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
 
 
 def worker(folder: Path, work: Work) -> int:
-    """One process that `torchrun` started: does the phase of job.json on this rank; returns the exit code.
+    """Run the phase of job.json as one rank that `torchrun` started; returns the exit code.
 
-    The first rank writes its report into rank-0.json. An error with a fix is written as rank-<rank>.json and ends in
-    0, so that torchrun does not retry it; the launcher raises it. Whatever else ends a rank (a signal, a lost peer, a
-    bug) has another code."""
+    The first rank writes its report to rank-0.json. A known error is written to rank-<rank>.json, for the launcher to
+    raise; the exit code is then 0, so that torchrun does not restart the processes. Anything else that ends a rank (a
+    signal, a lost connection, a bug) has another exit code."""
     watch(os.getppid())
     job, rank = json.loads((folder / "job.json").read_text(encoding="utf-8")), int(os.environ["RANK"])
     outcome = folder / f"rank-{rank}.json"
-    outcome.unlink(missing_ok=True)  # of the start before this one
+    outcome.unlink(missing_ok=True)  # from before a restart
     if rank > 0:
         silence()
     try:
@@ -168,7 +170,7 @@ def worker(folder: Path, work: Work) -> int:
     except UnidecError as error:
         lost = isinstance(error, LostRank)
         write_json(outcome, {"message": str(error), "exit_code": 0 if lost else error.exit_code})
-        # a peer reports its own error before its connections close
+        # a rank with an error writes it before its connections close
         if lost and not any(other.get("exit_code") for other in _outcomes(folder)):
             print(f"rank {rank}: {error}", file=sys.stderr)
             return 1

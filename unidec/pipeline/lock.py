@@ -1,4 +1,4 @@
-"""The training lock of a project: one training at a time, and no stage replaces what it reads meanwhile."""
+"""The training lock of a project: only one training runs at a time, and no stage replaces its inputs meanwhile."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unidec.pipeline import paths
 from unidec.tracking.run import is_alive, this_process
 
 LOCK, HOLDER = ".train.lock", ".train.holder"
-HELD = "UNIDEC_LOCK"  # environment variable: which process holds the lock of which folder
+HELD = "UNIDEC_LOCK"  # environment variable of subprocesses: which process holds the lock of which folder
 
 
 @contextlib.contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """Inside, an environment variable has this value."""
+    """Set an environment variable inside the block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -32,10 +32,10 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
-    """Hold the project's training lock; the system releases it when its holder dies, so there is nothing to remove.
+    """Hold the project's training lock. The system releases it when the process dies, so no stale lock is left.
 
     Raises:
-        TrainingError: another process holds it: a training, or a stage that replaces what a training reads.
+        TrainingError: another process holds it: a training, or a stage that replaces the inputs of training.
     """
     from filelock import FileLock, Timeout
 
@@ -50,32 +50,34 @@ def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
         ) from error  # fmt: skip
     try:
         holder.write_text(f"process {os.getpid()}: {' '.join(sys.orig_argv)[:200]}", encoding="utf-8")
-        with environment(HELD, json.dumps(this_process() | {"folder": str(folder.resolve())})):  # for stages it starts
+        with environment(HELD, json.dumps(this_process() | {"folder": str(folder.resolve())})):
             yield
     finally:
         lock.release()
 
 
 @contextlib.contextmanager
-def replaces_inputs(folder: Path = paths.RUNS) -> Iterator[None]:
-    """`one_at_a_time` for a stage that replaces what a training reads.
+def replaces_inputs() -> Iterator[None]:
+    """`one_at_a_time` for a stage that replaces inputs of training.
 
-    The process that holds the lock may call it, and so may stages that it starts (through DVC): they run before the
-    training opens its data.
+    It is also allowed in the process that holds the lock and in stages which that process starts through DVC: they run
+    before the training opens its data.
 
     Raises:
         TrainingError: as `one_at_a_time`.
     """
     held = json.loads(os.environ.get(HELD, "{}"))
-    inside = held.get("folder") == str(folder.resolve()) and is_alive(held)
-    with contextlib.nullcontext() if inside else one_at_a_time(folder):
+    inside = held.get("folder") == str(paths.RUNS.resolve()) and is_alive(held)
+    with contextlib.nullcontext() if inside else one_at_a_time():
         yield
 
 
-def is_held(folder: Path = paths.RUNS) -> bool:
+def is_held() -> bool:
     """Whether a process holds the project's training lock."""
+    if not paths.RUNS.is_dir():
+        return False
     try:
-        with one_at_a_time(folder) if folder.is_dir() else contextlib.nullcontext():
+        with one_at_a_time():
             return False
     except (TrainingError, OSError):
         return True

@@ -1,4 +1,4 @@
-"""A process that ends when those it works for are gone: its parent, or the launcher of a training."""
+"""End this process when the processes that it works for are gone: its parent, or the launcher of a training."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import time
 
 import psutil
 
-GRACE_S = 30.0  # from SIGTERM to SIGKILL: time to finish a step and write a checkpoint (fault 5)
-LAUNCHER = "UNIDEC_LAUNCHER"  # environment variable: id of the process that must be alive for workers
+GRACE_S = 30.0  # from SIGTERM to the end of the process: time to finish a step and write a checkpoint
+LAUNCHER = "UNIDEC_LAUNCHER"  # environment variable of workers: id of the process that launched them
 
 
 def watch(*pids: int) -> None:
-    """Leave (SIGTERM, later for good) when one of these processes, or the launcher, is gone."""
+    """Start a thread that sends SIGTERM to this process when one of these processes, or the launcher, is gone, and
+    ends it after `GRACE_S`."""
     launcher = os.environ.get(LAUNCHER)
     watched = [pid for pid in (*pids, *([int(launcher)] if launcher else [])) if pid > 1]
 
     def look() -> None:
         try:
-            processes = [psutil.Process(pid) for pid in watched]  # with their start times: ids are used again
-            # a zombie is dead, but its parent has not looked yet
+            # with their start times, as process ids are reused; a zombie is a dead process that was not reaped yet
+            processes = [psutil.Process(pid) for pid in watched]
             while all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes):
                 time.sleep(1.0)
         except psutil.NoSuchProcess:

@@ -1,9 +1,9 @@
-"""Memory of a training: what it needs, whether that fits here, and settings that would fit (`unidec plan`).
+"""Memory of a training: how much it needs, whether that fits here, and settings that would fit (`unidec plan`).
 
-Weights, tables and their optimisers' state are exact; the rest is an upper estimate, whose parts are added up although
-some never coincide. Memory-mapped files are not counted: the system drops their pages if needed.
+Weights, tables and their optimisers' state are exact. The rest is an upper estimate: its parts are added up although
+some are never held at the same time. Memory-mapped files do not count: the system drops their pages if needed.
 
-Legend: L labels, n training queries, H mined negatives a query, D width of a head, W width of the encoder, h and i
+Legend: L labels, n training queries, H mined negatives per query, D width of a head, W width of the encoder, h and i
 widths of the transformer and of its feed-forward layers.
 """
 
@@ -40,23 +40,23 @@ from unidec.training.sampler import draws_pools, encoded_labels, head_labels, qu
 Place = Literal["device", "host", "disk"]
 Phase = Literal["always", "step", "refresh", "index"]
 Free = Mapping[Place, int | None]
-Settings = dict[str, bool | int | str]  # by key path
+Settings = dict[str, bool | int | str]  # key path -> value
 PLACES: dict[Place, str] = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
 PHASES: dict[Phase, str] = {"always": "all the time", "step": "a training step", "refresh": "clustering and mining",
                             "index": "validation and indexing"}  # fmt: skip
 STATE = ("encoder and heads", "token table", "classifier rows")
-MARGIN = 0.05  # of what is free: allocators round up and fragment, other processes need some
-SMALL = 0.1  # of what is free: a plan that needs no more anywhere is one line
+MARGIN = 0.05  # share of the free memory to keep free: allocators round up and fragment, other processes need some
+SMALL = 0.1  # share of the free memory: a plan that needs less everywhere is printed as one line
 FP32, BF16, INT32, INT64 = 4, 2, 4, 8
 CONTEXT_BYTES = 512 << 20  # the GPU's driver, its libraries and cuBLAS's workspaces: an assumption
-_ROW_SETS = 2  # classifier rows in flight: in use, and being written back
-_FULL_BCE_CHUNK = 8192  # labels at once in unidec.model.full_bce
-_TRIPLET_BLOCK = 1 << 22  # triplets at once in unidec.model.losses
+_ROW_SETS = 2  # copies of the classifier rows in flight: the rows in use, and those being written back
+_FULL_BCE_CHUNK = 8192  # labels per block in unidec.model.full_bce
+_TRIPLET_BLOCK = 1 << 22  # triplets per block in unidec.model.losses
 _BLOCK = 1 << 16  # rows that are encoded, projected or scored together
 _TABLES = ("table.weight", "bias.weight", "bag.embedding.weight", "bag.log_weight.weight")  # counted by rows
 KNOWN = {"distilbert-base-uncased": "distilbert", "msmarco-distilbert-base-v4": "distilbert",
-         "bert-base-uncased": "bert"}  # fmt: skip  # plans for them need no files
-# tried in this order, mildest first: those that change nothing that is learnt, then precision, then data
+         "bert-base-uncased": "bert"}  # fmt: skip  # encoders that can be planned for without their files
+# tried in this order: first settings that do not change what is learnt, then lower precision, then less data
 REMEDIES: tuple[Settings, ...] = (
     {"run.recompute": True}, {"optim.encode_chunk": 256}, {"run.table_place": "host"}, {"run.table_place": "disk"},
     {"model.clf_dtype": "bf16"}, {"optim.clf_state": "adagrad"}, {"optim.clf_state": "sgd"},
@@ -70,8 +70,8 @@ class Sizes:
 
     Attributes:
         num_queries: of all splits; num_train: n; num_labels: L.
-        num_pairs: query-label pairs that are stored, and entries of the label graph where it is trained on.
-        query_tokens, label_tokens: tokens of a text: on average, and of the longest.
+        num_pairs: stored query-label pairs, and entries of the label graph if training uses it.
+        query_tokens, label_tokens: number of tokens of a text: mean and maximum.
         vocab_size: of the tokenizer.
     """
 
@@ -85,27 +85,31 @@ class Sizes:
 
     @classmethod
     def stored(cls, params: Params) -> Sizes:
-        """Of the ingested data set and its token caches."""
+        """Sizes of the ingested data set and its token caches."""
         dataset, queries, labels = paths.open_dataset(), paths.open_tokens("queries"), paths.open_tokens("labels")
         graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
         pairs = int(dataset.relevance.nnz) + (0 if graph is None else int(graph.nnz))
-        counts = dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, pairs
-        of_queries, of_labels = ((float(of.lengths().mean()), int(of.lengths().max())) for of in (queries, labels))
-        return cls(*counts, of_queries, of_labels, queries.vocab_size)
+        of_queries, of_labels = ((float(of.mean()), int(of.max())) for of in (queries.lengths(), labels.lengths()))
+        return cls(
+            dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, pairs, of_queries, of_labels,
+            queries.vocab_size,
+        )  # fmt: skip
 
     @classmethod
     def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
-        """From counts alone; without `pairs` each query has 5 labels (the sets of the papers have 2 to 22)."""
+        """Sizes from counts alone. Default of `pairs`: 5 labels per query (the papers' data sets have 2 to 22)."""
         length = (float(tokens), tokens)
         return cls(queries, queries, labels, 5 * queries if pairs is None else pairs, length, length)
 
 
 def empty_encoder(name: str) -> Any:
-    """A transformer without memory for its weights (torch's device "meta"): of a name that `resolve_encoder` finds, or
-    of `KNOWN`.
+    """A transformer on torch's device "meta", whose weights take no memory.
+
+    Args:
+        name: a folder or name that `resolve_encoder` finds, or one of `KNOWN`.
 
     Raises:
-        ArtifactError: there is none. ConfigError: not a transformer's config.
+        ArtifactError: there is no such encoder. ConfigError: its config.json is not a transformer's.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -121,7 +125,7 @@ def empty_encoder(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Amount:
-    """An amount of memory, and when it is held."""
+    """An amount of memory: its purpose, where it is held, and in which phase."""
 
     name: str
     place: Place
@@ -131,12 +135,12 @@ class Amount:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that a training needs, and what is free.
+    """The memory that a training needs, and the free memory.
 
     Attributes:
-        amounts: all of them; device: "cuda" or "cpu"; step: the sizes of the largest step, for people.
-        free: a place of unknown size counts as large enough.
-        advice: settings that fit, where this does not; None: none are known.
+        device: "cuda" or "cpu". step: a description of the largest step.
+        free: free bytes by place; a place of unknown size counts as large enough.
+        advice: if the training does not fit, settings with which it does; None: none are known.
     """
 
     amounts: tuple[Amount, ...]
@@ -146,7 +150,7 @@ class Plan:
     advice: Settings | None = None
 
     def needed(self, place: Place) -> dict[Phase, int]:
-        """Bytes at a place in each phase, what is always held included."""
+        """Bytes at a place in each phase, including what is held all the time."""
         here = [amount for amount in self.amounts if amount.place == place]
         return {phase: sum(a.num_bytes for a in here if a.phase in ("always", phase)) for phase in PHASES}
 
@@ -156,37 +160,41 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, tables and their optimisers' state of one rank on a GPU, of all ranks on a CPU."""
+        """Bytes of weights, tables and their optimisers' state: of one rank on a GPU, of all ranks on a CPU."""
         return sum(amount.num_bytes for amount in self.amounts if amount.name in STATE)
 
     @property
     def shortages(self) -> dict[Place, float]:
-        """Places where the training does not fit: what it needs in units of what is free."""
+        """Places where the training does not fit: needed memory divided by free memory."""
         return {place: self.peak(place)[1] / max(size, 1) for place, size in self.free.items()
                 if size is not None and self.peak(place)[1] > (1 - MARGIN) * size}  # fmt: skip
 
     @property
     def short(self) -> list[str]:
-        """A line for each of `shortages`."""
+        """A line for each place where the training does not fit."""
         peaks = [(place, *self.peak(place)) for place in self.shortages]
         return [f"{PLACES[place]}: {gib(size)} needed, {gib(self.free[place] or 0)} free ({PHASES[phase]})"
                 for place, phase, size in peaks]  # fmt: skip
 
     @property
     def fix(self) -> str:
-        """Of what does not fit."""
+        """How to make the training fit, for an error message."""
         if self.advice is None:
             return "a larger machine: no known setting fits"
         return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.advice.items())
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON; a place's peak is its phase and bytes."""
-        found = {"fits": not self.short, "state_bytes": self.state_bytes, "peaks": {p: self.peak(p) for p in PLACES}}
-        estimate = {"amounts": [asdict(amount) for amount in self.amounts], "device": self.device, "step": self.step}
-        return found | {"estimate": estimate, "free": self.free, "short": self.short, "advice": self.advice}
+        """The plan for JSON; the peak of a place is its phase and bytes."""
+        return {
+            "fits": not self.short, "state_bytes": self.state_bytes,
+            "peaks": {place: self.peak(place) for place in PLACES},
+            "estimate": {"amounts": [asdict(one) for one in self.amounts], "device": self.device, "step": self.step},
+            "free": self.free, "short": self.short, "advice": self.advice,
+        }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """For people: the largest amounts of each place, whether it fits, and settings that would; one if small."""
+        """The plan as printed: the largest amounts of each place, whether it fits, and settings that would; a single
+        line if little memory is needed."""
         peaks = {place: self.peak(place)[1] for place in PLACES if self.peak(place)[1]}
         if all(size <= SMALL * (self.free.get(place) or 0) for place, size in peaks.items()):
             parts = [f"{PLACES[p]} {gib(size)} of {gib(self.free[p] or 0)} free" for p, size in peaks.items()]
@@ -209,23 +217,30 @@ def gib(num_bytes: float) -> str:
 
 
 class Formulas:
-    """Amounts of one rank, by phase. `transformer` is that of `empty_encoder`; the device is a GPU where `cuda`;
-    transformers compute in bfloat16 where `half`. Raises ConfigError: more layers to train than the encoder has."""
+    """The amounts of memory of one rank, by phase.
+
+    Args:
+        transformer: of `empty_encoder`. cuda: the device is a GPU. half: transformers compute in bfloat16.
+
+    Raises:
+        ConfigError: more layers to train than the encoder has.
+    """
 
     def __init__(self, params: Params, sizes: Sizes, transformer: Any, cuda: bool, half: bool):
         self.params, self.sizes, self.config, self.cuda, self.half = params, sizes, transformer.config, cuda, half
         encoder, model, pool, ranks = params.encoder, params.model, params.pool, params.run.devices
         with torch.device("meta"):
-            own = deepcopy(transformer) if encoder.has_transformer else None  # which of its layers train is set on it
+            copied = deepcopy(transformer) if encoder.has_transformer else None  # TextEncoder freezes layers in place
             settings = encoder.model_copy(update={"bag_words": 0})
-            empty = UniDEC(settings, model, 1, TextEncoder(settings, own, 1, self.config.hidden_size))
+            empty = UniDEC(settings, model, 1, TextEncoder(settings, copied, 1, self.config.hidden_size))
         self.width, weights = empty.encoder.width, empty.named_parameters()
-        clusters = {"auxiliary": num_clusters(sizes.num_labels, max(model.auxiliary, 1))}  # one label's, so far
+        # `empty` has one label; weights with a row per cluster of labels grow with the number of labels
+        cluster_rows = {"auxiliary": num_clusters(sizes.num_labels, max(model.auxiliary, 1))}
         self.levels = [num_clusters(sizes.num_labels, size) for size in model.levels]
         for level, rows in enumerate(self.levels):
-            clusters |= {f"tree.classifiers.{level}.{part}": rows for part in ("weight", "bias")}
-        self.dense = [
-            (name, p.numel() * clusters.get(name, 1), p.requires_grad)
+            cluster_rows |= {f"tree.classifiers.{level}.{part}": rows for part in ("weight", "bias")}
+        self.dense = [  # name, number of values, whether it is trained
+            (name, p.numel() * cluster_rows.get(name, 1), p.requires_grad)
             for name, p in weights
             if not name.endswith(_TABLES)
         ]
@@ -234,51 +249,55 @@ class Formulas:
         self.trained_layers = layers if encoder.has_transformer else 0
         self.all_layers = encoder.has_transformer and encoder.trainable_layers < 0
         self.intermediate = getattr(self.config, "intermediate_size", None) or self.config.hidden_dim  # DistilBERT's
-        self.scored_heads = 0 if cuda else self.config.num_attention_heads  # attention is not fused on a processor
+        self.scored_heads = 0 if cuda else self.config.num_attention_heads  # on a CPU attention is not fused
         self.row_bytes = bytes_per_row(model.clf_dtype, params.optim.clf_state, model.dim)
-        of_labels = params.label_graph.share * pool.gandalf + pool.simcse  # labels whose texts are queries
-        self.rows = sizes.num_train + math.ceil(of_labels * sizes.num_labels)
+        self.rank_labels = math.ceil(sizes.num_labels / ranks)  # classifier rows that one rank holds
+        query_labels = params.label_graph.share * pool.gandalf + pool.simcse  # share of labels whose texts are queries
+        self.rows = sizes.num_train + math.ceil(query_labels * sizes.num_labels)
         # the largest step
         self.queries = min(queries_a_batch(pool, self.rows), self.rows)
         mines = pool.eta > 0 and draws_pools(model, pool)
-        places = pool.shortlist * model.labels_a_cluster if pool.shortlist else pool.eta * pool.refresh
-        self.shortlist = INT32 * (sizes.num_queries + sizes.num_labels * pool.gandalf) * places * mines
+        shortlisted = pool.shortlist * model.labels_a_cluster if pool.shortlist else pool.eta * pool.refresh
+        self.shortlist = INT32 * (sizes.num_queries + sizes.num_labels * pool.gandalf) * shortlisted * mines  # bytes
         mean = sizes.num_pairs / sizes.num_queries
         most = max(pool.beta, mean) if pool.fill else pool.beta
         positives = most if pool.gandalf else min(most, mean)
         sampled = math.ceil(self.queries * (positives + pool.eta * mines))
-        count = {"none": 0, "pool": max(1, min(sampled, sizes.num_labels, pool.size or sampled))}
-        count["all"] = sizes.num_labels
         some = pool.clf_labels if isinstance(pool.clf_labels, int) else 0
-        count["some"] = some if 2 * some < sizes.num_labels else sizes.num_labels
-        of_heads = head_labels(model, pool)
-        self.labels = max(count[labels] for labels in of_heads)
-        # those that one rank compares with the queries
+        count = {  # the labels of a head -> their number
+            "none": 0,
+            "pool": max(1, min(sampled, sizes.num_labels, pool.size or sampled)),
+            "some": some if 2 * some < sizes.num_labels else sizes.num_labels,
+            "all": sizes.num_labels,
+        }
+        labels_by_head = head_labels(model, pool)
+        self.labels = max(count[labels] for labels in labels_by_head)
+        # numbers of labels that one rank compares with the queries
         self.de_labels, self.clf_labels = (
             math.ceil(count[labels] / (ranks if labels == "all" and loss in BY_COLUMNS else 1))
-            for labels, loss in zip(of_heads, (params.loss.de, params.loss.clf), strict=True)
+            for labels, loss in zip(labels_by_head, (params.loss.de, params.loss.clf), strict=True)
         )
-        # texts that one rank encodes; sorted by length, a chunk is padded to no more than the next one's shortest
-        of_labels = count[encoded_labels(model, pool)]
-        drawn = min(of_labels * model.clf_queries, sizes.num_train)  # queries of the labels, on one rank
-        counts = (math.ceil(self.queries / ranks) + drawn, math.ceil(of_labels / ranks))
-        most = params.tokens.max_length
-        lengths = [(min(mean, most), min(top, most)) for mean, top in (sizes.query_tokens, sizes.label_tokens)]
+        # texts that one rank encodes, sorted by length: each chunk is padded to at most the next chunk's shortest text
+        label_texts = count[encoded_labels(model, pool)]
+        drawn = min(label_texts * model.clf_queries, sizes.num_train)  # queries of the labels, on one rank
+        counts = (math.ceil(self.queries / ranks) + drawn, math.ceil(label_texts / ranks))
+        limit = params.tokens.max_length
+        lengths = [(min(mean, limit), min(top, limit)) for mean, top in (sizes.query_tokens, sizes.label_tokens)]
         texts = list(zip(counts, lengths, strict=True))
         self.texts, self.longest = sum(counts), max(top for _, top in lengths)
         self.tokens = sum(math.ceil(number * mean) for number, (mean, _) in texts)
         padded = sum(min(number * top, number * mean + CHUNK_TEXTS * top) for number, (mean, top) in texts)
-        # those whose activations are in memory at once
+        # texts, and their padded tokens, whose activations are in memory at the same time
         self.held = min(params.optim.encode_chunk or self.texts, CHUNK_TEXTS if params.run.recompute else self.texts)
         self.held_padded = math.ceil(min(padded, self.held * self.longest))
 
     def state(self) -> list[Amount]:
-        """What is kept from step to step, exact to the byte."""
+        """Memory that is held from step to step, exact to the byte."""
         params, model, encoder = self.params, self.params.model, self.params.encoder
         values = sum((3 if trained else 1) * count for _, count, trained in self.dense)  # with Adam's moments
         tokens = max(self.sizes.vocab_size, self.config.vocab_size) + encoder.bag_words
         table = tokens * (self.config.hidden_size + 1) * (encoder.kind != "transformer")
-        rows = math.ceil(self.sizes.num_labels / params.run.devices) * (model.heads != "de")
+        rows = self.rank_labels * (model.heads != "de")
         bias = bytes_per_row("fp32", params.optim.clf_state, 1) if model.clf_bias else (0, 0)
         return [
             Amount("encoder and heads", "device", FP32 * values),
@@ -287,42 +306,41 @@ class Formulas:
         ]
 
     def step(self) -> list[Amount]:
-        """What a step allocates and frees."""
+        """Memory that a step allocates and frees."""
         params, model, texts = self.params, self.params.model, self.texts
-        # in bfloat16 the transformer has casts of its weights and gradients too
+        # in bfloat16 the transformer also has casts of its weights and gradients
         casts = [1 + (self.half and name.startswith("encoder.transformer.")) for name, _, _ in self.dense]
         gradients = sum(c * count * trained for c, (_, count, trained) in zip(casts, self.dense, strict=True))
         # text vectors [texts, W] with their gradients and copies (dropout, residual), and the heads' outputs [texts, D]
         copies = 11 if params.encoder.residual and not params.encoder.frozen else 6
         vectors = (copies * self.held + 2 * (texts - self.held)) * self.width
         vectors += 5 * (texts + self.queries + model.clf_residual * self.clf_labels) * model.dim
-        if params.encoder.kind == "inception":  # token embeddings and what its layers keep of them
+        if params.encoder.kind == "inception":  # token embeddings, and the activations of its layers
             vectors += 24 * self.held * params.encoder.inception_tokens * self.config.hidden_size
-        # rows of the token table, their gradients and moments; a token's place, text and weight
+        # rows of the token table, their gradients and moments; 32: a token's place, text and weight
         rows = min(self.tokens, self.sizes.vocab_size) + min(params.encoder.bag_words, self.tokens // 2)
-        of_bag = (4 * FP32 * rows * (self.config.hidden_size + 1) + 32 * self.tokens) * self.trains_bag
-        # classifier rows in float32, their gradients and state; in flight where the table is not on the device
+        token_rows = (4 * FP32 * rows * (self.config.hidden_size + 1) + 32 * self.tokens) * self.trains_bag
+        # classifier rows in float32, their gradients and state; in flight if the table is not on the device
         fetched, bf16 = self.cuda and params.run.table_place != "device", model.clf_dtype == "bf16"
         gathered = params.pool.clf_labels != "all" or fetched
         row = (FP32 * (1 + (gathered or bf16)) + 14 * bf16) * model.dim + gathered * self.row_bytes[1]
-        all_rows = 0  # gradients of every row, whatever the step uses
+        all_rows = 0  # gradients of all rows, not only of those that the step uses
         if params.optim.clf_state == "adamw" and gathered:
-            own_rows = math.ceil(self.sizes.num_labels / params.run.devices)
-            all_rows = (FP32 * (1 + bf16) + 14 * bf16) * model.dim * own_rows
+            all_rows = (FP32 * (1 + bf16) + 14 * bf16) * model.dim * self.rank_labels
         in_flight = fetched * _ROW_SETS * self.clf_labels * sum(self.row_bytes)
         return [
             Amount("gradients", "device", FP32 * gradients, "step"),
             Amount("activations", "device", self._activations() if self.trained_layers else 0, "step"),
             Amount("logits and losses", "device", self._logits(), "step"),
             Amount("text vectors", "device", FP32 * vectors, "step"),
-            Amount("token rows of a step", "device", of_bag, "step"),
+            Amount("token rows of a step", "device", token_rows, "step"),
             Amount("classifier rows of a step", "device", self.clf_labels * row + all_rows + in_flight, "step"),
             Amount("classifier rows in flight", "host", in_flight, "step"),
         ]
 
     def _activations(self) -> int:
-        """A layer keeps 10 h (14 h in bfloat16, parts of it twice) and 2 i values a token, and on a processor, where
-        attention is not fused, its scores."""
+        """Bytes of activations: a layer keeps 10 h values per token (14 h in bfloat16, which stores some of them twice)
+        and 2 i, and on a CPU, where attention is not fused, the attention scores."""
         h, padded, value = self.config.hidden_size, self.held_padded, BF16 if self.half else FP32
         token = ((14 if self.half else 10) * h + 2 * self.intermediate) * value
         scores = self.longest * self.scored_heads * (2 * FP32 + value)
@@ -332,19 +350,20 @@ class Formulas:
         return padded * self.trained_layers * (token + scores) + embedded + backward + inputs
 
     def _logits(self) -> int:
-        """A loss holds five matrices of the size of the logits at once, forward and backward; pairs, triplets."""
-        loss, of_clf = self.params.loss, self.clf_labels
+        """Bytes of logits and losses: forward and backward, a loss holds five matrices of the size of the logits; and
+        its pairs and triplets."""
+        loss, clf_labels = self.params.loss, self.clf_labels
         pairs = int(self.queries * self.sizes.num_pairs / self.sizes.num_queries) + 1
         if loss.clf == "bce" and self.params.pool.clf_labels == "all":
-            of_clf = min(of_clf, _FULL_BCE_CHUNK)
-        every = "triplet" in (loss.de, loss.clf) and loss.triplet_negatives == "all"
-        triplets = every * min(pairs * max(self.de_labels, of_clf), _TRIPLET_BLOCK)
-        of_heads, pairs = self.de_labels + of_clf + sum(self.levels), pairs * (1 + len(self.levels))
-        return 5 * FP32 * self.queries * of_heads + 80 * pairs + 9 * triplets
+            clf_labels = min(clf_labels, _FULL_BCE_CHUNK)
+        all_triplets = "triplet" in (loss.de, loss.clf) and loss.triplet_negatives == "all"
+        triplets = all_triplets * min(pairs * max(self.de_labels, clf_labels), _TRIPLET_BLOCK)
+        columns, pairs = self.de_labels + clf_labels + sum(self.levels), pairs * (1 + len(self.levels))
+        return 5 * FP32 * self.queries * columns + 80 * pairs + 9 * triplets
 
     def refresh(self) -> list[Amount]:
-        """Clustering copies up to half of the points, a GPU holds all of them; mining has all vectors on a GPU, and a
-        tile of scores."""
+        """Memory of a refresh: clustering copies up to half of the points (a GPU holds all of them); mining holds all
+        vectors on a GPU, and a tile of scores."""
         n, dim, labels = self.rows, self.params.model.dim, self.sizes.num_labels * (self.shortlist > 0)
         if not labels and self.params.pool.batches != "clustered":
             return []
@@ -360,33 +379,34 @@ class Formulas:
         ]
 
     def index(self) -> list[Amount]:
-        """Label vectors, names and the index while it is built (whole vectors, also of one that is quantised, with the
-        links of a graph or the ids of lists); files; the sampler."""
+        """Memory of the sampler, of label vectors, names and the index while it is built (with unquantised vectors, and
+        the links of a graph or the ids of lists), and of files on disk."""
         sizes, model, index, labels = self.sizes, self.params.model, self.params.index, self.sizes.num_labels
         heads = (model.heads == "both") + 1 + (model.heads != "de" and index.clf_normalize)
         width = (2 if index.space == "both" else 1) * model.dim + model.clf_bias
-        of_kind = {"hnsw": 2 * INT32 * index.hnsw_links + 2 * INT64, "ivf-pq": INT64}
-        stored = labels * (FP32 * width + of_kind.get(index.kind, 0))
+        links_or_ids = {"hnsw": 2 * INT32 * index.hnsw_links + 2 * INT64, "ivf-pq": INT64}
+        stored = labels * (FP32 * width + links_or_ids.get(index.kind, 0))
         vectors = FP32 * (labels * model.dim * heads + _BLOCK * (512 + self.width + model.dim))
         names = math.ceil(labels * (57 + 8 * sizes.label_tokens[0]))  # 57: a Python string; 8: characters of a token
         texts = sizes.num_queries + labels
         with_texts = self.params.pool.gandalf or self.params.pool.simcse
         sampler = INT64 * 2 * (labels + self.rows) + 16 * (sizes.num_pairs + texts) * with_texts
         state, table, rows = (amount.num_bytes for amount in self.state())
-        whole = state + table + rows * self.params.run.devices
+        all_ranks = state + table + rows * self.params.run.devices
         frozen = self.params.encoder.frozen or (self.params.encoder.has_transformer and not self.trained_layers)
         return [
             Amount("sampler", "host", sampler),
             Amount("label vectors, names and index", "host", vectors + 2 * (stored + names), "index"),
-            Amount("checkpoints", "disk", 3 * (whole + INT64 * self.rows + self.shortlist)),  # two are kept
-            Amount("model and bundle", "disk", 2 * whole + vectors + stored + names),
+            # two checkpoints are kept while a third is written
+            Amount("checkpoints", "disk", 3 * (all_ranks + INT64 * self.rows + self.shortlist)),
+            Amount("model and bundle", "disk", 2 * all_ranks + vectors + stored + names),
             Amount("cached outputs of what is frozen", "disk", 2 * texts * self.width * frozen),  # float16
         ]
 
 
 def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None:
-    """The first of `REMEDIES`, then of smaller batches, with which a training fits; else the first of those that help,
-    one after another together; None: not even all of them do."""
+    """Settings with which a training fits: a single one of `REMEDIES` or a smaller batch; if no single one is enough,
+    those that help, combined one after another; None if even all of them are not enough."""
 
     def missing(settings: Settings) -> float:
         changed = with_settings(params, settings)
@@ -397,68 +417,74 @@ def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None
     halves = range(1, batch.bit_length() - 4)
     smaller: list[Settings] = [{"pool.batch_size": batch >> half, "pool.size": size >> half} for half in halves]
     single = [(remedy, missing(remedy)) for remedy in (*REMEDIES, *smaller)]
-    together = itertools.accumulate((remedy for remedy, left in single if left < now), operator.or_)
-    tried = itertools.chain(single, ((remedy, missing(remedy)) for remedy in together))
-    return next((remedy for remedy, left in tried if not left), None)
+    combined = itertools.accumulate((remedy for remedy, shortage in single if shortage < now), operator.or_)
+    tried = itertools.chain(single, ((remedy, missing(remedy)) for remedy in combined))
+    return next((remedy for remedy, shortage in tried if not shortage), None)
 
 
 def plan_memory(
     params: Params, sizes: Sizes | None = None, free: Free | None = None, training_only: bool = False
 ) -> Plan:
-    """Estimate the memory of a training and compare it with what is free.
+    """Estimate the memory of a training and compare it with the free memory.
 
     Args:
         params: all parameters.
-        sizes: of the data; None: of the ingested data.
-        free: bytes of another machine's "device" (a GPU; then nothing of this machine counts), "host" and "disk".
-        training_only: leave out the index, which can be built on another machine.
+        sizes: of the data; None: of the ingested data set.
+        free: free bytes by place, instead of measured ones. With "device", a GPU of another machine, nothing is
+            measured here.
+        training_only: omit the index, which can be built on another machine.
     """
     sizes, process = sizes or Sizes.stored(params), int(psutil.Process().memory_info().rss)
     transformer, ranks = empty_encoder(params.encoder.name), params.run.devices
-    cuda, half, there = True, params.optim.precision != "fp32", dict[Place, int | None](free or {})
-    if "device" not in there:
+    cuda, half, available = True, params.optim.precision != "fp32", dict[Place, int | None](free or {})
+    if "device" not in available:
         device = choose_device(params.device)
         cuda, half = device.type == "cuda", autocast_type(params.optim.precision, device) is not None
-        there = {"host": available_host() + process, "disk": available_disk(paths.RUNS), **there}
+        available = {"host": available_host() + process, "disk": available_disk(paths.RUNS), **available}
         if cuda:
-            there["device"] = int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
+            available["device"] = int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
 
     def plan_of(other: Params) -> Plan:
-        found = Formulas(other, sizes, transformer, cuda, half)
-        amounts = [*found.state(), *found.step(), *found.refresh(), *found.index(), Amount("process", "host", process),
+        formulas = Formulas(other, sizes, transformer, cuda, half)
+        amounts = [*formulas.state(), *formulas.step(), *formulas.refresh(), *formulas.index(),
+                   Amount("process", "host", process),
                    Amount("driver and libraries", "device", CONTEXT_BYTES * cuda)]  # fmt: skip
         if not cuda:
             amounts = [replace(amount, place="host") if amount.place == "device" else amount for amount in amounts]
-        # ranks are processes on one machine, a device each
+        # all ranks are processes of one machine, with a device each
         amounts = [replace(a, num_bytes=ranks * a.num_bytes) if a.place == "host" else a for a in amounts]
-        kept = tuple(a for a in amounts if a.num_bytes and not (training_only and a.phase == "index"))
-        step = f"{found.queries:,} queries, {found.labels:,} labels, {'bf16' if half else 'fp32'}"
-        return Plan(kept, "cuda" if cuda else "cpu", step, there)
+        counted = tuple(a for a in amounts if a.num_bytes and not (training_only and a.phase == "index"))
+        step = f"{formulas.queries:,} queries, {formulas.labels:,} labels, {'bf16' if half else 'fp32'}"
+        return Plan(counted, "cuda" if cuda else "cpu", step, available)
 
-    found = plan_of(params)
-    return replace(found, advice=advise(params, plan_of)) if found.shortages else found
+    plan = plan_of(params)
+    return replace(plan, advice=advise(params, plan_of)) if plan.shortages else plan
 
 
 def check_fits(params: Params, free: Free | None = None) -> None:
-    """Raise a ConfigError, with settings that fit, where a training does not. `free`: in place of what is measured."""
+    """Raise a ConfigError, with settings that fit, if a training does not fit. `free`: as for `plan_memory`."""
     if not params.run.check_memory:
         return
-    reused = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)  # a run replaces or reuses their files
-    reusable = sum(file.stat().st_size for folder in reused for file in folder.rglob("*") if file.is_file())
-    found = plan_memory(params, None, {"disk": available_disk(paths.RUNS) + reusable, **(free or {})}, True)
-    if found.short:
+    folders = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)  # a run replaces or reuses their files
+    reusable = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+    plan = plan_memory(params, None, {"disk": available_disk(paths.RUNS) + reusable, **(free or {})}, True)
+    if plan.short:
         raise ConfigError(
-            "the training does not fit into memory", where="unidec plan", got="; ".join(found.short),
-            expected=f"{MARGIN:.0%} of what is free stays free",
-            fix=f"{found.fix}; `unidec plan` shows the amounts, run.check_memory: false skips this check",
+            "the training does not fit into memory", where="unidec plan", got="; ".join(plan.short),
+            expected=f"at most {1 - MARGIN:.0%} of the free memory",
+            fix=f"{plan.fix}; `unidec plan` shows the amounts, run.check_memory: false skips this check",
         )  # fmt: skip
 
 
 def plan_command(
     params: Params, labels: int | None, queries: int | None, tokens: int | None, device: str | None
 ) -> Plan:
-    """The plan of `unidec plan`. Sizes are those of a data set that is not here, `device` is the memory of a GPU, as
-    "16GiB", in place of this machine's; None: what is here."""
+    """The plan of `unidec plan`.
+
+    Args:
+        labels, queries, tokens: sizes of another data set; None: those of data/dataset.
+        device: memory of another GPU, such as "16GiB"; None: this machine's memory.
+    """
     sizes = Sizes.given(labels, queries, tokens) if labels and queries and tokens else None
     if sizes is None and (labels or queries or tokens):
         raise ConfigError("sizes of other data require all three", where="unidec plan",

@@ -1,4 +1,4 @@
-"""Stage `register`: the bundle becomes a version of the registered model, with tags that say what it was made of."""
+"""Stage `register`: register the bundle as a new version of the model, with tags that record its origin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unidec.tracking.store import open_client, tracking_uri
 
 @dataclass(frozen=True)
 class Registration:
-    """A version of the registered model; `run`: its page's address, None while no server shows it."""
+    """A version of the registered model, with its alias and the address of its run's page (None without a server)."""
 
     model: str
     version: int
@@ -33,18 +33,18 @@ class Registration:
 
 
 def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> Registration:
-    """Register a bundle under the alias `challenger`; the same bundle again keeps its version.
+    """Register a bundle under the alias `challenger`. A bundle that is registered already keeps its version.
 
-    What the version's tags say of DVC's artifacts is read now: so after `dvc commit`.
+    The version's tags about DVC's artifacts are read from dvc.lock now, so call this after `dvc commit`.
 
     Args:
         params: all parameters.
-        bundle: outputs/bundle, in the run that trained it; or a folder of `refresh_labels` or `change_labels`, in a run
-            of its own.
+        bundle: outputs/bundle, which is added to the MLflow run that trained it; or a folder of `refresh_labels` or
+            `change_labels`, which gets a separate run.
 
     Raises:
-        ConfigError: a folder that is neither, or whose origin is not registered.
-        ArtifactError: the bundle is damaged, or the tracking store keeps its files in a folder that is gone.
+        ConfigError: another folder, or a bundle with other labels whose source is not registered.
+        ArtifactError: the bundle is damaged, or the tracking store's artifact folder is gone.
     """
     path, name = Path(bundle), params.tracking.model_name
     info = read_info(path)
@@ -52,40 +52,40 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> R
     if not relabelled and path.resolve() != paths.BUNDLE.resolve():
         raise ConfigError(
             "no record of how this bundle was trained", where=str(path),
-            expected="outputs/bundle, or a folder of `unidec labels refresh` or `unidec labels`",
-            fix="register it in the project that made it",
+            expected="outputs/bundle, or a folder that a command of `unidec labels` wrote",
+            fix="register it in the project that trained it",
         )  # fmt: skip
     prefect = {key: tag for key, tag in run_tags().items() if key.startswith("prefect.")}
-    # a bundle with other labels has the parameters of its parent, which its own tags say all of
+    # a bundle with other labels has its parent's parameters, and the parent's tags tell whether they were committed
     tags = provenance.code_tags(made_with=None if relabelled else info.params) | prefect
     tags |= {f"dataset.{key}": str(info.dataset.get(key, "")) for key in ("name", "sha256")}
     uri, facts = tracking_uri(), {"data set": info.dataset.get("name"), "labels": info.num_labels}
     client = open_client(uri)
     check_artifacts(client.get_experiment_by_name(params.tracking.experiment), uri)
     if relabelled:
-        tracker, more = _relabelled(params, path, info, tags)
-        tags |= more
-        facts |= {"labels of version": more["start.version"], **_counts(info)}
+        tracker, origin = _relabelled(params, path, info, tags)
+        tags |= origin
+        facts |= {"labels of version": origin["start.version"], **_counts(info)}
     else:
         tracker = tracker_of_model()
         metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
         facts["metrics"] = {"test": headline(metrics.get("test", {}))}
         if find_version(client, name, folder_sha256(paths.BUNDLE)) is None:
-            # a version keeps the records it was made with
-            made_of = provenance.artifact_tags(params.data.path) | start_tags()
+            # only for a new version: an existing one keeps the records of its training
+            origin = provenance.artifact_tags(params.data.path) | start_tags()
             lock = provenance.lock_sha256()
-            tracker.set_tags(made_of | ({"dvc.lock.sha256": lock} if lock else {}))
+            tracker.set_tags(origin | ({"dvc.lock.sha256": lock} if lock else {}))
             tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
-            tags |= made_of
+            tags |= origin
     version = register_bundle(path, tracker.run_id, name, card=facts, tags=tags)
     return Registration(name, version, "challenger", tracker.url)
 
 
 def parent_version(params: Params, sha256: str, where: str) -> str:
-    """The version that a bundle with other labels comes from, by its hash.
+    """The version that holds the source bundle of a label change, found by the source's hash.
 
     Raises:
-        ConfigError: it is not registered: the origin of the model would be unknown.
+        ConfigError: it is not registered, so that the origin of the model would be unknown.
     """
     version = find_version(open_client(tracking_uri()), params.tracking.model_name, sha256)
     if version is None:
@@ -103,24 +103,23 @@ def _counts(info: BundleInfo) -> dict[str, int]:
 
 
 def _relabelled(params: Params, path: Path, info: BundleInfo, tags: dict[str, str]) -> tuple[Tracker, dict[str, str]]:
-    """Of a bundle whose labels alone are new: a run of its own, and tags of what it was made of.
+    """The MLflow run of a bundle with other labels, and tags that record the bundle's origin.
 
-    Labels of the data as it is now: the data set is all that is new of DVC's artifacts. Labels by hand
-    (`change_labels`): none of them is."""
+    Of DVC's artifacts only the data set is new after `refresh_labels`, and none after `change_labels` ("by hand")."""
     refreshed, name = info.card["refreshed"], info.dataset.get("name")
     by_hand = "version" not in refreshed
     version = parent_version(params, refreshed["parent"], str(path)) if by_hand else refreshed["version"]
-    more = {
+    origin = {
         "start.kind": "refresh", "start.model": params.tracking.model_name, "start.version": version,
         "start.bundle.sha256": refreshed["parent"], "labels": "by hand" if by_hand else "of the data",
     }  # fmt: skip
     if not by_hand:
-        more |= provenance.artifact_tags(params.data.path, only=("data/dataset", "data/validation"))
+        origin |= provenance.artifact_tags(params.data.path, only=("data/dataset", "data/validation"))
     tracker = Tracker(params.tracking.experiment)
     dataset = {"name": name, "digest": info.dataset.get("sha256"), "path": str(paths.DATASET)}
     folder = paths.RUNS / f"labels-{checked_sha256(path)[:16]}"
-    tracker.start(folder, {}, tags | more, dataset, f"{name} labels of version {version}{', by hand' * by_hand}")
+    tracker.start(folder, {}, tags | origin, dataset, f"{name} labels of version {version}{', by hand' * by_hand}")
     tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
     tracker.log_final({f"labels/{key}": value for key, value in _counts(info).items()})
     tracker.finish()
-    return tracker, more
+    return tracker, origin

@@ -1,4 +1,4 @@
-"""The training runs of a project: which there are, how far each came, which one resumes.
+"""The training runs of a project: their progress, and the choice of the run to resume.
 
 A run's folder, `runs/<16 hex digits of its identity>`, holds `checkpoints/`, `refresh/`, `history.jsonl`,
 `rounds.jsonl` and `tracking.json`.
@@ -24,13 +24,14 @@ from unidec.training.stopping import Stopping
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run as its folder shows it; nothing is hashed, no tensor read.
+    """The state of a run, read from its folder without hashing files or reading tensors.
 
     Attributes:
-        state: "running" (a living process holds it), "finished", "failed", "stopped" or "begun" (no checkpoint yet).
-        epoch, epochs, step: finished ones and (at most) all, at the newest checkpoint; None without one.
-        checkpoint: the newest one's name; checkpoint_age: in seconds. mlflow_run: its id.
-        unfinished: training can resume, and no process is at it.
+        state: "running" (its process is alive), "finished", "failed", "stopped" or "begun" (no checkpoint yet).
+        epoch, step: finished epochs and steps at the newest checkpoint. epochs: the most epochs it will have. All are
+            None without a checkpoint.
+        checkpoint: name of the newest one. checkpoint_age: in seconds. mlflow_run: id.
+        unfinished: training can resume, and no process is training it.
     """
 
     name: str
@@ -45,7 +46,7 @@ class RunInfo:
 
 
 def run_folders(root: Path = paths.RUNS) -> list[Path]:
-    """Folders of runs, the one last written to first."""
+    """Folders of runs, the most recently written first."""
 
     def written(path: Path) -> float:
         inside = [path, path / "checkpoints", path / "history.jsonl"]
@@ -56,13 +57,13 @@ def run_folders(root: Path = paths.RUNS) -> list[Path]:
 
 
 def list_runs() -> list[RunInfo]:
-    """Every run of the project, the one last written to first."""
+    """All runs of the project, the most recently written first."""
     return list(map(run_info, run_folders()))
 
 
 def run_info(run_dir: Path) -> RunInfo:
-    """How far a run came."""
-    path, state = _newest(run_dir)
+    """The state of a run."""
+    checkpoint, state = _newest(run_dir)
     tracked = tracking_state(run_dir)
     epochs, identity = None, state.get("identity")
     if identity:
@@ -70,22 +71,22 @@ def run_info(run_dir: Path) -> RunInfo:
         stopping = Stopping(*(json.loads(identity.get(key, default)) for key, default in keys.items()))
         epochs = stopping.read(run_dir, state["epoch"])[1]
     if tracked.get("status") is None and is_alive(tracked.get("holder")):
-        how = "running"
+        status = "running"
     elif epochs is not None and state["epoch"] >= epochs:
-        how = "finished"
+        status = "finished"
     else:
-        how = "failed" if tracked.get("status") == "FAILED" else "stopped" if state else "begun"
+        status = "failed" if tracked.get("status") == "FAILED" else "stopped" if state else "begun"
     return RunInfo(
-        run_dir.name, how, state.get("epoch"), epochs, state.get("step"), path.name if path else None,
-        age(path) if path else None, tracked.get("run_id"), how not in ("running", "finished"),
+        run_dir.name, status, state.get("epoch"), epochs, state.get("step"), checkpoint.name if checkpoint else None,
+        age(checkpoint) if checkpoint else None, tracked.get("run_id"), status not in ("running", "finished"),
     )  # fmt: skip
 
 
 def rows_of(infos: list[RunInfo]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table that people read."""
+    """Columns and rows of the printed table."""
     rows = []
     for info in infos:
-        saved = f"{in_words(info.checkpoint_age)} ago" if info.checkpoint_age is not None else "none yet"
+        saved = f"{duration(info.checkpoint_age)} ago" if info.checkpoint_age is not None else "none yet"
         epoch = f"{info.epoch or 0} of {info.epochs or '?'}"
         rows.append([info.name, info.state, epoch, str(info.step or 0), saved, info.mlflow_run or ""])
     return ["run", "state", "epoch", "step", "checkpoint", "MLflow run"], rows
@@ -96,18 +97,13 @@ def age(path: Path) -> float:
     return max(0.0, time.time() - path.stat().st_mtime)
 
 
-def in_words(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """40 -> "0:00:40", 200000 -> "2 days, 7:33:20"."""
     return str(timedelta(seconds=int(seconds)))
 
 
-def some_keys(keys: list[str], most: int) -> str:
-    """ "a, b and 3 more"."""
-    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
-
-
 def choose_run(name: str) -> Path:
-    """The run of a name, or of the beginning of one; "": the newest that is unfinished.
+    """The folder of the run whose name begins with `name`; "": of the newest unfinished run.
 
     Raises:
         ConfigError: there is none, or several.
@@ -117,14 +113,14 @@ def choose_run(name: str) -> Path:
     if len(found) != 1:
         what = "several runs begin with this" if found else "no such run" if name else "no unfinished run to resume"
         known = ", ".join(info.name for info in infos[:5]) or "none"
-        fix = "`unidec runs list` lists them; without --resume a run of these parameters begins"
+        fix = "`unidec runs list` lists them; without --resume, the run of these parameters is started or resumed"
         raise ConfigError(what, where="--resume", got=name or None, expected=f"one of: {known}", fix=fix)
     return paths.RUNS / found[0].name
 
 
 @contextlib.contextmanager
 def tracked(run_dir: str | Path) -> Iterator[None]:
-    """The MLflow run ends as what happens inside: FINISHED, FAILED, or KILLED by a signal."""
+    """End the MLflow run after the block: as FINISHED, as FAILED after an error, as KILLED after a signal."""
     status: Status = "FINISHED"
     try:
         yield
@@ -143,7 +139,7 @@ def tracker_of_model() -> Tracker:
 
 
 def _newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint that has a state to read, and its state; its hashes are not looked at."""
+    """The newest checkpoint with a readable state, and the state, without checking hashes; (None, {}) if none."""
     from unidec.training.checkpoint import checkpoint_folders, read_state  # imports torch
 
     for path in checkpoint_folders(run_dir):
