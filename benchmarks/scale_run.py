@@ -54,7 +54,7 @@ encoder: {{name: all-MiniLM-L6-v2, kind: bag, trainable_layers: 0, bag_words: 0}
 model: {{heads: both, dim: 64, clf_init: label_embedding, clf_dtype: bf16}}
 pool: {{batches: clustered, batch_size: 512, beta: 2, eta: 2, size: 3000, mining: faiss, clf_labels: pool, refresh: 1}}
 optim: {{epochs: 1, warmup_epochs: 0.1, lr_bag: 3.0e-3, lr_heads: 3.0e-3, lr_clf: 3.0e-2, clf_state: adagrad}}
-index: {{kind: ivf-pq, space: both, clf_weight: 1.0, knn_weight: 0}}
+index: {{kind: ivf-pq, ivf_probes: 325, space: both, clf_weight: 1.0, knn_weight: 0}}
 """
 Facts = dict[str, Any]
 

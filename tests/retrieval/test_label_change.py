@@ -142,7 +142,7 @@ def test_uids_alone_and_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("a.txt", b"x", "unknown format"),
+        ("a.txt", b"x", "unknown file type of a table"),
         ("a.csv", None, "no such file"),
         ("a.csv", b"", "an empty file"),
         ("a.csv", b"name,text\nx,y\n", "no uid in name, text"),
