@@ -18,16 +18,9 @@ from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, KnnInfo, Scoring, write_bundle
+from unidec.retrieval.candidates import Candidates, candidate_keys, votes_alone
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.neighbours import (
-    FILES,
-    TEMPERATURE,
-    VOTES,
-    Candidates,
-    Neighbours,
-    candidate_keys,
-    votes_alone,
-)
+from unidec.retrieval.neighbours import FILES, TEMPERATURE, VOTES, Neighbours
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.sparse import PairScores
 

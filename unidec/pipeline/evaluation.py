@@ -29,9 +29,9 @@ from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import read_start
 from unidec.progress import progress
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.candidates import Ranked
 from unidec.retrieval.fusion import CANDIDATES
 from unidec.retrieval.index import recall
-from unidec.retrieval.neighbours import Ranked
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.scoring_space import Space
 from unidec.tracking.fetch import measured_before

@@ -23,10 +23,11 @@ from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_ne
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.calibration import LEAST_RELEVANT, fit_calibration
+from unidec.retrieval.candidates import Candidates, candidate_keys
 from unidec.retrieval.fusion import FEWEST_CANDIDATES, RESCORE
 from unidec.retrieval.index import KINDS, Kind, LabelIndex
 from unidec.retrieval.index_tune import Measured, default_kinds, tune
-from unidec.retrieval.neighbours import Candidates, Neighbours, candidate_keys
+from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import LabelRows, pair_scores
 from unidec.training.precision import choose_device
 

@@ -22,8 +22,9 @@ from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
 from unidec.progress import progress
+from unidec.retrieval.candidates import Candidates, Ranked, candidate_keys, votes_alone
 from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
-from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, Vote, candidate_keys, votes_alone
+from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.query_encoder import usable_cores
 from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
 from unidec.retrieval.sparse import PairScores

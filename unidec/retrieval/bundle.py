@@ -41,9 +41,10 @@ from unidec.retrieval.bundle_folder import (
     read_labels,
     read_vectors,
 )
+from unidec.retrieval.candidates import Candidates, Ranked, allowed_keys, candidate_keys
 from unidec.retrieval.fusion import FEWEST_CANDIDATES, RESCORE, LabelEvidence
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, allowed_keys, candidate_keys, read_neighbours
+from unidec.retrieval.neighbours import Neighbours, read_neighbours
 from unidec.retrieval.query_encoder import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.scoring_space import Space, head_scores, pair_scores, query_vectors
 from unidec.retrieval.sparse import PairScores

@@ -25,7 +25,8 @@ from pydantic import Field, model_validator
 from scipy.sparse import csr_matrix
 
 from unidec.data.propensity import inverse_propensity
-from unidec.retrieval.neighbours import Neighbours, Ranked, allowed_keys, best_of, candidate_keys
+from unidec.retrieval.candidates import Ranked, allowed_keys, best_of, candidate_keys
+from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.network import Floats, Network, Number
 from unidec.retrieval.query_encoder import usable_cores
 from unidec.retrieval.scoring_space import pair_scores, query_vectors
