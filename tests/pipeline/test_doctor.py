@@ -121,9 +121,10 @@ def test_a_damaged_artifact() -> None:
     assert "dvc checkout outputs/model" in reported(4, "got: 10 bytes", "outputs/model/ids.npy").fix
 
 
+@pytest.mark.parametrize("folder", ["", "runs/own/trial/"])
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"kind": 3}'])
-def test_a_folder_without_its_manifest(content: bytes | None) -> None:
-    path = artifact("data/cache/vectors-1", "encoder-cache")
+def test_a_folder_without_its_manifest(content: bytes | None, folder: str) -> None:
+    path = artifact(f"{folder}data/cache/vectors-1", "encoder-cache")
     (path / "manifest.json").unlink()
     if content is not None:
         (path / "manifest.json").write_bytes(content)

@@ -417,7 +417,7 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     params = done.params(**votes | {"index.fusion": True, "index.knn_head": 3})
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 10**6)
     assert pipeline.index(params) == blend
-    assert "no fusion" in capsys.readouterr().out and Bundle.load(paths.BUNDLE).info.fusion is None
+    assert "no fusion" in capsys.readouterr().err and Bundle.load(paths.BUNDLE).info.fusion is None
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 20)
     monkeypatch.setattr("unidec.retrieval.fusion_fit.MOST_STEPS", 25)  # it gains as surely in a third of the steps
     monkeypatch.setattr("unidec.retrieval.fusion_fit.WORD_STEPS", 50)

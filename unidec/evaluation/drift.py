@@ -38,8 +38,8 @@ _COUNTS = {"train": "training queries", "validation": "validation queries", "tes
 _SHARES = {
     "empty_queries": "queries without text",
     "empty_labels": "labels without text",
-    "repeated_queries": "training queries whose text another has",
-    "repeated_labels": "labels whose text another has",
+    "repeated_queries": "training queries with the text of another one",
+    "repeated_labels": "labels with the text of another one",
     "test_texts_in_train": "test queries whose text is a training query's (leak)",
     "queries_without_positives": "queries without positives",
     "labels_without_training_points": "labels without training points",

@@ -116,7 +116,7 @@ def _artifacts(folder: Path, deep: bool) -> Iterator[Defect]:
         paths.BUNDLE: lambda path: read_manifest(path, bundle_folder.KIND, bundle_folder.VERSION, deep),
     }
     for path in sorted((folder / paths.CACHE).glob("[!.]*-*")):
-        open_with[path] = lambda path: read_manifest(path, frozen.KIND, frozen.VERSION, True)
+        open_with[path.relative_to(folder)] = lambda path: read_manifest(path, frozen.KIND, frozen.VERSION, True)
     for path, open_artifact in open_with.items():
         try:
             if (folder / path).is_dir():

@@ -6,6 +6,7 @@ D width of a head, K places.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -334,7 +335,8 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     index, num_queries = params.index, len(ranking.rows)
     objective = index.objective
     if num_queries < LEAST_QUERIES:
-        print(f"no fusion: {num_queries} validation queries, {LEAST_QUERIES} are needed; the blend of the scores ranks")
+        why = f"{num_queries} validation queries, {LEAST_QUERIES} are needed; the blend of the scores ranks"
+        print(f"no fusion: {why}", file=sys.stderr)  # stdout is for the printed result
         return blend
     propensity = (params.data.propensity_a, params.data.propensity_b)
     reader = LabelEvidence(
@@ -361,7 +363,8 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     tail = max(tail for tail, metrics in by_tail.items() if metrics[objective] >= best - TAIL_TOLERANCE)
     metrics = by_tail[tail]
     if metrics[objective] <= blend.metrics[objective]:
-        print(f"no fusion: {objective} {metrics[objective]:.2f}, by the blend {blend.metrics[objective]:.2f}")
+        why = f"{objective} {metrics[objective]:.2f}, by the blend {blend.metrics[objective]:.2f}"
+        print(f"no fusion: {why}", file=sys.stderr)
         return blend
     gain = {name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()}
     without = [measured(without_P, tail)[objective] for without_P in fitted.without_XP]

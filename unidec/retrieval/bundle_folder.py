@@ -321,7 +321,7 @@ def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str,
             raise ArtifactError(what, where=str(where), got=got, expected=shape, fix=_FIX)
         step = max(1, (1 << 22) // (shape[1] if len(shape) > 1 else 1))
         if verify and not all(np.isfinite(array[i : i + step]).all() for i in range(0, len(array), step)):
-            what, fix = "the array holds numbers that are not finite", "look at the last training steps"
+            what, fix = "the array holds numbers that are not finite", "check the last training losses"
             raise ArtifactError(what, where=str(where), fix=fix)
         vectors[name] = np.asarray(array)  # a plain view: each access to an np.memmap costs microseconds
     return vectors
