@@ -164,6 +164,12 @@ def test_a_start_is_taken_over(project: SimpleNamespace) -> None:
     assert result(project, "second")["params"]["encoder.start"] == "data/start"
 
 
+def test_a_result_names_no_folder_of_this_machine(project: SimpleNamespace) -> None:
+    params = result(project, "first")["params"]
+    assert "optim.epochs" in params and "data.path" not in params
+    assert not [value for value in params.values() if str(value).startswith("/")]
+
+
 def test_runs_of_mlflow(project: SimpleNamespace) -> None:
     from mlflow import MlflowClient
 

@@ -194,7 +194,8 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     }
     return trained | {
         "metrics": metrics["test"], "validation": metrics.get("validation", {}), "costs": costs,
-        "params": flatten(params),
+        # results are shared: without folders of this machine
+        "params": {key: value for key, value in flatten(params).items() if not Path(str(value)).is_absolute()},
     }  # fmt: skip
 
 
