@@ -50,6 +50,7 @@ def compare(
     folder: str | None = None,
     metrics: str | None = None,
     tune: bool = False,
+    keep_results: bool = False,
 ) -> dict[str, Any]:
     """Runs the tasks that have no result yet, and writes report.html.
 
@@ -61,6 +62,7 @@ def compare(
         folder: folder of the workspace, instead of runs/compare/<name>.
         metrics: JSON file to write the metrics of the last requested run to.
         tune: run the trials of the file's `tuning` instead, and write the best for each cell.
+        keep_results: do not rebuild results that another version of the code made.
 
     Returns:
         {"report": its path, or "chosen": the file of the tuning; "runs": names of the requested runs}.
@@ -69,7 +71,7 @@ def compare(
         UnidecError: the file is invalid, or some runs have no result; the others are in the report.
     """
     with lifecycle.at_work():
-        comparison = load_comparison(file, overrides, folder, tune)
+        comparison = load_comparison(file, overrides, folder, tune, keep_results)
         steps = select(comparison, only)
         outcomes = run_steps(steps, jobs, {"comparison": comparison.file.name} | ({"tuning": "trial"} if tune else {}))
         runs = [step.name for step in steps if step.name in comparison.jobs]

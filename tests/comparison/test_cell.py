@@ -341,6 +341,18 @@ def test_by_other_code_it_is_rebuilt(again: SimpleNamespace) -> None:
     assert result.stat().st_mtime_ns != written and not left.exists() and other.is_done()
 
 
+def test_results_of_other_code_are_kept_on_request(again: SimpleNamespace) -> None:
+    assert make(again.folder, again.first) == 0
+    result, name = again.first.folder / "result.json", again.first.name
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"code": "other"}))
+    assert not opened(again.folder).steps[name].is_done()
+    kept = load_comparison(again.folder / "c.yaml", folder=again.folder / "ws", keep_results=True).steps
+    assert kept[name].is_done()
+    result.unlink()
+    kept = load_comparison(again.folder / "c.yaml", folder=again.folder / "ws", keep_results=True).steps
+    assert kept[name].spec == again.first.spec
+
+
 def test_a_slice_of_the_data(again: SimpleNamespace) -> None:
     text = (again.folder / "c.yaml").read_text().replace("path: raw", "path: raw\n    train: 50\n    test: 7")
     (again.folder / "c.yaml").write_text(text)

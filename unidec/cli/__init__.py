@@ -99,6 +99,9 @@ def compare(
     folder: Annotated[str | None, Option(help="folder of the results; default: runs/compare/<name>")] = None,
     metrics: Annotated[str | None, Option(help="JSON file to write the last run's metrics to")] = None,
     tune: Annotated[bool, Option("--tune", help="run the trials of section `tuning`, and write the best")] = False,
+    keep_results: Annotated[
+        bool, Option("--keep-results", help="do not rebuild results that another version of the code made")
+    ] = False,
     as_json: AsJson = False,
     report_only: Annotated[
         bool, Option("--report-only", help="run nothing; write the report of the results so far")

@@ -7,7 +7,7 @@
       report.html
 
 A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get another folder.
-A result names the code that made it; if the code has changed, it is rebuilt.
+A result names the code that made it; if the code has changed, it is rebuilt (not with `keep_results`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ def load_comparison(
     overrides: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
     tune: bool = False,
+    keep_results: bool = False,
 ) -> Comparison:
     """Read a comparison file and make its jobs and steps.
 
@@ -99,6 +100,7 @@ def load_comparison(
         overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
         folder: of the results, instead of runs/compare/<name>.
         tune: the jobs are the trials of the file's `tuning`.
+        keep_results: results that another version of the code made count as done.
 
     Raises:
         ParamsError: every problem at once, with key path, line, what was expected and the nearest name.
@@ -110,7 +112,16 @@ def load_comparison(
     choose = None if tune else partial(read_chosen, path, file)
     jobs, root = Planner(file, origin, overrides or {}).jobs(path, choose), Path(folder or ROOT / file.name)
     common = flat(file.common) | dict(overrides or {})
-    return Comparison(Path(path), file, common, root, jobs, steps_of(jobs, root))
+    steps = steps_of(jobs, root)
+    if keep_results:
+        steps = {name: _with_kept_result(step) for name, step in steps.items()}
+    return Comparison(Path(path), file, common, root, jobs, steps)
+
+
+def _with_kept_result(step: Step) -> Step:
+    """The step with the code version of its result; unchanged if that result is missing or lacks its model."""
+    kept = replace(step, spec={**step.spec, "code": (step.result() or {}).get("code")})
+    return kept if kept.is_done() else step
 
 
 def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
