@@ -238,10 +238,11 @@ def test_a_pool_is_filled_up_by_labels_drawn_alike(rng, size):
         pool = world.sampler(size=size).batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist)
         more = world.sampler(size=size).batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=24)
         assert set(pool.pool_S) <= set(more.pool_S) and (np.diff(more.pool_S) > 0).all()
-        assert len(pool.pool_S) <= len(more.pool_S) <= max(24, len(pool.pool_S))
-        if len(pool.pool_S) >= 24:  # nothing to fill
-            continue
         assert sampled_labels(pool) == {row: own & set(pool.pool_S) for row, own in sampled_labels(more).items()}
+        if len(pool.pool_S) >= 24:  # full already: nothing is drawn
+            assert more.pool_S.tolist() == pool.pool_S.tolist()
+            continue
+        assert len(pool.pool_S) <= len(more.pool_S) <= 24
         drawn = np.full(30, np.nan)
         drawn[np.setdiff1d(np.arange(30), pool.pool_S)] = 0
         drawn[np.setdiff1d(more.pool_S, pool.pool_S)] = 1
