@@ -54,11 +54,12 @@ SECTIONS = {
     "correctness": Section(gpu_training.correctness, (60, 30), check=True),
     "synchronisations": Section(gpu_training.synchronisations, (30, 20), check=True),
     "step": Section(gpu_training.step, (90, 50)),
+    "chunks": Section(gpu_training.chunks, (60, 20)),
     "refresh": Section(gpu_training.refresh, (90, 20)),
     "search": Section(gpu_products.search, (40, 30)),
     "bf16": Section(gpu_products.bf16, (10, 10)),
-    "compile": Section(gpu_training.compile_encoder, (120, 90)),
     "memory": Section(gpu_products.memory, (90, 20)),
+    "compile": Section(gpu_training.compile_encoder, (120, 90)),
 }
 
 
@@ -117,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(SECTIONS), help="this section; may be repeated")
     parser.add_argument("--minutes", type=float, default=10.0, help="sections that would not fit are skipped (10)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="of the two files, without their ending")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu-card", help="of the two files, without their ending")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--form", choices=list(SIZES), help="sizes (card with a GPU, else cpu)")
     parser.add_argument("--work", type=Path, help="folder for the data, kept for the next time (a temporary one)")

@@ -12,6 +12,7 @@ from gpu_bench import Bench, of_step, seconds, some_batches, train, uniform
 from no_waiting import NoWaiting
 from torch import Tensor
 
+from unidec.model import encoder
 from unidec.retrieval.index import recall
 from unidec.training.batches import Prepared
 from unidec.training.gradient_cache import encode_texts
@@ -155,6 +156,24 @@ def _in_turn(bench: Bench, trainer: Trainer, batches: list[Prepared]) -> tuple[l
 
 def _median(values: list[float]) -> float:
     return float(np.median(values))
+
+
+def chunks(bench: Bench) -> None:
+    """A step with short texts padded together up to several numbers of tokens; 0: 256 texts, as on a CPU."""
+    trainer = bench.trainer(bench.params("unidec-gpu"))
+    trainer.made = uniform(trainer)
+    tokens = encoder.GPU_CHUNK_TOKENS
+    try:
+        for most in (0, tokens // 2, tokens, 2 * tokens, 4 * tokens) if bench.on_card else (0,):
+            encoder.GPU_CHUNK_TOKENS = most
+            batches = some_batches(trainer, bench.sizes.steps)
+            _, whole_s = _in_turn(bench, trainer, batches)
+            cut = getattr(batches[-1].texts, "chunks", ())
+            padded = sum(mask.numel() for _, _, mask in cut)
+            sizes = f"{len(cut)} chunks, {padded} tokens with padding, {of_step(trainer, batches[-1])}"
+            bench.add(f"step, up to {most} tokens together", 1000 * _median(whole_s), "ms", sizes)
+    finally:
+        encoder.GPU_CHUNK_TOKENS = tokens
 
 
 def refresh(bench: Bench) -> None:

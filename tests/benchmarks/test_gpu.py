@@ -37,10 +37,12 @@ def found(gpu, bench, section):
     return bench.figures[first:], code
 
 
-@pytest.mark.parametrize("section", ["step", "refresh", "search", "bf16", "compile", "memory", "synchronisations"])
+@pytest.mark.parametrize(
+    "section", ["step", "chunks", "refresh", "search", "bf16", "compile", "memory", "synchronisations"]
+)
 def test_a_section_runs(gpu, bench, section):
     figures, code = found(gpu, bench, section)
-    assert code == 0 and len(figures) > 2
+    assert code == 0 and len(figures) > 1  # of the section, and its time
     assert all(figure.section == section and figure.origin for figure in figures)
     assert all(isinstance(f.value, str) or math.isfinite(f.value) for f in figures), "figures are numbers"
     assert {figure.what for figure in figures}.isdisjoint({"failed", "skipped"})

@@ -1,5 +1,6 @@
 """Encoders against dense loops: the bag, the transformer's lower and upper layers, padding, order, gradients."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -173,7 +174,7 @@ def one_by_one(transformer, tokens, rows, pooling, most=None):
 @pytest.mark.parametrize("trainable", [-1, 0, 1, 3])
 def test_a_text_does_not_depend_on_its_batch(folder, texts, rng, monkeypatch, pooling, trainable):
     """Padding, chunks by length, sources, frozen layers: nothing of it shows, and the order is the one asked for."""
-    monkeypatch.setattr("unidec.model.encoder.length_chunks", lambda lengths: length_chunks(lengths, 7))
+    monkeypatch.setattr("unidec.model.encoder.length_chunks", lambda lengths, tokens: length_chunks(lengths, 7, tokens))
     encoder = make_encoder(folder, kind="transformer", trainable_layers=trainable, pooling=pooling).eval()
     rows, more = rng.permutation(40)[:25], rng.permutation(40)[:9]
     with torch.no_grad():
@@ -296,6 +297,19 @@ def test_chunks_hold_each_place_once_shortest_first(rng):
     assert sorted(order) == list(range(50))
     assert (np.diff(lengths[order]) >= 0).all()
     assert list(length_chunks(lengths[:0])) == []
+
+
+def test_chunks_grow_up_to_a_number_of_tokens(rng):
+    """As many texts as fit, but never fewer than `size`."""
+    lengths = rng.integers(0, 30, 200)
+    chunks = list(length_chunks(lengths, 8, tokens=300))
+    order = np.concatenate(chunks)
+    assert sorted(order) == list(range(200)) and (np.diff(lengths[order]) >= 0).all()
+    for chunk, following in itertools.pairwise(chunks):
+        padded, more = len(chunk) * lengths[chunk].max(), (len(chunk) + 1) * lengths[following[0]]
+        assert (padded <= 300 or len(chunk) == 8) and (more > 300)
+    assert len(chunks) > 2 and len(chunks[0]) > 8
+    assert [len(chunk) for chunk in length_chunks(np.zeros(50, dtype=np.int64), 8, tokens=1)] == [50]
 
 
 def test_more_layers_than_there_are(tiny_bert):

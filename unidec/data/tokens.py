@@ -29,6 +29,9 @@ KIND = "tokens"
 VERSION = 1
 CHUNK_TEXTS = 256
 """Number of texts that are padded together in training."""
+GPU_CHUNK_TOKENS = CHUNK_TEXTS * 32
+"""On a GPU more short texts are padded together, up to this number of tokens with padding: otherwise the GPU waits for
+the host to launch kernels. Measured: benchmarks/results/gpu.md."""
 
 _ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists and padded arrays
 
@@ -94,10 +97,21 @@ class Tokens:
         return ids_BT, mask_BT
 
 
-def length_chunks(lengths_B: NDArray[np.int64], size: int = CHUNK_TEXTS) -> Iterator[NDArray[np.int64]]:
-    """Indices of the texts, sorted by length, in chunks of at most `size`: so padding is short."""
-    order_B = np.argsort(lengths_B, kind="stable")
-    yield from (order_B[start : start + size] for start in range(0, len(order_B), size))
+def length_chunks(
+    lengths_B: NDArray[np.int64], size: int = CHUNK_TEXTS, tokens: int = 0
+) -> Iterator[NDArray[np.int64]]:  # fmt: skip
+    """Indices of the texts, sorted by length, in chunks of at most `size`: so padding is short.
+
+    Args:
+        tokens: a chunk of more than `size` texts is allowed if it has at most this number of tokens with padding.
+    """
+    order_B, start = np.argsort(lengths_B, kind="stable"), 0
+    sorted_B = lengths_B[order_B]
+    while start < len(order_B):
+        padded_B = np.arange(1, len(order_B) - start + 1) * sorted_B[start:]  # tokens of the chunk up to each text
+        end = start + max(size, int(np.searchsorted(padded_B, tokens, side="right")))
+        yield order_B[start:end]
+        start = end
 
 
 def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int64]:

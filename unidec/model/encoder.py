@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unidec.data.tokens import Tokens, length_chunks
+from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens, length_chunks
 from unidec.errors import ConfigError
 from unidec.model.inception import Inception
 from unidec.model.pairs import rows_at, to_device
@@ -338,6 +338,11 @@ class InputBuilder:
         self.encoder, self.device = encoder, device
         self.frozen_vectors, self.frozen_outputs = frozen_vectors or {}, frozen_outputs or {}
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens with padding up to which more than `CHUNK_TEXTS` texts are a chunk; 0: never."""
+        return GPU_CHUNK_TOKENS if self.device.type == "cuda" else 0
+
     def __call__(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
         """Input for rows of several sources, (name, tokens, rows int64) each, in the given order; cached outputs of a
         frozen encoder are used where they exist."""
@@ -381,7 +386,7 @@ class InputBuilder:
     def _chunks(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         first = 0
         for _, tokens, rows in parts:
-            for places in length_chunks(tokens.lengths(rows)):
+            for places in length_chunks(tokens.lengths(rows), tokens=self.chunk_tokens):
                 ids_BT, mask_BT = tokens.batch(rows[places], self.encoder.settings.transformer_tokens)
                 yield self._to(places + first), self._to(ids_BT), self._to(mask_BT)
             first += len(rows)

@@ -136,7 +136,7 @@ class FrozenCaches:
         with progress(total=len(rows), desc=f"encode once ({what})", unit="text") as bar:
             for start in range(0, len(rows), TEXTS_AT_ONCE):
                 some = rows[start : start + TEXTS_AT_ONCE]
-                for places in length_chunks(tokens.lengths(some)):
+                for places in length_chunks(tokens.lengths(some), tokens=build.chunk_tokens):
                     texts = build.texts([(name, tokens, some[places])])
                     with torch.autocast(
                         self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None

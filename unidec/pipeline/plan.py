@@ -23,7 +23,7 @@ import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from unidec.config import Params, with_settings
-from unidec.data.tokens import CHUNK_TEXTS
+from unidec.data.tokens import CHUNK_TEXTS, GPU_CHUNK_TOKENS
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
 from unidec.model.encoder import TextEncoder, transformer_options
@@ -286,10 +286,12 @@ class Formulas:
         texts = list(zip(counts, lengths, strict=True))
         self.texts, self.longest = sum(counts), max(top for _, top in lengths)
         self.tokens = sum(math.ceil(number * mean) for number, (mean, _) in texts)
-        padded = sum(min(number * top, number * mean + CHUNK_TEXTS * top) for number, (mean, top) in texts)
+        self.chunk_tokens = max(CHUNK_TEXTS * self.longest, GPU_CHUNK_TOKENS * self.cuda)
+        padded = sum(min(number * top, number * mean + self.chunk_tokens) for number, (mean, top) in texts)
         # texts, and their padded tokens, whose activations are in memory at the same time
-        self.held = min(params.optim.encode_chunk or self.texts, CHUNK_TEXTS if params.run.recompute else self.texts)
-        self.held_padded = math.ceil(min(padded, self.held * self.longest))
+        at_once, recompute = params.optim.encode_chunk or self.texts, params.run.recompute
+        self.held = min(at_once, CHUNK_TEXTS if recompute else self.texts)
+        self.held_padded = math.ceil(min(padded, at_once * self.longest, self.chunk_tokens if recompute else padded))
 
     def state(self) -> list[Amount]:
         """Memory that is held from step to step, exact to the byte."""
@@ -368,7 +370,7 @@ class Formulas:
         if not labels and self.params.pool.batches != "clustered":
             return []
         token = 4 * self.config.hidden_size + 2 * self.intermediate + 3 * self.longest * self.scored_heads
-        encoded = CHUNK_TEXTS * (self.longest * token * (self.params.encoder.has_transformer) + self.width + dim)
+        encoded = self.chunk_tokens * token * self.params.encoder.has_transformer + CHUNK_TEXTS * (self.width + dim)
         points = (max(n // 2, 3 * min(n, 1 << (20 if self.cuda else 16))) + n * self.cuda) * dim + 12 * n
         vectors = (n + labels) * dim + min(n + labels, 2 * _BLOCK) * (self.width + dim)
         mined = 512 * min(labels, _BLOCK) + (n + labels) * dim * self.cuda

@@ -41,6 +41,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, StaticEm
 from tokenizers import Tokenizer
 from transformers import AutoModel
 
+ON_GPU = torch.cuda.is_available()
 LEARNING_RATE = {"st-static": 0.06, "st-transformer": 5e-5}  # the best of four on lf-debian's titles; theirs
 
 
@@ -78,7 +79,8 @@ def main() -> None:
         words = Transformer(str(folder), max_seq_length=given["max_length"])
         pooling = Pooling(words.get_embedding_dimension(), pooling_mode=given["pooling"])
         model = SentenceTransformer(modules=[words, pooling])
-        loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=64)
+        # the size of the mini-batches changes the memory, not the loss
+        loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=given["batch_size"] if ON_GPU else 64)
     query_E, label_E = load_npz(task / "Y.train.npz").nonzero()
     pairs = {
         "anchor": [texts["train"][query] for query in query_E],
@@ -93,6 +95,7 @@ def main() -> None:
         batch_sampler="no_duplicates",
         seed=given["seed"],
         save_strategy="no",
+        bf16=ON_GPU,
         report_to="none",
     )
     SentenceTransformerTrainer(model=model, args=arguments, train_dataset=Dataset.from_dict(pairs), loss=loss).train()
