@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
 import threading
@@ -21,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from unidec.comparison import cell
 from unidec.comparison.results import contrasts, gather
-from unidec.comparison.workspace import Comparison, Step, load_comparison, select
+from unidec.comparison.workspace import Step, load_comparison, select
 from unidec.config import parse_overrides
 from unidec.errors import TrainingError
 
@@ -70,11 +69,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--minutes", type=float, default=600.0, help="unfinished runs are stopped then (600)")
     options = parser.parse_args()
-    comparison: Comparison = load_comparison(options.file, parse_overrides(options.set))
+    comparison = load_comparison(options.file, parse_overrides(options.set))
     run_steps(select(comparison, options.only), options.jobs, 60 * options.minutes)
     contrasts(comparison, gather(comparison))  # writes scores.npz of each run
-    for result in gather(comparison).values():
-        print(json.dumps({"name": result["name"], "metrics": result["metrics"], "costs": result["costs"]}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from unidec.data.tokens import Tokens
+from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens
 from unidec.errors import ConfigError
 from unidec.model.encoder import (
     InputBuilder,
@@ -310,6 +310,13 @@ def test_chunks_grow_up_to_a_number_of_tokens(rng):
         assert (padded <= 300 or len(chunk) == 8) and (more > 300)
     assert len(chunks) > 2 and len(chunks[0]) > 8
     assert [len(chunk) for chunk in length_chunks(np.zeros(50, dtype=np.int64), 8, tokens=1)] == [50]
+    assert [len(chunk) for chunk in length_chunks(np.zeros(20, dtype=np.int64), 8)] == [8, 8, 4]
+
+
+def test_only_a_gpu_is_given_more_short_texts_at_once(folder):
+    encoder = make_encoder(folder, kind="transformer")
+    assert InputBuilder(encoder, CPU).chunk_tokens == 0
+    assert InputBuilder(encoder, torch.device("cuda", 0)).chunk_tokens == GPU_CHUNK_TOKENS
 
 
 def test_more_layers_than_there_are(tiny_bert):

@@ -108,10 +108,12 @@ def length_chunks(
     order_B, start = np.argsort(lengths_B, kind="stable"), 0
     sorted_B = lengths_B[order_B]
     while start < len(order_B):
-        padded_B = np.arange(1, len(order_B) - start + 1) * sorted_B[start:]  # tokens of the chunk up to each text
-        end = start + max(size, int(np.searchsorted(padded_B, tokens, side="right")))
-        yield order_B[start:end]
-        start = end
+        count = size
+        if tokens:
+            padded_B = np.arange(1, len(order_B) - start + 1) * sorted_B[start:]  # tokens of the chunk up to each text
+            count = max(size, int(np.searchsorted(padded_B, tokens, side="right")))
+        yield order_B[start : start + count]
+        start += count
 
 
 def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int64]:
