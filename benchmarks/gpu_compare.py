@@ -49,8 +49,11 @@ def run_steps(steps: Sequence[Step], jobs: int, seconds: float) -> None:
             done[step.name].set()
 
     with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(work, steps):
-            pass
+        try:
+            for _ in pool.map(work, steps):
+                pass
+        finally:
+            stopping.set()  # after Ctrl-C, the running ones end too
 
 
 def main() -> None:

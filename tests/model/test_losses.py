@@ -443,8 +443,8 @@ def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):
     forward = direction(name, 0.5)
     case = random_case(rng, 16, 60)
     given = case.targets(rng, importance_L=np.linspace(1, 5, 60))
-    on_gpu = {field: None if tensor is None else tensor.cuda() for field, tensor in vars(given).items()}
-    targets, logit = PoolTargets(**on_gpu), case.logit.float().cuda().requires_grad_()
+    targets = PoolTargets(**{name: x.cuda() for name, x in vars(given).items() if isinstance(x, torch.Tensor)})
+    logit = case.logit.float().cuda().requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss = symmetric_loss(name, logit, targets, reduction=reduction, forward=forward, **options)

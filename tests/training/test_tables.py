@@ -24,10 +24,11 @@ def run(trainer):
 
 def everything(trainer):
     rows = trainer.optimisers.row_states()
-    state = {f"{table}.{name}": x.clone() for table, part in rows.items() for name, x in part.items()}
+    state = {f"{table}.{name}": x for table, part in rows.items() for name, x in part.items()}
+    state |= trainer.model.dense_state() | trainer.optimisers.dense_state()
     lines = (trainer.run_dir / "history.jsonl").read_text().splitlines()
     history = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-    return {**trainer.model.dense_state(), **trainer.optimisers.dense_state(), **state}, history
+    return {name: x.detach().to("cpu", copy=True) for name, x in state.items()}, history
 
 
 def assert_same(ours, theirs):
