@@ -213,6 +213,24 @@ def test_page_input(project: SimpleNamespace) -> None:
     assert [row[1] for row in rows] == list(ORDER) and len(columns) == len(rows[0])
 
 
+def test_a_data_set_that_was_not_started_is_only_named(project: SimpleNamespace) -> None:
+    values = yaml.safe_load((project.folder / "c.yaml").read_text())
+    values["data"]["e"] = {"path": "raw", "max_length": 12}
+    (project.folder / "two.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    comparison = load_comparison(project.folder / "two.yaml", {}, project.folder / "ws")
+    page = results.page_input(comparison, results.gather(comparison), {})
+    assert [task.name for task in page.tasks] == ["d"] and {entry.task for entry in page.cells} == {"d"}
+    assert not page.failures and "Not run yet: e." in page.notes
+    failed = comparison.steps["e/first/0"]
+    failed.folder.mkdir(parents=True)
+    write_json(failed.folder / "failure.json", {"what": "no memory"})
+    page = results.page_input(comparison, results.gather(comparison), {})
+    assert [task.name for task in page.tasks] == ["d", "e"] and "Not run yet: e." not in page.notes
+    assert {(entry["cell"], entry["state"]) for entry in page.failures} == {
+        ("first", "failed"), *((name, "not run") for name in ORDER if name != "first")
+    }  # fmt: skip
+
+
 def test_the_page_is_written(project: SimpleNamespace, tmp_path: Path) -> None:
     page = results.write_report(project.comparison)
     text = page.read_text()

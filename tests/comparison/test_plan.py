@@ -226,6 +226,20 @@ def test_no_file_no_folder_no_cell(write: Write) -> None:
         select(comparison, ["clasifier"])
 
 
+def test_an_optional_data_set_is_skipped_where_its_folder_is_missing(
+    write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    cells = "cells:\n  a: {recipe: depsl}\n"
+    comparison = load_comparison(write(HEAD + "  e: {path: nowhere, optional: true}\n" + cells))
+    assert {job.data for job in comparison.jobs.values()} == set(comparison.file.data) == {"d"}
+    assert "data set e is skipped: no folder nowhere" in caplog.text
+    Path("nowhere").mkdir()
+    assert {job.data for job in load_comparison("comparison.yaml").jobs.values()} == {"d", "e"}
+    path = write("name: t\ndata:\n  d: {path: missing, optional: true}\n" + cells)
+    with pytest.raises(ConfigError, match=r"no data set of this comparison exists[\s\S]*got: d"):
+        load_comparison(path)
+
+
 # -- shipped ones -----------------------------------------------------------------------------------------------------
 
 

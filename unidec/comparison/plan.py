@@ -6,6 +6,7 @@ A cell refers only to cells above it, so the file needs no sorting and has no cy
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ from unidec.config import (
 from unidec.errors import ConfigError
 from unidec.sections import Count, Section, Seed
 
+log = logging.getLogger(__name__)
+
 Kind = Literal["recipe", "model_of", "peer", "trial"]
 SOURCES = ("recipe", "like", "model_of", "peer")
 ALIKE = ("data", "tokens", "recipe", "seed", "tracking")  # same for every cell: else a table would compare data
@@ -49,6 +52,7 @@ class DataEntry(Section):
     max_length: Annotated[int, Field(ge=3, le=512)] = Field(32, description="maximum tokens per text")
     train: Count | None = Field(None, description="use only the first N training queries, and their labels")
     test: Count | None = Field(None, description="use only the first N test queries")
+    optional: bool = Field(False, description="skip this data set if its folder does not exist")
     set: Overrides = Field({}, description="parameters for every recipe on this data set")
 
 
@@ -102,7 +106,7 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
     """Read a comparison file and check its form.
 
     Returns:
-        The file, and the line of each key path ("line 3").
+        The file without optional data sets whose folder does not exist, and the line of each key path ("line 3").
 
     Raises:
         ConfigError: no such file, or not YAML. ParamsError: all unknown keys and wrong values.
@@ -114,10 +118,17 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
     raw, lines = read_yaml(path)
     origin = {".".join(key): f"line {line}" for key, line in lines.items()}
     try:
-        return ComparisonFile.model_validate(raw), origin
+        file = ComparisonFile.model_validate(raw)
     except ValidationError as error:
         problems = [_explain(detail, origin) for detail in error.errors(include_url=False)]
         raise ParamsError(problems, str(path), "comparison file") from None
+    skipped = [name for name, entry in file.data.items() if entry.optional and not Path(entry.path).is_dir()]
+    for name in skipped:
+        log.warning("%s: data set %s is skipped: no folder %s", path, name, file.data[name].path)
+    if len(skipped) == len(file.data):
+        raise ConfigError("no data set of this comparison exists", where=str(path), got=", ".join(skipped))
+    left = {name: entry for name, entry in file.data.items() if name not in skipped}
+    return file.model_copy(update={"data": left}), origin
 
 
 def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:

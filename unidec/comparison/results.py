@@ -144,6 +144,12 @@ def page_input(
             f"Each recipe had {len(tuning.trials) + own} trials on {tuning.data}; the best by {METRIC} of its "
             f"validation split is its setting here (Settings, tuned). Figures of all trials: {tuning.file}."
         )
+    # a data set that has not been started is not shown
+    started = {job.data for key, job in comparison.jobs.items() if key in found or comparison.steps[key].failure()}
+    planned = dict.fromkeys(job.data for job in comparison.jobs.values())
+    if started and (later := [name for name in planned if name not in started]):
+        notes.append(f"Not run yet: {', '.join(later)}.")
+    shown = started or set(planned)
     cards = {comparison.jobs[key].data: found[key]["dataset"] for key in reversed(found)}
     # what the figures were made with; several values if they differ between cells
     made: dict[str, dict[str, None]] = {"command": {f"unidec compare {comparison.path}": None}}
@@ -155,16 +161,16 @@ def page_input(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         about=file.about,
         notes=notes,
-        tasks=[
-            Task(name, entry.about, cards.get(name, {}))
-            for name, entry in file.data.items()
-            if file.tuning is None or name != file.tuning.data
-        ],
-        cells=_cells(comparison, found),
+        tasks=[Task(name, entry.about, cards.get(name, {})) for name, entry in file.data.items() if name in shown],
+        cells=[cell for cell in _cells(comparison, found) if cell.task in shown],
         contrasts=contrasts,
         contrast_note=NOTE,
         groups=[{"title": title, **group.model_dump()} for title, group in file.groups.items()],
-        failures=[_failure(job, comparison.steps[key]) for key, job in comparison.jobs.items() if key not in found],
+        failures=[
+            _failure(job, comparison.steps[key])
+            for key, job in comparison.jobs.items()
+            if key not in found and job.data in shown
+        ],
         common=comparison.common,
         lineage={name: ", ".join(list(values)[:5]) for name, values in made.items()},
     )
