@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -134,7 +135,7 @@ def gather(comparison: Comparison) -> Results:
 def page_input(
     comparison: Comparison, found: Results, contrasts: Mapping[str, Sequence[PairedTest]]
 ) -> ComparisonInput:  # fmt: skip
-    """Everything that the page shows."""
+    """Everything that the page shows: the data sets on which something ran, or all if nothing did."""
     file = comparison.file
     old = sum(result["code"] != comparison.steps[key].spec["code"] for key, result in found.items())
     notes = [f"{old} of {len(found)} results were made by another version of the code."] if old else []
@@ -144,12 +145,12 @@ def page_input(
             f"Each recipe had {len(tuning.trials) + own} trials on {tuning.data}; the best by {METRIC} of its "
             f"validation split is its setting here (Settings, tuned). Figures of all trials: {tuning.file}."
         )
-    # a data set that has not been started is not shown
-    started = {job.data for key, job in comparison.jobs.items() if key in found or comparison.steps[key].failure()}
-    planned = dict.fromkeys(job.data for job in comparison.jobs.values())
-    if started and (later := [name for name in planned if name not in started]):
-        notes.append(f"Not run yet: {', '.join(later)}.")
-    shown = started or set(planned)
+    jobs = comparison.jobs
+    if started := {job.data for key, job in jobs.items() if key in found or comparison.steps[key].failure()}:
+        if later := dict.fromkeys(job.data for job in jobs.values() if job.data not in started):
+            notes.append(f"Not run yet: {', '.join(later)}.")
+        comparison = replace(comparison, jobs={key: job for key, job in jobs.items() if job.data in started})
+    shown = {job.data for job in comparison.jobs.values()}
     cards = {comparison.jobs[key].data: found[key]["dataset"] for key in reversed(found)}
     # what the figures were made with; several values if they differ between cells
     made: dict[str, dict[str, None]] = {"command": {f"unidec compare {comparison.path}": None}}
@@ -162,15 +163,11 @@ def page_input(
         about=file.about,
         notes=notes,
         tasks=[Task(name, entry.about, cards.get(name, {})) for name, entry in file.data.items() if name in shown],
-        cells=[cell for cell in _cells(comparison, found) if cell.task in shown],
+        cells=_cells(comparison, found),
         contrasts=contrasts,
         contrast_note=NOTE,
         groups=[{"title": title, **group.model_dump()} for title, group in file.groups.items()],
-        failures=[
-            _failure(job, comparison.steps[key])
-            for key, job in comparison.jobs.items()
-            if key not in found and job.data in shown
-        ],
+        failures=[_failure(job, comparison.steps[key]) for key, job in comparison.jobs.items() if key not in found],
         common=comparison.common,
         lineage={name: ", ".join(list(values)[:5]) for name, values in made.items()},
     )
