@@ -20,12 +20,17 @@ from unidec.tracking.store import project_folder
 if importlib.util.find_spec("prefect") is None:
     sys.exit(f"error: {missing_package(ModuleNotFoundError(name='prefect'))}")
 
-_CHECKOUT = Path(__file__).resolve().parents[1]  # not a project if this is an installed package
-_FOLDER = _CHECKOUT if (_CHECKOUT / "prefect.toml").is_file() and project_folder() == Path() else project_folder()
+
+def _project() -> Path:
+    """The project: the working folder, or else the checkout of this code, which may be that of another project."""
+    folder, checkout = project_folder(), Path(__file__).resolve().parents[1]
+    is_inside = folder != Path() or Path("prefect.toml").is_file()
+    return checkout if not is_inside and (checkout / "prefect.toml").is_file() else folder
+
 
 # the same as in prefect.toml, for runs that start in another folder
 _DEFAULTS = {
-    "PREFECT_HOME": str(_FOLDER.resolve() / ".prefect"),
+    "PREFECT_HOME": str(_project().resolve() / ".prefect"),
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "unidec",

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
+from unidec.tracking.relocation import ARTIFACTS
 from unidec.tracking.store import import_mlflow, open_client, sqlite_path, tracking_uri
 from unidec.version import PACKAGE, __version__
 
@@ -146,7 +147,7 @@ def serving_requirements() -> list[str]:
 
 
 def check_artifacts(experiment: Experiment | None, uri: str) -> None:
-    """Refuse to write to the former folder of an SQLite store that was moved.
+    """Refuse to write to a folder that was chosen for an experiment and is gone: MLflow would create it.
 
     Raises:
         ArtifactError: the experiment's files are not next to the store, but in a folder that no longer exists.
@@ -158,9 +159,9 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
     if path is None or address.scheme != "file" or folder.is_relative_to(path.parent) or folder.parent.is_dir():
         return
     raise ArtifactError(
-        "the tracking store keeps its files in a folder that no longer exists: was the project's folder moved?",
-        where=str(path), got=str(folder), expected=str(path.parent / "artifacts"),
-        fix="move it back, or replace its address in the database: docs/servers.md, 'Moving a store'",
+        "the experiment keeps its files in a folder that no longer exists",
+        where=str(path), got=str(folder), expected=str(path.parent / ARTIFACTS),
+        fix="mount or move it back, or replace its address in the database: docs/servers.md, 'Moving a store'",
     )  # fmt: skip
 
 
@@ -214,7 +215,10 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
     """
     import mlflow
 
-    path = mlflow.artifacts.download_artifacts(address, dst_path=folder and str(folder))
+    try:
+        path = mlflow.artifacts.download_artifacts(address, dst_path=folder and str(folder))
+    except OSError as error:
+        raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX) from error
     stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
     got = checked_sha256(stored[0].parent) if len(stored) == 1 else "no bundle"
     if got != sha256:

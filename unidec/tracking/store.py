@@ -23,6 +23,7 @@ from urllib.parse import quote, unquote, urlsplit
 from urllib.request import Request, urlopen
 
 from unidec.errors import ArtifactError, UnidecError, missing_package, without_credentials
+from unidec.tracking.relocation import artifacts_uri, follow_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -44,6 +45,9 @@ _QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
+
+
+log = logging.getLogger(__name__)
 
 
 def quiet_mlflow() -> None:
@@ -130,23 +134,33 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
 def prepare_store(uri: str | None = None) -> str:
     """Create an SQLite store if it does not exist, safely from several processes; returns the absolute address.
 
+    A store that was copied or moved with its project is first separated from the original's files.
+
     MLflow's first start is a race (several processes migrate the same empty file, and a kill half-way leaves one that
     no later start can use), so it happens under a file lock, on a temporary file that is renamed when complete.
     """
     uri = uri or tracking_uri()
     path = sqlite_path(uri)
-    if path is None or (path.is_file() and path.stat().st_size > 0):
+    if path is None:
+        return uri
+    if _is_there(path):
+        if follow_database(path):
+            log.warning("%s was copied or moved with its project: its files are now in %s", path, path.parent)
         return uri
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}-lock"):  # the system releases it if its process dies, so it never becomes stale
-        if not (path.is_file() and path.stat().st_size > 0):
+        if not _is_there(path):
             temporary = path.with_name(f"{path.name}-new")
             temporary.unlink(missing_ok=True)
-            _create_store(temporary, (path.parent / "artifacts").as_uri())
+            _create_store(temporary, artifacts_uri(path))
             os.replace(temporary, path)
     return f"{_SQLITE}{path}"
+
+
+def _is_there(database: Path) -> bool:
+    return database.is_file() and database.stat().st_size > 0
 
 
 def _create_store(database: Path, artifacts: str) -> None:
@@ -216,5 +230,5 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         return found.experiment_id
     with contextlib.suppress(MlflowException):  # another process was first
         tags = {f"mlflow.sharedViewState.{VIEW}": json.dumps(_VIEW_STATE)}
-        return client.create_experiment(name, path and (path.parent / "artifacts").as_uri(), tags)
+        return client.create_experiment(name, path and artifacts_uri(path), tags)
     return client.get_experiment_by_name(name).experiment_id
