@@ -58,7 +58,7 @@ endif
 	@{ $(BIN)/prefect server database upgrade -y && $(BIN)/python -c 'from unidec.tracking.store import prepare_store; prepare_store()'; } >/dev/null 2>&1 || true
 	@mkdir -p .dvcstore
 	@# .dvc/ is committed; a tree downloaded without git only needs this setting
-	@git rev-parse --git-dir >/dev/null 2>&1 || $(BIN)/dvc config --local core.no_scm true
+	@$(BIN)/python -c 'import sys; from unidec.tracking.repository import is_inside; sys.exit(not is_inside("."))' || $(BIN)/dvc config --local core.no_scm true
 	@touch $@
 
 train: $(STAMP)  ## run the stages that are out of date: data, training, evaluation, registration

@@ -37,7 +37,7 @@ from unidec.config import Params, fingerprint, load_params
 from unidec.errors import ConfigError
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
-from unidec.tracking.provenance import git
+from unidec.tracking.repository import git
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
 from unidec.training.fit import fit

@@ -428,7 +428,7 @@ class Gate(Section):
     max_load_seconds: NonNegative = key(0.0, "maximum time until a fresh process answers; 0: no limit")
     max_load_ratio: NonNegative = key(2.0, "maximum processor time to load, relative to the champion's; 0: no limit")
     probes: Count = key(64, "number of queries that a fresh process must answer")
-    allow_dirty: bool = key(False, "also promote model versions that were trained with uncommitted changes")
+    allow_dirty: bool = key(False, "also promote versions of which git does not say that all changes were committed")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.confidence > 0 and "coverage@" in self.metric:

@@ -302,3 +302,17 @@ def test_no_challenger_says_what_to_do(world):
     world.version(world.bundle("one"), alias=None)
     with pytest.raises(ConfigError, match="unidec models register"):
         pipeline.gate(world.params())
+
+
+def test_unknown_code_is_not_clean(world):
+    """Also for a first champion: whoever does not know what was trained has to allow it."""
+    reason = "git rev-parse: fatal: detected dubious ownership, git config --global --add safe.directory /p"
+    version = world.version(world.bundle("silent"), git__unknown=reason, git__dirty="")
+    world.client.delete_model_version_tag(world.name, version, "git.dirty")
+    verdict = pipeline.gate(world.params())
+    assert failed(verdict) == ["code"] and reason in verdict.reasons[0].words
+    with pytest.raises(Refused, match="did not pass the gate: code"):
+        pipeline.promote(world.params())
+    assert not pipeline.gate(world.params()).passed
+    assert pipeline.gate(world.params(allow_dirty=True)).passed
+    assert pipeline.promote(world.params(allow_dirty=True)).dirty is True

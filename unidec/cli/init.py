@@ -110,7 +110,7 @@ def write_project(folder: Path) -> list[str]:
     Returns:
         names of the files that were written.
     """
-    from unidec.tracking.provenance import git
+    from unidec.tracking.repository import is_inside
 
     packaged = PACKAGE / "project_template"
     template = packaged if packaged.is_dir() else packaged.parents[1]  # a checkout is itself a project
@@ -121,7 +121,7 @@ def write_project(folder: Path) -> list[str]:
     }
     files |= {".dvc/config": _DVC_CONFIG, ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
     files["data/start.json"] = '{"kind": "cold"}\n'
-    if git(folder, "rev-parse", "--git-dir") is None:
+    if not is_inside(folder):
         files[".dvc/config.local"] = "[core]\n    no_scm = true\n"  # DVC looks for git otherwise
     missing = {name: text for name, text in files.items() if not (folder / name).exists()}
     for name, text in missing.items():

@@ -22,7 +22,7 @@ from unidec.model.sources import check_positions, resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
 from unidec.sections import Source
-from unidec.tracking.provenance import git
+from unidec.tracking.repository import git
 
 TEXTS_A_BATCH = 4096
 _TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")

@@ -35,8 +35,9 @@ from unidec.sections import Gate
 from unidec.tracking import promotion
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of
-from unidec.tracking.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, git, uncommitted
+from unidec.tracking.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, uncommitted, unknown_code
 from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.repository import git
 from unidec.tracking.store import open_client, tracking_uri
 from unidec.training.precision import choose_device
 
@@ -146,9 +147,10 @@ def promote(
 
 def _conditions(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
     """A hash of everything beside the model that a verdict depends on."""
+    not_committed = bool(uncommitted(challenger.tags) or unknown_code(challenger.tags))
     facts = {
         "champion": champion and str(champion.version), "data": paths.open_dataset().sha256,
-        "settings": params.gate.model_dump(), "uncommitted": bool(uncommitted(challenger.tags)),
+        "settings": params.gate.model_dump(), "uncommitted": not_committed,
     }  # fmt: skip
     return files_sha256({key: json.dumps(value) for key, value in facts.items()})[:16]
 
@@ -164,8 +166,14 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
     The first champion replaces nothing, so uncommitted changes are accepted for it."""
     tags = version.tags
     commit = tags.get(COMMIT_TAG, "")[:12]
-    checks = [Check("code", True, commit or None, None, f"commit {commit or 'unknown'}")]
-    if files := uncommitted(tags):
+    checks = [Check("code", True, commit or None, None, f"commit {commit}" if commit else "not in a git repository")]
+    if reason := unknown_code(tags):
+        what = f"unknown, because git does not answer ({reason})"
+        fix = f": fix that and run `make train`, or run `unidec models promote {version.version} --force`"
+        if rules.allow_dirty:
+            fix = ", which gate.allow_dirty accepts"
+        checks = [Check("code", rules.allow_dirty, "unknown", "clean", what + fix)]
+    elif files := uncommitted(tags):
         what = f"made with uncommitted changes ({', '.join(files[:5])}{', ...' if len(files) > 5 else ''})"
         fix = f": commit them and run `make train`, or run `unidec models promote {version.version} --force`"
         if champion is None:

@@ -29,7 +29,7 @@ from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
 from unidec.pipeline.start import effective, open_start, read_start, run_identity, start_tags
-from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
+from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash, unknown_code
 from unidec.tracking.run import Tracker, reconcile_runs
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
@@ -353,6 +353,8 @@ def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> 
     name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run.folder.name[:6]}"
     logged = model_params(flatten(params), read_start() is not None)
     tags = {key: tag for key, tag in tags.items() if tag}
+    if reason := unknown_code(tags):
+        run.lines.append(f"git does not answer, so the gate will refuse the model: {reason}")
     Tracker(params.tracking.experiment).start(run.folder, logged, tags, data, name, run_id)
 
 

@@ -19,7 +19,7 @@ from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
 from unidec.tracking.fetch import parse_address
 from unidec.tracking.promotion import aliases, all_versions, known_version
-from unidec.tracking.provenance import COMMIT_TAG, DIFFERS_TAG, DIRTY_TAG, DVC_TAG, LOCK_TAG
+from unidec.tracking.provenance import COMMIT_TAG, DIFFERS_TAG, DIRTY_TAG, DVC_TAG, LOCK_TAG, unknown_code
 from unidec.tracking.registry import HASH_TAG
 from unidec.tracking.run import metric_name
 from unidec.tracking.store import UnlessMissing, open_client, tracking_uri
@@ -41,7 +41,8 @@ class Version:
     """A registered version and its inputs. Missing facts are None or empty.
 
     Attributes:
-        registered: ISO time. dataset: "name", "sha256". code: "commit", "dirty", "lock_commit". run: MLflow's id.
+        registered: ISO time. dataset: "name", "sha256". code: "commit", "dirty", "lock_commit",
+            and "unknown" if git did not answer: why. run: MLflow's id.
         artifacts: DVC's hashes by path. differs: paths whose content differs from dvc.lock.
         restore: commands that check out its project.
         prefect, gate, promoted, rolled_back, start: tags with these prefixes.
@@ -141,7 +142,7 @@ def _about(version: ModelVersion, named: Mapping[str, str]) -> Version:
     commit = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
     folder = f"../{version.name}-{version.version}"
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000, UTC)
-    dirty = tags.get(DIRTY_TAG) == "true"
+    dirty, unknown = tags.get(DIRTY_TAG) == "true", unknown_code(tags)
 
     def part(of: str) -> dict[str, str]:
         return {name.removeprefix(f"{of}."): tags[name] for name in sorted(tags) if name.startswith(f"{of}.")}
@@ -153,7 +154,8 @@ def _about(version: ModelVersion, named: Mapping[str, str]) -> Version:
         registered=registered.isoformat(timespec="seconds"),
         bundle_sha256=tags.get(HASH_TAG),
         dataset={"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
-        code={"commit": tags.get(COMMIT_TAG), "dirty": dirty, "lock_commit": tags.get(LOCK_COMMIT_TAG)},
+        code={"commit": tags.get(COMMIT_TAG), "dirty": dirty, "lock_commit": tags.get(LOCK_COMMIT_TAG)}
+        | ({"unknown": unknown} if unknown else {}),
         lock_sha256=tags.get(LOCK_TAG),
         artifacts=_artifacts(tags),
         differs=[path for path in tags.get(DIFFERS_TAG, "").split(", ") if path],
@@ -212,10 +214,12 @@ def as_lines(found: Sequence[Version]) -> list[str]:
     own, *parents = found
     origin, code, data = own.start.get("bundle.sha256"), own.code, own.dataset
     changes = " + uncommitted changes" if code["dirty"] else ""
+    code_words = f"{code['commit'] or 'no commit'}{changes}" if code["commit"] or changes else None
+    code_words = f"unknown: {code['unknown']}" if "unknown" in code else code_words
     committed = f", in commit {code['lock_commit']}" if code["lock_commit"] else ""
     facts = {
         "bundle": own.bundle_sha256,
-        "code": code["commit"] and f"{code['commit']}{changes}",
+        "code": code_words,
         "dvc.lock": own.lock_sha256 and own.lock_sha256 + committed,
         "data set": data["sha256"] and f"{data['name'] or ''} {data['sha256']}".strip(),
         **own.artifacts,
@@ -250,7 +254,7 @@ def rows_of(versions: Sequence[Version]) -> list[list[str]]:
             found.version, " ".join(found.aliases), *metrics,
             f"{data['name'] or ''} {(data['sha256'] or '')[:8]}".strip(),
             f"{start['kind']} {start.get('version', '')}".strip(),
-            str(code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
+            "unknown" if "unknown" in code else str(code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
             "rolled back" if found.rolled_back else _verdict(found.gate), found.registered[:16],
         ])  # fmt: skip
     return rows

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.config import nearest
 from unidec.errors import ConfigError, Refused
+from unidec.tracking.provenance import is_clean
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
 from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri, user
 
@@ -40,7 +41,7 @@ class Promotion:
     """The new champion (`version`) and the `previous` one.
 
     Attributes:
-        dirty: the version was made with uncommitted changes; None after a rollback.
+        dirty: the version was made with uncommitted changes, or git did not answer; None after a rollback.
         forced: it was promoted despite `hindrances`; None after a rollback.
         changed: it was not already the champion; None after a rollback.
     """
@@ -155,7 +156,7 @@ def promote(model_name: str, which: str | int = CHALLENGER, *, force: bool = Fal
         version = known_version(client, model_name, which)
         now = aliases(client, model_name)
         number, champion = str(version.version), now.get(CHAMPION)
-        dirty, before = version.tags.get("git.dirty") == "true", now.get(PREVIOUS)
+        dirty, before = not is_clean(version.tags), now.get(PREVIOUS)
         done = Promotion(model=model_name, version=number, dirty=dirty, previous=before, forced=False, changed=False)
         if number == champion:
             return done
