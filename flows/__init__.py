@@ -12,9 +12,9 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-from unidec.errors import missing_package, without_credentials
+from unidec.addresses import parse
+from unidec.errors import missing_package
 from unidec.tracking.store import project_folder
 
 if importlib.util.find_spec("prefect") is None:
@@ -41,7 +41,7 @@ for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 # Prefect prints its address, so user and password move to the variable that Prefect has for them
-_API = urlsplit(os.environ.get("PREFECT_API_URL", ""))
-if _API.username:
-    os.environ.setdefault("PREFECT_API_AUTH_STRING", f"{unquote(_API.username)}:{unquote(_API.password or '')}")
-    os.environ["PREFECT_API_URL"] = without_credentials(_API.geturl())
+_API = parse(os.environ.get("PREFECT_API_URL", ""))
+if _API.user:
+    os.environ.setdefault("PREFECT_API_AUTH_STRING", f"{_API.user}:{_API.password}")
+    os.environ["PREFECT_API_URL"] = _API.without_user()

@@ -20,7 +20,8 @@ from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
 from flows import publish, reconcile
-from unidec.errors import TrainingError, UnidecError, without_credentials
+from unidec.addresses import without_credentials
+from unidec.errors import TrainingError, UnidecError
 from unidec.pipeline.lock import environment, one_at_a_time
 from unidec.pipeline.parent_watch import watch
 from unidec.tracking.run import RUN_TAGS

@@ -16,6 +16,7 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
 
 from unidec import pipeline
+from unidec.addresses import without_credentials
 from unidec.config import Params
 from unidec.errors import UnidecError
 from unidec.tracking.lineage import LOCK_COMMIT_TAG
@@ -56,7 +57,8 @@ def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         elif isinstance(value, Mapping | list):
             yield from rows_of(value, f"{prefix}{key}: ")
         elif isinstance(value, str | int | float | Path) and value != "" and "/" not in str(key):
-            yield f"{prefix}{key}", f"{value:.5g}" if isinstance(value, float) else str(value)[:1000]
+            shown = f"{value:.5g}" if isinstance(value, float) else without_credentials(str(value))[:1000]
+            yield f"{prefix}{key}", shown
 
 
 @harmless("the run's result could not be shown in Prefect")
@@ -70,7 +72,8 @@ def show_result(done: Mapping[str, Any]) -> None:
     ]
     links = [f"- MLflow run: <{done['run_url']}>"] if done.get("run_url") else []
     pages = [f"- `{path.resolve()}`" for path in (Path("outputs", page) for page in PAGES) if path.exists()]
-    create_markdown_artifact("\n".join([f"version {done['version']}", *checks, *links, *pages]), key="result")
+    lines = [f"version {done['version']}", *checks, *links, *pages]
+    create_markdown_artifact(without_credentials("\n".join(lines)), key="result")
 
 
 def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()) -> dict[str, str]:

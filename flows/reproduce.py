@@ -23,8 +23,9 @@ from prefect.blocks.system import Secret
 
 from flows import lifecycle
 from unidec import pipeline
+from unidec.addresses import without_credentials
 from unidec.config import Params
-from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError, without_credentials
+from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.sections import Source
 

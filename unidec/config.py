@@ -20,7 +20,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from unidec.errors import ConfigError, without_credentials
+from unidec.addresses import without_credentials
+from unidec.errors import ConfigError
 from unidec.params import Params
 from unidec.sections import Section
 
@@ -160,7 +161,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
         expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
         problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
     for key, value in values.items():
-        if without_credentials(str(value)) != str(value):
+        if any(without_credentials(text) != text for text in _texts(value)):
             what, expected = "a password or token in a parameter", "an address without credentials"
             fix = "set it in the environment; source.secrets names Prefect secrets for DVC's processes"
             problems.append(problem(key, what, short(value), expected, origin, fix=fix))
@@ -184,6 +185,12 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     if problems:
         raise ParamsError(problems, where)
     return params
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in a value, without the keys of a mapping: those of `source.secrets` are names of variables."""
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return [str(part) for part in parts]
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, Any]:

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-_USER_INFO = re.compile(r"(?<=://)[^\s/?#'\"<>]*@")
-_SECRET_VALUE = re.compile(
-    r"(?i)(?<=[?&])([^\s=&]*(?:password|passwd|secret|token|signature|api_?key)[^\s=&]*=)[^\s&'\"<>]+"
-)
-
-
-def without_credentials(text: str) -> str:
-    """The text without the users, passwords and secret parameters of URLs, so that it can be shown and stored."""
-    return _SECRET_VALUE.sub(r"\1***", _USER_INFO.sub("", text))
+from unidec.addresses import without_credentials
 
 
 class UnidecError(Exception):

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from unidec import pipeline
+from unidec.addresses import without_credentials
 from unidec.cli import bundles, data, init, labels, models  # noqa: F401  init adds its command
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
@@ -34,7 +35,7 @@ from unidec.cli.commands import (
     table,
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
-from unidec.errors import ConfigError, Stopped, UnidecError, missing_package, without_credentials
+from unidec.errors import ConfigError, Stopped, UnidecError, missing_package
 from unidec.version import __version__
 
 config_app = group("config", "Show, check and explain the parameters.")

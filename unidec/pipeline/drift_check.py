@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from unidec.addresses import without_credentials
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.profile import LENGTH_EDGES, PROFILE_KEY, VERSION, measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
-from unidec.errors import ArtifactError, DataError, without_credentials
+from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import Check, compare, served_facts
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.metrics import by_query

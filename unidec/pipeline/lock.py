@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from unidec.addresses import without_credentials
 from unidec.errors import TrainingError
 from unidec.pipeline import paths
 from unidec.tracking.run import is_alive, this_process
@@ -49,7 +50,8 @@ def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
             got=holder.read_text(encoding="utf-8") if holder.is_file() else None, fix="wait for it, or cancel it",
         ) from error  # fmt: skip
     try:
-        holder.write_text(f"process {os.getpid()}: {' '.join(sys.orig_argv)[:200]}", encoding="utf-8")
+        command = without_credentials(" ".join(sys.orig_argv))[:200]
+        holder.write_text(f"process {os.getpid()}: {command}", encoding="utf-8")
         with environment(HELD, json.dumps(this_process() | {"folder": str(folder.resolve())})):
             yield
     finally:

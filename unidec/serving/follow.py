@@ -21,8 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unidec.addresses import without_credentials
 from unidec.data.storage import remove_folder, write_json
-from unidec.errors import ArtifactError, ConfigError, UnidecError, without_credentials
+from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.machine import available_host, give_back
 from unidec.retrieval.probe import Probe, probe_bundle
 from unidec.sections import Serve

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unidec.addresses import without_credentials
 from unidec.config import nearest
 from unidec.errors import ConfigError, Refused
 from unidec.tracking.provenance import is_clean
@@ -245,4 +246,4 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
 
 def _record(what: str, reason: str) -> dict[str, str]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {f"{what}.at": now, f"{what}.by": user(), f"{what}.reason": reason}
+    return {f"{what}.at": now, f"{what}.by": user(), f"{what}.reason": without_credentials(reason)}

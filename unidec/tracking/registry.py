@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from unidec.addresses import without_credentials
 from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
 from unidec.tracking.relocation import ARTIFACTS
@@ -71,7 +72,8 @@ def register(
                 raise
         version = find_version(client, model_name, sha256)
         if version is None:
-            all_tags = {HASH_TAG: sha256, "unidec.version": __version__, **(tags or {})}
+            own = {HASH_TAG: sha256, "unidec.version": __version__}
+            all_tags = own | {key: without_credentials(tag) for key, tag in (tags or {}).items()}
             run = client.get_run(run_id) if run_id else None
             check_artifacts(client.get_experiment(run.info.experiment_id if run else "0"), uri)
             model_id, run_id = _log_model(client, bundle_path, run, all_tags)
@@ -111,7 +113,7 @@ def model_card(card: Mapping[str, Any], sha256: str) -> str:
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
     lines += ["", *(f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list)))]
     lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
-    return "\n".join([*lines, "", f"Bundle sha256: `{sha256}`"])
+    return without_credentials("\n".join([*lines, "", f"Bundle sha256: `{sha256}`"]))
 
 
 def signature() -> ModelSignature:

@@ -81,15 +81,15 @@ class Tracker:
         """
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        outer = {key: without_credentials(tag) for key, tag in run_tags().items()}
+        outer = run_tags()
         old = tracking_state(self._run_dir)
         self._note(
             experiment=self.experiment,
             run_name=outer.pop("mlflow.runName", None) or run_name or self._run_dir.name,
             run_key=old.get("run_key") or uuid.uuid4().hex,
             run_id=old.get("run_id", run_id),
-            params={key: str(value)[:_VALUE_LIMIT] for key, value in params_flat.items()},
-            tags=dict(tags or {}) | outer,
+            params={key: without_credentials(str(value))[:_VALUE_LIMIT] for key, value in params_flat.items()},
+            tags={key: without_credentials(str(tag)) for key, tag in (dict(tags or {}) | outer).items()},
             dataset=dict(dataset) if dataset else None,
             begun=old.get("begun") or _now_ms(),
             status=None,
@@ -172,7 +172,7 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run."""
-        self._add(tags={key: str(value) for key, value in tags.items()})
+        self._add(tags={key: without_credentials(str(value)) for key, value in tags.items()})
         self.flush()
 
     def _add(self, **entry: Any) -> None:

@@ -19,10 +19,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
-from unidec.errors import ArtifactError, UnidecError, missing_package, without_credentials
+from unidec.addresses import parse
+from unidec.errors import ArtifactError, UnidecError, missing_package
 from unidec.tracking.relocation import artifacts_uri, follow_database
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ def tracking_uri(root: Path | str = ".") -> str:
     them. Those of a database address are kept: see `without_credentials`.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow/mlflow.db"
-    address = urlsplit(uri)
-    if address.scheme in ("http", "https") and address.username:
-        os.environ.setdefault("MLFLOW_TRACKING_USERNAME", unquote(address.username))
-        os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", unquote(address.password or ""))
-        os.environ["MLFLOW_TRACKING_URI"] = uri = without_credentials(uri)
+    address = parse(uri)
+    if address.scheme in ("http", "https") and address.user:
+        os.environ.setdefault("MLFLOW_TRACKING_USERNAME", address.user)
+        os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", address.password)
+        os.environ["MLFLOW_TRACKING_URI"] = uri = address.without_user()
     path = sqlite_path(uri, root)
     return uri if path is None else f"{_SQLITE}{path}"
 
@@ -108,7 +109,7 @@ def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
 
 def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
     """Address of a run's page: on `UNIDEC_MLFLOW_UI`, else the tracking server; None if there is neither."""
-    base = without_credentials(os.environ.get("UNIDEC_MLFLOW_UI") or uri).rstrip("/")
+    base = parse(os.environ.get("UNIDEC_MLFLOW_UI") or uri).without_user().rstrip("/")
     return f"{base}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}" if base.startswith("http") else None
 
 
@@ -117,13 +118,13 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
 
     A server must answer a request, with any status; a database must accept a connection; a file always counts.
     """
-    address = urlsplit(uri)
+    address = parse(uri)
     port = {"postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
     try:
         if address.scheme in ("http", "https"):
             urlopen(Request(uri, method="HEAD"), timeout=seconds).close()
-        elif address.hostname and port:
-            socket.create_connection((address.hostname, address.port or port), seconds).close()
+        elif address.host and port:
+            socket.create_connection((address.host, address.port or port), seconds).close()
     except HTTPError:
         return True
     except (OSError, HTTPException, ValueError) as error:
