@@ -22,6 +22,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import Request, urlopen
 
+from unidec.data.storage import lock_file
 from unidec.errors import ArtifactError, UnidecError, missing_package, without_credentials
 
 if TYPE_CHECKING:
@@ -137,10 +138,7 @@ def prepare_store(uri: str | None = None) -> str:
     path = sqlite_path(uri)
     if path is None or (path.is_file() and path.stat().st_size > 0):
         return uri
-    from filelock import FileLock
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}-lock"):  # the system releases it if its process dies, so it never becomes stale
+    with lock_file(Path(f"{path}-lock")):
         if not (path.is_file() and path.stat().st_size > 0):
             temporary = path.with_name(f"{path.name}-new")
             temporary.unlink(missing_ok=True)
