@@ -87,36 +87,13 @@ def test_explain_save_load_and_change_labels(model, data, tmp_path):
         unidec.load(tmp_path / "nothing")
 
 
-def test_the_same_data_in_every_form_is_the_same_data(data):
-    queries = {str(place): text for place, text in enumerate(data.queries)}
-    labels = pd.DataFrame({"id": range(len(data.labels)), "text": data.labels})
-    pairs = pd.DataFrame(data.pairs, columns=["query_id", "label_id"])
-    given = unidec.api._raw_data(data.queries, data.labels, data.pairs)
-    others = (queries, labels, pairs), (data.queries, data.labels, data.relevance > 0)
-    for other in (unidec.api._raw_data(*form) for form in others):
-        assert other.queries["train"].equals(given.queries["train"]) and other.labels.equals(given.labels)
-        assert (other.relevance["train"] != given.relevance["train"]).nnz == 0
-
-
-@pytest.mark.parametrize(
-    ("queries", "labels", "pairs", "words"),
-    [
-        ("one text", ["a"], [], "list of texts"),
-        ([], ["a"], [], "no texts given"),
-        (["q", " "], ["a"], [], "missing or empty"),
-        (["q"], [None], [], "missing or empty"),
-        (["q"], ["a"], [(0, 7)], "unknown label"),
-        (["q"], ["a"], [("x", 0)], "unknown query"),
-        (["q"], ["a"], np.ones((2, 1)), "wrong shape"),
-        (["q"], ["a"], np.array([[-1.0]]), "non-negative"),
-        (pd.DataFrame({"name": ["q"]}), ["a"], [], "column `text`"),
-        (["q"], ["a"], pd.DataFrame({"query_id": [0]}), "label_id"),
-        (pd.DataFrame({"id": [1, 1], "text": ["q", "r"]}), ["a"], [], "not unique"),
-    ],
-)
-def test_data_that_cannot_be_trained_on_is_named(queries, labels, pairs, words):
-    with pytest.raises(DataError, match=words):
-        unidec.fit(queries, labels, pairs)
+def test_data_that_cannot_be_trained_on_is_named():
+    with pytest.raises(DataError, match="relevance that is not a positive number"):
+        unidec.fit(["q"], ["a"], [(0, 0, -1)])
+    with pytest.raises(DataError, match="no training query has a label"):
+        unidec.fit(["q"], ["a"], [])
+    with pytest.raises(DataError, match="expected a list of texts"):
+        unidec.UniDECClassifier().fit(pd.DataFrame({"text": ["q"]}), np.ones((1, 1)))
 
 
 def test_an_unknown_parameter_is_named():

@@ -86,10 +86,7 @@ def ingested(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, raw: RawDat
         folder.mkdir()
         write_raw(raw, folder, "xmc-json")
     params = work.params(**{"data.path": str(folder)})
-    monkeypatch.setattr(paths, "DATASET", Path(f"data/dataset-{name}"))
-    from unidec.pipeline import data
-
-    monkeypatch.setattr(data.paths, "DATASET", Path(f"data/dataset-{name}"))
+    monkeypatch.setitem(paths.RELATIVE, "DATASET", f"data/dataset-{name}")
     pipeline.ingest(params)
     return params
 

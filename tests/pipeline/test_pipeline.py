@@ -266,7 +266,7 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
 ) -> None:
     before = json.loads(paths.METRICS.read_text())
     for name in ("METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
     search, load, devices = LabelIndex.search, Bundle.load, []
 
     def lossy(index: LabelIndex, queries: Any, k: int) -> Any:
@@ -293,7 +293,7 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
 def other_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What follows writes elsewhere than `done` did."""
     for name in ("MODEL", "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
 
 
 @pytest.mark.usefixtures("other_outputs")
@@ -334,7 +334,7 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
 def other_bundle(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The model of `done`, all that follows elsewhere."""
     for name in ("BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
 
 
 def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float) -> float:

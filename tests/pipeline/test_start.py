@@ -21,7 +21,7 @@ from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, start, training
-from unidec.pipeline.start import START, ChosenStart, WarmStart, effective, open_start, read_start, start_tags
+from unidec.pipeline.start import ChosenStart, WarmStart, effective, open_start, read_start, start_tags
 from unidec.retrieval.bundle import Bundle
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
@@ -92,7 +92,7 @@ def work(
     for name in ("raw", "raw2", "bert"):
         (tmp_path / name).symlink_to(made / name)
     shutil.copytree(made / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
-    START.write_bytes(COLD)
+    paths.START.write_bytes(COLD)
     return SimpleNamespace(
         folder=tmp_path,
         params=lambda **overrides: params_of(helper, **{"data.path": "raw2"} | overrides),
@@ -118,10 +118,10 @@ def test_from_the_champion(work):
     sha256 = checked_sha256(work.bundle)
     note = {"kind": "warm", "model": "unidec", "version": "1", "bundle_sha256": sha256, "generation": 1}
     assert found == ChosenStart(**note, reason="the champion, version 1")
-    assert json.loads(START.read_bytes()) == note
+    assert json.loads(paths.START.read_bytes()) == note
     assert checked_sha256(paths.BUNDLES / sha256[:16]) == sha256
-    before = START.read_bytes()
-    assert pipeline.choose_start(work.params()) == found and START.read_bytes() == before
+    before = paths.START.read_bytes()
+    assert pipeline.choose_start(work.params()) == found and paths.START.read_bytes() == before
     assert start_tags() == {"start.kind": "warm", "start.model": "unidec", "start.version": "1",
                             "start.bundle.sha256": sha256, "start.generation": "1"}  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_from_the_champion(work):
 def test_without_a_champion(work):
     move("champion", None)
     assert pipeline.choose_start(work.params()) == ChosenStart(kind="cold", reason="unidec has no champion yet")
-    assert START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
+    assert paths.START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
     named = work.params(**{"tracking.model_name": "another"})
     assert pipeline.choose_start(named).reason == "another has no champion yet"
     with pytest.raises(ConfigError, match=r"another has no champion yet(.|\n)*fix: retrain.start: cold"):
@@ -140,7 +140,7 @@ def test_as_asked_for(work):
     assert pipeline.choose_start(work.params(), "cold").reason == "as requested"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind == "cold"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto").kind == "warm"
-    assert pipeline.choose_start(work.params(), "cold").kind == "cold" and START.read_bytes() == COLD
+    assert pipeline.choose_start(work.params(), "cold").kind == "cold" and paths.START.read_bytes() == COLD
 
 
 UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
@@ -198,7 +198,7 @@ def test_the_effective_parameters(work):
     pipeline.choose_start(params)
     assert effective(params).optim.epochs == 1 != params.optim.epochs
     assert effective(effective(params)) == effective(params)
-    START.unlink()
+    paths.START.unlink()
     assert effective(params) is params and read_start() is None
 
 
@@ -208,10 +208,10 @@ def test_the_effective_parameters(work):
      json.dumps({"kind": "warm", "model": "m", "version": "1", "bundle_sha256": "xy", "generation": 1})],
 )  # fmt: skip
 def test_a_damaged_file_is_named(work, text):
-    START.write_text(text)
+    paths.START.write_text(text)
     with pytest.raises(ArtifactError, match=r"data/start.json(.|\n)*restore it from git"):
         read_start()
-    START.write_bytes(COLD)
+    paths.START.write_bytes(COLD)
     assert read_start() is None
 
 
@@ -282,7 +282,7 @@ def test_a_start_is_fetched_again_and_the_same_model_comes_out(work):
 
 
 def test_a_start_that_is_gone_is_named(work):
-    START.write_text(WarmStart(model="unidec", version="1", bundle_sha256=SHA, generation=1).model_dump_json())
+    paths.START.write_text(WarmStart(model="unidec", version="1", bundle_sha256=SHA, generation=1).model_dump_json())
     with pytest.raises(ArtifactError, match=r"no version of unidec holds this bundle(.|\n)*MLFLOW_TRACKING_URI"):
         pipeline.start_run(work.params())
 
@@ -339,4 +339,4 @@ def test_a_registry_that_is_away_is_no_cold_start(work, monkeypatch):
         find_alias("unidec", "champion")
     with pytest.raises(MlflowException):
         fetch_bundle("models:/unidec@champion", "kept")
-    assert START.read_bytes() == COLD
+    assert paths.START.read_bytes() == COLD

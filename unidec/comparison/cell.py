@@ -29,7 +29,7 @@ from unidec.comparison.peers.running import K, last_lines, run_peer
 from unidec.comparison.plan import START
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
-from unidec.data.storage import MANIFEST, read_json_lines, write_json
+from unidec.data.storage import MANIFEST, lock_file, read_json_lines, write_json
 from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
 from unidec.machine import host_peak
 from unidec.pipeline import paths
@@ -79,8 +79,6 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
 
 def main(folder: str) -> int:
     """Run the step of a folder; returns the exit code."""
-    from filelock import FileLock
-
     from unidec.pipeline.parent_watch import watch
 
     os.chdir(folder)
@@ -88,7 +86,7 @@ def main(folder: str) -> int:
         watch(int(os.environ[PARENT]))
     step = Step("", "", Path(), json.loads(Path(SPEC).read_text(encoding="utf-8")))
     try:
-        with FileLock(".lock"):  # another comparison may be running the same cell
+        with lock_file(Path(".lock")):  # another comparison may be running the same cell
             if not step.is_done():
                 _make(step)
     except Stopped as stopped:

@@ -92,11 +92,11 @@ class XMCDataset:
 
     def query_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
         """Texts of the queries at these rows (None: all); "title+content" joins the non-empty parts with a space."""
-        return _texts(_take(self.queries, rows), text).to_pylist()
+        return texts_read(_take(self.queries, rows), text).to_pylist()
 
     def label_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
         """Texts of the labels at these rows (None: all); see `query_texts`."""
-        return _texts(_take(self.labels, rows), text).to_pylist()
+        return texts_read(_take(self.labels, rows), text).to_pylist()
 
     def query_uids(self, rows: Rows = None) -> list[str]:
         """uids of the queries at these rows (None: all)."""
@@ -112,7 +112,7 @@ class XMCDataset:
         """Texts of all queries or labels in the order of their rows, in batches."""
         table = {"queries": self.queries, "labels": self.labels}[which]
         for start in range(0, table.num_rows, batch_size):
-            yield _texts(table.slice(start, batch_size), text).to_pylist()
+            yield texts_read(table.slice(start, batch_size), text).to_pylist()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]
@@ -188,7 +188,8 @@ def _take(table: pa.Table, rows: Rows) -> pa.Table:
     return table if rows is None else table.take(pa.array(np.asarray(rows, dtype=np.int64)))
 
 
-def _texts(table: pa.Table, text: Text) -> pa.ChunkedArray:
+def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:
+    """What a model reads of texts with title and content."""
     title, content = table["title"], table["content"]
     if text == "title":
         return title

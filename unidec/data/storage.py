@@ -134,6 +134,37 @@ def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str
         _remove(temporary)
 
 
+@contextlib.contextmanager
+def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
+    """Hold a lock file, in a folder that is created. The system releases it if its process dies, so it never becomes
+    stale.
+
+    Args:
+        timeout: seconds to wait for another process; below 0: without limit.
+
+    Raises:
+        ArtifactError: the file cannot be written, or its file system has no locks.
+        filelock.Timeout: another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=timeout)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise
+    except OSError as error:
+        raise _storage_error(path, error, 0) from error
+    except NotImplementedError as error:  # of filelock
+        fix = "use a folder on another file system"
+        raise ArtifactError("the file system has no locks", where=str(path), got=str(error)[:200], fix=fix) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def write_manifest(
     path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any],
     hashes: Mapping[str, str] | None = None,

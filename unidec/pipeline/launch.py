@@ -27,6 +27,7 @@ import torch
 from unidec.config import Params
 from unidec.data.storage import write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
+from unidec.pipeline import paths
 from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, watch
 from unidec.progress import silence
 from unidec.training.distributed import LostRank, Ranks
@@ -122,7 +123,7 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
         "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.training", folder,
     ]  # fmt: skip
-    return subprocess.Popen(command, env=env, start_new_session=True)
+    return subprocess.Popen(command, env=env, cwd=paths.working_folder(), start_new_session=True)
 
 
 def _result(folder: Path, code: int) -> dict[str, Any]:

@@ -37,21 +37,21 @@ class Registration:
     run: str | None
 
 
-def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> Registration:
+def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Registration:
     """Register a bundle under the alias `challenger`. A bundle that is registered already keeps its version.
 
     The version's tags about DVC's artifacts are read from dvc.lock now, so call this after `dvc commit`.
 
     Args:
         params: all parameters.
-        bundle: outputs/bundle, which is added to the MLflow run that trained it; or a folder of `refresh_labels` or
-            `change_labels`, which gets a separate run.
+        bundle: None: outputs/bundle, which is added to the MLflow run that trained it; or a folder of `refresh_labels`
+            or `change_labels`, which gets a separate run.
 
     Raises:
         ConfigError: another folder, or a bundle with other labels whose source is not registered.
         ArtifactError: the bundle is damaged, or the tracking store's artifact folder is gone.
     """
-    path, name = Path(bundle), params.tracking.model_name
+    path, name = Path(bundle or paths.BUNDLE), params.tracking.model_name
     info = read_info(path)
     relabelled = "refreshed" in info.card
     if not relabelled and path.resolve() != paths.BUNDLE.resolve():

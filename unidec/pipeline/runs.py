@@ -45,13 +45,14 @@ class RunInfo:
     unfinished: bool
 
 
-def run_folders(root: Path = paths.RUNS) -> list[Path]:
+def run_folders(root: Path | None = None) -> list[Path]:
     """Folders of runs, the most recently written first."""
 
     def written(path: Path) -> float:
         inside = [path, path / "checkpoints", path / "history.jsonl"]
         return max(entry.stat().st_mtime for entry in inside if entry.exists())
 
+    root = paths.RUNS if root is None else root
     found = [path for path in root.glob("[!.]*") if any((path / n).exists() for n in ("checkpoints", "tracking.json"))]
     return sorted(found, key=written, reverse=True)
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from unidec.training.start import Start
 
 Kind = Literal["auto", "warm", "cold"]
-START = Path("data/start.json")
 FIX = "retrain.start: cold"
 COLD = {"kind": "cold"}  # the content of data/start.json for a training from scratch
 
@@ -67,15 +66,15 @@ def read_start() -> WarmStart | None:
     Raises:
         ArtifactError: the file is damaged.
     """
-    if not START.is_file():
+    if not paths.START.is_file():
         return None
     try:
-        content = json.loads(START.read_bytes())
+        content = json.loads(paths.START.read_bytes())
         return None if content == COLD else WarmStart.model_validate(content)
     except ValueError as error:  # of json, UTF-8 or pydantic
         got, fix = str(error).partition("\n")[0], f"restore it from git, or write {json.dumps(COLD)}"
-        raise ArtifactError("the file that names the model to start from cannot be read", where=str(START), got=got,
-                            fix=fix) from error  # fmt: skip
+        raise ArtifactError("the file that names the model to start from cannot be read", where=str(paths.START),
+                            got=got, fix=fix) from error  # fmt: skip
 
 
 def effective(params: Params) -> Params:
@@ -146,7 +145,7 @@ def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
     if kind == "warm" and start is None:
         fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
         raise ConfigError("no warm start is possible", where="retrain.start", got=reason, fix=fix)
-    write_bytes_atomic(START, json.dumps(_content(start), indent=2).encode() + b"\n")
+    write_bytes_atomic(paths.START, json.dumps(_content(start), indent=2).encode() + b"\n")
     return ChosenStart(**_content(start), reason=reason)
 
 

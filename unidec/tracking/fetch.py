@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unidec.data.storage import lock_file
 from unidec.errors import ArtifactError, ConfigError
 from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
@@ -143,12 +144,11 @@ def _test_metrics(run: Run, dataset_sha256: str) -> dict[str, float]:
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
     """A version's bundle, from its local copy or the registry; safe from several processes at once."""
-    from filelock import FileLock
-
     sha256 = version.tags.get(HASH_TAG, "")
     target = folder / (sha256[:16] or f"{version.name}-{version.version}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f".{target.name}.lock"):
+    if _is_whole(target, sha256):  # also on a file system that cannot be written
+        return target
+    with lock_file(folder / f".{target.name}.lock"):
         if not _is_whole(target, sha256):
             with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
                 stored = download(f"models:/{version.name}/{version.version}", sha256, scratch)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
 from unidec.config import nearest
+from unidec.data.storage import lock_file
 from unidec.errors import ConfigError, Refused
 from unidec.tracking.provenance import is_clean
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
@@ -229,16 +230,16 @@ def _move(
 @contextlib.contextmanager
 def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
     """Lock out other promotions of this model on this machine; yields a client, and whether `recover` completed one."""
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
     uri = tracking_uri()
     client = open_client(uri)
     database = sqlite_path(uri)
     folder = database.parent if database else Path("runs")
-    folder.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(f"{uri} {model_name}".encode()).hexdigest()[:12]
-    try:  # the system releases the lock if its process dies, so it never becomes stale
-        with FileLock(folder / f".promotion-{name}.lock", timeout=LOCK_SECONDS), tracking_to(uri):
+    lock = folder / f".promotion-{name}.lock"
+    try:
+        with lock_file(lock, timeout=LOCK_SECONDS), tracking_to(uri):
             yield client, recover(client, model_name)
     except Timeout as error:
         raise Refused("another promotion is under way", where=str(error.lock_file), fix="retry later") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from unidec.addresses import without_credentials
-from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
+from unidec.data.storage import MANIFEST, lock_file, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
 from unidec.tracking.relocation import ARTIFACTS
 from unidec.tracking.store import import_mlflow, open_client, sqlite_path, tracking_uri
@@ -58,13 +58,12 @@ def register(
         ArtifactError: the bundle is damaged, the registry holds another one under its hash, or the store's folder of
             files no longer exists.
     """
-    from filelock import FileLock
     from mlflow.exceptions import MlflowException
 
     bundle_path, uri = Path(bundle_path).absolute(), tracking_uri()
     sha256 = checked_sha256(bundle_path)
     client = open_client(uri)
-    with FileLock(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
+    with lock_file(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
         try:
             client.create_registered_model(model_name, description=_DESCRIPTION)
         except MlflowException as error:

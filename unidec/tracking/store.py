@@ -23,6 +23,7 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from unidec.addresses import parse
+from unidec.data.storage import lock_file
 from unidec.errors import ArtifactError, UnidecError, missing_package
 from unidec.tracking.relocation import artifacts_uri, follow_database
 
@@ -148,10 +149,7 @@ def prepare_store(uri: str | None = None) -> str:
         if follow_database(path):
             log.warning("%s was copied or moved with its project: its files are now in %s", path, path.parent)
         return uri
-    from filelock import FileLock
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}-lock"):  # the system releases it if its process dies, so it never becomes stale
+    with lock_file(Path(f"{path}-lock")):  # the system releases it if its process dies, so it never becomes stale
         if not _is_there(path):
             temporary = path.with_name(f"{path.name}-new")
             temporary.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from unidec.data.table_file import DEFAULT_BOUNDS
 from unidec.errors import DataError
 from unidec.sections import Data, RawBounds
 
-__all__ = ["LAYOUTS", "RawData", "find_rows", "make_slice", "read_raw", "read_section"]
+__all__ = ["LAYOUTS", "RawData", "find_rows", "from_memory", "make_slice", "read_raw", "read_section"]
 
 LAYOUTS = xmc.LAYOUTS | tables.LAYOUTS
 
@@ -53,6 +54,23 @@ def read_raw(
 def read_section(data: Data, bounds: RawBounds) -> RawData:
     """`read_raw` with the settings of section `data`."""
     return read_raw(data.path, data.format, test_share=data.test_share, split_seed=data.split_seed, bounds=bounds)
+
+
+def from_memory(queries: Any, labels: Any, pairs: Any, bounds: RawBounds = DEFAULT_BOUNDS) -> RawData:
+    """A data set given in Python, after the checks of raw files; arguments as for `memory.read_given`.
+
+    Raises:
+        DataError: as `read_raw`, with positions in place of lines; or no training query has a label.
+    """
+    from unidec.data.formats import memory  # imports pandas
+
+    source = memory.Given(bounds)
+    raw = memory.read_given(source, queries, labels, pairs)
+    _check(source, raw)
+    source.stop()
+    if not raw.relevance["train"].nnz:
+        raise DataError("no training query has a label", where="pairs")
+    return raw
 
 
 def find_rows(

@@ -45,7 +45,10 @@ class Source:
         read: the files that were read, by relative path.
         queries_at: by split, the file of its queries and the `Lines` of its rows.
         labels_at: the file of the labels and the `Lines` of its rows.
+        fix: what to do about errors.
     """
+
+    fix = "correct or remove these lines; nothing was written"
 
     def __init__(self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
         self.root, self.bounds = root, bounds
@@ -85,7 +88,7 @@ class Source:
             f"the raw data cannot be used: {len(self.count)} kind(s) of error",
             where=str(self.root),
             got="\n    ".join(report),
-            fix="correct or remove these lines; nothing was written",
+            fix=self.fix,
         )
 
     def find(self, *names: str) -> Path | None:

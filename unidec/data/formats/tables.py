@@ -8,10 +8,10 @@ BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,12 +27,27 @@ QUERIES, LABELS, PAIRS, FILTERS = (
     [f"{stem}.{kind}" for kind in ("csv", "tsv", "parquet", "jsonl")]
     for stem in ("queries", "labels", "pairs", "filters")
 )
+QUERY_COLUMNS = ("id", "text"), ("content", "split")  # needed, optional
+LABEL_COLUMNS = ("id", "text"), ("content",)
+PAIR_COLUMNS = ("query_id", "label_id"), ("relevance", "split")
 QRELS = {split: f"qrels/{stem}.tsv" for split, stem in (("train", "train"), ("validation", "dev"), ("test", "test"))}
+
+
+class GivenPairs(Protocol):
+    """Pairs before their look-up: a `Table`, or a matrix (`memory.PairMatrix`)."""
+
+    @property
+    def at(self) -> tuple[str, Lines]: ...
+
+    @property
+    def columns(self) -> dict[str, pa.ChunkedArray]: ...
+
+    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs: ...
 
 
 @dataclass(frozen=True)
 class Table:
-    """A file that was read.
+    """A file, or a table in memory, that was read.
 
     Attributes:
         at: its name and the `Lines` of its rows.
@@ -70,9 +85,22 @@ class Table:
 
 
 def _read_tables(source: Source) -> RawData:
-    labels = read_table(source, source.need(*LABELS), ("id", "text"), ("content",))
-    queries = read_table(source, source.need(*QUERIES), ("id", "text"), ("content", "split"))
-    pairs = read_table(source, source.need(*PAIRS), ("query_id", "label_id"), ("relevance", "split"))
+    labels = read_table(source, source.need(*LABELS), *LABEL_COLUMNS)
+    queries = read_table(source, source.need(*QUERIES), *QUERY_COLUMNS)
+    pairs = read_table(source, source.need(*PAIRS), *PAIR_COLUMNS)
+    path = source.find(*FILTERS)
+    filters = None if path is None else read_table(source, path, PAIR_COLUMNS[0])
+    return join_tables(source, queries, labels, pairs, filters)
+
+
+def join_tables(
+    source: Source, queries: Table, labels: Table, pairs: GivenPairs, filters: Table | None = None
+) -> RawData:
+    """The data set of these tables: pairs are looked up by uid, and each query belongs to one split.
+
+    Raises:
+        DataError: the tables have errors. Errors in the pairs are recorded in the source.
+    """
     source.stop()  # uids cannot be looked up in tables with errors
     source.labels_at, label_texts, query_texts = (
         labels.at,
@@ -83,8 +111,7 @@ def _read_tables(source: Source) -> RawData:
     split_N = _splits(queries, pairs, positives.query_P, source)
     relevance = positives.matrix((query_texts.num_rows, label_texts.num_rows))
     filter_pairs = csr_matrix(relevance.shape, dtype=bool)
-    if (path := source.find(*FILTERS)) is not None:
-        filters = read_table(source, path, ("query_id", "label_id"))
+    if filters is not None:
         filter_pairs = filters.pairs(source, query_texts, label_texts, are_filters=True).matrix(relevance.shape)
     return _by_split(source, (queries.at, query_texts), label_texts, relevance, filter_pairs, split_N)
 
@@ -143,25 +170,42 @@ def read_table(
         DataError: a needed column is missing, a column is given twice, or the file cannot be read. Errors in single
             rows are recorded in the source.
     """
-    name, report, wanted = source.name(path), source.report(path), (*needed, *optional)
-    line_blocks, present = [np.zeros(0, np.int64)], set(needed)
-    tables = [pa.table({column: pa.array([], pa.large_string()) for column in wanted})]
+    name, report = source.name(path), source.report(path)
 
     def check(names: list[str]) -> None:
-        missing = [column for column in needed if column not in names]
-        twice = sorted({column for column in names if names.count(column) > 1})
-        if missing or twice:
-            what = f"columns missing: {', '.join(missing)}" if missing else f"columns given twice: {', '.join(twice)}"
-            expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
-            raise DataError(what, where=f"{path}:1", got=", ".join(names)[:300], expected=expected)
+        check_columns(names, needed, optional, f"{path}:1")
 
-    for block in in_blocks(read_rows(path, wanted, check, source.bounds, report)):
+    rows = read_rows(path, (*needed, *optional), check, source.bounds, report)
+    return table_of(rows, name, report, (needed, optional), look)
+
+
+def check_columns(names: Sequence[str], needed: Sequence[str], optional: Sequence[str], where: str) -> None:
+    """Raise a DataError if a needed column is missing, or a column is given twice."""
+    missing = [column for column in needed if column not in names]
+    twice = sorted({column for column in names if names.count(column) > 1})
+    if missing or twice:
+        what = f"columns missing: {', '.join(missing)}" if missing else f"columns given twice: {', '.join(twice)}"
+        expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
+        raise DataError(what, where=where, got=", ".join(names)[:300], expected=expected)
+
+
+def table_of(
+    rows: Iterable[tuple[int, dict[str, Any]]], name: str, report: Report,
+    columns: tuple[Sequence[str], Sequence[str]],
+    look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
+) -> Table:  # fmt: skip
+    """The table of these rows, each with its line; `columns` are the needed and the optional ones of `read_table`."""
+    needed, optional = columns
+    wanted = (*needed, *optional)
+    line_blocks, present = [np.zeros(0, np.int64)], set(needed)
+    tables = [pa.table({column: pa.array([], pa.large_string()) for column in wanted})]
+    for block in in_blocks(rows):
         for line, row in block:
             look(row, line)
             present |= row.keys()
-        columns = [_column(block, column, column in needed, report) for column in wanted]
+        cells = [_column(block, column, column in needed, report) for column in wanted]
         line_blocks.append(np.asarray([line for line, _ in block]))
-        tables.append(pa.table(columns, wanted))
+        tables.append(pa.table(cells, wanted))
     table = pa.concat_tables(tables)
     columns_present = {column: table[column] for column in wanted if column in present}
     return Table((name, np.concatenate(line_blocks).__getitem__), columns_present, table.num_rows)
@@ -190,10 +234,16 @@ def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, 
     source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(empty | ~np.isin(rows, first)), "{}", uids)
 
 
-def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -> np.ndarray:
+def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Source) -> np.ndarray:
     """Split of each query (object [N]): from the queries' column "split", else from the pairs', else "train"."""
     if "split" in queries.columns:
-        return _split_names(queries, source)
+        split_N = _split_names(queries, source)
+        if "split" in pairs.columns:
+            known_P = np.flatnonzero(query_P >= 0)
+            differ = known_P[_split_names(pairs, source)[known_P] != split_N[query_P[known_P]]]
+            kind = "pair in another split than its query"
+            source.note_rows(kind, pairs.at, differ, "query {}", pairs.columns["query_id"])
+        return split_N
     split_N = np.full(queries.num_rows, "train", dtype=object)
     if "split" in pairs.columns:
         split_P = _split_names(pairs, source)
@@ -205,7 +255,7 @@ def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -
     return split_N
 
 
-def _split_names(table: Table, source: Source) -> np.ndarray:
+def _split_names(table: Table | GivenPairs, source: Source) -> np.ndarray:
     names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"])).to_numpy(zero_copy_only=False)
     unknown = np.flatnonzero(~np.isin(names.astype(str), SPLITS))
     source.note_rows("split that is not train, validation or test", table.at, unknown, "{!r}", names)
