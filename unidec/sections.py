@@ -95,8 +95,9 @@ class Data(Section):
 
 
 class RawBounds(Section):
-    """Limits of raw files; ingest rejects files beyond them."""
+    """Limits of raw files and other tables, and how quotes in them are read."""
 
+    quotes: Literal["auto", "yes", "no"] = key("auto", "quotes enclose fields of .csv and .tsv files (docs/data.md)")
     max_row_bytes: Annotated[int, Field(ge=1000, le=2**30)] = key(16 << 20, "maximum bytes per line or CSV row")
     max_text_chars: Count = key(1_000_000, "maximum characters per title or content")
     max_unpack_ratio: Count = key(50, "maximum unpacked size as a multiple of the file's size; 64 MB always allowed")
@@ -445,8 +446,7 @@ class Drift(Section):
     warn_distance: Share = key(0.1, "Jensen-Shannon distance between two distributions that triggers a warning")
     stop_distance: Share = key(0.5, "Jensen-Shannon distance that stops a retraining")
     warn_shift: NonNegative = key(
-        0.2,
-        "shift of a window's mean embedding that triggers a warning, in standard deviations of single queries",
+        0.2, "shift of a window's mean embedding that triggers a warning, in standard deviations of single queries"
     )
     warn_low_score: Share = key(0.2, "share of a window's queries with a low top score that triggers a warning")
     low_score_quantile: Annotated[float, Field(gt=0, lt=1)] = key(

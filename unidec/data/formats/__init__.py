@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from unidec.data.formats import tables, xmc
+from unidec.data.formats import folder, tables, xmc
 from unidec.data.formats.files import Lines, Source, rows_of
 from unidec.data.raw import RawData, hold_out, make_slice
+from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import file_sha256
-from unidec.data.table_file import DEFAULT_BOUNDS
 from unidec.errors import DataError
 from unidec.sections import Data, RawBounds
 
@@ -105,7 +105,8 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
         raise DataError("no such folder", where=str(root), fix="set data.path to the folder with the raw files")
     layout = _detect(root) if format == "auto" else format
     if layout not in LAYOUTS:
-        raise DataError("unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]))
+        fix = "a folder of .csv, .tsv, .jsonl or .parquet tables has the layout tables"
+        raise DataError("unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]), fix=fix)
     source = Source(root, bounds)
     raw = LAYOUTS[layout].read(source)
     _check(source, raw)
@@ -114,13 +115,19 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
 
 
 def _detect(root: Path) -> str:
-    source = Source(root)
-    fitting = [name for name, layout in LAYOUTS.items() if all(source.find(*names) for names in layout.needs)]
+    try:
+        files = sorted(path.name for path in root.iterdir())
+    except OSError as error:
+        fix = "grant the permission to read it"
+        raise DataError("the folder cannot be read", where=str(root), got=error.strerror, fix=fix) from error
+    fitting = [name for name, layout in LAYOUTS.items() if all(folder.present(root, part) for part in layout.needs)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise DataError("files of more than one layout", where=str(root), got=", ".join(fitting), fix="set data.format")
-    names = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "an empty folder"
+    for part in itertools.chain.from_iterable(layout.needs for layout in LAYOUTS.values()):
+        folder.find(root, part)  # raises an error if the file is there in another form
+    names = ", ".join(files[:12]) or "an empty folder"
     layouts = "".join(f"\n    {name}: {layout.expected}" for name, layout in LAYOUTS.items())
     raise DataError(
         "no layout fits the files of this folder",

@@ -31,7 +31,7 @@ from unidec.data.formats.tables import (
     table_of,
 )
 from unidec.data.raw import RawData
-from unidec.data.table_file import DEFAULT_BOUNDS
+from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.errors import DataError
 from unidec.sections import RawBounds
 
@@ -277,11 +277,7 @@ def _table(
         raise DataError("columns of different lengths", where=what, got=got)
     values = [column for _, column in named]
     rows = _rows(source, what, names, zip(*values, strict=True))
-    return table_of(rows, what, _reporter(source, what), columns)
-
-
-def _reporter(source: Given, what: str) -> Any:
-    return lambda kind, place, got: source.note(kind, what, place, got)
+    return table_of(rows, what, source, columns)
 
 
 def _rows(
