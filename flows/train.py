@@ -81,6 +81,7 @@ def train(
     with lifecycle.at_work():
         wanted = parse_steps(steps)
         params = load_params(params_file, overrides)
+        pipeline.check_before_work(params, wanted)
         if overrides or params_file != "params.yaml":
             if not register_trial and "register" in wanted:
                 wanted.remove("register")
@@ -201,25 +202,26 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
     If no server is configured, the data stages run here; if there is then nothing to train, the result is returned, and
     no flow run is needed.
     """
-    parse_steps(options["steps"])
     params = load_params(options["params_file"], options["overrides"])
+    pipeline.check_before_work(params, parse_steps(options["steps"]))
     through_dvc = options["steps"] == "all" and not options["overrides"] and options["params_file"] == "params.yaml"
     if through_dvc:
         reproduce.check_repository()
-    with ThreadPoolExecutor(1) as beside:
-        store = beside.submit(_open_store)
-        if through_dvc and params.source.kind == "none" and server.is_needed():
-            data_changed, work = reproduce.stale(DATA_STEPS)
-            if not (data_changed or work or options["force"]):
-                store.result()
-                with one_at_a_time():
-                    return _skip(params, options["promote"])
-            server.start()
-            if data_changed:
-                # the flow retries a CommandError
-                with one_at_a_time(), contextlib.suppress(reproduce.CommandError):
-                    print(reproduce.in_words(reproduce.make_data(DATA_STEPS)), file=sys.stderr)
-        store.result()
+    beside = ThreadPoolExecutor(1)
+    store = beside.submit(_open_store)
+    beside.shutdown(wait=False)  # after an error, or Ctrl-C, nothing waits for it
+    if through_dvc and params.source.kind == "none" and server.is_needed():
+        data_changed, work = reproduce.stale(DATA_STEPS)
+        if not (data_changed or work or options["force"]):
+            store.result()
+            with one_at_a_time():
+                return _skip(params, options["promote"])
+        server.start()
+        if data_changed:
+            # the flow retries it
+            with one_at_a_time(), contextlib.suppress(lifecycle.MayRecover):
+                print(reproduce.in_words(reproduce.make_data(DATA_STEPS)), file=sys.stderr)
+    store.result()
     return None
 
 

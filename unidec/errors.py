@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 from unidec.addresses import without_credentials
 
 
@@ -72,7 +75,29 @@ class Stopped(UnidecError):
         self.exit_code = exit_code
 
 
+_OWNER = "run as the owner of the project's folder, or give the folder to this user (chown -R)"
+_SYSTEM_FIXES = {
+    errno.EACCES: _OWNER,
+    errno.EPERM: _OWNER,
+    errno.EROFS: "use a folder of a file system that can be written",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or raise the quota",
+}
+
+
+def system_error(error: OSError) -> UnidecError | None:
+    """A refusal of the operating system (permissions, full or read-only disk) with its path and fix; None: another
+    error, or one that names no file."""
+    fix = _SYSTEM_FIXES.get(error.errno or 0)
+    if fix is None or error.filename is None:
+        return None
+    place = os.path.abspath(os.fsdecode(error.filename))
+    got = f"user id {os.getuid()}" if fix == _OWNER else None
+    return ArtifactError(str(error.strerror), where=place, got=got, fix=fix)
+
+
 _EXTRAS = {
+    "cpu": "faiss",
     "pipeline": "dvc great_expectations matplotlib prefect sklearn sqlalchemy",
     "registry": "mlflow",
     "serve": "cachetools fastapi orjson prometheus_client starlette uvicorn",

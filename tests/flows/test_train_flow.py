@@ -79,6 +79,8 @@ class Stages(types.SimpleNamespace):
 
     def import_training(self) -> None: ...
 
+    def check_before_work(self, _params: Params, _steps: list[str]) -> None: ...
+
     def fetch(self, _params: Params) -> Fetched:
         self._call("fetch")
         return Fetched(True, "export", "0", "3 files are new")
@@ -405,7 +407,7 @@ def test_data_is_made_while_the_server_starts(run, prepare, stages, flow_module,
     run.data_changed = False
     run()
     assert stages.calls == [*WHOLE, "gate 3", "promote 3"], "not made twice"
-    run.data_changed, stages.fail[PREPARED[0]] = True, flow_module.reproduce.CommandError("a lock of DVC")
+    run.data_changed, stages.fail[PREPARED[0]] = True, flow_module.lifecycle.MayRecover("a lock of DVC")
     assert prepare() is None, "the flow retries"
     stages.fail[PREPARED[0]] = DataError("three labels without text", where="data/dataset")
     with pytest.raises(DataError, match="three labels"):
@@ -527,7 +529,7 @@ def test_a_stage_that_fails_in_dvc_is_the_error_it_was(dvc_project, caplog, monk
     with pytest.raises(DataError, match="bad row 7"):
         dvc_project.make_data(["validate"])
     assert any("bad row 7" in line for line in caplog.messages)
-    with pytest.raises(dvc_project.CommandError):
+    with pytest.raises(ConfigError, match="no-such-stage"):
         dvc_project.make_data(["no-such-stage"])
 
 

@@ -194,8 +194,10 @@ def config_show(params: Params) -> Shown:
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")
 def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None) -> None:
-    """Check the parameters; every problem is listed, with exit code 2."""
-    load(params, assignments)
+    """Check the parameters, and whether paths, encoder, device and packages exist; every problem is listed.
+
+    Exit code 2 for the parameters, otherwise that of the first problem."""
+    pipeline.check_before_work(load(params, assignments))
     print(f"{params}: ok")
 
 

@@ -140,10 +140,8 @@ def fetch(params: Params) -> Fetched:
     source, target = params.source, Path(params.data.path)
     if source.kind in ("none", "dvc"):
         return Fetched(False, source.kind, "", "nothing is fetched by this stage")
-    files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
+    files = source_files(source)
     shown = source.path if source.kind == "folder" else ", ".join(map(str, files.values()))
-    if not files:
-        raise DataError("no files found", where=shown, fix="mount it, wait for the export, or correct source.path")
     hashes = _hashes(files)
     sha256 = files_sha256(hashes)
     if _hashes(_listed(target)) == hashes:
@@ -163,6 +161,21 @@ def fetch(params: Params) -> Fetched:
                     fix=f"run again when the export is complete; {target} was not changed",
                 )  # fmt: skip
     return Fetched(True, shown, sha256, f"copied {len(files)} files to {target}")
+
+
+def source_files(source: Source) -> dict[str, Path]:
+    """The files that a fetch copies, by their names in `data.path`; {} for the kinds none and dvc.
+
+    Raises:
+        DataError: the folder has no files. ConfigError: not a supported table file.
+    """
+    if source.kind in ("none", "dvc"):
+        return {}
+    files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
+    if not files:
+        fix = "mount it, wait for the export, or correct source.path"
+        raise DataError("no files found", where=source.path, fix=fix)
+    return files
 
 
 def _listed(root: Path) -> dict[str, Path]:

@@ -90,12 +90,7 @@ def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) 
     Raises:
         ConfigError: more devices than this machine has. TrainingError: a process died. UnidecError: a rank's error.
     """
-    available = torch.cuda.device_count()
-    if choose_device(params.device).type == "cuda" and params.run.devices > available:
-        raise ConfigError(
-            "more devices than this machine has", where="run.devices", got=params.run.devices,
-            expected=f"at most {available}", fix="set fewer, or use torchrun on several machines: docs/scale.md",
-        )  # fmt: skip
+    check_devices(params)
     with tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
         write_json(Path(folder) / "job.json", _job(name, params, run_dir, accept))
         process = _start(params.run.devices, folder, params.run.restarts)
@@ -109,6 +104,17 @@ def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) 
             raise
         report = _result(Path(folder), code)
     return RoundReport(**report) if name == "train_round" else report
+
+
+def check_devices(params: Params) -> None:
+    """Raises ConfigError: `device` is a GPU that cannot be used, or `run.devices` are more than this machine has."""
+    device = choose_device(params.device)
+    available = torch.cuda.device_count()
+    if device.type == "cuda" and params.run.devices > available:
+        raise ConfigError(
+            "more devices than this machine has", where="run.devices", got=params.run.devices,
+            expected=f"at most {available}", fix="set fewer, or use torchrun on several machines: docs/scale.md",
+        )  # fmt: skip
 
 
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from unidec.addresses import without_credentials
 from unidec.data.storage import write_json
-from unidec.errors import without_credentials
 from unidec.tracking.store import answers, experiment_id, open_client, tracking_uri, ui_url
 
 if TYPE_CHECKING:

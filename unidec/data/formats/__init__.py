@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,16 @@ from unidec.data.storage import file_sha256
 from unidec.errors import DataError
 from unidec.sections import Data, RawBounds
 
-__all__ = ["LAYOUTS", "RawData", "find_rows", "from_memory", "make_slice", "read_raw", "read_section"]
+__all__ = [
+    "LAYOUTS",
+    "RawData",
+    "check_folder",
+    "find_rows",
+    "from_memory",
+    "make_slice",
+    "read_raw",
+    "read_section",
+]
 
 LAYOUTS = xmc.LAYOUTS | tables.LAYOUTS
 
@@ -98,11 +108,36 @@ def _places(table: pa.Table, uids: Sequence[str], file: str, lines: Lines) -> di
     return {uid: f"{file}:{line}" for (uid, _), line in zip(known, at.tolist(), strict=True)}
 
 
+def check_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of `data.path`. Raises DataError: there is no such folder, or this user cannot read it."""
+    root = Path(path)
+    fix = "set data.path to the folder with the raw files"
+    if root.is_dir() and os.access(root, os.R_OK | os.X_OK):
+        return root
+    if root.is_dir():
+        what, got = "the folder cannot be read", f"user id {os.getuid()}"
+        fix = "run as its owner, or give it to this user (chown -R)"
+    elif root.exists():
+        what, got = "not a folder", None
+    else:
+        what, got = "no such folder", None
+        if Path(f"{root}.dvc").is_file():
+            fix = f"dvc pull {root}.dvc"
+        elif siblings := difflib.get_close_matches(root.name, _folders(root.parent), n=1):
+            fix += f"; nearest: {root.parent / siblings[0]}"
+    raise DataError(what, where=str(root), got=got, fix=fix)
+
+
+def _folders(parent: Path) -> list[str]:
+    try:
+        return [path.name for path in parent.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+
+
 def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple[Source, RawData]:
     """Read and check all files of a folder."""
-    root = Path(path)
-    if not root.is_dir():
-        raise DataError("no such folder", where=str(root), fix="set data.path to the folder with the raw files")
+    root = check_folder(path)
     layout = _detect(root) if format == "auto" else format
     if layout not in LAYOUTS:
         fix = "a folder of .csv, .tsv, .jsonl or .parquet tables has the layout tables"
