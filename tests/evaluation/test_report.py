@@ -97,7 +97,7 @@ def test_all_parts_are_there():
         "and 8 more",
         "both heads",
         "dual encoder alone",
-        "tail (< 10)",
+        "tail (< 10 queries)",
         "contributes to P@5",
         "recall@5 within",
         "+12.2 points against some text",

@@ -32,7 +32,7 @@ def label_text(label: int) -> str:
 
 
 def make_raw(num_labels: int = NUM_LABELS, num_test: int = NUM_TEST, first: int = 0) -> RawData:
-    """Labels L<first>...; the first third has many training points (head), the last third few (tail)."""
+    """Labels L<first>...; the first third has many training queries (head), the last third few (tail)."""
     labels = np.arange(first, first + num_labels)
     often = np.repeat(np.arange(num_labels), np.where(np.arange(num_labels) < num_labels // 3, 12, 2))
 

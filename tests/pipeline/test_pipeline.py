@@ -425,7 +425,7 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     with monkeypatch.context() as patch:
         patch.setattr(indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=perfect))
         assert not pipeline.index(params).fusion
-    assert "by the blend 100.00" in capsys.readouterr().err
+    assert "by the weighted sum of the scores 100.00" in capsys.readouterr().err
     said = pipeline.index(params)
     bundle = Bundle.load(paths.BUNDLE)
     assert said.fusion and said.calibrated and bundle.info.fusion is not None

@@ -11,7 +11,7 @@ from unidec.cli.commands import Shown, add_stage, command, group, table
 from unidec.config import Params
 
 if TYPE_CHECKING:
-    from unidec.pipeline.drift_check import DataDrift, WindowDrift
+    from unidec.pipeline.drift_check import DataDrift
 
 Column = Annotated[str | None, Option(metavar="NAME", help="column of the texts; default: query or text")]
 
@@ -41,9 +41,9 @@ def drift(
     return findings(pipeline.drift(params, first, second, column))
 
 
-def findings(result: DataDrift | WindowDrift) -> Shown:
+def findings(result: DataDrift) -> Shown:
     """The findings as a table, with exit code 1 if anything drifted."""
     lines = table(["state", "finding"], [[str(one["state"]), str(one["words"])] for one in result.findings])
-    if not getattr(result, "judged", True):
-        lines.append("not judged: fewer queries than drift.min_window")
+    if result.reason:
+        lines.append(result.reason)
     return Shown(result, [*lines, f"report: {result.page}"], 1 if result.drifted else 0)

@@ -28,7 +28,7 @@ HEADS = {
 }
 VERDICT = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100", "tail/R@10", "torso/R@10", "head/R@10")  # of `wins_and_losses`
 EQUAL = 0.05  # percentage points: smaller differences would be shown as 0.0
-GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 100)"}
+GROUPS = {"tail": "tail (< 10 queries)", "torso": "torso (10 to 100 queries)", "head": "head (> 100 queries)"}
 BY_GROUP = {"P@5": "contributes to P@5", "within/P@5": "P@5 within", "nDCG@5": "nDCG@5 within",
             "PSP@5": "PSP@5 within", "R@10": "R@10 within", "R@100": "R@100 within", "coverage@5": "coverage@5 within",
             "num_queries": "queries with such a label"}  # fmt: skip
@@ -118,7 +118,7 @@ def render(report: ReportInput) -> str:
         **_calibration(report.calibration or {}),
         tail_chart=line_chart("Frequent against rare labels", by_tail, "weight of the log inverse propensity",
                               "percent, validation split"),
-        lost_without={name: f"{lost:.2f}" for name, lost in
+        lost_without={name.replace("blend", "weighted sum"): f"{lost:.2f}" for name, lost in
                       sorted(report.fusion.get("lost_without", {}).items(), key=lambda part: -part[1])},
     )  # fmt: skip
 

@@ -213,7 +213,7 @@ class Ranking:
 
         with ThreadPoolExecutor(usable_cores()) as threads:
             starts = range(0, len(labels), QUERIES_AT_ONCE)
-            list(progress(threads.map(rank, starts), total=len(starts), desc="votes alone", unit="block"))
+            list(progress(threads.map(rank, starts), total=len(starts), desc="rank by votes", unit="block"))
         return self.metrics_of(labels)
 
 
@@ -335,7 +335,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     index, num_queries = params.index, len(ranking.rows)
     objective = index.objective
     if num_queries < LEAST_QUERIES:
-        why = f"{num_queries} validation queries, {LEAST_QUERIES} are needed; the blend of the scores ranks"
+        why = f"{num_queries} validation queries, {LEAST_QUERIES} are needed; the weighted sum of the scores ranks"
         print(f"no fusion: {why}", file=sys.stderr)  # stdout is for the printed result
         return blend
     propensity = (params.data.propensity_a, params.data.propensity_b)
@@ -363,7 +363,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     tail = max(tail for tail, metrics in by_tail.items() if metrics[objective] >= best - TAIL_TOLERANCE)
     metrics = by_tail[tail]
     if metrics[objective] <= blend.metrics[objective]:
-        why = f"{objective} {metrics[objective]:.2f}, by the blend {blend.metrics[objective]:.2f}"
+        why = f"{objective} {metrics[objective]:.2f}, by the weighted sum of the scores {blend.metrics[objective]:.2f}"
         print(f"no fusion: {why}", file=sys.stderr)
         return blend
     gain = {name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()}

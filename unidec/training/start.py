@@ -157,7 +157,7 @@ def take_rows(
     own, share = own[share != 0], share[share != 0]
     was_training = model.training
     model.eval()
-    for begin in progress(range(0, len(own), START_BLOCK), desc="rows from texts", unit="block"):
+    for begin in progress(range(0, len(own), START_BLOCK), desc="classifier rows from label texts", unit="block"):
         some = own[begin : begin + START_BLOCK]
         texts_BD = model.text_rows(encode(some))
         _add(table, some, torch.from_numpy(share[begin : begin + START_BLOCK])[:, None].to(texts_BD) * texts_BD)

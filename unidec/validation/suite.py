@@ -70,7 +70,7 @@ CHECKS = (
           "test queries with the text of a training query (leak)"),
     Check("queries_without_positives", "queries", "num_positives", 1, None, "queries without positives"),
     Check("empty_texts", "labels", "text_length", 1, None, "empty texts"),
-    Check("labels_without_training_points", "labels", "num_train_points", 1, None, "labels without training points",
+    Check("labels_without_training_points", "labels", "num_train_points", 1, None, "labels without training queries",
           warned_share=0.1),
     Check("label_texts_given_twice", "labels", "labels_with_this_text", 1, 1, "labels with the text of another label",
           warned_share=0.01),

@@ -111,8 +111,8 @@ function sum(label, weights, fused) {
     element("td", {}, number(part)), element("td", {}, `× ${short(weight)}`), element("td", {}, number(adds))));
   const head = ["part", "value", "weight", "adds"].map((name) => element("th", { scope: "col" }, name));
   const line = (name, shown) => element("tr", {}, element("th", { scope: "row", colspan: "3" }, name), element("td", {}, shown));
-  const blend = fused ? [line("blend", number(all.reduce((total, { adds }) => total + adds, 0)))] : [];
-  const score = line(fused ? "score: the learnt fusion of the blend, ranks, votes, shared words and frequency" : "score", number(label.score));
+  const blend = fused ? [line("weighted sum", number(all.reduce((total, { adds }) => total + adds, 0)))] : [];
+  const score = line(fused ? "score: the learnt fusion of the weighted sum, ranks, votes, shared words and frequency" : "score", number(label.score));
   const likely = Number.isFinite(label.probability) ? [line(LIKELY, percent(label.probability))] : [];
   return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows), element("tfoot", {}, ...blend, score, ...likely));
 }
@@ -169,7 +169,7 @@ export function facts(card) {
   add("data", data?.sha256?.slice(0, 12), data?.sha256);
   add("labels", count(card.num_labels));
   add("trained on", data?.rows?.train ? `${count(data.rows.train)} queries` : null);
-  add("voters", card.num_neighbours ? `${count(card.num_neighbours)} queries` : null);
+  add("queries for votes", card.num_neighbours ? `${count(card.num_neighbours)} queries` : null);
   add("query text", card.text);
   add("recipe", card.recipe);
   add("encoder", card.encoder);
