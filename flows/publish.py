@@ -103,7 +103,7 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         client = open_client(tracking_uri())
         client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if params.retrain.commit == "tag":
-        done["tag"] = f"{name}-v{version}"
+        done["tag"] = f"{name}-v{version}".replace(" ", "-")
         if not _git("tag", "--list", done["tag"]):
             _git("tag", "--annotate", done["tag"], "--message", f"version {version} of {name}: {verdict}")
     return done

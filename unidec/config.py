@@ -27,7 +27,10 @@ from unidec.sections import Section
 
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
 """Sections that do not affect the model; a bundle does not store them."""
-
+_PATTERNS = {  # of unidec/sections.py, in words
+    r"^\S(.*\S)?$": "one line that neither begins nor ends with a blank",
+    r"^\w([\w. -]*\w)?$": "letters, digits and _, between them also . - and blanks, as in team-unidec",
+}
 
 KeyPath = tuple[str, ...]
 
@@ -79,6 +82,8 @@ def _lines(node: Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPath, int]]:
 
 def valid_values(detail: ErrorDetails) -> str:
     """Description of valid values, taken from pydantic's message."""
+    if detail["type"] == "string_pattern_mismatch":
+        return _PATTERNS[detail["ctx"]["pattern"]]
     return detail["msg"].removeprefix("Input should be ")
 
 

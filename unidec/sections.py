@@ -496,5 +496,5 @@ class Serve(Section):
 class Tracking(Section):
     """Names of runs and models in MLflow; the environment variable MLFLOW_TRACKING_URI sets the tracking server."""
 
-    experiment: str = key("unidec", "name of the MLflow experiment")
-    model_name: str = key("unidec", "name of the registered model")
+    experiment: Annotated[str, Field(pattern=r"^\S(.*\S)?$")] = key("unidec", "name of the MLflow experiment")
+    model_name: Annotated[str, Field(pattern=r"^\w([\w. -]*\w)?$")] = key("unidec", "name of the registered model")
