@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import doctest
 import functools
+import json
+import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import joblib
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy.sparse import csr_matrix, issparse
 
 import unidec
 from unidec.config import leaves
 from unidec.errors import ArtifactError, ConfigError, DataError
+from unidec.retrieval.answer import Request
+from unidec.retrieval.calibration import Calibration
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,8 @@ def test_metrics_are_those_of_the_predictions(model, data):
     hits = [[label.uid in truth[row] for label in labels] for row, labels in zip(rows, found, strict=True)]
     assert got["P@1"] == pytest.approx(100 * np.mean([hit[0] for hit in hits]))
     assert got["P@5"] == pytest.approx(100 * np.mean(hits))
-    assert not any(name.startswith("PS") or "/" in name for name in got)
+    assert {"P@5", "nDCG@5", "R@100", "MRR"} <= got.keys() and not any("/" in name for name in got)
+    assert ("PSP@5" in got) == (model._answerer.bundle.neighbours is not None)
     with pytest.raises(DataError, match="no query has a label"):
         model.evaluate(["text"], [])
 
@@ -145,3 +153,180 @@ def test_each_documented_name_has_an_example_that_runs(model, data, tmp_path, mo
         found = doctest.DocTestParser().get_doctest(documented.__doc__, dict(given), name, None, None)
         assert found.examples, name
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found).failed == 0
+
+
+SMALL = {"optim.epochs": 1}
+START = """
+import gc, json, os, sys, tempfile
+import unidec
+given = json.loads(sys.stdin.read())
+def fit():
+    pairs = [tuple(pair) for pair in given["pairs"]]
+    return unidec.fit(given["queries"], given["labels"], pairs, params=given["params"])
+def left(): return sorted(os.listdir(tempfile.gettempdir()))
+"""
+
+
+def in_python(code: str, data: SimpleNamespace, folder: Path, **variables: str) -> str:
+    """Output of code after START, with an empty folder for temporary files."""
+    given = {"queries": data.queries, "labels": data.labels, "pairs": data.pairs, "params": data.params | SMALL}
+    (folder / "tmp").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", START + code], input=json.dumps(given), capture_output=True, text=True, timeout=120,
+        cwd=folder, env=os.environ | {"TMPDIR": str(folder / "tmp")} | variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_model_removes_its_own_folder_when_closed_or_collected_or_at_exit(data, tmp_path):
+    code = """
+with fit() as model:
+    [name] = left()
+    inside = sorted(os.listdir(os.path.join(tempfile.gettempdir(), name)))
+    assert inside == ["bundle"], inside
+    kept = model.save("kept")
+assert left() == [], left()
+model = fit()
+changed = model.change_labels("changed", remove=["3"])
+answer = model.predict(given["queries"], 3)
+model.close(), model.close()
+assert left() == [] and "closed" in repr(model)
+assert len(unidec.load(kept).predict(given["queries"])) == len(changed.predict(given["queries"])) == 60
+model = fit()
+other = __import__("copy").copy(model)
+del model
+gc.collect()
+assert left() and other.predict(given["queries"], 3) == answer
+del other
+gc.collect()
+assert left() == [], left()
+model = fit()
+if os.fork() == 0:
+    sys.exit()  # does not remove the folder of its parent
+os.wait()
+assert left()
+print("at exit")
+"""
+    assert in_python(code, data, tmp_path) == "at exit\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["changed", "kept", "tmp"]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_fit_that_fails_leaves_nothing(data, tmp_path):
+    code = """
+given["params"]["optim.epochs"] = 2
+given["params"]["optim.lr_clf"] = 1e30
+try:
+    fit()
+except unidec.errors.UnidecError as error:
+    print(type(error).__name__)
+gc.collect()
+assert left() == [], left()
+"""
+    assert in_python(code, data, tmp_path) == "TrainingError\n"
+
+
+def test_fits_in_threads_are_those_of_one_thread_and_change_nothing_of_the_process(data, tmp_path):
+    def fit(folder: Path | None) -> list[list[unidec.Label]]:
+        given = {"params": data.params | SMALL, "folder": folder}
+        return unidec.fit(data.queries, data.labels, data.pairs, **given).predict(data.queries, 3)
+
+    alone = fit(None)
+    torch.manual_seed(5)
+    folder, environment, state = os.getcwd(), dict(os.environ), torch.get_rng_state()
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(fit, [None, tmp_path / "one", tmp_path / "two"]))
+    assert together == [alone] * 3
+    assert os.getcwd() == folder and dict(os.environ) == environment and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_relative_folder_is_that_of_the_working_folder(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = unidec.fit(data.queries, data.labels, data.pairs, params=data.params | SMALL, folder="here")
+    monkeypatch.chdir("/")
+    assert model.folder == tmp_path / "here" / "outputs" / "bundle" and model.predict(data.queries[:1], 1)[0]
+    model.close()
+    assert (tmp_path / "here" / "outputs" / "bundle").is_dir()
+
+
+def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
+    joblib.dump((model, model.predict(data.queries[:1], 1)[0][0]), tmp_path / "model")
+    again, label = joblib.load(tmp_path / "model")
+    assert again.predict(data.queries, 3) == model.predict(data.queries, 3)
+    assert again.folder != model.folder and str(len(data.labels)) in repr(again) and "memory" in repr(again)
+    folder = again.folder
+    again.close()
+    assert not folder.exists()
+    assert (label, label.probability) == (model.predict(data.queries[:1], 1)[0][0], None)
+    estimator = unidec.UniDECClassifier(k=5, params=data.params | SMALL)
+    estimator.fit(data.queries, data.relevance, data.labels)
+    joblib.dump(estimator, tmp_path / "estimator")
+    before = estimator.predict_proba(data.queries).toarray()
+    del estimator
+    assert (joblib.load(tmp_path / "estimator").predict_proba(data.queries).toarray() == before).all()
+
+
+def test_labels_have_the_probabilities_of_the_server(model, data):
+    answerer, bundle = model._answerer, model._answerer.bundle
+    assert [label.probability for label in model.predict(data.queries[:1], 3)[0]] == [None] * 3  # too few queries
+    bundle.info = bundle.info.model_copy(update={"calibration": Calibration(scores=[0, 1], probabilities=[0.2, 0.6])})
+    try:
+        label = model.predict(data.queries[:1], 1)[0][0]
+        (answer,) = answerer.answer([Request(data.queries[0], 1)])
+        assert (
+            label.probability
+            == answer.probabilities[0]
+            == pytest.approx(np.interp(label.score, [0, 1], [0.2, 0.6]), abs=1e-6)
+        )
+        uid, text, score = label
+        assert label == (uid, text, score) and f"probability={label.probability}" in repr(label)
+        assert model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None or bundle.evidence is None
+    finally:
+        bundle.info = bundle.info.model_copy(update={"calibration": None})
+
+
+def test_the_estimator_is_scored_without_a_scorer(data, caplog):
+    from sklearn.model_selection import cross_val_score
+
+    estimator = unidec.UniDECClassifier(params=data.params | SMALL)
+    dense = data.relevance.toarray()  # scikit-learn wants it so
+    scores = cross_val_score(estimator, data.queries, dense, cv=2, params={"label_texts": data.labels})
+    assert scores.shape == (2,) and ((scores >= 0) & (scores <= 1)).all()
+    assert "below 50" in caplog.text
+    estimator.fit(pd.Series(data.queries, index=range(100, 160)), data.relevance, label_texts=np.array(data.labels))
+    truth = data.relevance.toarray() > 0
+    first = [int(labels[0].uid) for labels in estimator.model_.predict(data.queries, 1)]
+    rows = np.flatnonzero(truth.any(axis=1))
+    assert estimator.score(data.queries, data.relevance) == np.mean([truth[row, first[row]] for row in rows])
+    assert estimator.calibrated_on_ == "training"
+
+
+def test_evaluate_uses_the_test_queries_and_the_trainings_propensities(model, data):
+    splits = ["test" if place % 3 else "train" for place in range(len(data.queries))]
+    queries = pd.DataFrame({"text": data.queries, "split": splits})
+    chosen = [place for place, split in enumerate(splits) if split == "test"]
+    texts = {place: data.queries[place] for place in chosen}
+    pairs = [pair for pair in data.pairs if pair[0] in texts]
+    assert model.evaluate(queries, data.pairs) == model.evaluate(texts, pairs)
+    with pytest.raises(DataError, match="no query of the split test"):
+        model.evaluate(queries.replace("test", "validation"), data.pairs)
+    with pytest.raises(DataError, match="positive number"):
+        model.evaluate(data.queries, [(0, 0, -1)])
+
+
+@pytest.mark.parametrize("texts", [pd.DataFrame({"text": ["q"]}), {"q": "a"}, {"q"}, iter(["q"]), np.array([["q"]])])
+def test_predict_refuses_what_is_not_a_list(model, texts):
+    with pytest.raises(DataError, match="expected a list of texts"):
+        model.predict(texts)
+
+
+def test_contents_that_the_model_does_not_read_are_named(data, tmp_path):
+    queries = pd.DataFrame({"text": data.queries, "content": "more"})
+    given = queries, data.labels, data.pairs
+    with pytest.warns(UserWarning, match=r"does not read the column `content`.*title\+content"):
+        unidec.fit(*given, params=data.params | SMALL)
+    long = data.params | SMALL | {"tokens.text": "title+content"}
+    model = unidec.fit(*given, params=long)
+    whole = [f"{text} more" for text in data.queries]
+    assert model.evaluate(queries, data.pairs) == model.evaluate(whole, data.pairs)
