@@ -42,8 +42,8 @@ _SHARES = {
     "repeated_labels": "labels with the text of another one",
     "test_texts_in_train": "test queries whose text is a training query's (leak)",
     "queries_without_positives": "queries without positives",
-    "labels_without_training_points": "labels without training points",
-    "unseen_labels": "labels of held-out queries without training points",
+    "labels_without_training_points": "labels without training queries",
+    "unseen_labels": "labels of held-out queries without training queries",
 }
 _STRANGE = {"unknown_tokens": "tokens that the tokenizer does not know", "unseen_words": "words that training lacked"}
 
