@@ -258,7 +258,7 @@ def test_predict_says_what_it_needs(run, bundle: Path) -> None:
         assert "--input and --output" in err
     assert run("predict", "text", "--bundle", "nowhere")[0] == 4
     assert run("predict", "text", "-k", "0")[0] == 2
-    for text in ("", " \t"):  # as the server does
+    for text in ("", " \t", "\u200b"):  # as the server does
         code, out, err = run("predict", "text", text)
         assert code == 3 and not out and "text 2: empty text" in err
 

@@ -184,7 +184,7 @@ class Model:
             tail: above 0 ranks rare labels higher, below 0 lower; only for models with a learnt fusion.
 
         Raises:
-            DataError: a query is not a string, or k is below 1.
+            DataError: a query is blank or not a string, or k is below 1.
         """
         from unidec.retrieval.answer import Request
 

@@ -104,8 +104,7 @@ class RawBounds(Section):
 
 
 class Validation(Section):
-    """Checks of `unidec data validate`: for each, the allowed share of such rows, and the severity of a larger share
-    (error: training does not start; warn: reported; off: not checked)."""
+    """Checks of the data: the allowed share of such rows; a larger one is an error (no training), a warning, or off."""
 
     empty_texts: Share = key(0.01, "allowed share of queries, and of labels, with an empty text")
     empty_texts_severity: Severity = key("error", "severity of a larger share")
@@ -115,8 +114,10 @@ class Validation(Section):
     queries_without_positives_severity: Severity = key("error", "severity of a larger share")
     labels_without_training_points: Share = key(0.5, "allowed share of labels without training queries")
     labels_without_training_points_severity: Severity = key("error", "severity of a larger share")
-    label_texts_given_twice: Share = key(0.2, "allowed share of labels that share their text with another label")
+    label_texts_given_twice: Share = key(0.2, "allowed share of labels with the text, or the tokens, of another label")
     label_texts_given_twice_severity: Severity = key("error", "severity of a larger share")
+    unknown_tokens: Share = key(0.1, "allowed share of a text's tokens that the tokenizer does not know, on average")
+    unknown_tokens_severity: Severity = key("error", "severity of a larger share")
     filtered_positives: Share = key(0.01, "allowed share of positives that are also filter pairs")
     filtered_positives_severity: Severity = key("warn", "severity of a larger share")
 

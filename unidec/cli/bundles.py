@@ -69,8 +69,10 @@ def predict(
     if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
         raise ConfigError("requires either texts, or both --input and --output", where="unidec predict", fix=fix)
+    from unidec.data.raw import is_blank
+
     for number, text in enumerate(texts or [], 1):
-        if not text.strip():  # the server refuses it, too
+        if is_blank(text):  # the server refuses it, too
             raise DataError("empty text", where=f"text {number}", got=repr(text), fix="remove it")
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle

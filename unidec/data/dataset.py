@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.data.array_file import load_csr
-from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, hold_out, stack
+from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out, stack
 from unidec.data.storage import files_sha256, load_array, manifest_sha256, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError
 
@@ -91,7 +91,10 @@ class XMCDataset:
         return np.flatnonzero(self.split_N == SPLITS.index(split))
 
     def query_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
-        """Texts of the queries at these rows (None: all); "title+content" joins the non-empty parts with a space."""
+        """Texts of the queries at these rows (None: all).
+
+        "title+content" joins the non-empty parts with a space. "title" is the content where the title is blank.
+        """
         return texts_read(_take(self.queries, rows), text).to_pylist()
 
     def label_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
@@ -192,7 +195,8 @@ def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:
     """What a model reads of texts with title and content."""
     title, content = table["title"], table["content"]
     if text == "title":
-        return title
+        without_title = are_blank(title)
+        return pc.if_else(without_title, content, title) if pc.any(without_title).as_py() else title
     if text != "title+content":
         raise ValueError(f"text must be 'title' or 'title+content', not {text!r}")
     both = pc.binary_join_element_wise(title, content, pa.scalar(" ", pa.large_string()))

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.propensity import label_counts
+from unidec.data.propensity import label_counts, training_counts
+from unidec.data.raw import are_blank
 from unidec.data.tokens import encode_texts, load_tokenizer
 
 VERSION = 1
@@ -181,7 +182,7 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     hash_N, length_N = text_facts(dataset, "queries", text)
     hash_L, length_L = text_facts(dataset, "labels", text)
     train, test = hash_N[rows["train"]], rows["test"][length_N[rows["test"]] > 0]
-    points_L = label_counts(dataset.relevance, rows["train"])
+    points_L = training_counts(dataset)
     held_out_L = label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
     flags = {
         "empty_queries": length_N == 0,
@@ -197,10 +198,12 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
 
 
 def text_facts(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
-    """Hash (uint64) and number of characters (int64) of each text, both without surrounding white space."""
+    """Hash (uint64) and number of characters (int64) of each text, both without surrounding white space; a blank text
+    (`raw.is_blank`) has no characters."""
     hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for batch in dataset.text_batches(which, text, 65_536):
         array = pc.utf8_trim_whitespace(pa.array(batch, pa.large_string()))
         hashes.append(text_hashes(array))
-        lengths.append(pc.utf8_length(array).to_numpy(zero_copy_only=False).astype(np.int64))
+        length = pc.if_else(are_blank(array), 0, pc.utf8_length(array))
+        lengths.append(length.to_numpy(zero_copy_only=False).astype(np.int64))
     return np.concatenate(hashes), np.concatenate(lengths)

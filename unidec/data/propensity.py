@@ -83,6 +83,11 @@ def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return count_L
 
 
+def training_counts(dataset: XMCDataset) -> NDArray[np.int64]:
+    """Number of queries of the training split with each label, int64 [L]; validation queries are not counted."""
+    return label_counts(dataset.relevance, dataset.rows("train"))
+
+
 def build_propensity(dataset: XMCDataset, a: float, b: float, out: str | os.PathLike[str]) -> Path:
     """Store label counts, inverse propensities and frequency groups in a folder, and return its path.
 

@@ -69,14 +69,26 @@ def validate(params: Params) -> Validated:
         DataError: an expectation of severity "critical" failed.
     """
     from unidec.pipeline.drift_check import champion_change
+    from unidec.validation.frames import Reading
     from unidec.validation.suite import validate_dataset
 
     def find(queries: list[str], labels: list[str]) -> tuple[dict[str, str], dict[str, str]]:
         files = paths.open_dataset().manifest["meta"]["raw_files"]
         return find_rows(params.data, params.raw, files, queries, labels)
 
-    change = champion_change(params)
-    result = validate_dataset(paths.DATASET, paths.VALIDATION, limits=params.validation, find=find, change=change)
+    encoder, tokens = params.encoder, params.tokens
+    max_length = tokens.max_length
+    if encoder.kind == "transformer":
+        max_length = min(max_length, encoder.transformer_tokens or max_length)
+    reading = Reading(tokens.text, resolve_encoder(encoder.name), max_length, encoder.name)
+    result = validate_dataset(
+        paths.DATASET,
+        paths.VALIDATION,
+        limits=params.validation,
+        find=find,
+        change=champion_change(params),
+        reading=reading,
+    )
     page = str(paths.VALIDATION / "index.html")
     if not result["success"]:
         raise DataError(

@@ -116,7 +116,7 @@ def index(params: Params) -> Indexed:
         knn = KnnInfo.of(voters, blend.knn_weight, settings.knn_neighbours, head)
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index,
-        BundleLabels(dataset.labels["uid"], dataset.labels["title"], vectors),
+        BundleLabels(dataset.labels["uid"], dataset.label_texts(), vectors),
         Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration),
         Facts(
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},

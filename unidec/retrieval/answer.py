@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from unidec.data.raw import is_blank
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction
@@ -104,13 +105,16 @@ class Answerer:
         return cls(bundle, open_encoder(bundle, runtime, threads))
 
     def check(self, request: Request, where: str = "request") -> None:
-        """Raise a DataError if the text, k, tail, min_score or head is invalid for this bundle."""
+        """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid for this bundle."""
         if not isinstance(request.text, str):
             raise DataError("a text is needed", where=f"{where}.text", got=type(request.text).__name__)
         try:
             request.text.encode()
         except UnicodeEncodeError as error:
             raise DataError("the text is not valid Unicode", where=f"{where}.text", got=str(error)) from error
+        if is_blank(request.text):
+            expected = "a text with something to read"
+            raise DataError("the text is blank", where=f"{where}.text", got=repr(request.text)[:80], expected=expected)
         if request.k < 1:
             raise DataError("k is out of range", where=f"{where}.k", got=request.k, expected="at least 1")
         if not math.isfinite(request.tail):

@@ -94,7 +94,7 @@ def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
     """Copy the texts and write the plan; finished shards of the same prediction are kept.
 
     Raises:
-        DataError: unknown format, missing column, unreadable text, or k below 1.
+        DataError: unknown format, missing column, unreadable or blank text, or k below 1.
         ArtifactError: the bundle is damaged. All its hashes are checked here; workers do not check them again.
     """
     source, target, bundle = (Path(os.path.abspath(p)) for p in (request.input, request.output, request.bundle))

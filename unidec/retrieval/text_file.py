@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unidec.data.raw import is_blank
 from unidec.data.table_file import read_rows
 from unidec.errors import DataError
 
 TEXT_COLUMNS = ("query", "text")
+MOST_PLACES = 5  # blank texts that an error names
 
 
 def read_texts(path: Path, column: str | None) -> Iterator[str]:
@@ -21,14 +23,31 @@ def read_texts(path: Path, column: str | None) -> Iterator[str]:
         column: name of the text column; None: `query`, else `text`.
 
     Raises:
-        DataError: as `read_rows`; also if the column is missing or a value is not text.
+        DataError: as `read_rows`; also if the column is missing or a value is not text. After the last text: some texts
+            are blank; the error names the first of them.
     """
     check = partial(text_column, column=column, where=str(path))
+    blank: list[int] = []
     for line, row in read_rows(path, (column,) if column else TEXT_COLUMNS, check):
         name = text_column(list(row), column, f"{path}:{line}")
-        if not isinstance(row[name], str):
-            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(row[name])[:80])
-        yield row[name]
+        text = row[name]
+        if not isinstance(text, str):
+            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(text)[:80])
+        if is_blank(text):
+            blank.append(line)
+        yield text
+    if blank:
+        raise _blank_texts(path, blank)
+
+
+def _blank_texts(path: Path, lines: Sequence[int]) -> DataError:
+    places = ", ".join(f"{path.name}:{line}" for line in lines[:MOST_PLACES])
+    more = len(lines) - MOST_PLACES
+    got = f"{len(lines):,} blank: {places}" + (f" and {more:,} more" if more > 0 else "")
+    return DataError(
+        "texts without anything to read", where=f"{path}:{lines[0]}", got=got,
+        expected="a text in every row", fix="remove these rows, or fill in their texts",
+    )  # fmt: skip
 
 
 def text_column(names: Sequence[str], column: str | None, where: str) -> str:
