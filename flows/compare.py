@@ -76,7 +76,8 @@ def compare(
         outcomes = run_steps(steps, jobs, {"comparison": comparison.file.name} | ({"tuning": "trial"} if tune else {}))
         runs = [step.name for step in steps if step.name in comparison.jobs]
         if tune:
-            return {"chosen": str(results.write_chosen(comparison, steps, outcomes)), "runs": runs}
+            chosen = results.write_chosen(comparison, steps, outcomes)
+            return lifecycle.finished({"chosen": str(chosen), "runs": runs})
         page = results.write_report(comparison)
         print("\n".join("\t".join(row) for row in results.table(comparison)), flush=True)
         if metrics is not None and not outcomes[steps[-1].name]:
@@ -85,7 +86,7 @@ def compare(
         if failures:
             head = f"{len(failures)} of {len(outcomes)} steps have no result"
             raise UnidecError("\n".join([head, *failures, f"report: {page}"]))
-        return {"report": str(page), "runs": runs}
+        return lifecycle.finished({"report": str(page), "runs": runs})
 
 
 def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from prefect.runtime import deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
-from flows import publish, reconcile
+from flows import ending, publish, reconcile
 from unidec.addresses import without_credentials
 from unidec.errors import TrainingError, UnidecError, system_error
 from unidec.pipeline.lock import environment, one_at_a_time
@@ -32,11 +32,8 @@ _PASSING = {"ConnectionError", "OperationalError", "ProtocolError", "Timeout", "
 # MLflow's codes for a server that does not answer, or not now; all others are about the request
 _MLFLOW_PASSING = {"DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "TEMPORARILY_UNAVAILABLE"}
 
-# how Prefect reports a run that a signal ended; flows.command prints one line for it
-_BY_SIGNAL = (
-    "Crash detected! Execution was aborted by an interrupt",
-    "Crash detected! Execution was aborted by a term",
-)
+# in Prefect's words for a run that a signal ended; flows.ending prints one line for it
+_BY_SIGNAL = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
 
 T = TypeVar("T")
 
@@ -117,8 +114,20 @@ def at_work() -> Iterator[None]:
     reconcile.reconcile_crashed_runs(context.flow_run)
     if "PREFECT__FLOW_RUN_ID" in os.environ:
         watch(os.getppid())
-    with known_errors(), environment(RUN_TAGS, json.dumps(_tags())):
-        yield
+    ending.body.begin()
+    try:
+        with known_errors(), environment(RUN_TAGS, json.dumps(_tags())):
+            yield
+    except BaseException as error:
+        ending.body.end(error)
+        raise
+    ending.body.end(None)
+
+
+def finished(result: T) -> T:
+    """Note the flow's result, and return it: the last statement in `at_work`."""
+    ending.body.result = result
+    return result
 
 
 def _tags() -> dict[str, str]:
@@ -159,7 +168,8 @@ def alone(work: Callable[[], dict[str, Any]]) -> Any:
 def _one_line(record: logging.LogRecord) -> bool:
     """Logging filter: no Prefect tracebacks for known errors and for runs that cancelled themselves, and nothing about
     signals, which the program itself reports."""
-    if str(record.msg).startswith(_BY_SIGNAL):
+    message = record.getMessage()
+    if any(words in message for words in _BY_SIGNAL):
         return False
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, UnidecError | CancelledRun):

@@ -178,7 +178,8 @@ def predict(
         work = predict_file.begin_predictions(request, shards)
         write_shards(work, runner)
         written = lifecycle.run("merge", predict_file.merge, work)
-        return {"rows": work.num_rows, "shards": work.num_shards, "output": str(written)}
+        done = {"rows": work.num_rows, "shards": work.num_shards, "output": str(written)}
+        return lifecycle.finished(done)
 
 
 def in_words(done: dict[str, Any]) -> str:

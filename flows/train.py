@@ -87,10 +87,10 @@ def train(
                 wanted.remove("register")
                 lifecycle.say("a trial: its bundle is not registered (--register registers it)")
             with _own_folder(params) as params:
-                return _in_process(params, wanted)
+                return lifecycle.finished(_in_process(params, wanted))
         if steps != "all":
-            return _in_process(params, wanted)
-        return lifecycle.alone(lambda: _through_dvc(params, force, start, promote))
+            return lifecycle.finished(_in_process(params, wanted))
+        return lifecycle.finished(lifecycle.alone(lambda: _through_dvc(params, force, start, promote)))
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from unidec.config import Params, load_params, nested, recipe_names
 from unidec.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = sorted(path for path in (ROOT / "comparison").glob("*.yaml") if path.name not in ("dvc.yaml", "tune.yaml"))
+SHIPPED = sorted(path for path in (ROOT / "comparison").glob("*.yaml") if path.name not in ("matrix.yaml", "tune.yaml"))
 
 Write = Callable[[str], Path]
 
@@ -265,7 +265,7 @@ def test_shipped_comparisons_are_valid(path: Path, tmp_path: Path, monkeypatch: 
 
 def test_the_dvc_matrix_has_every_trained_cell_of_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    stage = yaml.safe_load((ROOT / "comparison" / "dvc.yaml").read_text())["stages"]["run"]
+    stage = yaml.safe_load((ROOT / "comparison" / "matrix.yaml").read_text())["stages"]["run"]
     comparison = load_comparison("comparison/small.yaml")
     trained = [job for job in comparison.jobs.values() if job.kind != "peer"]
     assert set(stage["matrix"]["cell"]) == {slug(job.cell) for job in trained}
