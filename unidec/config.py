@@ -27,6 +27,8 @@ from unidec.sections import Section
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
 """Sections that do not affect the model; a bundle does not store them."""
 
+MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "parquet")}
+"""The value that was probably meant, by key and given value, where names do not resemble each other."""
 
 KeyPath = tuple[str, ...]
 
@@ -281,7 +283,7 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
     for key, group in wrong.items():
         got, expected = group[0]["input"], " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
         choices = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
-        near = nearest(got, choices.split("'")[1::2]) if isinstance(got, str) else None
+        near = MEANT.get((key, got)) or nearest(got, choices.split("'")[1::2]) if isinstance(got, str) else None
         problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
     return problems
 
