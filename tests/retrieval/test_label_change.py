@@ -160,7 +160,7 @@ def test_uids_alone_and_other_names(tmp_path: Path) -> None:
         ("a.jsonl", b'{"uid": true, "text": "t"}\n', ":1: an id that is not a text: True"),
         ("a.jsonl", b'{"id": 1.0, "text": "t"}\n', "an id that is not a text: 1.0"),
         ("a.csv", b"id,uid,text\n1,2,t\n", "more than one column of ids"),
-        ("a.csv", b" id,text\n1,t\n", "rename the column ' id' to 'id': it has blanks at the beginning or end"),
+        ("a.csv", b" id,text\n1,t\n", "rename the column ' id' to 'id': they differ in blanks at the beginning or end"),
         ("a.jsonl", b'{"uid": "x", "text": "\\ud800"}\n', r":1: text that is not UTF-8"),
     ],
 )  # fmt: skip
