@@ -39,6 +39,7 @@ from unidec.pipeline.paths import BUNDLES
 from unidec.progress import progress
 from unidec.retrieval import predict_file
 from unidec.retrieval.query_encoder import usable_cores
+from unidec.sections import RawBounds
 from unidec.tracking.fetch import fetch_bundle
 
 VARIABLE = "UNIDEC_RUNNER"
@@ -151,6 +152,7 @@ def predict(
     runner: str | None = None,
     device: Literal["cpu", "cuda", "auto"] = "cpu",
     runtime: Literal["torch", "auto", "onnx", "onnx-int8"] = "torch",
+    quotes: Literal["auto", "yes", "no"] = "auto",
 ) -> dict[str, Any]:
     """Predicts every query of a file; after a kill or cancellation, the same call resumes with the missing shards.
 
@@ -164,6 +166,7 @@ def predict(
         runner: processes, threads (:N workers), dask://host:port or ray://host:port; default UNIDEC_RUNNER, processes.
         device: device that workers run the model on.
         runtime: runtime of the query encoder.
+        quotes: whether quotes in a .csv or .tsv file enclose fields, as in `raw.quotes`.
 
     Returns:
         {"rows", "shards", "output"}.
@@ -175,7 +178,7 @@ def predict(
     with lifecycle.at_work(), alone(shards_folder(output)):
         folder = str(fetch_bundle(bundle, BUNDLES))
         request = predict_file.FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
-        work = predict_file.begin_predictions(request, shards)
+        work = predict_file.begin_predictions(request, shards, RawBounds(quotes=quotes))
         write_shards(work, runner)
         written = lifecycle.run("merge", predict_file.merge, work)
         done = {"rows": work.num_rows, "shards": work.num_shards, "output": str(written)}

@@ -305,6 +305,9 @@ def test_nearest_names(tmp_path: Path) -> None:
         ("optimiser: {epochs: 3}", "optim"),
         ("model: {lr_heads: 0.1}", "optim.lr_heads"),
         ("sead: 1", "seed"),
+        ("data: {format: parquet}", "tables"),
+        ("data: {format: jsonl}", "tables"),
+        ("data: {format: xmc-jsn}", "xmc-json"),
     ]:
         found = problems(tmp_path, text)
         assert f"nearest: {near}\n" in found[0] + "\n", found

@@ -31,6 +31,8 @@ _PATTERNS = {  # of unidec/sections.py, in words
     r"^\S(.*\S)?$": "one line that neither begins nor ends with a blank",
     r"^\w([\w. -]*\w)?$": "letters, digits and _, between them also . - and blanks, as in team-unidec",
 }
+MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "parquet")}
+"""The value that was probably meant, by key and given value, where names do not resemble each other."""
 
 KeyPath = tuple[str, ...]
 
@@ -293,7 +295,7 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
     for key, group in wrong.items():
         got, expected = group[0]["input"], " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
         choices = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
-        near = nearest(got, choices.split("'")[1::2]) if isinstance(got, str) else None
+        near = MEANT.get((key, got)) or nearest(got, choices.split("'")[1::2]) if isinstance(got, str) else None
         problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
     return problems
 

@@ -63,6 +63,8 @@ def predict(
     target: Annotated[Path | None, Option("--output", help=".parquet, .csv, .tsv or .jsonl")] = None,
     column: Annotated[str | None, Option(help="column of --input; default: `query` or `text`")] = None,
     runtime: Runtime = None,
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the best labels for texts, or write them for a file of queries; re-run to resume after a kill."""
@@ -82,7 +84,7 @@ def predict(
         from unidec.retrieval.predict_file import FileRequest, predict_file
 
         request = FileRequest(str(folder), str(source), str(target), k, column, runtime=runtime or "torch")
-        count = predict_file(loaded, request)
+        count = predict_file(loaded, request, bounds=load_if_there(params, assignments).raw)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     from unidec.retrieval.query_encoder import open_encoder

@@ -96,5 +96,7 @@ def names_like(names: Sequence[str], missing: Iterable[str]) -> str | None:
     for name in missing:
         other = known.like(name)
         if other is not None:
-            found.append(f"rename the column {visible(other)} to {visible(name)}: it has {difference(other, name)[0]}")
+            found.append(
+                f"rename the column {visible(other)} to {visible(name)}: they differ in {difference(other, name)[0]}"
+            )
     return "; ".join(found) or None

@@ -202,7 +202,8 @@ def drift(
         tokenizer, tokens = resolve_encoder(params.encoder.name), params.tokens
         old = _figures({"max_length": tokens.max_length, "text": tokens.text}, tokenizer, XMCDataset.open(source))
     is_dataset = (later / MANIFEST).is_file()
-    new = _figures(old, tokenizer, XMCDataset.open(later) if is_dataset else read_window(later, column).texts)
+    texts = XMCDataset.open(later) if is_dataset else read_window(later, column, params.raw).texts
+    new = _figures(old, tokenizer, texts)
     judged, reason = _judged(new.get("count"), params)
     facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
     checks = compare(old, new, params.drift)
@@ -230,7 +231,7 @@ def monitor(params: Params, queries_path: str, *, column: str | None = None, bun
     source = bundle or f"models:/{params.tracking.model_name}@champion"
     folder = fetch_bundle(source, paths.BUNDLES)
     old, tokenizer = _of_bundle(folder, source)
-    window = read_window(Path(queries_path), column)
+    window = read_window(Path(queries_path), column, params.raw)
     total = len(window.texts)
     if not total:
         raise DataError("the window has no queries", where=queries_path)

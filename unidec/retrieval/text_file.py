@@ -8,34 +8,50 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unidec.data.lookalike import names_like
 from unidec.data.raw import is_blank
-from unidec.data.table_file import read_rows
+from unidec.data.raw_lines import DEFAULT_BOUNDS
+from unidec.data.table_file import no_text, read_rows
 from unidec.errors import DataError
+from unidec.sections import RawBounds
 
 TEXT_COLUMNS = ("query", "text")
+LABEL_COLUMNS = ("labels", "label", "relevant")
 MOST_PLACES = 5  # blank texts that an error names
 
 
-def read_texts(path: Path, column: str | None) -> Iterator[str]:
+def read_texts(path: Path, column: str | None, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[str]:
     """Yield all texts of a file in order.
 
     Args:
         column: name of the text column; None: `query`, else `text`.
+        bounds: limits, and how quotes are read.
 
     Raises:
         DataError: as `read_rows`; also if the column is missing or a value is not text. After the last text: some texts
             are blank; the error names the first of them.
     """
+    for text, _ in _texts_and_labels(path, column, (), bounds):
+        yield text
+
+
+def _texts_and_labels(
+    path: Path, column: str | None, more: Sequence[str], bounds: RawBounds
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The text of each row, and those of its columns `more` that it has."""
     check = partial(text_column, column=column, where=str(path))
+    accepted = (column,) if column else TEXT_COLUMNS
     blank: list[int] = []
-    for line, row in read_rows(path, (column,) if column else TEXT_COLUMNS, check):
+    for line, row in read_rows(path, (*accepted, *more), check, bounds):
         name = text_column(list(row), column, f"{path}:{line}")
         text = row[name]
         if not isinstance(text, str):
-            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(text)[:80])
+            fix = no_text(text)
+            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(text)[:80], fix=fix)
         if is_blank(text):
             blank.append(line)
-        yield text
+        yield text, {key: row[key] for key in more if key in row}
+        del row  # the next one is read before this name is set again, and may be large
     if blank:
         raise _blank_texts(path, blank)
 
@@ -56,9 +72,10 @@ def text_column(names: Sequence[str], column: str | None, where: str) -> str:
     for name in accepted:
         if name in names:
             return name
+    fix = names_like(names, accepted) or "rename the column, or name it: --column NAME"
     raise DataError(
-        "the file has no column of queries", where=where, got=", ".join(map(str, names))[:300] or "no columns",
-        expected=" or ".join(accepted), fix="rename the column, or name it: --column NAME",
+        "the file has no column of queries", where=where, got=", ".join(map(str, names[:50]))[:300] or "no columns",
+        expected=" or ".join(accepted), fix=fix,
     )  # fmt: skip
 
 
@@ -75,7 +92,7 @@ class Window:
         return Window([self.texts[row] for row in rows], labels)
 
 
-def read_window(path: Path, column: str | None = None) -> Window:
+def read_window(path: Path, column: str | None = None, bounds: RawBounds = DEFAULT_BOUNDS) -> Window:
     """Read a file of queries and their correct labels.
 
     Args:
@@ -83,11 +100,16 @@ def read_window(path: Path, column: str | None = None) -> Window:
             list of uids, or (always in .csv and .tsv) uids separated by white space. In a file of `serve.feedback`,
             each row has a "label" and whether it is "relevant"; rows of one query are merged, and the last judgement
             of a label counts.
+        bounds: limits, and how quotes are read.
 
     Raises:
         DataError: the file or column is missing, or a value is neither text nor labels.
     """
-    texts, rows = list(read_texts(path, column)), [row for _, row in read_rows(path, ["labels", "label", "relevant"])]
+    texts: list[str] = []
+    rows: list[dict[str, Any]] = []
+    for text, row in _texts_and_labels(path, column, LABEL_COLUMNS, bounds):
+        texts.append(text)
+        rows.append(row)
     if rows and all(isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows):
         judgements: dict[str, dict[str, bool]] = {}
         for text, row in zip(texts, rows, strict=True):
