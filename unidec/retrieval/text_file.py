@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unidec.data.line_file import readable_rows
 from unidec.data.table_file import read_rows
 from unidec.errors import DataError
 
@@ -25,10 +26,16 @@ def read_texts(path: Path, column: str | None) -> Iterator[str]:
     """
     check = partial(text_column, column=column, where=str(path))
     for line, row in read_rows(path, (column,) if column else TEXT_COLUMNS, check):
-        name = text_column(list(row), column, f"{path}:{line}")
-        if not isinstance(row[name], str):
-            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(row[name])[:80])
-        yield row[name]
+        yield _text(row, column, f"{path}:{line}")
+
+
+def _text(row: dict[str, Any], column: str | None, where: str) -> str:
+    """The text of a row."""
+    name = text_column(list(row), column, where)
+    text = row[name]
+    if not isinstance(text, str):
+        raise DataError("not text", where=f"{where}, {name}", got=repr(text)[:80])
+    return text
 
 
 def text_column(names: Sequence[str], column: str | None, where: str) -> str:
@@ -66,9 +73,14 @@ def read_window(path: Path, column: str | None = None) -> Window:
             of a label counts.
 
     Raises:
-        DataError: the file or column is missing, or a value is neither text nor labels.
+        DataError: the file or column is missing, or a value is neither text nor labels. Lines of a .jsonl file that
+            were cut off are skipped with a warning.
     """
-    texts, rows = list(read_texts(path, column)), [row for _, row in read_rows(path, ["labels", "label", "relevant"])]
+    check = partial(text_column, column=column, where=str(path))
+    columns = [*((column,) if column else TEXT_COLUMNS), "labels", "label", "relevant"]
+    numbered = readable_rows(path, columns, check)
+    texts = [_text(row, column, f"{path}:{line}") for line, row in numbered]
+    rows = [row for _, row in numbered]
     if rows and all(isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows):
         judgements: dict[str, dict[str, bool]] = {}
         for text, row in zip(texts, rows, strict=True):
