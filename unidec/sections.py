@@ -471,7 +471,7 @@ class Serve(Section):
     max_query_chars: Count = key(8000, "maximum characters per query")
     max_k: Count = key(100, "maximum labels per query")
     max_filter_labels: Count = key(10_000, "maximum length of a request's list of allowed or denied labels")
-    max_connections: Count = key(1024, "maximum open connections; further ones are answered with 503")
+    max_connections: Count = key(1024, "maximum open connections; beyond it the longest idle one is closed")
     queue_queries: Count = key(1024, "maximum queries in the queue; further ones are answered with 503 and Retry-After")
     timeout_seconds: Positive = key(5.0, "maximum time that a request waits; then it is answered with 503")
     batch_queries: Count = key(32, "maximum queries that the model answers in one batch")

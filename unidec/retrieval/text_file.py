@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unidec.data.line_file import readable_rows
 from unidec.data.lookalike import names_like
 from unidec.data.raw import is_blank
 from unidec.data.raw_lines import DEFAULT_BOUNDS
@@ -31,18 +32,18 @@ def read_texts(path: Path, column: str | None, bounds: RawBounds = DEFAULT_BOUND
         DataError: as `read_rows`; also if the column is missing or a value is not text. After the last text: some texts
             are blank; the error names the first of them.
     """
-    for text, _ in _texts_and_labels(path, column, (), bounds):
+    check = partial(text_column, column=column, where=str(path))
+    accepted = (column,) if column else TEXT_COLUMNS
+    for text, _ in _texts(read_rows(path, accepted, check, bounds), path, column):
         yield text
 
 
-def _texts_and_labels(
-    path: Path, column: str | None, more: Sequence[str], bounds: RawBounds
+def _texts(
+    rows: Iterable[tuple[int, dict[str, Any]]], path: Path, column: str | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The text of each row, and those of its columns `more` that it has."""
-    check = partial(text_column, column=column, where=str(path))
-    accepted = (column,) if column else TEXT_COLUMNS
+    """The text of each row, and the row. Raises DataError: as `read_texts`."""
     blank: list[int] = []
-    for line, row in read_rows(path, (*accepted, *more), check, bounds):
+    for line, row in rows:
         name = text_column(list(row), column, f"{path}:{line}")
         text = row[name]
         if not isinstance(text, str):
@@ -50,7 +51,7 @@ def _texts_and_labels(
             raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(text)[:80], fix=fix)
         if is_blank(text):
             blank.append(line)
-        yield text, {key: row[key] for key in more if key in row}
+        yield text, row
         del row  # the next one is read before this name is set again, and may be large
     if blank:
         raise _blank_texts(path, blank)
@@ -103,13 +104,17 @@ def read_window(path: Path, column: str | None = None, bounds: RawBounds = DEFAU
         bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: the file or column is missing, or a value is neither text nor labels.
+        DataError: the file or column is missing, or a value is neither text nor labels. Lines of a .jsonl file that
+            were cut off are skipped with a warning.
     """
+    check = partial(text_column, column=column, where=str(path))
+    accepted = (column,) if column else TEXT_COLUMNS
+    numbered = readable_rows(path, (*accepted, *LABEL_COLUMNS), check, bounds)
     texts: list[str] = []
     rows: list[dict[str, Any]] = []
-    for text, row in _texts_and_labels(path, column, LABEL_COLUMNS, bounds):
+    for text, row in _texts(numbered, path, column):
         texts.append(text)
-        rows.append(row)
+        rows.append({key: row[key] for key in LABEL_COLUMNS if key in row})
     if rows and all(isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows):
         judgements: dict[str, dict[str, bool]] = {}
         for text, row in zip(texts, rows, strict=True):
