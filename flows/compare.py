@@ -33,6 +33,7 @@ from flows import lifecycle
 from unidec.comparison import results
 from unidec.comparison.cell import run_step
 from unidec.comparison.workspace import Step, load_comparison, select
+from unidec.cores import num_threads
 from unidec.errors import UnidecError
 from unidec.progress import progress
 from unidec.tracking.run import RUN_TAGS
@@ -106,7 +107,7 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
     needed = {need for step in todo for need in step.needs}
     todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]  # no unused data sets
     outcomes = {step.name: "" for step in steps}
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    threads = str(max(1, num_threads() // jobs))
     shared = {
         "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "MLFLOW_TRACKING_URI": tracking_uri("."),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),

@@ -16,22 +16,32 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
 
+from unidec.cores import training_pools
 from unidec.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
     from unidec.config import Params
+    from unidec.data.dataset import Text
     from unidec.data.raw import RawData
     from unidec.retrieval.answer import Answerer, Explanation
     from unidec.retrieval.bundle import Bundle, Prediction
     from unidec.retrieval.query_encoder import Runtime
 
 _training = threading.Lock()  # a training uses all cores, and torch's random numbers, which are the process's
+
+
+def _replace_lock() -> None:
+    global _training
+    _training = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_replace_lock)  # another thread of the parent may have held it
 
 
 class _Row(NamedTuple):
@@ -351,7 +361,7 @@ def _train(params: Params, raw: RawData, folder: Path) -> Path:
     from unidec.pipeline import paths
 
     folder.mkdir(parents=True, exist_ok=True)
-    with _training, torch.random.fork_rng(_used_devices()), paths.root(folder):
+    with _training, training_pools(), torch.random.fork_rng(_used_devices()), paths.root(folder):
         share, seed = params.data.validation_share, params.data.split_seed
         write_dataset(paths.DATASET, raw, validation_share=share, split_seed=seed)
         for stage in (pipeline.tokens, pipeline.propensity, *([pipeline.label_graph] * params.reads_label_graph)):
@@ -389,7 +399,8 @@ def _judged(bundle: Bundle, queries: Any, pairs: Any) -> tuple[list[str], csr_ma
         fix = "leave the column `split` out to evaluate on all queries"
         raise DataError("no query of the split test", where="queries", got=", ".join(raw.queries), fix=fix)
     split = "test" if "test" in raw.queries else "train"
-    return texts_read(raw.queries[split], bundle.info.text).to_pylist(), raw.relevance[split]
+    text = cast("Text", bundle.info.text)
+    return texts_read(raw.queries[split], text).to_pylist(), raw.relevance[split]
 
 
 def _inverse_propensity(bundle: Bundle) -> np.ndarray | None:
@@ -405,7 +416,7 @@ def _inverse_propensity(bundle: Bundle) -> np.ndarray | None:
 
 
 def _labels_of(answer: Prediction) -> list[Label]:
-    probabilities = answer.probabilities or [None] * len(answer.labels)
+    probabilities: Sequence[float | None] = answer.probabilities or [None] * len(answer.labels)
     rows = zip(answer.labels, answer.titles, answer.scores, probabilities, strict=True)
     return [Label(*row) for row in rows]
 

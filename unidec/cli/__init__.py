@@ -35,6 +35,7 @@ from unidec.cli.commands import (
     table,
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
+from unidec.cores import one_thread_of_blas
 from unidec.errors import ConfigError, Stopped, UnidecError, missing_package
 from unidec.version import __version__
 
@@ -56,10 +57,7 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the command."""
-    # numpy multiplies small matrices of one query each, for which more threads are slower, and take cores from torch,
-    # the encoder and the search. These variables are read when numpy is imported
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    one_thread_of_blas()
 
 
 @command(app, "--set optim.epochs=3", "--resume", "--resume 3f2a --accept optim.lr_clf --accept code")

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 Runtime = Annotated[
     Literal["torch", "auto", "onnx", "onnx-int8"] | None,
     Option(
-        help="runtime of the query encoder; auto: the fastest that keeps quality (docs/serving.md). Default: torch "
-        "for --input; auto for texts on the command line, as in the server",
+        help="runtime of the query encoder; default: auto, the fastest that keeps quality, as in the server "
+        "(docs/serving.md)",
     ),
 ]
 Head = Annotated[
@@ -79,11 +79,11 @@ def predict(
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle
 
-    loaded = Bundle.load(folder, lazy=source is None or runtime not in (None, "torch"))
+    loaded = Bundle.load(folder, lazy=runtime != "torch")
     if source is not None and target is not None:
         from unidec.retrieval.predict_file import FileRequest, predict_file
 
-        request = FileRequest(str(folder), str(source), str(target), k, column, runtime=runtime or "torch")
+        request = FileRequest(str(folder), str(source), str(target), k, column, runtime=runtime or "auto")
         count = predict_file(loaded, request, bounds=load_if_there(params, assignments).raw)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from unidec.config import Params
+from unidec.cores import num_threads
 from unidec.data.storage import write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline import paths
@@ -119,7 +120,7 @@ def check_devices(params: Params) -> None:
 
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     env = dict(os.environ)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, num_threads() // devices)))
     env[LAUNCHER] = str(os.getpid())
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:  # all ranks are on this machine: no host name is resolved, no port is open to other machines

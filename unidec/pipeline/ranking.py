@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from unidec.config import Params
+from unidec.cores import thread_pool
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
@@ -26,7 +26,6 @@ from unidec.progress import progress
 from unidec.retrieval.candidates import Candidates, Ranked, candidate_keys, votes_alone
 from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.retrieval.neighbours import Neighbours, Vote
-from unidec.retrieval.query_encoder import usable_cores
 from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
 from unidec.retrieval.sparse import PairScores
 from unidec.retrieval.words import WordSpace
@@ -211,7 +210,7 @@ class Ranking:
             votes = neighbours.votes(features[block], num)
             labels[block] = votes_alone(votes, K, pair_keys(self.filter_pairs[block])).rows
 
-        with ThreadPoolExecutor(usable_cores()) as threads:
+        with thread_pool() as threads:
             starts = range(0, len(labels), QUERIES_AT_ONCE)
             list(progress(threads.map(rank, starts), total=len(starts), desc="rank by votes", unit="block"))
         return self.metrics_of(labels)

@@ -21,6 +21,7 @@ from typing import IO
 
 import pyarrow as pa
 
+from unidec.cores import num_threads
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.shards import Work, alone, cuts, shards_folder
 from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
@@ -63,7 +64,7 @@ class FileRequest:
     column: str | None = None
     batch_size: int = 256
     device: str = "cpu"
-    runtime: Runtime = "torch"
+    runtime: Runtime = "auto"
 
 
 def predict_file(
@@ -147,8 +148,8 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
     if threads:
         import torch
 
-        torch.set_num_threads(threads)
-        faiss_module().omp_set_num_threads(threads)
+        torch.set_num_threads(num_threads(threads))
+        faiss_module().omp_set_num_threads(num_threads(threads))
     write_shard(work, number)
 
 

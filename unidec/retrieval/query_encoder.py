@@ -9,7 +9,6 @@ Legend: B texts, F tokens of all texts, V tokens of the vocabulary, D width of a
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
+from unidec.cores import num_threads
 from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, length_chunks, load_tokenizer
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
@@ -78,11 +78,6 @@ class ModelEncoder:
         de_BD, clf_BD = self._model.encode_queries(tokens, np.arange(len(texts)), batch_size=max(1, len(texts)))
         tokenizer = load_tokenizer(self._model.tokenizer_folder, self._model.max_length)
         return _encoded(tokens, tokenizer, self._words, de_BD, clf_BD)
-
-
-def usable_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class FastEncoder:
@@ -160,13 +155,13 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
         runtime: "torch": the model itself. "onnx": onnxruntime for the transformer, numpy for the rest. "onnx-int8":
             likewise, with the transformer's linear layers in 8 bits. "auto": "onnx-int8" on a CPU; torch on a GPU, or
             if the graph or onnxruntime is missing. All but "torch" encode a bag of tokens in numpy.
-        threads: threads of one call; 0: one for each core that this process may use.
+        threads: threads of one call; 0: see `cores.num_threads`.
 
     Raises:
         ConfigError: "onnx" or "onnx-int8" if the bundle has no graph or onnxruntime is not installed.
         ArtifactError: weights are damaged, or do not match the model's configuration or tokenizer.
     """
-    threads, about = threads or usable_cores(), bundle.about
+    threads, about = num_threads(threads), bundle.about
     if runtime != "torch" and (runtime != "auto" or str(getattr(about, "device", "cpu")) == "cpu"):
         try:
             config = about if isinstance(about, ModelConfig) else ModelConfig.read(bundle.path / "model")
@@ -203,8 +198,8 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3  # errors only: its warnings are about shapes that it infers itself
-    # threads spin during a call, which is faster than waking them up, and sleep between calls
-    options.add_session_config_entry("session.force_spinning_stop", "1")
+    for pool in ("intra_op", "inter_op"):  # threads that wait must not take cores from others
+        options.add_session_config_entry(f"session.{pool}.allow_spinning", "0")
     session = onnxruntime.InferenceSession(
         str(graph), options, providers=["CPUExecutionProvider"],
         disabled_optimizers=["SkipLayerNormFusion"],  # the fused operator takes three times as long

@@ -178,9 +178,8 @@ def pairs_of(source: Given, given: Any, shape: tuple[int, int]) -> Table | PairM
 def _columns_of(given: Any, what: str) -> list[tuple[str, list[Any]]] | None:
     """Names and values of a table's columns, in order; None if it is not a table."""
     if isinstance(given, pd.DataFrame):
-        names = map(str, given.columns)
-        return [(name, given.iloc[:, place].tolist()) for place, name in enumerate(names)]
-    names = getattr(given, "column_names", getattr(given, "columns", None))
+        return [(str(name), given.iloc[:, place].tolist()) for place, name in enumerate(given.columns)]
+    names: Any = getattr(given, "column_names", getattr(given, "columns", None))
     if names is None:
         return None
     if isinstance(given, pa.RecordBatch) or hasattr(given, "__arrow_c_stream__"):
