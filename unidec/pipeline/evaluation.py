@@ -26,6 +26,7 @@ from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
 from unidec.pipeline.runs import tracker_of_model
+from unidec.pipeline.seen import leak_in_words, of_bundle
 from unidec.pipeline.start import read_start
 from unidec.progress import progress
 from unidec.retrieval.bundle import Bundle
@@ -78,11 +79,18 @@ def evaluate(params: Params) -> Evaluation:
     text, weights = params.tokens.text, (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
     compared = baselines.compare_with_baselines(labels, ranking.truth, tfidf, *weights)
+    warnings = baselines.warnings(headline(result["test"]), dataset, text, ranking.propensity.counts_L)
+    counted, num_leaked = leak_in_words(of_bundle(paths.BUNDLE, dataset), dataset)
+    if num_leaked:
+        warnings.append(
+            f"The model that the training started from was trained on {counted}: the metrics reward memorising them. "
+            "Train from scratch: retrain.start: cold."
+        )
     result |= {
         "baselines": {name: {key: own[key] for key in baselines.COMPARED} for name, own in tfidf.metrics.items()},
         # lists, because `dvc metrics` omits lists from its tables
         "against_baselines": [asdict(one) for one in compared],
-        "warnings": baselines.warnings(headline(result["test"]), dataset, text, ranking.propensity.counts_L),
+        "warnings": warnings,
     }  # fmt: skip
     write_json(paths.METRICS, result | {name: headline(result[name]) for name in PARTS if name in result})
     _write_predictions(ranking, scores, labels)

@@ -28,7 +28,8 @@ from unidec.pipeline.launch import LAUNCHER, Job, Launcher
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
-from unidec.pipeline.start import effective, open_start, read_start, run_identity, start_tags
+from unidec.pipeline.seen import write_record
+from unidec.pipeline.start import check_start, effective, first_model, open_start, read_start, run_identity, start_tags
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash, unknown_code
 from unidec.tracking.run import Tracker, reconcile_runs
 from unidec.training.checkpoint import newest_state
@@ -169,9 +170,10 @@ class Run:
 
     def export(self) -> str:
         """Write the model and the records of its training to outputs/model, and release the trainer's memory."""
-        start, trainer = read_start(), self.trainer
+        start, trainer, first = read_start(), self.trainer, first_model(self.params)
         with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
             trainer.model.save_into(out, {"start": start.model_dump()} if start else None)
+            write_record(out, paths.open_dataset(False), self.params.tokens.text, first)
             for name in (HISTORY, ROUNDS):
                 if (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out.path / name)
@@ -210,7 +212,7 @@ def start_run(
             parameters, tokenizer or code: all keys that differ are listed.
     """
     params, start = effective(params), read_start()
-    open_start()  # a model that is missing or damaged is reported now
+    leak = check_start(params)  # also reports a model that is missing or damaged
     identity = run_identity(params)
     folder = runs.choose_run(resume) if resume is not None else paths.RUNS / files_sha256(identity)[:16]
     checkpoint, state, _ = newest_state(folder)
@@ -225,7 +227,7 @@ def start_run(
     if start:
         run.lines.append(f"starts from {start.model} version {start.version}, warm start number {start.generation}")
     run.lines += [
-        *(f"accepted: {line}" for line in accepted),
+        *(f"accepted: {line}" for line in [*accepted, *leak]),
         _progress_line(run, checkpoint),
         *(f"MLflow run of {name} ended as KILLED: its process is gone" for name in ended),
     ]
