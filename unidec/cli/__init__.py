@@ -34,7 +34,8 @@ from unidec.cli.commands import (
     table,
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
-from unidec.errors import ConfigError, Stopped, UnidecError, missing_package, without_credentials
+from unidec.errors import ConfigError, Stopped, UnidecError, missing_package, system_error, without_credentials
+from unidec.user import name_user
 from unidec.version import __version__
 
 config_app = group("config", "Show, check and explain the parameters.")
@@ -59,6 +60,7 @@ def _options(
     # the encoder and the search. These variables are read when numpy is imported
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    name_user()
 
 
 @command(app, "--set optim.epochs=3", "--resume", "--resume 3f2a --accept optim.lr_clf --accept code")
@@ -243,6 +245,12 @@ def main() -> None:
         if isinstance(error, Stopped) and any(not thread.daemon for thread in threading.enumerate()[1:]):
             os._exit(error.exit_code)  # a second Ctrl-C came while a checkpoint was being written
         sys.exit(error.exit_code)
+    except OSError as error:
+        refused = system_error(error)
+        if debug or refused is None:
+            raise
+        print(f"error: {refused}", file=sys.stderr, flush=True)
+        sys.exit(refused.exit_code)
     except ModuleNotFoundError as error:
         missing = missing_package(error)
         if debug or missing is error:
