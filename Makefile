@@ -16,6 +16,11 @@ SHELL     := /bin/bash
 # modules without compiled bytecode: tests, code generators, most of 450 model architectures, and tools that start rarely
 NOT_COMPILED := /(tests|_inductor)/|/transformers/models/(?!__init__|auto/|bert/)|/site-packages/(databricks|pip|setuptools|mypy|mypyc|fontTools|schemathesis|hypothesis|dask|distributed)/
 
+# a container's user id may have no name, and DVC requires one
+ifeq ($(USER)$(LOGNAME),)
+export USER := $(shell id -un 2>/dev/null || id -u)
+export LOGNAME := $(USER)
+endif
 # no telemetry, no downloads, and no OpenMP threads that spin on shared cores
 export DO_NOT_TRACK := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false

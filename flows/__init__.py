@@ -16,6 +16,9 @@ from pathlib import Path
 from unidec.addresses import parse
 from unidec.errors import missing_package
 from unidec.tracking.store import project_folder
+from unidec.user import name_user
+
+name_user()  # before Prefect asks for the user's home
 
 if importlib.util.find_spec("prefect") is None:
     sys.exit(f"error: {missing_package(ModuleNotFoundError(name='prefect'))}")

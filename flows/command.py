@@ -18,6 +18,7 @@ from flows import server
 from flows.ending import Ending, leave
 from unidec import interrupt
 from unidec.config import parse_overrides
+from unidec.errors import UnidecError
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
 
@@ -28,7 +29,11 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     # a training without options may have nothing to do: flows.train.prepare starts the server if it is needed
     if not {"-h", "--help"} & set(words) and (words or name != "train"):
-        server.start()  # takes seconds, as do the imports that follow
+        try:
+            server.start()  # takes seconds, as do the imports that follow
+        except UnidecError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
     module = importlib.import_module(f"flows.{name}")  # not as __main__: workers import it under this name
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))

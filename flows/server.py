@@ -16,9 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from unidec.errors import TrainingError
 from unidec.tracking.store import answers
+from unidec.user import check_writable
 
 TIMEOUT_S = 120.0
 LOST = "Prefect's temporary server ended (killed, or out of memory)"
@@ -37,9 +39,14 @@ def is_needed() -> bool:
 
 @functools.cache
 def start() -> int:
-    """Start the server, once, and return its port without waiting; 0 if none is needed."""
+    """Start the server, once, and return its port without waiting; 0 if none is needed.
+
+    Raises:
+        ArtifactError: this user cannot write Prefect's folder.
+    """
     if not is_needed():
         return 0
+    check_writable([Path(os.environ["PREFECT_HOME"])])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

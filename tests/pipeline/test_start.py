@@ -23,7 +23,7 @@ from unidec.data.raw import RawData, stack
 from unidec.data.storage import read_json_lines, read_manifest, write_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, seen, start, training
-from unidec.pipeline.start import START, ChosenStart, WarmStart, effective, open_start, read_start, start_tags
+from unidec.pipeline.start import ChosenStart, WarmStart, effective, open_start, read_start, start_tags
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.label_change import LabelChange, with_labels
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
@@ -229,7 +229,7 @@ def test_a_champion_that_knows_the_test_queries_is_no_start(work, tiny_raw):
     severity = {"validation.test_texts_in_train_severity": "warn"}
     assert words in pipeline.choose_start(work.params(**severity), "warm").reason
     assert start.check_start(work.params(**severity)) == [f"the model that training starts from {found.reason[25:]}"]
-    START.write_bytes(COLD)
+    paths.START.write_bytes(COLD)
     named = work.params(**{"encoder.start": str(work.bundle / "model")})
     with pytest.raises(ConfigError, match=rf"{words}(.|\n)*start from scratch"):
         pipeline.start_run(named)

@@ -36,7 +36,8 @@ from unidec.cli.commands import (
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
 from unidec.cores import one_thread_of_blas
-from unidec.errors import ConfigError, Stopped, UnidecError, missing_package
+from unidec.errors import ConfigError, Stopped, UnidecError, missing_package, system_error
+from unidec.user import name_user
 from unidec.version import __version__
 
 config_app = group("config", "Show, check and explain the parameters.")
@@ -58,6 +59,7 @@ def _options(
 ) -> None:
     """Options before the command."""
     one_thread_of_blas()
+    name_user()
 
 
 @command(app, "--set optim.epochs=3", "--resume", "--resume 3f2a --accept optim.lr_clf --accept code")
@@ -242,6 +244,12 @@ def main() -> None:
         if isinstance(error, Stopped) and any(not thread.daemon for thread in threading.enumerate()[1:]):
             os._exit(error.exit_code)  # a second Ctrl-C came while a checkpoint was being written
         sys.exit(error.exit_code)
+    except OSError as error:
+        refused = system_error(error)
+        if debug or refused is None:
+            raise
+        print(f"error: {refused}", file=sys.stderr, flush=True)
+        sys.exit(refused.exit_code)
     except ModuleNotFoundError as error:
         missing = missing_package(error)
         if debug or missing is error:

@@ -19,6 +19,7 @@ from unidec.model.sources import PACKAGED, check_positions, resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.data import source_files
 from unidec.tracking.store import sqlite_path, tracking_uri
+from unidec.user import check_writable
 
 ALL_STEPS = ("ingest", "tokens", "train", "index", "evaluate")
 # what a stage imports, which `pip install unidec-xmc` alone does not bring
@@ -31,7 +32,6 @@ _PACKAGES = {
 }
 _WRITTEN = (Path("data"), paths.RUNS, Path("outputs"), Path(".prefect"), Path(".dvc"))
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_MOST_SHOWN = 5  # folders
 
 
 def check_before_work(params: Params, steps: Collection[str] = ALL_STEPS) -> None:
@@ -124,30 +124,5 @@ def _check_packages(steps: Collection[str]) -> None:
 
 
 def _check_written() -> None:
-    """Check that this user may write where the stages write: folders, and what is in them already."""
-    refused = [path for folder in _written() for path in _refused(folder)]
-    if not refused:
-        return
-    more = f" and {len(refused) - _MOST_SHOWN} more" if len(refused) > _MOST_SHOWN else ""
-    owner = refused[0].stat().st_uid
-    raise ArtifactError(
-        "cannot be written", where=", ".join(map(str, refused[:_MOST_SHOWN])) + more,
-        got=f"user id {os.getuid()}; the owner is user id {owner}",
-        fix=f"run as the owner, or: chown -R {os.getuid()} {Path.cwd()} (a read-only file system: use another folder)",
-    )  # fmt: skip
-
-
-def _written() -> list[Path]:
     database = sqlite_path(tracking_uri())
-    return [*_WRITTEN, *([database.parent] if database is not None else [])]
-
-
-def _refused(folder: Path) -> list[Path]:
-    """The folder or its nearest existing parent, and entries of the folder, that this user cannot write."""
-    if not folder.exists():
-        parent = next(path for path in folder.absolute().parents if path.exists())
-        return [] if os.access(parent, os.W_OK | os.X_OK) else [parent]
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return [folder]
-    inside = [path for path in folder.iterdir() if path.name != "raw" and path.exists()]
-    return [path for path in inside if not os.access(path, os.W_OK)]
+    check_writable([*_WRITTEN, *([database.parent] if database is not None else [])])

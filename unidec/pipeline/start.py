@@ -218,7 +218,7 @@ def check_start(params: Params) -> list[str]:
     model = first_model(params)
     words, is_refused = ("", False) if model is None else _leak(params, model)
     if is_refused:
-        where = str(params.encoder.start or START)
+        where = str(params.encoder.start or paths.START)
         raise ConfigError(
             "a training cannot start from a model that knows the test queries", where=where,
             got=f"the model {words}", expected=f"at most {params.validation.test_texts_in_train:.1%}",
