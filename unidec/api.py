@@ -122,7 +122,8 @@ class Model:
         truth = _pairs(pairs, list(query_texts), list(row_of))
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
-            raise DataError("nothing to evaluate on: no query has a label", where="pairs")
+            what, expected = "nothing to evaluate on: no query has a label", "pairs of these queries"
+            raise DataError(what, where="pairs", expected=expected)
         texts = list(query_texts.values())
         found = self.predict([texts[row] for row in rows], min(100, self.num_labels))
         predicted = np.full((len(rows), 100), -1, dtype=np.int64)
@@ -266,7 +267,7 @@ def _texts(given: Any, what: str) -> dict[str, str]:
     if hasattr(given, "columns"):
         if "text" not in given.columns:
             columns = ", ".join(map(str, given.columns))
-            raise DataError("no column `text`", where=what, got=f"columns: {columns}")
+            raise DataError("no column `text`", where=what, got=f"columns: {columns}", fix="rename the column of texts")
         uids = given["id"] if "id" in given.columns else given.index
         pairs = list(zip(map(str, uids), given["text"], strict=True))
     elif isinstance(given, Mapping):
@@ -275,12 +276,14 @@ def _texts(given: Any, what: str) -> dict[str, str]:
         pairs = [(str(place), text) for place, text in enumerate(_list_of_texts(given))]
     texts = dict(pairs)
     if len(texts) < len(pairs):
-        raise DataError("uids are not unique", where=what, got=f"{len(pairs) - len(texts)} duplicates")
+        got, fix = f"{len(pairs) - len(texts)} duplicates", "give each text its own uid"
+        raise DataError("uids are not unique", where=what, got=got, fix=fix)
     bad = next((uid for uid, text in texts.items() if not isinstance(text, str) or not text.strip()), None)
     if bad is not None:
-        raise DataError("the text is missing or empty", where=f"{what}, id {bad}", got=repr(texts[bad])[:80])
+        got, where = repr(texts[bad])[:80], f"{what}, id {bad}"
+        raise DataError("the text is missing or empty", where=where, got=got, expected="a string with a word")
     if not texts:
-        raise DataError("no texts given", where=what)
+        raise DataError("no texts given", where=what, expected="at least one text")
     return texts
 
 
@@ -292,21 +295,24 @@ def _pairs(given: Any, queries: list[str], labels: list[str]) -> csr_matrix:
         if matrix.shape != shape:
             raise DataError("pairs have the wrong shape", where="pairs", got=matrix.shape, expected=shape)
         if matrix.nnz and not (np.isfinite(matrix.data).all() and matrix.data.min() >= 0):
-            raise DataError("pairs must be finite and non-negative", where="pairs")
+            raise DataError("pairs must be finite and non-negative", where="pairs", expected="numbers of at least 0")
         matrix.eliminate_zeros()
         matrix.sort_indices()
         return matrix
     if hasattr(given, "columns"):
         missing = {"query_id", "label_id"} - set(given.columns)
         if missing:
-            raise DataError("missing columns", where="pairs", got=", ".join(sorted(missing)))
+            got, expected = ", ".join(map(str, given.columns)), "query_id and label_id"
+            raise DataError("missing columns", where="pairs", got=got, expected=expected)
         given = zip(given["query_id"], given["label_id"], strict=True)
     rows = [{uid: row for row, uid in enumerate(uids)} for uids in (queries, labels)]
     found = []
     for place, pair in enumerate(given):
         query, label = (known.get(str(uid)) for known, uid in zip(rows, pair, strict=True))
         if query is None or label is None:
-            raise DataError(f"unknown {'query' if query is None else 'label'}", where=f"pairs, pair {place}", got=pair)
+            what = f"unknown {'query' if query is None else 'label'}"
+            expected = "uids of the queries and labels, or positions in lists"
+            raise DataError(what, where=f"pairs, pair {place}", got=pair, expected=expected)
         found.append((query, label))
     unique = np.unique(np.array(found, dtype=np.int64).reshape(-1, 2), axis=0)
     return csr_matrix((np.ones(len(unique), np.float32), (unique[:, 0], unique[:, 1])), shape)

@@ -138,7 +138,8 @@ def alone(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArtifactError("the folder cannot be created", where=str(folder), got=error.strerror) from error
+        fix = "an output in a folder that can be written"
+        raise ArtifactError("the folder cannot be created", where=str(folder), got=error.strerror, fix=fix) from error
     try:
         with FileLock(folder / ".lock", timeout=0):
             try:

@@ -95,7 +95,8 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError("damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
     except OSError as error:
-        raise DataError("the file cannot be read", where=str(path), got=error.strerror or error) from error
+        fix = "check the file and its permissions"
+        raise DataError("the file cannot be read", where=str(path), got=error.strerror or error, fix=fix) from error
 
 
 def _row_too_long(path: Path, number: int, bounds: RawBounds, hint: str = "") -> DataError:
@@ -131,7 +132,7 @@ def read_rows(
     if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
         raise DataError("unknown file type of a table", where=str(path), expected=".csv .tsv .jsonl .parquet")
     if not path.is_file():
-        raise DataError("no such file", where=str(path))
+        raise DataError("no such file", where=str(path), fix="check the path")
     if kind in (".jsonl", ".json"):
         lines = read_lines(path, bounds)
         yield from ((number, _json_object(line, number, report)) for number, line in lines if line.strip())
@@ -217,4 +218,5 @@ def _open_parquet(path: Path, bounds: RawBounds) -> Iterator[Any]:
             check_unpacked(path, sum(group.total_byte_size for group in groups), bounds)
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError("not a readable Parquet file", where=str(path), got=str(error)[:200]) from error
+        fix = "write or copy the file again"
+        raise DataError("not a readable Parquet file", where=str(path), got=str(error)[:200], fix=fix) from error

@@ -27,7 +27,8 @@ def read_texts(path: Path, column: str | None) -> Iterator[str]:
     for line, row in read_rows(path, (column,) if column else TEXT_COLUMNS, check):
         name = text_column(list(row), column, f"{path}:{line}")
         if not isinstance(row[name], str):
-            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(row[name])[:80])
+            got = repr(row[name])[:80]
+            raise DataError("not a text", where=f"{path}:{line}, {name}", got=got, expected="a string")
         yield row[name]
 
 
@@ -39,7 +40,7 @@ def text_column(names: Sequence[str], column: str | None, where: str) -> str:
             return name
     raise DataError(
         "the file has no column of queries", where=where, got=", ".join(map(str, names))[:300] or "no columns",
-        expected=" or ".join(accepted), fix="rename the column, or name it: --column NAME",
+        expected=" or ".join(accepted), fix="rename the column, or name it (--column)",
     )  # fmt: skip
 
 
