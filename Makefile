@@ -42,6 +42,10 @@ help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## create the environment: pinned packages, DVC; nothing to do if up to date
+	@echo "$(VENV) is up to date. Next:"
+	@echo "  source $(BIN)/activate            # then unidec, dvc, prefect and mlflow are on the path"
+	@echo "  make train                           # on the Debian example"
+	@echo "  unidec init --data-path FOLDER       # or on your own data (README.md); then make train"
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || \

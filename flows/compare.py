@@ -90,6 +90,12 @@ def compare(
         return lifecycle.finished({"report": str(page), "runs": runs})
 
 
+def prepare(options: dict[str, Any]) -> None:
+    """Report errors in the options and in the file before Prefect starts."""
+    comparison = load_comparison(options["file"], options["overrides"], tune=options["tune"])
+    select(comparison, options["only"])
+
+
 def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[str, str]:
     """Runs the steps that have no result yet, `jobs` at a time, and waits for all of them.
 

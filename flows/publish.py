@@ -112,7 +112,8 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
-        raise UnidecError("git failed", where=f"git {' '.join(words[:2])}", got=(done.stderr or done.stdout).strip())
+        got, fix = (done.stderr or done.stdout).strip(), "follow git's message, then commit by hand"
+        raise UnidecError("git failed", where=f"git {' '.join(words[:2])}", got=got, fix=fix)
     return done.stdout.strip()
 
 

@@ -34,7 +34,7 @@ from flows.decide import summary as in_words  # noqa: F401  what `flows.command`
 from flows.lifecycle import run
 from unidec import pipeline
 from unidec.config import Params, fingerprint, load_params
-from unidec.errors import ConfigError
+from unidec.errors import ConfigError, UnidecError
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
 from unidec.tracking.repository import git
@@ -192,8 +192,13 @@ def _own_folder(params: Params) -> Iterator[Params]:
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
     lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is not used")
-    with lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")), contextlib.chdir(folder):
-        yield params.model_copy(update={"data": data, "encoder": encoder})
+    inside = params.model_copy(update={"data": data, "encoder": encoder})
+    try:
+        with lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")), contextlib.chdir(folder):
+            yield inside
+    except UnidecError as error:
+        error.seen_from_above(folder)
+        raise
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any] | None:

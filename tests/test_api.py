@@ -104,6 +104,31 @@ def test_data_that_cannot_be_trained_on_is_named():
         unidec.UniDECClassifier().fit(pd.DataFrame({"text": ["q"]}), np.ones((1, 1)))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recipe": "nope"}, ["recipe: no such recipe", "unidec-long"]),
+        ({"recipe": 3}, ["recipe: wrong value", "a valid string"]),
+        ({"params": {"optim.epoch": 3}}, ["optim.epoch: unknown key", "nearest: optim.epochs"]),
+        ({"params": {"pool": {"beta": 0}, "pool.eta": "x"}}, ["pool: not a section", "pool.eta: wrong value"]),
+        ({"params": {"loss.de": "infonce", "loss.reduction": "psl"}}, ["fix: loss.reduction: pol"]),
+    ],
+)
+def test_errors_in_python_speak_of_arguments_not_of_options(options, words, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        unidec.fit(["a text"], ["a label"], [(0, 0)], folder=tmp_path / "work", **options)
+    said = str(error.value)
+    assert all(word in said for word in words), said
+    assert "--" not in said and "params.yaml" not in said and "(" not in said.partition("expected")[0]
+
+
+def test_a_runtime_that_does_not_exist(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"runtime: no such runtime\n  got: cuda\n  expected: auto, torch, onnx"):
+        unidec.load(model.folder, runtime="cuda")
+    with pytest.raises(ArtifactError, match="fix: check the path, or write it: unidec index build"):
+        unidec.load(tmp_path / "nothing")
+
+
 def test_an_unknown_parameter_is_named():
     with pytest.raises(ConfigError, match=r"optim\.epochs"):
         unidec.fit(["q"], ["a"], [(0, 0)], params={"optim.epoch": 3})

@@ -227,7 +227,8 @@ class Model:
         texts, truth = _judged(bundle, queries, pairs)
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
-            raise DataError("nothing to evaluate on: no query has a label", where="pairs")
+            what, expected = "nothing to evaluate on: no query has a label", "pairs of these queries"
+            raise DataError(what, where="pairs", expected=expected)
         found = self.predict([texts[row] for row in rows], min(100, self.num_labels))
         predicted = np.full((len(rows), 100), -1, dtype=np.int64)
         for row, answer in enumerate(found):

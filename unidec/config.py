@@ -67,9 +67,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where += f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=where) from error
+        what = f"invalid YAML: {error.problem or error.context}"
+        raise ConfigError(what, where=where, fix="correct this line or the one before") from error
     except (YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"invalid YAML: {error}", where=where) from error
+        raise ConfigError(f"invalid YAML: {error}", where=where, expected="key: value") from error
     if not isinstance(value or {}, dict):
         raise ConfigError("top level is not a mapping", where=where, got=type(value).__name__, expected="key: value")
     return value or {}, lines
@@ -109,7 +110,7 @@ def short(value: Any) -> str:
 def nearest(name: str, names: list[str]) -> str | None:
     """The most similar of `names`; None if none is similar."""
     by_lower = {known.lower(): known for known in names}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
 
 
@@ -138,15 +139,18 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
 
     Args:
         path: YAML file with the sections of `Params`; a key that is missing or has no value takes the value of the
-            recipe, or else the default. None: no file, only `overrides`.
+            recipe, or else the default. None: no file, only `overrides`, as from Python.
         overrides: values by key path, such as `{"pool.beta": 2}`.
 
     Raises:
         ConfigError: reports all problems together, each with key path, value, expected values and the nearest name.
     """
     raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
+    values = _given(raw) | dict(overrides or {})
+    if path is None:
+        return build_params(values, {}, "")
     origin = {".".join(key): f"line {line}" for key, line in lines.items()} | dict.fromkeys(overrides or {}, "--set")
-    return build_params(_given(raw) | dict(overrides or {}), origin, "parameters" if path is None else str(path))
+    return build_params(values, origin, str(path))
 
 
 def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
@@ -154,7 +158,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
 
     Args:
         origin: place where each value was set, by key path.
-        where: the file, for error messages.
+        where: the file, for error messages; "": none.
 
     Raises:
         ConfigError: see `load_params`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 from unidec.addresses import without_credentials
 
@@ -31,10 +32,20 @@ class UnidecError(Exception):
         fix: str | None = None,
     ) -> None:
         self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
-        facts = {"got": got, "expected": expected, "fix": fix or None}
-        lines = [f"{where}: {what}" if where else what]
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        facts = {"got": self.got, "expected": self.expected, "fix": self.fix or None}
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
         lines += [f"  {name}: {fact}" for name, fact in facts.items() if fact is not None]
-        super().__init__(without_credentials("\n".join(lines)))
+        return without_credentials("\n".join(lines))
+
+    def seen_from_above(self, folder: Path) -> None:
+        """Change `where`, if it is a relative path of a file in `folder`, to its path from outside of the folder."""
+        file = (self.where or "").partition(":")[0]
+        if file and not Path(file).is_absolute() and (folder / file).exists():
+            self.where = str(folder / str(self.where))
+            self.args = (self._message(),)
 
 
 class ConfigError(UnidecError):

@@ -381,7 +381,11 @@ def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
     check_fits(params, {place: enough})
     with pytest.raises(ConfigError) as error:
         check_fits(params, {place: needed - (64 << 20)})
-    assert all(word in str(error.value) for word in ("does not fit", "got:", "expected:", "fix:", "unidec plan"))
+    message, other = str(error.value), {"host": "disk", "disk": "memory"}[place]
+    lacking = {"host": "too little host memory", "disk": "too little disk space"}[place]
+    assert all(word in message for word in (lacking, "got:", "expected:", "fix:", "unidec plan"))
+    assert other not in message.splitlines()[0] and f"iB more {lacking.removeprefix('too little ')}" in message
+    assert "--" not in message  # `unidec.fit` raises it too
     check_fits(with_settings(params, {"run.check_memory": False}), {"host": 1})
 
 
@@ -389,7 +393,7 @@ def test_advice_of_the_error_makes_it_fit(ingested):
     """A GPU by its size alone: the error names a setting, and with it the check passes."""
     params = ingested.params(**{"pool.batch_size": 2048, **ALL})
     needed = plan_memory(params, free={"device": 1}).peak("device")[1]
-    with pytest.raises(ConfigError, match="recompute=true"):
+    with pytest.raises(ConfigError, match=r"run\.recompute: true"):
         check_fits(params, {"device": needed})
     check_fits(with_settings(params, {"run.recompute": True}), {"device": needed})
 

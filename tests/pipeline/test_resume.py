@@ -360,7 +360,7 @@ def test_the_export_of_a_finished_run_needs_no_room_for_a_training(
 ) -> None:
 
     def no_room(_params: Params) -> None:
-        raise ConfigError("the training does not fit into memory")
+        raise ConfigError("the training does not fit: too little host memory")
 
     train(work.params())
     whole = read_manifest(paths.MODEL, "model", 1)

@@ -96,6 +96,7 @@ def make_bundle(path, labels=("vim", "nano", "emacs", "ed")):
 
 def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):
     import mlflow
+    import numpy as np
     import pandas as pd
 
     bundle = make_bundle(tmp_path / "bundle")
@@ -119,6 +120,10 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
         found = model.predict(pd.DataFrame({"query": ["an editor", "x"]}), params={"k": 3})
         assert list(found["label"]) == ["vim", "nano", "emacs"] * 2 and list(found["rank"]) == [1, 2, 3] * 2
         assert len(model.predict(pd.DataFrame({"query": ["an editor"]}))) == 4  # the default k is above the labels
+        several = ({"query": ["a", "b"]}, {"query": np.array(["a", "b"])}, [{"query": "a"}, {"query": "b"}])
+        for given in several:
+            assert list(model.predict(given, params={"k": 1})["query"]) == ["a", "b"]
+        assert list(model.predict({"query": "a"}, params={"k": 1})["query"]) == ["a"]
         told = {"allow": ["vim"], "deny": ["ed", "nano"], "min_score": 1, "head": "de"}
         stand_in.clear()
         model.predict(pd.DataFrame({"query": ["x"]}), params=told)

@@ -48,7 +48,7 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     """
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
-        raise TrainingError("the comparison is being stopped", where=step.name)
+        raise TrainingError("the comparison is being stopped", where=step.name, fix="run it again to resume")
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
         write_json(step.folder / SPEC, dict(step.spec))
@@ -58,7 +58,8 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
                 stderr=subprocess.STDOUT, env=variables, process_group=0,
             )  # fmt: skip
     except OSError as error:
-        raise TrainingError("cannot be started", where=step.name, got=error) from error
+        fix = "free memory or disk space, then run it again"
+        raise TrainingError("the process of this run cannot be started", where=step.name, got=error, fix=fix) from error
     while (code := process.poll()) is None:
         if stopping.wait(POLL_S):
             for number in (signal.SIGTERM, signal.SIGKILL):  # the latter also for the child's own children
@@ -74,7 +75,8 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
         reason = f"{how}: {last_lines(step.folder / LOG)}"
         if not stopping.is_set():
             write_json(step.folder / FAILURE, {"what": reason})
-    raise TrainingError(reason, where=str(step.folder / LOG))
+    fix = "read this log, remove the cause and run it again: finished runs are kept"
+    raise TrainingError(reason, where=str(step.folder / LOG), fix=fix)
 
 
 def main(folder: str) -> int:

@@ -43,6 +43,10 @@ _STALE_S = 24 * 3600.0
 _SETTLED_S = 1.0  # a file that changed more recently may change again without a new time stamp
 _verified: set[tuple[Any, ...]] = set()  # folders that this process has verified, with the state of their files
 _written_names: set[str] = set()  # temporary names used by this process
+_WRITERS = {  # commands, by the kind of what they write
+    "dataset": "unidec data ingest", "tokens": "unidec data tokens", "propensity": "unidec data propensity",
+    "label_graph": "unidec data label-graph", "model": "unidec train", "bundle": "unidec index build",
+}  # fmt: skip
 REBUILD = "delete the folder and run the stage that writes it again"
 
 
@@ -198,7 +202,8 @@ def read_manifest(
     root = Path(path)
     where = str(root / MANIFEST)
     if not root.is_dir():
-        raise ArtifactError(f"no {kind} here", where=str(root), fix="run the pipeline stage that writes it")
+        fix = f"check the path, or write it: {_WRITERS.get(kind, 'make train')}"
+        raise ArtifactError(f"no {kind} here", where=str(root), fix=fix)
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
         raise ArtifactError("folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind)
@@ -356,7 +361,7 @@ def folder_sha256(path: str | os.PathLike[str]) -> str:
     """One sha256 for a folder: over the file hashes in its manifest, or else over all files that are not hidden."""
     root = Path(path)
     if not root.is_dir():
-        raise ArtifactError("no such folder", where=str(root))
+        raise ArtifactError("no such folder", where=str(root), fix="check the path")
     with contextlib.suppress(ArtifactError):
         return manifest_sha256(_parse_manifest(root))
     return files_sha256({name: file_sha256(root / name) for name in _files(root) if "/." not in f"/{name}"})

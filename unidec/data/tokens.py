@@ -178,7 +178,7 @@ class TokenCache(Tokens):
             facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
             if any(type(number) is not int or number < 0 for number in facts):
                 what = "the manifest lacks facts of a token cache"
-                raise ArtifactError(what, where=str(root), got=str(meta)[:200])
+                raise ArtifactError(what, where=str(root), got=str(meta)[:200], fix=REBUILD)
             vocab_size, pad_id, max_length, num_texts = facts
             offsets = load_array(root / "offsets.npy", np.int64)
             ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
@@ -240,7 +240,9 @@ class TextTokenizer:
         try:
             self._tokenizer = Tokenizer.from_file(str(self.file))
         except Exception as error:  # the Rust library raises plain Exception
-            raise ArtifactError("not a readable tokenizer", where=str(self.file), got=str(error)[:200]) from error
+            fix = "save it again: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            what = "not a readable tokenizer"
+            raise ArtifactError(what, where=str(self.file), got=str(error)[:200], fix=fix) from error
         specials = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= specials:
             got, expected = f"max_length {max_length}", f"> {specials}"

@@ -72,7 +72,7 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     places = spaced(np.arange(len(test)), min(MAX_TEST, affordable))
     try:
         if not len(train) or not len(test):
-            raise DataError("a split without queries")
+            raise DataError("a split without queries", expected="training and test queries")
         vectorizer, train_MF = fit_words(dataset.query_texts(rows, text), str(dataset.path))
     except DataError as error:
         return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
@@ -189,7 +189,8 @@ def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
     try:
         return vectorizer, vectorizer.fit_transform(texts)
     except ValueError as error:  # scikit-learn's "empty vocabulary"
-        raise DataError("texts without a word to count", where=where, got=str(error)[:200]) from error
+        expected = "a word of two or more characters in at least one text"
+        raise DataError("no text has a word to count", where=where, got=str(error)[:200], expected=expected) from error
 
 
 def rank(

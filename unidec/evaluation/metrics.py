@@ -89,7 +89,8 @@ def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> ND
     ):
         if invalid_BK.any():
             row = int(np.argmax(invalid_BK.any(axis=1)))
-            raise DataError(what, where=f"predictions row {row}", got=label_BK[row].tolist()[:20])
+            got, expected = label_BK[row].tolist()[:20], f"different labels from 0 to {num_labels - 1}, -1 for none"
+            raise DataError(what, where=f"predictions row {row}", got=got, expected=expected)
     return label_BK
 
 
@@ -248,7 +249,8 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
         DataError: the shapes differ.
     """
     if _shape(relevance) != _shape(filter_pairs):
-        raise DataError("relevance and filter differ in shape", got=f"{relevance.shape} and {filter_pairs.shape}")
+        got = f"{relevance.shape} and {filter_pairs.shape}"
+        raise DataError("relevance and filter pairs differ in shape", got=got, expected="[queries, labels] of both")
     key_E = np.setdiff1d(pair_keys(relevance, True), pair_keys(filter_pairs), assume_unique=True)
     row_E, label_E = np.divmod(key_E, max(_shape(relevance)[1], 1))
     return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))

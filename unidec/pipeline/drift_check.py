@@ -234,7 +234,7 @@ def monitor(params: Params, queries_path: str, *, column: str | None = None, bun
     window = read_window(Path(queries_path), column, params.raw)
     total = len(window.texts)
     if not total:
-        raise DataError("the window has no queries", where=queries_path)
+        raise DataError("the window has no queries", where=queries_path, expected="a row for each query")
     window = window.sample(spaced(np.arange(total), MAX_QUERIES))
     loaded = Bundle.load(folder)
     new, metrics = _figures(old, tokenizer, window.texts), None

@@ -208,8 +208,8 @@ def start_run(
         track: log to MLflow; if False, the run's records are only in its folder.
 
     Raises:
-        ConfigError: the training does not fit into memory, or the run to resume was started with other data,
-            parameters, tokenizer or code: all keys that differ are listed.
+        ConfigError: the training does not fit into memory or on the disk, or the run to resume was started with
+            other data, parameters, tokenizer or code: all keys that differ are listed.
     """
     params, start = effective(params), read_start()
     leak = check_start(params)  # also reports a model that is missing or damaged

@@ -107,20 +107,23 @@ class Answerer:
     def check(self, request: Request, where: str = "request") -> None:
         """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid for this bundle."""
         if not isinstance(request.text, str):
-            raise DataError("a text is needed", where=f"{where}.text", got=type(request.text).__name__)
+            got = type(request.text).__name__
+            raise DataError("the text is not a string", where=f"{where}.text", got=got, expected="a string")
         try:
             request.text.encode()
         except UnicodeEncodeError as error:
-            raise DataError("the text is not valid Unicode", where=f"{where}.text", got=str(error)) from error
+            fix = "replace lone surrogates"
+            raise DataError("the text is not valid Unicode", where=f"{where}.text", got=str(error), fix=fix) from error
         if is_blank(request.text):
             expected = "a text with something to read"
             raise DataError("the text is blank", where=f"{where}.text", got=repr(request.text)[:80], expected=expected)
         if request.k < 1:
             raise DataError("k is out of range", where=f"{where}.k", got=request.k, expected="at least 1")
         if not math.isfinite(request.tail):
-            raise DataError("a number is needed", where=f"{where}.tail", got=request.tail)
+            raise DataError("not a number", where=f"{where}.tail", got=request.tail, expected="a finite number")
         if request.min_score is not None and math.isnan(request.min_score):
-            raise DataError("a number is needed", where=f"{where}.min_score", got=request.min_score)
+            got, expected = request.min_score, "a number, or none"
+            raise DataError("not a number", where=f"{where}.min_score", got=got, expected=expected)
         space = self.bundle.info.space
         heads = SPACES if space == "both" else ("both", space)
         if request.head not in heads:

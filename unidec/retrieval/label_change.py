@@ -105,7 +105,8 @@ class LabelChange:
         titles = texts if titles is None else titles
         if not len(uids) or not len(uids) == len(texts) == len(titles):
             got = f"{len(uids)} uids, {len(texts)} texts, {len(titles)} titles"
-            raise DataError("labels need a uid, a text and a title each, and there must be at least one", got=got)
+            expected = "a uid, a text and a title of each label, and at least one label"
+            raise DataError("no labels, or parts of them are missing", got=got, expected=expected)
         ((most_frequent, count),) = Counter(uids).most_common(1)
         if count > 1:
             raise DataError("a label uid occurs twice", got=most_frequent, fix="give each label its own uid")

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from unidec.model.words import with_words
 from unidec.retrieval.words import WordSpace
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
+RUNTIMES = get_args(Runtime)
 CHUNK_TEXTS = 8  # texts that a transformer encodes together; measured: benchmarks/results/query-path.md
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
@@ -89,8 +90,8 @@ class FastEncoder:
 
     def __init__(self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1) -> None:
         if about.encoder.kind == "inception":
-            what, fix = "only torch encodes queries with an inception encoder", "serve.runtime: auto or torch"
-            raise ConfigError(what, where="serve.runtime", got="onnx", fix=fix)
+            what, fix = "only torch encodes queries with an inception encoder", "runtime: auto or torch"
+            raise ConfigError(what, where="runtime", got="onnx", fix=fix)
         # loaded once: the bundle's folder may be replaced while this encoder is in use
         self._tokenizer, self._words = load_tokenizer(about.tokenizer_folder, about.max_length), words
         self._parts: list[Part] = []
@@ -158,9 +159,11 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
         threads: threads of one call; 0: see `cores.num_threads`.
 
     Raises:
-        ConfigError: "onnx" or "onnx-int8" if the bundle has no graph or onnxruntime is not installed.
+        ConfigError: no such runtime; "onnx" or "onnx-int8" if the bundle has no graph or onnxruntime is not installed.
         ArtifactError: weights are damaged, or do not match the model's configuration or tokenizer.
     """
+    if runtime not in RUNTIMES:
+        raise ConfigError("no such runtime", where="runtime", got=runtime, expected=", ".join(RUNTIMES))
     threads, about = num_threads(threads), bundle.about
     if runtime != "torch" and (runtime != "auto" or str(getattr(about, "device", "cpu")) == "cpu"):
         try:
@@ -187,13 +190,13 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
         import onnxruntime  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError(
-            f"onnxruntime cannot be used: {error}", where="serve.runtime",
-            fix="pip install 'unidec-xmc[serve]', or serve.runtime: torch",
+            f"onnxruntime cannot be used: {error}", where="runtime",
+            fix="pip install 'unidec-xmc[serve]', or runtime: torch",
         ) from error  # fmt: skip
     if not graph.is_file():
         raise ConfigError(
             "this bundle has no ONNX graph of its transformer", where=str(graph),
-            fix="write the bundle again with this version (unidec index build), or serve.runtime: torch",
+            fix="write the bundle again with this version (unidec index build), or runtime: torch",
         )  # fmt: skip
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1

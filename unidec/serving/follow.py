@@ -105,7 +105,8 @@ class Registry:
         except (MlflowException, OSError) as error:
             with contextlib.suppress(ConfigError):
                 self.find()  # raises if the registry is the cause, not this version
-            raise ArtifactError("the version cannot be fetched", where=address, got=_named(error)) from error
+            fix = "check the network and the store's files"
+            raise ArtifactError("the version cannot be fetched", where=address, got=_named(error), fix=fix) from error
 
 
 def _stored_bytes(address: str, enough: int) -> int:

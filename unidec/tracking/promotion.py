@@ -90,10 +90,11 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     known = [*sorted(named), *numbers[:_LISTED]]
     if not numbers:
         known = [model.name for model in client.search_registered_models(max_results=_LISTED)]
-        what, near = "no such model, or it has no version yet", nearest(model_name, known)
+        what = "no such model, or it has no version yet" if known else "it has no model yet"
+        near = nearest(model_name, known)
     raise ConfigError(
         f"not in the registry: {what}", where=f"models:/{model_name}", got=str(which),
-        expected=f"one of {', '.join(known)}" if known else "no model is registered",
+        expected=f"one of {', '.join(known)}" if known else None,
         fix=f"nearest: {near}" if near not in (None, model_name) else
         "`unidec models list` lists versions and aliases; `unidec models register` registers outputs/bundle",
     )  # fmt: skip

@@ -225,8 +225,8 @@ class Trainer:
             self.model.load_dense_state(weights)
             self.optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
         except (KeyError, RuntimeError) as error:
-            what = "the checkpoint does not fit the model"
-            raise ArtifactError(what, where=str(self.run_dir), got=str(error)) from error
+            what, fix = "the checkpoint does not fit the model", "delete it, or the run's folder to start over"
+            raise ArtifactError(what, where=str(self.run_dir), got=str(error), fix=fix) from error
         self.optimisers.load_dense_state(checkpoint.dense)
         state = checkpoint.state
         self.epoch, self.epoch_step, self.step = (int(state[key]) for key in ("epoch", "epoch_step", "step"))
