@@ -51,15 +51,39 @@ def read_parquet(
         _check_no_bytes(path, schema, wanted)
         stored = _Stored.of(metadata, wanted)
         check_unpacked(path, max(stored.encoded, stored.values * _VALUE_BYTES), bounds)
-        with pq.ParquetFile(path, buffer_size=_BUFFER, read_dictionary=stored.dictionaries) as file:
-            number, decoded = 1, stored.values * _VALUE_BYTES
-            for batch in file.iter_batches(batch_size=stored.batch_rows(), columns=wanted):
-                size = sum(_text_bytes(column) for column in batch.columns)
-                decoded += size
-                check_unpacked(path, decoded, bounds)
-                for row in _rows(batch, size):
-                    yield number, row
-                    number += 1
+        number, decoded = 1, stored.values * _VALUE_BYTES
+        for batch in _batches(path, stored, wanted):
+            size = sum(_text_bytes(column) for column in batch.columns)
+            decoded += size
+            check_unpacked(path, decoded, bounds)
+            for row in _rows(batch, size):
+                yield number, row
+                number += 1
+
+
+def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """All rows, with the texts of `stored.dictionaries` as dictionaries.
+
+    Arrow cannot read a list as dictionaries where its dictionary ends within a batch; from there on, few rows are read
+    at once.
+    """
+    import pyarrow.parquet as pq
+
+    done = 0
+    with pq.ParquetFile(path, buffer_size=_BUFFER, read_dictionary=stored.dictionaries) as file:
+        try:
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(stored.batch_rows(), row_groups=[group], columns=wanted):
+                    done += batch.num_rows
+                    yield batch
+            return
+        except pa.ArrowNotImplementedError:
+            flat = [name for name in stored.dictionaries if "." not in name]
+    with pq.ParquetFile(path, buffer_size=_BUFFER, read_dictionary=flat) as file:
+        for batch in file.iter_batches(_FEWEST_ROWS, columns=wanted):
+            if done < batch.num_rows:
+                yield batch.slice(done)
+            done = max(done - batch.num_rows, 0)
 
 
 @dataclass(frozen=True)
