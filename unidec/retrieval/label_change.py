@@ -259,8 +259,9 @@ def _id_column(where: str, names: Sequence[str]) -> str | None:
 
 
 def _check_header(path: Path, names: list[str]) -> None:
-    if _id_column(f"{path}:1", names) is None:
-        raise columns_missing(path, names, ID_COLUMNS[:1], "id, text [, title]")
+    where = f"{path}:1"
+    if _id_column(where, names) is None:
+        raise columns_missing(where, names, ID_COLUMNS[:1], "id, text [, title]")
 
 
 def with_labels(
