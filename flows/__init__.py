@@ -5,7 +5,10 @@ Prefect reads its settings when it is imported, so the settings of this project 
 
 from __future__ import annotations
 
-import unidec.interrupt  # noqa: F401  first, before slow imports: from here on Ctrl-C prints one line, no traceback
+from unidec import interrupt, surroundings  # first, before slow imports: from here on Ctrl-C prints one line
+
+if interrupt.IS_PROGRAM:
+    surroundings.settle()
 
 # isort: split
 import importlib.util

@@ -17,8 +17,10 @@ from typing import Any
 from flows import server
 from flows.ending import Ending, leave
 from unidec import interrupt
+from unidec.addresses import mask_logs
 from unidec.config import parse_overrides
-from unidec.errors import UnidecError
+from unidec.errors import UnidecError, in_one_message
+from unidec.surroundings import output_failure
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
 
@@ -26,7 +28,22 @@ _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "regist
 def main(name: str, words: Sequence[str] | None = None) -> int:
     """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
     is_program = words is None
-    words = sys.argv[1:] if words is None else words
+    words = list(sys.argv[1:] if words is None else words)
+    mask_logs()
+    is_debug = "--debug" in words
+    try:
+        code = _run(name, [word for word in words if word != "--debug"], is_program)
+    except Exception as error:  # of a library, or a bug; Prefect's log has the traceback of a flow
+        if is_debug:
+            raise
+        print(in_one_message(error, f"python -m flows.{name} --debug ..."), file=sys.stderr, flush=True)
+        return 1
+    if failure := output_failure():
+        print(f"the result could not be printed: {failure.strerror}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     # a training without options may have nothing to do: flows.train.prepare starts the server if it is needed
     if not {"-h", "--help"} & set(words) and (words or name != "train"):
         try:

@@ -39,7 +39,7 @@ from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
 from unidec.tracking.repository import git
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
+from unidec.tracking.store import check_store, import_mlflow, prepare_store, tracking_uri
 from unidec.training.fit import fit
 
 Start = Literal["auto", "warm", "cold"]
@@ -213,12 +213,13 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
     if through_dvc:
         reproduce.check_repository()
     beside = ThreadPoolExecutor(1)
-    store = beside.submit(_open_store)
+    is_registered = through_dvc or options["register_trial"]
+    store = beside.submit(_open_store, is_registered)
     beside.shutdown(wait=False)  # after an error, or Ctrl-C, nothing waits for it
     if through_dvc and params.source.kind == "none" and server.is_needed():
         data_changed, work = reproduce.stale(DATA_STEPS)
+        store.result()
         if not (data_changed or work or options["force"]):
-            store.result()
             with one_at_a_time():
                 return _skip(params, options["promote"])
         server.start()
@@ -230,6 +231,8 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _open_store() -> None:
+def _open_store(is_registered: bool) -> None:
     import_mlflow()  # in the background, as each run needs MLflow and its database
     prepare_store()
+    if is_registered:
+        check_store()

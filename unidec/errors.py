@@ -107,6 +107,16 @@ def system_error(error: OSError) -> UnidecError | None:
     return ArtifactError(str(error.strerror), where=place, got=got, fix=fix)
 
 
+_LONGEST_MESSAGE = 600
+
+
+def in_one_message(error: BaseException, how: str) -> str:
+    """An error that is no UnidecError, such as a library's, in a few words; `how` is the command that shows more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = without_credentials(" ".join(lines))[:_LONGEST_MESSAGE]
+    return f"error: {type(error).__name__}: {message or 'no message'}\n  fix: {how} shows where it happened"
+
+
 _EXTRAS = {
     "cpu": "faiss",
     "pipeline": "dvc great_expectations matplotlib prefect sklearn sqlalchemy",

@@ -5,7 +5,10 @@ Parameters are read and checked before anything heavy is imported, so that a mis
 
 from __future__ import annotations
 
-from unidec import interrupt  # first, before slow imports: from here on Ctrl-C prints one line, no traceback
+from unidec import interrupt, surroundings  # first, before slow imports: from here on Ctrl-C prints one line
+
+if interrupt.IS_PROGRAM:
+    surroundings.settle()
 
 # isort: split
 import contextlib
@@ -19,8 +22,8 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from unidec import pipeline
-from unidec.addresses import without_credentials
-from unidec.cli import bundles, data, init, labels, models  # noqa: F401  init adds its command
+from unidec.addresses import mask_logs, without_credentials
+from unidec.cli import bundles, commands, data, init, labels, models  # noqa: F401  init adds its command
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
     AsJson,
@@ -36,7 +39,7 @@ from unidec.cli.commands import (
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
 from unidec.cores import one_thread_of_blas
-from unidec.errors import ConfigError, Stopped, UnidecError, missing_package, system_error
+from unidec.errors import ConfigError, Stopped, UnidecError, in_one_message, missing_package, system_error
 from unidec.user import name_user
 from unidec.version import __version__
 
@@ -226,17 +229,31 @@ for _group in (
     app.add_typer(_group)
 
 
+def _run(arguments: list[str]) -> None:
+    """Run a command. Output that cannot be written is an error only if it was all that the command had to do."""
+    code: Any = 0
+    try:
+        app(args=arguments, prog_name="unidec")
+    except SystemExit as end:
+        code = end.code
+    if failure := surroundings.output_failure():
+        print(f"error: the output could not be written: {failure.strerror}", file=sys.stderr, flush=True)
+        code = code or (0 if commands.has_finished_work else 1)
+    sys.exit(code)
+
+
 def main() -> None:
     """Entry point: an error that a user can fix is printed as a message, with an exit code and no traceback."""
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    mask_logs()
     # Python's own hook, with the credentials of URLs removed
     sys.excepthook = lambda *error: print(
         without_credentials("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True
     )
     interrupt.guard_work()
     try:
-        app(args=arguments, prog_name="unidec")
+        _run(arguments)
     except UnidecError as error:
         if debug:
             raise
@@ -244,17 +261,20 @@ def main() -> None:
         if isinstance(error, Stopped) and any(not thread.daemon for thread in threading.enumerate()[1:]):
             os._exit(error.exit_code)  # a second Ctrl-C came while a checkpoint was being written
         sys.exit(error.exit_code)
-    except OSError as error:
-        refused = system_error(error)
-        if debug or refused is None:
-            raise
-        print(f"error: {refused}", file=sys.stderr, flush=True)
-        sys.exit(refused.exit_code)
     except ModuleNotFoundError as error:
         missing = missing_package(error)
         if debug or missing is error:
             raise
         sys.exit(f"error: {missing}")
+    except Exception as error:  # of a library, or a bug
+        if debug:
+            raise
+        refused = system_error(error) if isinstance(error, OSError) else None
+        if refused is not None:
+            print(f"error: {refused}", file=sys.stderr, flush=True)
+            sys.exit(refused.exit_code)
+        print(in_one_message(error, "unidec --debug ..."), file=sys.stderr, flush=True)
+        sys.exit(1)
     except interrupt.Interrupted:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(interrupt.EXIT_CODE)
