@@ -238,7 +238,7 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
     assert code == 0
     assert run(*words, "--runtime", "onnx")[0] == 0
     assert calls == [
-        (FakeBundle, "in.csv", "out.parquet", 3, "body", "torch"),
+        (FakeBundle, "in.csv", "out.parquet", 3, "body", "auto"),
         (FakeBundle, "in.csv", "out.parquet", 5, None, "onnx"),
     ]
     assert run(*words, "--runtime", "gpt")[0] == 2

@@ -240,3 +240,17 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
 def test_an_explanation_without_voters(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
     assert _answerer(tmp_path / "b").explain(Request("red")).neighbours is None
+
+
+def test_many_requests_are_encoded_by_length_and_answered_in_their_order(rng, tmp_path, monkeypatch):
+    write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
+    answerer = _answerer(tmp_path / "b")
+    texts = [" ".join(rng.choice(["red", "car", "house", "boat"], rng.integers(1, 30))) for _ in range(600)]
+    requests = [Request(text, int(rng.integers(1, 4))) for text in texts]
+    encode, lengths = answerer.encoder.encode, []
+    monkeypatch.setattr(answerer.encoder, "encode", lambda batch: lengths.extend(map(len, batch)) or encode(batch))
+    answers = answerer.answer(requests)
+    assert lengths == sorted(map(len, texts))
+    for request, answer in zip(requests[::20], answers[::20], strict=True):
+        (alone,) = answerer.answer([request])
+        assert answer.labels == alone.labels and answer.scores == pytest.approx(alone.scores, abs=1e-5)

@@ -52,6 +52,7 @@ def write_queries(path: Path, texts: list[str], row_group_size: int = 10) -> Pat
 
 
 def plan(bundle: Path, source: Path, output: Path, k: int = 5, shards: int | None = None, **options) -> Work:
+    options = {"runtime": "torch"} | options
     return begin_predictions(FileRequest(str(bundle), str(source), str(output), k, **options), shards)
 
 
