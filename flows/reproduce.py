@@ -23,6 +23,7 @@ from prefect.blocks.system import Secret
 
 from flows import lifecycle
 from unidec import pipeline
+from unidec.cli.init import matches_git, without_git
 from unidec.config import Params
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError, without_credentials
 from unidec.pipeline import paths
@@ -76,10 +77,21 @@ def failure(words: Sequence[str], code: int, message: str, stage_code: int | Non
 
 
 def check_repository() -> None:
-    """Raises ConfigError if this folder is not a DVC repository."""
+    """Check that this folder is a DVC repository, and that DVC looks for git only if it is there; a warning if DVC does
+    not use git.
+
+    Raises:
+        ConfigError: it is no DVC repository, or DVC requires git and there is none.
+    """
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         fix = "unidec init --project writes .dvc/ and dvc.yaml"
         raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
+    if matches_git(Path()):
+        return
+    fix = "unidec init --project sets it"
+    if without_git(Path()):
+        raise ConfigError("DVC requires git, and there is none", where="core.no_scm (.dvc/config.local)", fix=fix)
+    log.warning("DVC does not use this folder's git repository: core.no_scm is set (%s)", fix)
 
 
 def make_data(stages: Sequence[str]) -> dict[str, str]:
