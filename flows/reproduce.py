@@ -24,10 +24,12 @@ from prefect.blocks.system import Secret
 from flows import lifecycle
 from unidec import pipeline
 from unidec.addresses import without_credentials
+from unidec.cli.init import matches_git
 from unidec.config import Params
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.sections import Source
+from unidec.tracking.repository import is_inside
 
 MODEL_STAGES = ("train", "index", "evaluate")
 # inputs of the model's stages: parameters, code, and for the data folders their manifests, which contain hashes
@@ -77,10 +79,21 @@ def failure(words: Sequence[str], code: int, message: str, stage_code: int | Non
 
 
 def check_repository() -> None:
-    """Raises ConfigError if this folder is not a DVC repository."""
+    """Check that this folder is a DVC repository, and that DVC looks for git only if it is there; a warning if DVC does
+    not use git.
+
+    Raises:
+        ConfigError: it is no DVC repository, or DVC requires git and there is none.
+    """
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         fix = "unidec init --project writes .dvc/ and dvc.yaml"
         raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
+    if matches_git(Path()):
+        return
+    fix = "unidec init --project sets it"
+    if not is_inside(Path()):
+        raise ConfigError("DVC requires git, and there is none", where="core.no_scm (.dvc/config.local)", fix=fix)
+    log.warning("DVC does not use this folder's git repository: core.no_scm is set (%s)", fix)
 
 
 def make_data(stages: Sequence[str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ if __name__ == "__main__":
     raise SystemExit(main("train"))
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ from unidec.errors import ConfigError, UnidecError
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
 from unidec.tracking.repository import git
-from unidec.tracking.run import Tracker
+from unidec.tracking.run import RUN_TAGS, TRIAL_TAG, Tracker, run_tags
 from unidec.tracking.store import check_store, import_mlflow, prepare_store, tracking_uri
 from unidec.training.fit import fit
 
@@ -86,7 +87,7 @@ def train(
             if not register_trial and "register" in wanted:
                 wanted.remove("register")
                 lifecycle.say("a trial: its bundle is not registered (--register registers it)")
-            with _own_folder(params) as params:
+            with _named(params_file, overrides or {}), _own_folder(params) as params:
                 return lifecycle.finished(_in_process(params, wanted))
         if steps != "all":
             return lifecycle.finished(_in_process(params, wanted))
@@ -174,6 +175,13 @@ def _in_process(params: Params, wanted: list[str], record: Callable[[], None] | 
             done |= {"model": registered.model, "version": registered.version}
             done["run_url"] = done["run_url"] or registered.run
     return done
+
+
+def _named(params_file: str, overrides: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, MLflow runs are tagged with what makes this a trial."""
+    changed = [f"{key}={value}" for key, value in overrides.items()]
+    words = [params_file, *changed] if params_file != "params.yaml" else changed
+    return lifecycle.environment(RUN_TAGS, json.dumps(run_tags() | {TRIAL_TAG: " ".join(words)}))
 
 
 @contextlib.contextmanager

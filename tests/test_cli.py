@@ -302,6 +302,7 @@ def test_init_changes_a_parameter_file_and_keeps_its_other_lines(run, tmp_path: 
     before = (ROOT / "params.yaml").read_text()
     path = tmp_path / "params.yaml"
     path.write_text(before)
+    (tmp_path / "data/raw/my shop: x").mkdir(parents=True)
     code, out, err = run("init", "--data-path", "data/raw/my shop: x", "--recipe", "depsl")
     assert (code, err) == (0, "") and "data.path: data/raw/my shop: x" in out
     params = load_params(path)

@@ -14,7 +14,8 @@ from typer import Argument, Option
 
 from unidec.cli.commands import app, command
 from unidec.config import Params, load_params, recipe_names
-from unidec.errors import ConfigError
+from unidec.errors import ConfigError, DataError
+from unidec.tracking.repository import is_inside
 from unidec.version import PACKAGE
 
 _DVC_CONFIG = """[core]
@@ -27,6 +28,7 @@ _DVC_CONFIG = """[core]
     verify = true
 """
 _FILES = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore", "bin/python", "flows/*.*")
+_NO_SCM = re.compile(r"^[ \t]*no_scm[ \t]*=[ \t]*true[ \t]*\n", re.MULTILINE | re.IGNORECASE)
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
 
@@ -44,7 +46,11 @@ def init(
         bool, Option("--project", help="also write the files that DVC and Prefect need outside a checkout")
     ] = False,
 ) -> None:
-    """Write a params.yaml for your own data; in an existing one, change these keys and keep all other lines."""
+    """Write a params.yaml for your own data; in an existing one, change these keys and keep all other lines.
+
+    With --project, DVC's setting core.no_scm is also set to whether there is a git repository: after `git init`, run it
+    again.
+    """
     if project:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"project {folder.resolve()}: wrote {', '.join(write_project(folder)) or 'nothing, all files exist'}")
@@ -70,8 +76,20 @@ def init(
             path.write_text(before, encoding="utf-8")
         raise
     written = ", ".join(f"{key}: {value}" for key, value in values.items())
+    if data_path is not None:
+        _warn_of_missing(folder / data_path)
     train = "python -m flows.train" if project else "make train"
     print(f"{path}: {written or 'written'}; next: {train} (only the data: unidec data ingest --params {path})")
+
+
+def _warn_of_missing(data: Path) -> None:
+    """Warn if the raw files are not there, or cannot be read: they may come later, or the path has a typo."""
+    from unidec.data.formats import check_folder  # imports pyarrow
+
+    try:
+        check_folder(data)
+    except DataError as error:
+        print(f"warning: {error}", file=sys.stderr)
 
 
 def _new(values: dict[str, str]) -> str:
@@ -110,8 +128,6 @@ def write_project(folder: Path) -> list[str]:
     Returns:
         names of the files that were written.
     """
-    from unidec.tracking.repository import is_inside
-
     packaged = PACKAGE / "project_template"
     template = packaged if packaged.is_dir() else packaged.parents[1]  # a checkout is itself a project
     files = {
@@ -121,15 +137,41 @@ def write_project(folder: Path) -> list[str]:
     }
     files |= {".dvc/config": _DVC_CONFIG, ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
     files["data/start.json"] = '{"kind": "cold"}\n'
-    if not is_inside(folder):
-        files[".dvc/config.local"] = "[core]\n    no_scm = true\n"  # DVC looks for git otherwise
     missing = {name: text for name, text in files.items() if not (folder / name).exists()}
     for name, text in missing.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "bin" / "python").chmod(0o755)
     (folder / ".dvcstore").mkdir(exist_ok=True)
-    return sorted(missing)
+    return sorted([*missing, *_match_git(folder)])
+
+
+def matches_git(folder: Path) -> bool:
+    """Whether DVC's setting core.no_scm says that there is no git repository exactly if there is none."""
+    says_none = bool(_NO_SCM.search(_local_config(folder)))
+    return says_none != is_inside(folder)
+
+
+def _local_config(folder: Path) -> str:
+    file = folder / ".dvc" / "config.local"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _match_git(folder: Path) -> list[str]:
+    """Add core.no_scm to DVC's local settings, without which DVC requires git, or remove it; other lines are kept.
+
+    Returns:
+        the name of the file if it was changed.
+    """
+    if matches_git(folder):
+        return []
+    text = _local_config(folder)
+    text = _NO_SCM.sub("", text) if is_inside(folder) else f"[core]\n    no_scm = true\n{text}"
+    text = re.sub(r"(\[core\]\n[^\[]*)\[core\]\n", r"\1", text)  # DVC refuses a section that is there twice
+    text = re.sub(r"\[core\]\n(?=\[|\s*\Z)", "", text)  # a section without settings
+    file = folder / ".dvc" / "config.local"
+    file.write_text(text, encoding="utf-8")
+    return [".dvc/config.local"]
 
 
 def _adapted(file: Path, template: Path) -> str:

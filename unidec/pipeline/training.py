@@ -31,7 +31,7 @@ from unidec.pipeline.ranking import Ranking, headline, validation_metrics
 from unidec.pipeline.seen import write_record
 from unidec.pipeline.start import check_start, effective, first_model, open_start, read_start, run_identity, start_tags
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash, unknown_code
-from unidec.tracking.run import Tracker, reconcile_runs
+from unidec.tracking.run import TRIAL_TAG, Tracker, reconcile_runs, run_tags
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures, Report, RoundReport, fit
@@ -352,12 +352,22 @@ def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> 
     }  # fmt: skip
     data = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
     data |= {key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")}
-    name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run.folder.name[:6]}"
+    name = f"{dataset.name} {params.recipe or params.model.heads} {_how(experiment, run.folder)}"
     logged = model_params(flatten(params), read_start() is not None)
     tags = {key: tag for key, tag in tags.items() if tag}
     if reason := unknown_code(tags):
         run.lines.append(f"git does not answer, so the gate will refuse the model: {reason}")
     Tracker(params.tracking.experiment).start(run.folder, logged, tags, data, name, run_id)
+
+
+def _how(experiment: str, folder: Path) -> str:
+    """What the end of an MLflow run's name says: the experiment of DVC, or which command trained, and the run."""
+    run = folder.name[:6]
+    if experiment:
+        return experiment
+    if trial := run_tags().get(TRIAL_TAG):
+        return f"trial {trial[:200]} {run}"
+    return f"dvc repro {run}" if os.environ.get("DVC_STAGE") else run
 
 
 def _progress_line(run: Run, checkpoint: Path | None) -> str:

@@ -36,6 +36,8 @@ STATE, LOGGED, UNSENT = "tracking.json", "tracking.jsonl", "tracking-files"
 RUN_TAGS = "UNIDEC_RUN_TAGS"
 """Environment variable with tags (JSON) of every run started in this process, set by its parent process:
 `mlflow.parentRunId` nests the run below another one; `mlflow.runName` names it."""
+TRIAL_TAG = "trial"
+"""Tag of a training with other parameters than params.yaml: which, such as optim.epochs=3."""
 _PARAMS_A_BATCH, _METRICS_A_BATCH, _VALUE_LIMIT, _DIGEST_LIMIT = 100, 1000, 6000, 36  # MLflow's limits
 _KEY_TAG, _TWIN_TAG = "unidec.run_key", "unidec.twin_of"
 _EVERY = 10.0  # seconds between two flushes of a training
