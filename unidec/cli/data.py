@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from unidec import pipeline
-from unidec.cli.commands import Shown, add_stage, command, group, table
+from unidec.cli.commands import Shown, add_stage, command, group, lines_of, table
 from unidec.config import Params
 
 if TYPE_CHECKING:
@@ -39,6 +40,20 @@ def drift(
 ) -> Shown:
     """Compare two versions of the data, or data with a file of queries; exit code 1: drift."""
     return findings(pipeline.drift(params, first, second, column))
+
+
+@command(data_app, "marks.jsonl", "marks-monday.jsonl marks-tuesday.jsonl --output data/with-marks")
+def from_feedback(
+    params: Params,
+    files: Annotated[list[Path], Argument(metavar="FILE...", help="marks that `unidec serve --feedback` wrote")],
+    output: Annotated[
+        Path, Option("--output", metavar="FOLDER", help="a new folder, or one of an earlier call")
+    ] = Path("data/feedback"),
+) -> Shown:
+    """Write data/dataset with the page's marks as tables for the next training: relevant labels as pairs, others as
+    filter pairs. The last mark of a label decides; marks on test and validation queries are not used."""
+    result = pipeline.from_feedback(params, files, output)
+    return Shown(result, [*lines_of("from-feedback", result), f"next: unidec init --data-path {output}; make train"])
 
 
 def findings(result: DataDrift) -> Shown:
