@@ -125,9 +125,10 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[st
         file = ComparisonFile.model_validate(raw)
     except ValidationError as error:
         problems = [_explain(detail, origin) for detail in error.errors(include_url=False)]
-        file = _checkable(raw, error)
-        if file is None:
+        checkable = _checkable(raw, error)
+        if checkable is None:
             raise ParamsError(problems, str(path), "comparison file") from None
+        file = checkable
     skipped = [name for name, entry in file.data.items() if entry.optional and not Path(entry.path).is_dir()]
     for name in skipped:
         log.warning("%s: data set %s is skipped: no folder %s", path, name, file.data[name].path)

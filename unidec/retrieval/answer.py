@@ -106,8 +106,9 @@ class Answerer:
     def check(self, request: Request, where: str = "request") -> None:
         """Raise a DataError if the text, k, tail, min_score or head is invalid for this bundle."""
         if not isinstance(request.text, str):
-            got = type(request.text).__name__
-            raise DataError("the text is not a string", where=f"{where}.text", got=got, expected="a string")
+            raise DataError(
+                "the text is not a string", where=f"{where}.text", got=type(request.text).__name__, expected="a string"
+            )
         try:
             request.text.encode()
         except UnicodeEncodeError as error:

@@ -91,7 +91,9 @@ class Guard:
         headers = dict(scope["headers"])
         if sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
             expected, fix = f"at most {HEAD_BYTES} bytes", "send fewer headers"
-            raise RequestError(431, "large_head", "the head is too large", expected=expected, fix=fix, close=True)
+            raise RequestError(
+                431, "large_head", "the request headers are too large", expected=expected, fix=fix, close=True
+            )
         if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
             what, fix = "both Transfer-Encoding and Content-Length", "leave one out"
             raise RequestError(400, "broken_http", what, where="headers", fix=fix, close=True)
@@ -137,7 +139,7 @@ class Guard:
         except TimeoutError:
             raise RequestError(
                 408, "slow_body", "the body did not arrive in time", where="body", got=f"{len(body)} bytes",
-                expected=f"all of it within {self.seconds:g} s", fix="send it at once", close=True,
+                expected=f"all of it within {self.seconds:g} s", fix="send the whole body within the limit", close=True,
             ) from None  # fmt: skip
         return bytes(body)
 
