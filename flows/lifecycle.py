@@ -104,7 +104,7 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
 def at_work() -> Iterator[None]:
     """Wrap a flow's body: marks earlier runs that crashed, and tags MLflow runs with this flow run.
 
-    If a worker started the run, it ends when the worker is gone, because then nobody can cancel it.
+    If a worker started the run, it ends when the worker is gone, because then it can no longer be cancelled.
     """
     one_line_for_known_errors()
     context = FlowRunContext.get()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,10 +37,10 @@ DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "au
 def init(
     folder: Annotated[Path, Argument(help="folder of params.yaml; default: the current one")] = Path("."),
     data_path: Annotated[
-        str | None, Option(help=f"folder of raw files; {DEFAULTS['data.path']} in a new params.yaml")
+        str | None, Option(help=f"folder of raw files; default in a new params.yaml: {DEFAULTS['data.path']}")
     ] = None,
     data_format: Annotated[
-        str | None, Option("--format", help="layout of the files (docs/data.md); auto in a new params.yaml")
+        str | None, Option("--format", help="layout of the files (docs/data.md); default in a new params.yaml: auto")
     ] = None,
     recipe: Annotated[str | None, Option(help=f"one of {', '.join(recipe_names())}")] = None,
     project: Annotated[
@@ -78,8 +79,9 @@ def init(
     written = ", ".join(f"{key}: {value}" for key, value in values.items())
     if data_path is not None:
         _warn_of_missing(folder / data_path)
+    enter = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
     train = "python -m flows.train" if project else "make train"
-    print(f"{path}: {written or 'written'}; next: {train} (only the data: unidec data ingest --params {path})")
+    print(f"{path}: {written or 'written'}; next: {enter}{train} (only the data: {enter}unidec data ingest)")
 
 
 def _warn_of_missing(data: Path) -> None:

@@ -76,7 +76,7 @@ def remove(
     register: Register = False,
     dry_run: DryRun = False,
 ) -> Any:
-    """Remove labels: they are no longer predicted, and get no votes."""
+    """Remove labels: they are no longer predicted."""
     if bool(uids) == (file is not None):
         fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
         raise ConfigError("requires either uids or --file", where="unidec labels remove", fix=fix)

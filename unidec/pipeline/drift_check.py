@@ -189,7 +189,7 @@ def drift(
     """Compare a later version of the data, or a file of queries, with an earlier version; writes below runs/drift.
 
     Args:
-        first: a data set's folder, or a bundle (folder or models:/ address), which stands for its training data.
+        first: a data set's folder, or a bundle (folder or models:/ address), which means its training data.
         second: a data set's folder, or a file of queries, whose texts are in `column` (default: "query" or "text").
 
     Raises:

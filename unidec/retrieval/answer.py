@@ -107,7 +107,9 @@ class Answerer:
     def check(self, request: Request, where: str = "request") -> None:
         """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid for this bundle."""
         if not isinstance(request.text, str):
-            raise _not_a_string(request.text, f"{where}.text")
+            raise DataError(
+                "the text is not a string", where=f"{where}.text", got=type(request.text).__name__, expected="a string"
+            )
         try:
             request.text.encode()
         except UnicodeEncodeError as error:
@@ -260,7 +262,3 @@ def _search_options(request: Request) -> Any:
 def _next_power_of_two(count: int) -> int:
     """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
-
-
-def _not_a_string(text: object, where: str) -> DataError:
-    return DataError("the text is not a string", where=where, got=type(text).__name__, expected="a string")

@@ -134,7 +134,7 @@ class Guard:
         except TimeoutError:
             raise RequestError(
                 408, "slow_body", "the body did not arrive in time", where="body", got=f"{len(body)} bytes",
-                expected=f"all of it within {self.seconds:g} s", fix="send it at once", close=True,
+                expected=f"all of it within {self.seconds:g} s", fix="send the whole body within the limit", close=True,
             ) from None  # fmt: skip
         return bytes(body)
 

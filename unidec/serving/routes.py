@@ -268,7 +268,7 @@ def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
 def _not_answerable(error: DataError) -> RequestError:
     return RequestError(
         422, "wrong_value", error.what, where=(error.where or "body").removeprefix("request."), got=error.got or "",
-        expected=error.expected or "", fix=error.fix or "ask for what this model has: GET /card",
+        expected=error.expected or "", fix=error.fix or "see GET /card for what this model has",
     )  # fmt: skip
 
 

@@ -267,7 +267,7 @@ def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
 def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, str]:
     """Write a rank's rows, and return the file's hash by name. A table that every rank holds completely is written by
     the first rank only."""
-    # a table of one row cannot be told from a complete one; writing it twice does no harm
+    # a table of one row cannot be distinguished from a complete one; writing it twice does no harm
     parts = {t: part for t, part in checkpoint.rows.items() if rank == 0 or part.held < part.num_rows or part.held == 1}
     tensors = {f"{table}/{name}": x for table, part in parts.items() for name, x in part.tensors.items()}
     ranges = {table: [part.first_row, part.held, part.num_rows] for table, part in parts.items()}
