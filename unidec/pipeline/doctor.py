@@ -21,7 +21,7 @@ from unidec.errors import ArtifactError
 from unidec.model import frozen, unidec
 from unidec.pipeline import paths
 from unidec.pipeline.lock import is_held
-from unidec.pipeline.runs import TRIALS, run_folders
+from unidec.pipeline.runs import run_folders
 from unidec.retrieval import bundle_folder
 from unidec.tracking.run import STATE, Tracker, has_died, is_behind, tracking_state
 from unidec.training.checkpoint import checkpoint_folders, read_state
@@ -57,7 +57,7 @@ def examine(deep: bool = False, fix: bool = False) -> list[Finding]:
         deep: also hash every file of models, bundles and checkpoints; the inputs of training are always hashed.
         fix: apply the fixes that cannot lose data.
     """
-    folders = [Path(), *sorted(TRIALS.glob("*"))]  # the project, and its trials
+    folders = [Path(), *sorted(paths.TRIALS.glob("*"))]  # the project, and its trials
     defects = list(_half_written())
     for folder in folders:
         defects += _artifacts(folder, deep)

@@ -30,6 +30,7 @@ RELATIVE: dict[str, str | Path] = {
     "CACHE": "data/cache",
     "START": "data/start.json",
     "RUNS": "runs",
+    "TRIALS": "runs/own",  # trainings with parameters of their own, each a project
     "BUNDLES": COPIES,
     "DRIFT": "runs/drift",
     "MONITOR": "runs/monitor",

@@ -21,8 +21,6 @@ from unidec.pipeline import paths
 from unidec.tracking.run import Status, Tracker, is_alive, tracking_state
 from unidec.training.stopping import Stopping
 
-TRIALS = paths.RUNS / "own"
-
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -64,7 +62,7 @@ def _written(folder: Path) -> float:
 def list_runs() -> list[RunInfo]:
     """All runs of the project and of its trials, the most recently written first."""
     found = run_folders()
-    for trial in sorted(TRIALS.glob("*")):
+    for trial in sorted(paths.TRIALS.glob("*")):
         found += run_folders(trial / paths.RUNS)
     return [run_info(folder) for folder in sorted(found, key=_written, reverse=True)]
 
@@ -87,7 +85,7 @@ def run_info(run_dir: Path) -> RunInfo:
     return RunInfo(
         run_dir.name, status, state.get("epoch"), epochs, state.get("step"), checkpoint.name if checkpoint else None,
         age(checkpoint) if checkpoint else None, tracked.get("run_id"), status not in ("running", "finished"),
-        run_dir.parts[-3] if run_dir.is_relative_to(TRIALS) else None,
+        run_dir.parts[-3] if run_dir.is_relative_to(paths.TRIALS) else None,
     )  # fmt: skip
 
 
