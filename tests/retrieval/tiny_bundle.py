@@ -146,8 +146,8 @@ def recall_with_ties(labels: np.ndarray, exact: np.ndarray, scores: np.ndarray, 
 
 
 def predict_file(bundle: Any, source: Path, target: Path, k: int = 5, shards: int | None = None, **options: Any) -> int:
-    """`unidec.retrieval.predict_file.predict_file`; the options are those of a `FileRequest`. Torch encodes, as the stub
-    model does."""
+    """`unidec.retrieval.predict_file.predict_file`; options as of a `FileRequest`; the stub model
+    encodes as torch does."""
     options = {"runtime": "torch"} | options
     request = files.FileRequest(str(bundle.path), str(source), str(target), k, **options)
     return files.predict_file(bundle, request, shards)
