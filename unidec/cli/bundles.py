@@ -51,7 +51,7 @@ export_app = group(
 
 @command(
     app, '"editor for tables" -k 5', "--input queries.csv --output predictions.parquet",
-    "--input q.parquet --output p.parquet --bundle models:/unidec@champion --runtime auto",
+    "--input q.parquet --output p.parquet --bundle models:/unidec@champion",
 )  # fmt: skip
 def predict(
     texts: Annotated[list[str] | None, Argument(metavar="[TEXT]...", help="queries")] = None,
