@@ -21,7 +21,6 @@ from unidec.pipeline import paths
 from unidec.tracking.run import Status, Tracker, is_alive, tracking_state
 from unidec.training.stopping import Stopping
 
-
 TRIALS = paths.RUNS / "own"
 
 
