@@ -34,7 +34,7 @@ from unidec.retrieval.fusion import BY_WORDS, FEATURES, LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.sparse import PairScores
-from unidec.tracking.run import Tracker
+from unidec.tracking.run import RUN_TAGS, Tracker
 from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(240)
@@ -225,6 +225,28 @@ def test_a_trial_logs_the_same_data_as_any_run(
         assert run.data.tags.get("dvc_experiment") == (None if folder == tmp_path else "brave-fox")
         assert run.info.run_name.endswith("brave-fox") == (folder != tmp_path)
     assert logged[0] == logged[1] and "data.path" not in logged[0][0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({RUN_TAGS: '{"trial": "optim.epochs=3"}'}, "trial optim.epochs=3"),
+        ({"DVC_STAGE": "train"}, "dvc repro"),
+        ({"DVC_STAGE": "train", "DVC_EXP_NAME": "brave-fox"}, "brave-fox"),
+        ({}, "raw both"),
+    ],
+)
+def test_a_run_is_named_after_what_trained_it(
+    done: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str
+) -> None:
+    for name in ("data", "bert"):
+        shutil.copytree(done.folder / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    begun = pipeline.start_run(done.params(**{"tracking.experiment": "names"}))
+    name = Tracker.resume(begun.folder).run_name
+    assert words in name and ("trial" in name, "repro" in name) == ("trial" in words, "repro" in words)
 
 
 def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> None:
