@@ -183,7 +183,17 @@ def test_errors_name_valid_values_or_the_fix() -> None:
 
 def test_parameters_stop_at_the_pipeline() -> None:
     """Below it functions take sections of the parameters, or plain values."""
-    for folder in ("data", "model", "training", "retrieval", "evaluation", "tracking", "validation", "serving"):
+    for folder in (
+        "data",
+        "model",
+        "methods",
+        "training",
+        "retrieval",
+        "evaluation",
+        "tracking",
+        "validation",
+        "serving",
+    ):
         for path in (ROOT / "unidec" / folder).rglob("*.py"):
             names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
             assert "Params" not in names, path.name

@@ -98,7 +98,7 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     trainer.refresh()
     trainer.train_round()
     params = Params.model_validate(trainer.settings.everything)
-    found = formulas(params, trainer.dataset, list(trainer.tokens.values()))
+    found = formulas(params, trainer.dataset, list(trainer.encoding.tokens.values()))
 
     weights = dict(trainer.model.named_parameters())
     dense = [p for name, p in weights.items() if not name.endswith(plan._TABLES)]
@@ -210,7 +210,7 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
         params.training, trainer_module.TrainingData(dataset, *tokens), tmp_path / "run", tmp_path / "cache"
     )
     trainer.refresh()
-    trainer.made = trainer_module.Refresh.load(trainer._refresh_folder(0), 0)
+    trainer.made = trainer_module.Refresh.load(trainer.refresh_folder(0), 0)
     trainer.model.train()
     batches = sorted(trainer.made.batches(trainer.rows, params.pool.batch_size, 0, 0), key=len)[-2:]
     for rows in trainer.optimisers.row_states().values():
@@ -224,7 +224,7 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
             batch = trainer.prepare(rows, number)
             pools.append(len(batch.pool.pool_S))
             trainer.train_step(batch)
-            trainer.step += 1
+            trainer.at.step += 1
             del batch
 
     found = formulas(params, dataset, tokens)

@@ -240,10 +240,10 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
 
 def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
     """Unit vectors of all texts by the model that a peer builds on (`after`)."""
-    from unidec.model.unidec import UniDEC
+    from unidec.methods.assembly import load_model
     from unidec.pipeline.ranking import Ranking
 
-    model = UniDEC.load(START)
+    model = load_model(START)
     ranking = Ranking.of_model(model, dataset, np.arange(dataset.num_queries), params.optim.precision)
     if ranking.query_de is None:
         raise ConfigError("the model has no vectors of label texts", fix="name a cell with a dual encoder in `after`")

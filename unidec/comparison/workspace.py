@@ -36,7 +36,14 @@ MODEL, PREDICTIONS, SCORES = "outputs/model", "labels.npy", "scores.npz"
 
 # which code affects which results; pages and command lines affect none
 READERS = ("data/**/*.py",)
-TRAINING = ("model/**/*.py", "training/**/*.py", "retrieval/**/*.py", "pipeline/*.py", "evaluation/metrics.py")
+TRAINING = (
+    "model/**/*.py",
+    "methods/**/*.py",
+    "training/**/*.py",
+    "retrieval/**/*.py",
+    "pipeline/*.py",
+    "evaluation/metrics.py",
+)
 PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/baselines.py")
 # ... and which parameters; the data set has a key of its own
 _DECIDES = [name for name in Params.model_fields if name not in ("run", "tracking", "device", "data", "recipe")]

@@ -26,9 +26,11 @@ from unidec.config import Params, with_settings
 from unidec.data.tokens import CHUNK_TEXTS, GPU_CHUNK_TOKENS
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
+from unidec.methods.assembly import additions
 from unidec.model.encoder import TextEncoder, transformer_options
-from unidec.model.label_tree import num_clusters
 from unidec.model.losses import BY_COLUMNS
+from unidec.model.pool import num_clusters
+from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
@@ -237,17 +239,13 @@ class Formulas:
         with torch.device("meta"):
             copied = deepcopy(transformer) if encoder.has_transformer else None  # TextEncoder freezes layers in place
             settings = encoder.model_copy(update={"bag_words": 0})
-            empty = UniDEC(settings, model, 1, TextEncoder(settings, copied, 1, self.config.hidden_size))
-        self.width, weights = empty.encoder.width, empty.named_parameters()
-        # `empty` has one label; weights with a row per cluster of labels grow with the number of labels
-        cluster_rows = {"auxiliary": num_clusters(sizes.num_labels, max(model.auxiliary, 1))}
+            phi = TextEncoder(settings, copied, 1, self.config.hidden_size)
+            no_rows = Placement(num_rows=0)  # the tables are counted by rows
+            empty = UniDEC(settings, model, sizes.num_labels, phi, no_rows, add=additions)
+        self.width = empty.encoder.width
         self.levels = [num_clusters(sizes.num_labels, size) for size in model.levels]
-        for level, rows in enumerate(self.levels):
-            cluster_rows |= {f"tree.classifiers.{level}.{part}": rows for part in ("weight", "bias")}
         self.dense = [  # name, number of values, whether it is trained
-            (name, p.numel() * cluster_rows.get(name, 1), p.requires_grad)
-            for name, p in weights
-            if not name.endswith(_TABLES)
+            (name, p.numel(), p.requires_grad) for name, p in empty.named_parameters() if not name.endswith(_TABLES)
         ]
         self.trains_bag = encoder.kind != "transformer" and not encoder.frozen
         layers = self.config.num_hidden_layers if encoder.trainable_layers < 0 else encoder.trainable_layers

@@ -144,21 +144,23 @@ class Run:
             trained = dataset.rows("train")
             size = min(data.validation_sample, len(trained))
             rows = np.sort(np.random.default_rng(data.split_seed).choice(trained, size, replace=False))
-        ranking = Ranking.of_model(trainer.model, dataset, rows, self.params.optim.precision)
+        label_vectors = trainer.label_vectors()
+        precision = self.params.optim.precision
+        ranking = Ranking.of_model(trainer.model, dataset, rows, precision, vectors=label_vectors)
         metrics = validation_metrics(ranking, self.params)
         validation_seconds = time.perf_counter() - begin
         before = [line for line in read_json_lines(self.folder / ROUNDS) if line["epoch"] < self.epoch]
         last = before[-1] if before else {}
         steps = self.step - int(last.get("step", 0))
-        seconds = max(self._trained.train_seconds, trainer.seconds - last.get("trained_seconds", 0.0))
+        seconds = max(self._trained.train_seconds, trainer.at.seconds - last.get("trained_seconds", 0.0))
         round_begin = (self.epoch - 1) // self.epochs_a_round * self.epochs_a_round
         refresh = _refresh_report(self.folder, round_begin)
         work = sum(line.get("refresh", {}).get("work_seconds", 0.0) for line in [*before, {"refresh": refresh}])
         report = replace(
             self._trained, epoch=self.epoch, finished=self.finished, step=self.step, steps=steps,
-            train_seconds=seconds, trained_seconds=trainer.seconds, steps_per_s=steps / max(seconds, 1e-9),
+            train_seconds=seconds, trained_seconds=trainer.at.seconds, steps_per_s=steps / max(seconds, 1e-9),
             round=-(-self.epoch // self.epochs_a_round), validation=metrics, validation_seconds=validation_seconds,
-            refresh=refresh, seconds=seconds + validation_seconds, work_seconds=trainer.work_seconds + work,
+            refresh=refresh, seconds=seconds + validation_seconds, work_seconds=trainer.at.work_seconds + work,
         )  # fmt: skip
         tracker = Tracker.resume(self.folder)
         tracker.log(self.step, {f"validation/{name}": value for name, value in headline(metrics).items()})
@@ -172,7 +174,7 @@ class Run:
         """Write the model and the records of its training to outputs/model, and release the trainer's memory."""
         start, trainer, first = read_start(), self.trainer, first_model(self.params)
         with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
-            trainer.model.save_into(out, {"start": start.model_dump()} if start else None)
+            trainer.export(out, {"start": start.model_dump()} if start else None)
             write_record(out, paths.open_dataset(False), self.params.tokens.text, first)
             for name in (HISTORY, ROUNDS):
                 if (self.folder / name).is_file():
@@ -296,15 +298,15 @@ def work(name: str, trainer: Trainer) -> Report:
     if name == "train_round":
         return _train(trainer)
     if not trainer.refresh_due:
-        begin = trainer.epoch - trainer.epoch % trainer.settings.pool.refresh
+        begin = trainer.at.epoch - trainer.at.epoch % trainer.settings.pool.refresh
         return {} if name == "cluster" else _refresh_report(trainer.run_dir, begin)
     if name == "cluster":
-        return {"epoch": trainer.epoch, **trainer.cluster()}
-    report = {"epoch": trainer.epoch, **trainer.refresh()}
+        return {"epoch": trainer.at.epoch, **trainer.cluster()}
+    report = {"epoch": trainer.at.epoch, **trainer.refresh()}
     if trainer.ranks.is_first:
         write_json(trainer.run_dir / REFRESH, report)
         figures = {f"refresh/{name}": float(report[key]) for key, name in _REFRESH_METRICS.items() if key in report}
-        Tracker.resume(trainer.run_dir).log(trainer.step, figures)
+        Tracker.resume(trainer.run_dir).log(trainer.at.step, figures)
     return report
 
 
@@ -314,10 +316,10 @@ def _train(trainer: Trainer) -> RoundReport:
         return trainer.train_round()
     tracker = Tracker.resume(trainer.run_dir)
     # also in the checkpoint: if the folder's tracking.json is lost, training resumes in the same MLflow run
-    trainer.notes |= {"mlflow_run_id": tracker.run_id}
+    trainer.at.notes |= {"mlflow_run_id": tracker.run_id}
     report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)))
     memory = memory_used()
-    tracker.log(trainer.step, {f"memory/{name}": value for name, value in memory.items()})
+    tracker.log(trainer.at.step, {f"memory/{name}": value for name, value in memory.items()})
     tracker.flush()
     return replace(report, memory=memory)
 
