@@ -228,7 +228,7 @@ def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
 def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def predict_file(loaded, request):
+    def predict_file(loaded, request, bounds):
         calls.append((type(loaded), request.input, request.output, request.k, request.column, request.runtime))
         return 7
 
