@@ -226,17 +226,19 @@ def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
 
 
 def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, quotes = [], []
 
-    def predict_file(loaded, request):
+    def predict_file(loaded, request, bounds):
         calls.append((type(loaded), request.input, request.output, request.k, request.column, request.runtime))
+        quotes.append(bounds.quotes)
         return 7
 
     monkeypatch.setattr(predict_files, "predict_file", predict_file)
     words = ["predict", "--input", "in.csv", "--output", "out.parquet"]
     code, out, _ = run(*words, "-k", "3", "--column", "body")
     assert code == 0
-    assert run(*words, "--runtime", "onnx")[0] == 0
+    assert run(*words, "--runtime", "onnx", "--set", "raw.quotes=no")[0] == 0
+    assert quotes == ["auto", "no"]
     assert calls == [
         (FakeBundle, "in.csv", "out.parquet", 3, "body", "auto"),
         (FakeBundle, "in.csv", "out.parquet", 5, None, "onnx"),

@@ -248,11 +248,14 @@ def test_little_memory_for_matrices_and_for_what_is_not_needed(tmp_path: Path) -
     assert raw[1] == texts[1] == "" and max(raw[2], texts[2]) < 400 << 20
 
 
-def test_honest_dictionaries_are_read(tmp_path: Path) -> None:
-    texts = [f"text {row % 7}" for row in range(20_000)]
-    labels = [[f"l{row % 3}"] * (row % 4) for row in range(20_000)]
-    table = pa.table({"text": texts, "labels": labels, "n": list(range(20_000)), "none": [None] * 20_000})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=6000)
+@pytest.mark.parametrize("limit", [1 << 20, 50])
+def test_honest_dictionaries_are_read(tmp_path: Path, limit: int) -> None:
+    """Also lists whose dictionary is full before all texts are in it."""
+    texts = [f"text {row % 7}" for row in range(5000)]
+    labels = [[f"l{row % 300}"] * (row % 4) for row in range(5000)]
+    table = pa.table({"text": texts, "labels": labels, "n": list(range(5000)), "none": [None] * 5000})
+    options = {"row_group_size": 1600, "dictionary_pagesize_limit": limit, "write_batch_size": 100}
+    pq.write_table(table, tmp_path / "a.parquet", **options)
     rows = list(read_rows(tmp_path / "a.parquet", ["none", "labels", "text", "n", "missing"]))
-    assert [number for number, _ in rows] == list(range(1, 20_001))
+    assert [number for number, _ in rows] == list(range(1, 5001))
     assert [row for _, row in rows] == table.to_pylist()

@@ -76,6 +76,7 @@ def predict(
     for number, text in enumerate(texts or [], 1):
         if is_blank(text):  # the server refuses it, too
             raise DataError("empty text", where=f"text {number}", got=repr(text), fix="remove it")
+    bounds = load_if_there(params, assignments).raw
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle
 
@@ -84,7 +85,7 @@ def predict(
         from unidec.retrieval.predict_file import FileRequest, predict_file
 
         request = FileRequest(str(folder), str(source), str(target), k, column, runtime=runtime or "auto")
-        count = predict_file(loaded, request, bounds=load_if_there(params, assignments).raw)
+        count = predict_file(loaded, request, bounds=bounds)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     from unidec.retrieval.query_encoder import open_encoder
