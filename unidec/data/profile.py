@@ -181,7 +181,8 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     """Shares counted over the whole data set, without sampling."""
     hash_N, length_N = text_facts(dataset, "queries", text)
     hash_L, length_L = text_facts(dataset, "labels", text)
-    train, test = hash_N[rows["train"]], rows["test"][length_N[rows["test"]] > 0]
+    train = hash_N[rows["train"]]
+    tested_N, leaked_N = tested_in_training(dataset, hash_N, length_N)
     points_L = training_counts(dataset)
     held_out_L = label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
     flags = {
@@ -189,12 +190,24 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
         "empty_labels": length_L == 0,
         "repeated_queries": pd.Series(train).duplicated(),
         "repeated_labels": pd.Series(hash_L).duplicated(),
-        "test_texts_in_train": np.isin(hash_N[test], train),
+        "test_texts_in_train": leaked_N[tested_N],
         "queries_without_positives": np.diff(dataset.relevance.indptr) == 0,
         "labels_without_training_points": points_L == 0,
         "unseen_labels": points_L[held_out_L] == 0,
     }
     return {name: share(flag.sum(), len(flag)) for name, flag in flags.items()}
+
+
+def tested_in_training(dataset: XMCDataset, hash_N: np.ndarray, length_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Test queries that are counted, those with a text, and which of these have a training query's text: bool [N] both.
+
+    Args:
+        hash_N, length_N: `text_facts` of the queries.
+    """
+    tested_N = np.zeros(len(hash_N), dtype=bool)
+    tested_N[dataset.rows("test")] = True
+    tested_N &= length_N > 0
+    return tested_N, tested_N & np.isin(hash_N, hash_N[dataset.rows("train")])
 
 
 def text_facts(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:

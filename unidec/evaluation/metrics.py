@@ -239,6 +239,24 @@ def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
     return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
 
 
+def ideal_ranking(relevance: csr_matrix, inverse_propensity_L: Any, k: int) -> NDArray[np.int64]:
+    """The relevant labels of each query, rare ones first: int64 [N, k], -1 = none. No ranking has higher P, R, nDCG,
+    PSP or MRR."""
+    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
+    out_NK = np.full((relevance.shape[0], k), -1, dtype=np.int64)
+    row_E = np.repeat(np.arange(relevance.shape[0]), np.diff(relevance.indptr))
+    label_E = np.asarray(relevance.indices, dtype=np.int64)
+    is_relevant_E = relevance.data > 0
+    row_E, label_E = row_E[is_relevant_E], label_E[is_relevant_E]
+    order = np.lexsort((label_E, -weight_L[label_E], row_E))
+    row_E, label_E = row_E[order], label_E[order]
+    begin_E = np.searchsorted(row_E, row_E)  # where the labels of a query begin
+    place_E = np.arange(len(row_E)) - begin_E
+    fits_E = place_E < k
+    out_NK[row_E[fits_E], place_E[fits_E]] = label_E[fits_E]
+    return out_NK
+
+
 def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matrix:
     """The relevant pairs that are not filtered: bool CSR [N, L], sorted.
 

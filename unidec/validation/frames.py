@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.profile import spaced, text_facts
+from unidec.data.profile import spaced, tested_in_training, text_facts
 from unidec.data.propensity import training_counts
 from unidec.data.raw import SPLITS, are_blank
 from unidec.data.tokens import Tokens, encode_texts, load_tokenizer, token_hashes
@@ -46,8 +46,7 @@ def query_frame(dataset: XMCDataset, reading: Reading) -> pd.DataFrame:
     test queries), and with a tokenizer unknown_tokens (share of the text's tokens)."""
     text_N, length_N = text_facts(dataset, "queries", reading.text)
     split_N = np.asarray(dataset.split_N)
-    in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
-    tested_N = (split_N == SPLITS.index("test")) & (length_N > 0)  # column text_length covers empty texts
+    tested_N, in_train_N = tested_in_training(dataset, text_N, length_N)
     columns = {
         "uid": dataset.queries["uid"].to_pandas(),
         "split": np.asarray(SPLITS, dtype=object)[split_N],
