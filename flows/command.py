@@ -16,9 +16,9 @@ from typing import Any
 
 from flows import server
 from unidec import interrupt
-from unidec.addresses import mask_logs
+from unidec.addresses import mask_logs, masked_excepthook
 from unidec.config import parse_overrides
-from unidec.errors import Refused, UnidecError, in_one_message
+from unidec.errors import Refused, UnidecError, in_one_message, is_of_surroundings
 from unidec.surroundings import output_failure
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
@@ -28,11 +28,12 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
     """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
     words = list(sys.argv[1:] if words is None else words)
     mask_logs()
+    sys.excepthook = masked_excepthook
     is_debug = "--debug" in words
     try:
         code = _run(name, [word for word in words if word != "--debug"])
-    except Exception as error:  # of a library, or a bug; Prefect's log has the traceback of a flow
-        if is_debug:
+    except Exception as error:  # Prefect's log has the traceback of a flow
+        if is_debug or not is_of_surroundings(error):
             raise
         print(in_one_message(error, f"python -m flows.{name} --debug ..."), file=sys.stderr, flush=True)
         return 1
