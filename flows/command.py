@@ -17,9 +17,9 @@ from typing import Any
 from flows import server
 from flows.ending import Ending, leave
 from unidec import interrupt
-from unidec.addresses import mask_logs
+from unidec.addresses import mask_logs, masked_excepthook
 from unidec.config import parse_overrides
-from unidec.errors import UnidecError, in_one_message
+from unidec.errors import UnidecError, in_one_message, is_of_surroundings
 from unidec.surroundings import output_failure
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
@@ -30,11 +30,12 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
     is_program = words is None
     words = list(sys.argv[1:] if words is None else words)
     mask_logs()
+    sys.excepthook = masked_excepthook
     is_debug = "--debug" in words
     try:
         code = _run(name, [word for word in words if word != "--debug"], is_program)
-    except Exception as error:  # of a library, or a bug; Prefect's log has the traceback of a flow
-        if is_debug:
+    except Exception as error:  # Prefect's log has the traceback of a flow
+        if is_debug or not is_of_surroundings(error):
             raise
         print(in_one_message(error, f"python -m flows.{name} --debug ..."), file=sys.stderr, flush=True)
         return 1

@@ -19,7 +19,7 @@ from unidec import pipeline
 from unidec.addresses import without_credentials
 from unidec.config import Params
 from unidec.errors import UnidecError
-from unidec.tracking.lineage import LOCK_COMMIT_TAG
+from unidec.tracking.provenance import LOCK_COMMIT_TAG
 from unidec.tracking.store import open_client, tracking_uri
 
 MOST_ROWS = 60  # of a task's table

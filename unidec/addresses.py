@@ -8,8 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
@@ -116,6 +119,14 @@ def mask_logs() -> None:
 
     masking.masks = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(masking)
+
+
+def masked_excepthook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:  # fmt: skip
+    """Python's own hook, with the credentials removed."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(without_credentials(text), end="", file=sys.stderr, flush=True)
 
 
 def _masked(found: re.Match[str]) -> str:

@@ -108,10 +108,26 @@ def system_error(error: OSError) -> UnidecError | None:
 
 
 _LONGEST_MESSAGE = 600
+_SURROUNDINGS = (
+    "mlflow",
+    "sqlalchemy",
+    "sqlite3",
+    "requests",
+    "urllib3",
+    "httpx",
+    "prefect",
+    "filelock",
+    "pydantic_core",
+)
+
+
+def is_of_surroundings(error: BaseException) -> bool:
+    """Whether an error comes from the system, a server or a database; any other unknown error is a bug."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _SURROUNDINGS
 
 
 def in_one_message(error: BaseException, how: str) -> str:
-    """An error that is no UnidecError, such as a library's, in a few words; `how` is the command that shows more."""
+    """An error of the surroundings in a few words; `how` is the command that shows more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = without_credentials(" ".join(lines))[:_LONGEST_MESSAGE]
     return f"error: {type(error).__name__}: {message or 'no message'}\n  fix: {how} shows where it happened"

@@ -16,13 +16,12 @@ import json
 import os
 import sys
 import threading
-import traceback
 from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
 from unidec import pipeline
-from unidec.addresses import mask_logs, without_credentials
+from unidec.addresses import mask_logs, masked_excepthook
 from unidec.cli import bundles, commands, data, init, labels, models  # noqa: F401  init adds its command
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
@@ -39,7 +38,15 @@ from unidec.cli.commands import (
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
 from unidec.cores import one_thread_of_blas
-from unidec.errors import ConfigError, Stopped, UnidecError, in_one_message, missing_package, system_error
+from unidec.errors import (
+    ConfigError,
+    Stopped,
+    UnidecError,
+    in_one_message,
+    is_of_surroundings,
+    missing_package,
+    system_error,
+)
 from unidec.user import name_user
 from unidec.version import __version__
 
@@ -247,10 +254,7 @@ def main() -> None:
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     mask_logs()
-    # Python's own hook, with the credentials of URLs removed
-    sys.excepthook = lambda *error: print(
-        without_credentials("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True
-    )
+    sys.excepthook = masked_excepthook
     interrupt.guard_work()
     try:
         _run(arguments)
@@ -266,10 +270,10 @@ def main() -> None:
         if debug or missing is error:
             raise
         sys.exit(f"error: {missing}")
-    except Exception as error:  # of a library, or a bug
-        if debug:
-            raise
+    except Exception as error:
         refused = system_error(error) if isinstance(error, OSError) else None
+        if debug or not (refused or is_of_surroundings(error)):
+            raise
         if refused is not None:
             print(f"error: {refused}", file=sys.stderr, flush=True)
             sys.exit(refused.exit_code)

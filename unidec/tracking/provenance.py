@@ -30,6 +30,7 @@ RECORDS = ("dvc.lock", "params.yaml", "data/start.json")
 """Files that together with a commit record how a model was made; its MLflow run keeps copies from that time."""
 RECORDS_FOLDER = "made_of"
 DVC_TAG, DIFFERS_TAG, LOCK_TAG = "dvc.", "dvc.differs", "dvc.lock.sha256"
+LOCK_COMMIT_TAG = "git.lock_commit"  # set by the flow: the commit that has this version's dvc.lock
 COMMIT_TAG, DIRTY_TAG, CHANGED_TAG = "mlflow.source.git.commit", "git.dirty", "git.changed"
 UNKNOWN_TAG = "git.unknown"  # why git does not tell commit or changes
 CODE_TAGS = (COMMIT_TAG, DIRTY_TAG, CHANGED_TAG, UNKNOWN_TAG)
@@ -95,8 +96,16 @@ def is_clean(tags: Mapping[str, str]) -> bool:
     return tags.get(DIRTY_TAG) != "true" and not unknown_code(tags)
 
 
-def uncommitted(tags: Mapping[str, str], root: Path | str = ".") -> list[str]:
-    """Files that made a version (by its tags, see `code_tags`) and differ from the commit that is checked out."""
+def changed_between(root: Path | str, first: str, second: str, *more: str) -> list[str]:
+    """Files of the code, and `more`, that differ between two commits; those that were added do not count."""
+    words = ("--diff-filter=a", first, second, "--", *_CODE, *more)
+    found = git(_project(root), "diff", "--name-only", "--relative", "-z", *words)
+    return ["files that git does not list"] if found is None else [name for name in found.split("\0") if name]
+
+
+def uncommitted(tags: Mapping[str, str], root: Path | str = ".", at: str = "HEAD") -> list[str]:
+    """Files that made a version (by its tags, see `code_tags`) and differ from a commit, by default the one that is
+    checked out."""
     if tags.get(DIRTY_TAG) != "true":
         return []
     try:
@@ -105,14 +114,14 @@ def uncommitted(tags: Mapping[str, str], root: Path | str = ".") -> list[str]:
         return ["changes that were not recorded"]
     project, commit = _project(root), tags.get(COMMIT_TAG, "")
     # files added since did not exist when the version was made
-    words = ("--diff-filter=a", commit, "HEAD", "--", *_CODE)
+    words = ("--diff-filter=a", commit, at, "--", *_CODE)
     since = git(project, "diff", "--name-only", "--relative", "-z", *words)
     if since is None:
         return sorted(changed)
     made = changed.pop(PARAMS, None) or _committed_sha256(project, commit)
     left = {name for name in since.split("\0") if name and name not in changed}
-    left |= {name for name, blob in changed.items() if (git(project, "rev-parse", f"HEAD:./{name}") or "") != blob}
-    return sorted(left | ({PARAMS} if made != _committed_sha256(project, "HEAD") else set()))
+    left |= {name for name, blob in changed.items() if (git(project, "rev-parse", f"{at}:./{name}") or "") != blob}
+    return sorted(left | ({PARAMS} if made != _committed_sha256(project, at) else set()))
 
 
 def _project(root: Path | str) -> Path:

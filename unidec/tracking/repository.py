@@ -10,6 +10,7 @@ from unidec.errors import UnidecError
 
 _TIMEOUT_S = 60
 _LONGEST_REASON = 600
+_MOST_COMMITS = 20_000
 
 
 class GitError(UnidecError):
@@ -54,6 +55,41 @@ def git(root: Path | str, *words: str) -> str | None:
         return ask(root, *words)
     except GitError:
         return None
+
+
+def contents(root: Path | str, name: str) -> list[tuple[str, bytes]]:
+    """Each commit of any branch that has a file, the oldest first, with the file's content there.
+
+    Raises:
+        GitError: git does not answer.
+    """
+    commits = ask(root, "rev-list", "--all", "--reverse", f"--max-count={_MOST_COMMITS}").split()
+    path = ask(root, "rev-parse", "--show-prefix") + name
+    asked = "".join(f"{commit}:{path}\n" for commit in commits).encode()
+    listed = _batch(root, "--batch-check=%(objectname)", asked).decode().splitlines()
+    blobs = {commit: blob for commit, blob in zip(commits, listed, strict=False) if " " not in blob}
+    unique = list(dict.fromkeys(blobs.values()))
+    texts = dict(zip(unique, _objects(_batch(root, "--batch", "\n".join([*unique, ""]).encode())), strict=True))
+    return [(commit, texts[blob]) for commit, blob in blobs.items()]
+
+
+def _batch(root: Path | str, option: str, asked: bytes) -> bytes:
+    command = ["git", "-C", str(root), "cat-file", option]
+    try:
+        return subprocess.run(command, input=asked, capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise GitError(f"git cat-file: {error}") from error
+
+
+def _objects(answer: bytes) -> list[bytes]:
+    """The contents in an answer of `git cat-file --batch`: a line "name type size", the content, a line break."""
+    found, place = [], 0
+    while place < len(answer):
+        start = answer.index(b"\n", place) + 1
+        size = int(answer[place:start].split()[-1])
+        found.append(answer[start : start + size])
+        place = start + size + 1
+    return found
 
 
 def head(root: Path | str) -> str | None:
