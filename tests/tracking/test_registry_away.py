@@ -121,9 +121,9 @@ def test_the_last_known_version_is_used_and_said(
     folder = bundle_folder(SOURCE)
     expected = unidec.load(SOURCE, "torch").predict(["redcar"], k=3)
     with broken(kind, world.database) as uri:
+        remember(world, uri, monkeypatch)
         with pytest.raises(RegistryAway):  # nothing was fetched for this address
             bundle_folder("models:/served@challenger")
-        remember(world, uri, monkeypatch)
         caplog.clear()
         begun = time.monotonic()
         assert bundle_folder(SOURCE) == folder
