@@ -25,7 +25,8 @@ class Output:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream, self.failure = stream, None  # type: ignore[var-annotated]
+        self.stream = stream
+        self.failure: OSError | None = None
         self._is_closed = False
 
     def write(self, text: str) -> int:

@@ -99,12 +99,12 @@ def read_marks(path: Path) -> list[Mark]:
     marks = []
     for line, row in readable_rows(path, _COLUMNS):
         query, label, relevant = row.get("query"), row.get("label"), row.get("relevant")
-        is_mark = isinstance(query, str) and isinstance(label, str) and isinstance(relevant, bool)
-        if not is_mark or not query.strip():
+        is_mark = isinstance(label, str) and isinstance(relevant, bool)
+        if not is_mark or not isinstance(query, str) or not query.strip():
             expected = '{"query": "a text", "label": "a uid", "relevant": true}'
             fix = "name a file that `unidec serve --feedback` wrote"
             raise DataError("not a mark", where=f"{path}:{line}", got=str(row)[:200], expected=expected, fix=fix)
-        marks.append(Mark(query, label, relevant, str(row.get("at") or "")))
+        marks.append(Mark(query, str(label), bool(relevant), str(row.get("at") or "")))
     return marks
 
 
@@ -201,7 +201,7 @@ class _Tables:
         queries, labels = self.dataset.queries.to_pylist(), self.dataset.labels.to_pylist()
         texts = [(row["uid"], row["title"], row["content"], self.split_of[row["uid"]]) for row in queries]
         texts += [(uid, text, "", "train") for uid, text in sorted(self.new.items())]
-        rows = {
+        rows: dict[str, list[Mapping[str, Any]]] = {
             "queries.jsonl": [_row(("id", "text", "content", "split"), cells) for cells in texts],
             "labels.jsonl": [{"id": row["uid"], "text": row["title"], "content": row["content"]} for row in labels],
             "pairs.jsonl": [

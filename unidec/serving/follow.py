@@ -366,8 +366,8 @@ class Follower:
 
 def _identity(noted: dict[str, Any]) -> Identity:
     """The version of a note, whichever release wrote it."""
-    names = [one.name for one in fields(Identity)]
-    return Identity(**{name: noted.get(name) for name in names})
+    known = {one.name for one in fields(Identity)} & noted.keys()
+    return Identity(**{"sha256": "", **{name: noted[name] for name in known}})
 
 
 def _num_bytes(folder: Path) -> int:

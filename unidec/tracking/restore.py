@@ -38,8 +38,9 @@ class RestorePoint:
 def restore_point(tags: Mapping[str, str], run_id: str | None, root: Path | str = ".") -> RestorePoint:
     """The oldest commit of any branch with the version's dvc.lock and code; else with its dvc.lock; else its own."""
     own, lock = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG), tags.get(LOCK_TAG)
-    is_here = own is not None and is_inside(root) and git(root, "cat-file", "-e", f"{own}^{{commit}}") is not None
-    if not is_here or not lock:
+    if own is None or not lock or not is_inside(root):
+        return RestorePoint(own, [])
+    if git(root, "cat-file", "-e", f"{own}^{{commit}}") is None:  # of another clone
         return RestorePoint(own, [])
     try:
         found = contents(root, LOCK)
@@ -55,7 +56,7 @@ def restore_point(tags: Mapping[str, str], run_id: str | None, root: Path | str 
     if not holders:
         kept = f"; MLflow run {run_id} keeps it as {RECORDS_FOLDER}/{LOCK}" if run_id else ""
         missing.append(f"its {LOCK} is in no commit here{kept}")
-    if files := _code_that_differs(tags, str(commit), root):
+    if files := _code_that_differs(tags, commit, root):
         missing.append(f"other code or parameters than it was made with: {', '.join(files[:5])}")
     return RestorePoint(commit, missing)
 
