@@ -56,7 +56,8 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
     show = _as_json if options.pop("json") else getattr(module, "in_words", _as_json)
-    ending = Ending(show)
+    known = importlib.import_module("flows.lifecycle").known  # imports Prefect
+    ending = Ending(show, known)
     if is_program:
         ending.leave_in_time()
 
@@ -82,12 +83,12 @@ def guarded(run: Callable[[], Any], show: Callable[[Any], str], ending: Ending |
     """
     from prefect.exceptions import TerminationSignal
 
-    from flows.lifecycle import one_line_for_known_errors
+    from flows.lifecycle import known, one_line_for_known_errors
 
     def terminate(number: int, _frame: Any) -> None:
         raise TerminationSignal(signal=number)
 
-    ending = ending or Ending(show)
+    ending = ending or Ending(show, known)
     # Prefect restores the previous handler of SIGTERM; the default would end us before a checkpoint is written
     before = signal.signal(signal.SIGTERM, terminate)
     one_line_for_known_errors()

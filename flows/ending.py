@@ -47,10 +47,11 @@ class Ending:
 
     Args:
         show: the text of a result.
+        known: an error as one message with its fix, or None for a bug (`lifecycle.known`).
     """
 
-    def __init__(self, show: Callable[[Any], str]) -> None:
-        self.show = show
+    def __init__(self, show: Callable[[Any], str], known: Callable[[BaseException], UnidecError | None]) -> None:
+        self.show, self.known = show, known
         self.code = 1
         self._reported = threading.Event()
         self._first = threading.Lock()
@@ -77,8 +78,6 @@ class Ending:
         return is_known
 
     def _report(self, result: Any, error: BaseException | None) -> bool:
-        from flows.lifecycle import known
-
         if server.lost.is_set() and not isinstance(error, UnidecError):
             result, error = _without_server(result)
         if error is None:
@@ -87,7 +86,7 @@ class Ending:
         if not isinstance(error, Exception):
             self.code = _print_stopped(error)
             return True
-        found = known(error)
+        found = self.known(error)
         if found is None:
             return False
         print(found, file=sys.stderr, flush=True)

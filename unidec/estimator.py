@@ -96,7 +96,7 @@ class UniDECClassifier(BaseEstimator):
         truth.eliminate_zeros()
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
-            raise DataError("nothing to score: no text has a label", where="Y")
+            raise DataError("nothing to score: no text has a label", where="Y", expected="a label of at least one text")
         found = self.model_.predict([texts[row] for row in rows.tolist()], 1)
         first = np.array([int(labels[0].uid) for labels in found])
         return float(np.asarray(truth[rows, first]).mean())

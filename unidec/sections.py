@@ -446,9 +446,7 @@ class Drift(Section):
     stop_change: NonNegative = key(0.5, "relative change that stops a retraining")
     warn_distance: Share = key(0.1, "Jensen-Shannon distance between two distributions that triggers a warning")
     stop_distance: Share = key(0.5, "Jensen-Shannon distance that stops a retraining")
-    warn_shift: NonNegative = key(
-        0.2, "shift of a window's mean embedding that triggers a warning, in standard deviations of single queries"
-    )
+    warn_shift: NonNegative = key(0.2, "shift of a window's mean embedding that warns, in deviations of single queries")
     warn_low_score: Share = key(0.2, "share of a window's queries with a low top score that triggers a warning")
     low_score_quantile: Annotated[float, Field(gt=0, lt=1)] = key(
         0.05, "a top score is low if it is below this quantile of the validation queries' top scores"

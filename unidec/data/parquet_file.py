@@ -190,4 +190,5 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError("not a readable Parquet file", where=str(path), got=str(error)[:200]) from error
+        fix = "write or copy the file again"
+        raise DataError("not a readable Parquet file", where=str(path), got=str(error)[:200], fix=fix) from error

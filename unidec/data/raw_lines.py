@@ -35,7 +35,7 @@ def check_file(path: Path) -> None:
         mode = path.stat().st_mode
     except FileNotFoundError as error:
         if not path.is_symlink():
-            raise DataError("no such file", where=where) from error
+            raise DataError("no such file", where=where, fix="check the path") from error
         fix = "correct the link, or remove it"
         raise DataError("a link to a missing file", where=where, got=f"-> {os.readlink(path)}", fix=fix) from error
     except OSError as error:
@@ -104,7 +104,8 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError("damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
     except OSError as error:
-        raise DataError("the file cannot be read", where=str(path), got=error.strerror or error) from error
+        fix = "check the file and its permissions"
+        raise DataError("the file cannot be read", where=str(path), got=error.strerror or error, fix=fix) from error
 
 
 def row_too_long(path: Path, number: int, bounds: RawBounds, hint: str = "") -> DataError:

@@ -79,7 +79,7 @@ def from_memory(queries: Any, labels: Any, pairs: Any, bounds: RawBounds = DEFAU
     _check(source, raw)
     source.stop()
     if not raw.relevance["train"].nnz:
-        raise DataError("no training query has a label", where="pairs")
+        raise DataError("no training query has a label", where="pairs", expected="a pair of a training query")
     return raw
 
 

@@ -78,7 +78,8 @@ class PairMatrix:
         if self.matrix.shape != shape:
             raise DataError("pairs have the wrong shape", where="pairs", got=self.matrix.shape, expected=shape)
         if self.matrix.dtype.kind not in "biuf":
-            raise DataError("the matrix does not hold numbers", where="pairs", got=self.matrix.dtype)
+            got, expected = self.matrix.dtype, "numbers of at least 0"
+            raise DataError("the matrix does not hold numbers", where="pairs", got=got, expected=expected)
         value_P = self.matrix.data.astype(np.float64)
         stored = value_P != 0
         row_P, label_P = self.matrix.row[stored], self.matrix.col[stored]
@@ -118,7 +119,8 @@ def listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, str | bytes):
         raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
     if isinstance(given, np.ndarray) and given.ndim != 1:
-        raise DataError("expected a list of texts", where=what, got=f"an array of shape {given.shape}")
+        got, expected = f"an array of shape {given.shape}", "one dimension"
+        raise DataError("expected a list of texts", where=what, got=got, expected=expected)
     if isinstance(given, np.ndarray | pd.Series | pd.Index):
         return list(given.tolist())
     if isinstance(given, pa.Array | pa.ChunkedArray):
@@ -151,7 +153,7 @@ def text_table_of(source: Given, given: Any, what: str, columns: tuple[Sequence[
         _refuse_named_index(given, what)
     table = _table(source, what, named, columns)
     if not table.num_rows:
-        raise DataError("no texts given", where=what)
+        raise DataError("no texts given", where=what, expected="at least one text")
     return table
 
 
@@ -273,7 +275,7 @@ def _table(
     lengths = {name: len(values) for name, values in named}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{name}: {length:,}" for name, length in lengths.items())
-        raise DataError("columns of different lengths", where=what, got=got)
+        raise DataError("columns of different lengths", where=what, got=got, expected="one length")
     values = [column for _, column in named]
     rows = _rows(source, what, names, zip(*values, strict=True))
     return table_of(rows, what, source, columns)
