@@ -45,6 +45,18 @@ def test_other_local_settings_are_kept(folder: Path) -> None:
     assert local(folder).count("[core]") == 1
 
 
+def test_the_setting_of_dvc_init_counts(tmp_path: Path) -> None:
+    """`dvc init --no-scm` writes it to .dvc/config."""
+    shared = tmp_path / ".dvc" / "config"
+    shared.parent.mkdir()
+    shared.write_text("[core]\n    no_scm = True\n    analytics = false\n")
+    assert matches_git(tmp_path)
+    git_init(tmp_path)
+    assert not matches_git(tmp_path)
+    assert ".dvc/config" in write_project(tmp_path)
+    assert shared.read_text() == "[core]\n    analytics = false\n" and matches_git(tmp_path)
+
+
 def test_dvc_accepts_the_result(folder: Path) -> None:
     from dvc.repo import Repo
 

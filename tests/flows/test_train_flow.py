@@ -373,12 +373,14 @@ def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
 def prepare(run, flow_module, monkeypatch):
     """What happens before the flow run that `make train` begins; `prepare.servers` are those that it started."""
     Path(".dvc").mkdir()
+    Path(".dvc/config.local").write_text("[core]\n    no_scm = true\n")  # there is no git repository
     monkeypatch.setattr(flow_module, "import_mlflow", lambda: None)
     monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
+    monkeypatch.setattr(flow_module, "check_store", lambda: None)
 
     def start(**given):
         plain = {"steps": "all", "params_file": "params.yaml", "overrides": None, "force": False, "promote": None}
-        return flow_module.prepare(plain | given)
+        return flow_module.prepare(plain | {"register_trial": False} | given)
 
     start.servers = []
     monkeypatch.setattr(flow_module.server, "is_needed", lambda: True)
@@ -457,6 +459,7 @@ def test_command_line(place, stages, flow_module, stand_in, monkeypatch, capsys)
     monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
     monkeypatch.setattr(flow_module.server, "is_needed", lambda: False)
     Path(".dvc").mkdir()
+    Path(".dvc/config.local").write_text("[core]\n    no_scm = true\n")  # there is no git repository
     words = ["--json", "--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]
     assert command.main("train", words) == 0
     told = {"force": True, "start": "cold", "promote": None, "steps": "train", "register_trial": False}

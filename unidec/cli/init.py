@@ -29,6 +29,8 @@ _DVC_CONFIG = """[core]
     verify = true
 """
 _FILES = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore", "bin/python", "flows/*.*")
+_LOCAL = "config.local"
+_DVC_SETTINGS = ("config", _LOCAL)
 _NO_SCM = re.compile(r"^[ \t]*no_scm[ \t]*=[ \t]*true[ \t]*\n", re.MULTILINE | re.IGNORECASE)
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
@@ -150,12 +152,12 @@ def write_project(folder: Path) -> list[str]:
 
 def matches_git(folder: Path) -> bool:
     """Whether DVC's setting core.no_scm says that there is no git repository exactly if there is none."""
-    says_none = bool(_NO_SCM.search(_local_config(folder)))
+    says_none = any(_NO_SCM.search(_settings(folder, name)) for name in _DVC_SETTINGS)
     return says_none != is_inside(folder)
 
 
-def _local_config(folder: Path) -> str:
-    file = folder / ".dvc" / "config.local"
+def _settings(folder: Path, name: str) -> str:
+    file = folder / ".dvc" / name
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
@@ -163,17 +165,21 @@ def _match_git(folder: Path) -> list[str]:
     """Add core.no_scm to DVC's local settings, without which DVC requires git, or remove it; other lines are kept.
 
     Returns:
-        the name of the file if it was changed.
+        names of the files that were changed.
     """
     if matches_git(folder):
         return []
-    text = _local_config(folder)
-    text = _NO_SCM.sub("", text) if is_inside(folder) else f"[core]\n    no_scm = true\n{text}"
-    text = re.sub(r"(\[core\]\n[^\[]*)\[core\]\n", r"\1", text)  # DVC refuses a section that is there twice
-    text = re.sub(r"\[core\]\n(?=\[|\s*\Z)", "", text)  # a section without settings
-    file = folder / ".dvc" / "config.local"
-    file.write_text(text, encoding="utf-8")
-    return [".dvc/config.local"]
+    before = {name: _settings(folder, name) for name in _DVC_SETTINGS}
+    if is_inside(folder):
+        after = {name: _NO_SCM.sub("", text) for name, text in before.items()}
+    else:
+        after = before | {_LOCAL: f"[core]\n    no_scm = true\n{before[_LOCAL]}"}
+    changed = [name for name in _DVC_SETTINGS if after[name] != before[name]]
+    for name in changed:
+        text = re.sub(r"(\[core\]\n[^\[]*)\[core\]\n", r"\1", after[name])  # DVC refuses a section that is there twice
+        text = re.sub(r"\[core\]\n(?=\[|\s*\Z)", "", text)  # a section without settings
+        (folder / ".dvc" / name).write_text(text, encoding="utf-8")
+    return [f".dvc/{name}" for name in changed]
 
 
 def _adapted(file: Path, template: Path) -> str:
