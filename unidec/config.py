@@ -85,9 +85,10 @@ def _lines(node: Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPath, int]]:
 
 def valid_values(detail: ErrorDetails) -> str:
     """Description of valid values, taken from pydantic's message."""
+    words = detail["msg"].removeprefix("Input should be ")
     if detail["type"] == "string_pattern_mismatch":
-        return _PATTERNS[detail["ctx"]["pattern"]]
-    return detail["msg"].removeprefix("Input should be ")
+        return _PATTERNS.get(detail["ctx"]["pattern"], words.removeprefix("String should "))
+    return words
 
 
 def problem(

@@ -74,7 +74,7 @@ def test_parameters(opener: Callable[..., Trainer], tmp_path: Path) -> None:
     assert refused(opener, tmp_path / "run", accept=("seed", "pool.beta", "optim.lr_clf"), **changes) == [
         "model.temperature"
     ]
-    assert opener(accept=tuple(changes), **changes).step == 8
+    assert opener(accept=tuple(changes), **changes).at.step == 8
 
 
 def test_one_pair_more_in_the_data(
