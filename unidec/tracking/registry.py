@@ -190,6 +190,12 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
         active = stack.enter_context(mlflow.start_run(run_id=own.info.run_id)).info.run_id
         steps = [m.step for m in client.get_run(active).data.to_proto().metrics if m.key.startswith("training/")]
         place, params = own.info.experiment_id, own.data.params
+        earlier = _logged_model(client, place, active, sha256)
+        if earlier is not None and earlier.status == "READY":  # an attempt that was killed after it
+            _link_test_metrics(client, active, earlier.model_id)
+            return earlier.model_id, active
+        if earlier is not None:  # killed inside it: MLflow cannot complete a model
+            client.delete_logged_model(earlier.model_id)
         model = create_once(
             lambda: _logged_model(client, place, active, sha256),
             lambda: client.create_logged_model(place, "bundle", active, dict(tags), params),
