@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -36,7 +37,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture
 def world(helper, store, tmp_path, monkeypatch, request):
-    world = helper("pipeline/gate_world").World(tmp_path, store, request.node.name)
+    world = helper("pipeline/gate_world").World(tmp_path, store, re.sub(r"\W", "-", request.node.name).strip("-"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", world.uri)
     world.data()

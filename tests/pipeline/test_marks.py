@@ -161,6 +161,7 @@ def test_what_is_refused(world: World) -> None:
 def test_the_command_says_counts_and_what_is_next(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     _, title, labels = world.query("train")
     world.mark(title, world.other(labels), True)
+    Path("params.yaml").write_text("recipe: unidec\n")
     with pytest.raises(SystemExit) as ended:
         cli.app(args=["data", "from-feedback", str(world.file), "--output", "out"])
     assert not ended.value.code

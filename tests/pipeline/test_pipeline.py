@@ -121,7 +121,10 @@ def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
 def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
     run = done.folder_of_run
     assert done.said["export"] == str(paths.MODEL)
-    assert read_manifest(paths.MODEL, "model", 1)["meta"] == {"run": run.name}
+    assert read_manifest(paths.MODEL, "model", 1)["meta"] == {
+        "run": run.name,
+        "seen": {"text": "title", "complete": True},
+    }
     for name in ("history.jsonl", "rounds.jsonl"):
         assert (paths.MODEL / name).read_bytes() == (run / name).read_bytes()
     model, trainer = UniDEC.load(paths.MODEL), pipeline.training.open_trainer(done.params(), run)

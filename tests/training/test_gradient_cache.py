@@ -209,7 +209,10 @@ def test_chunks_of_all_labels_follow_those_of_the_queries(open_trainer):
     batches = trainer.batches
     for number, rows in enumerate((trainer.rows[:3], trainer.rows[5:12])):
         batch = trainer.prepare(rows, number)
-        parts = [*batches.parts(batch.pool.rows_B), ("labels", trainer.encoding.tokens["labels"], batch.pool.pool_S)]
+        parts = [
+            *batches.texts.parts(batch.pool.rows_B),
+            ("labels", trainer.encoding.tokens["labels"], batch.pool.pool_S),
+        ]
         ours, theirs = batch.texts, cut_texts(parts, batches.build, 6, trainer.device)
         assert ours.num_texts == theirs.num_texts == len(rows) + trainer.dataset.num_labels
         assert torch.equal(ours.unique_U, theirs.unique_U)
