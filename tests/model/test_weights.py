@@ -2,15 +2,21 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.sparse import csr_matrix
 
 from unidec.data.storage import write_folder, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, ConfigError
+from unidec.model.arrays import read_arrays
 from unidec.model.unidec import UniDEC
 from unidec.model.weights import KIND, VERSION, start_sha256
+from unidec.retrieval.bundle_model import write_model
+from unidec.training.distributed import Ranks
+from unidec.training.start import cluster_labels
 
 TEXTS = ["river query w3", "bread bread", "music label w10 w11 planet"]
 
@@ -182,3 +188,182 @@ def test_a_start_is_named_by_its_content(tiny_bert, tiny_params, tmp_path):
         trained(tiny_bert, tiny_params(), tmp_path / name, seed)
         hashes.append(start_sha256(tmp_path / name))
     assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 64
+
+
+# -- residual classifiers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def residual(tiny_bert, tiny_params, rng):
+    """A residual classifier with free vectors of seven labels, and the encoder's outputs of their texts."""
+    model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.dropout": 0.5}), 3)
+    label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1]) + torch.from_numpy(rng.normal(size=(7, 32)).astype(np.float32))
+    model.label_input = lambda rows: label_LW[rows]
+    return model, label_LW
+
+
+def test_free_vectors_start_at_zero_and_rows_at_the_texts(residual):
+    model, label_LW = residual
+    model.start_table(model.label_input)
+    assert not model.table.weight.any()
+    rows_LD = F.normalize(F.linear(label_LW, model.head_clf[0].weight, model.head_clf[0].bias), dim=1)
+    torch.testing.assert_close(torch.from_numpy(model.classifier_table()[0]), rows_LD.detach())
+
+
+@pytest.mark.parametrize("block", [2, 7, 100])
+def test_whole_rows_are_text_and_free_vector(residual, monkeypatch, block, rng):
+    monkeypatch.setattr("unidec.model.unidec.START_BLOCK", block)
+    model, label_LW = residual
+    free_LD = torch.from_numpy(rng.normal(size=(7, 16)).astype(np.float32))
+    model.table.weight.data.copy_(free_LD)
+    for mode in (True, False):  # without dropout in either
+        model.train(mode)
+        expected = [
+            free + F.normalize(model.head_clf[0].weight @ x + model.head_clf[0].bias, dim=0)
+            for x, free in zip(label_LW, free_LD, strict=True)
+        ]
+        got_LD = torch.from_numpy(model.classifier_table()[0])
+        torch.testing.assert_close(got_LD, torch.stack(expected).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.text_rows(label_LW), got_LD - free_LD, rtol=1e-4, atol=1e-6)
+    assert torch.equal(model.table.weight, free_LD), "the free vectors stay"
+
+
+@pytest.mark.parametrize("block", [2, 100])
+def test_whole_rows_have_the_mean_of_all_their_queries(tiny_bert, tiny_params, rng, monkeypatch, block):
+    monkeypatch.setattr("unidec.model.unidec.START_BLOCK", block)
+    values = {"model.heads": "clf", "index.space": "clf", "model.clf_residual": True, "model.clf_queries": 2}
+    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    assert model.related_gate.tolist() == [1.0] * len(model.related_gate)
+    texts_NW = torch.from_numpy(rng.normal(size=(12, 32)).astype(np.float32))  # of 7 labels, then of 5 queries
+    has_LN = rng.random((7, 5)) < 0.5
+    has_LN[3], has_LN[4] = False, True  # a label without queries, and one with more than a step draws
+    model.label_input, model.related_input = (lambda rows: texts_NW[rows]), (lambda rows: texts_NW[7 + rows])
+    model.related_LN = csr_matrix(has_LN.astype(np.float32))
+    torch.nn.init.normal_(model.related_gate)
+    text = model.text_rows(texts_NW).detach().numpy().astype(np.float64)
+    for label, row in enumerate(model.classifier_table()[0]):
+        queries = [text[7 + query] for query in range(5) if has_LN[label, query]]
+        mean = sum(queries) / np.linalg.norm(sum(queries)) if queries else 0.0
+        expected = text[label] + mean * model.related_gate.detach().numpy()
+        np.testing.assert_allclose(row, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [2, 100])
+def test_whole_rows_have_the_texts_of_all_related_labels(tiny_bert, tiny_params, rng, monkeypatch, block):
+    monkeypatch.setattr("unidec.model.unidec.START_BLOCK", block)
+    model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.clf_graph": True}), 3).eval()
+    label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1]) + torch.from_numpy(rng.normal(size=(7, 32)).astype(np.float32))
+    graph_LL = rng.random((7, 7)) * (rng.random((7, 7)) < 0.4)
+    graph_LL[3] = 0  # related to none
+    model.label_input, model.related_LN = (lambda rows: label_LW[rows]), csr_matrix(graph_LL)
+    torch.nn.init.normal_(model.table.weight)
+    torch.nn.init.normal_(model.related_gate)
+    text = model.text_rows(label_LW).detach().numpy().astype(np.float64)
+    for label, row in enumerate(model.classifier_table()[0]):
+        related = sum(graph_LL[label, other] * text[other] for other in range(7))
+        related = related / max(np.linalg.norm(related), 1e-12) * model.related_gate.detach().numpy()
+        expected = text[label] + model.table.weight[label].numpy() + related
+        np.testing.assert_allclose(row, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path, rng, dtype, gates):
+    values = {"model.clf_residual": True, "model.clf_dtype": dtype, "model.clf_gates": gates}
+    model = create(tiny_bert, tiny_params(**values), 3)
+    if gates:
+        torch.nn.init.normal_(model.gates)
+    label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1])
+    model.label_input = lambda rows: label_LW[rows]
+    model.table.weight.data.copy_(torch.from_numpy(rng.normal(size=(7, 16))))
+    rows_LD = torch.from_numpy(model.classifier_table()[0])
+    with write_folder(tmp_path / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    loaded = UniDEC.load(tmp_path / "model")
+    assert not loaded.settings.clf_residual and model.settings.clf_residual
+    assert loaded.gates is None and (model.gates is not None) == gates
+    got_LD = torch.from_numpy(loaded.classifier_table()[0])
+    assert torch.equal(got_LD, rows_LD.to(loaded.table.weight.dtype).float())
+    assert torch.equal(encode(loaded), encode(model.eval()))
+
+
+def test_the_free_vector_and_the_head_get_the_gradient_of_their_sum(residual):
+    model, label_LW = residual
+    model.head_clf[1].p = 0.0
+    model.train()
+    ids, weight_SD = torch.tensor([1, 4, 6]), torch.randn(3, 16)
+    leaf = model.table.gather(ids)
+    (weight_SD * (leaf + model.text_rows(label_LW[ids]))).sum().backward()
+    torch.testing.assert_close(leaf.grad, weight_SD)
+    w, b = (model.head_clf[0].weight.detach().double().requires_grad_(), model.head_clf[0].bias.detach().double())
+    rows = [torch.nn.functional.normalize(w @ x.double() + b, dim=0) for x in label_LW[ids]]
+    sum((g.double() * row).sum() for g, row in zip(weight_SD, rows, strict=True)).backward()
+    torch.testing.assert_close(model.head_clf[0].weight.grad, w.grad.float(), rtol=1e-4, atol=1e-5)
+    model.table.forget()
+
+
+# -- auxiliary vectors: DEXA -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", ["de", "both"])
+def test_the_labels_searched_have_their_clusters_vectors(tiny_bert, tiny_params, tmp_path, rng, heads):
+    """As trained, and as exported; a bundle's model has none, and queries never have."""
+    model = create(tiny_bert, tiny_params(**{"model.heads": heads, "model.auxiliary": 2}), 3).eval()
+    assert model.auxiliary.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
+    cluster_labels(model, rng.normal(size=(7, 16)).astype(np.float32), 2, 0, Ranks())
+    cluster_L = model.label_cluster.tolist()
+    assert np.bincount(cluster_L).tolist().count(2) == 3 and len(set(cluster_L)) == 4
+    torch.nn.init.normal_(model.auxiliary)
+    tokens = encode_texts([*TEXTS, *TEXTS, TEXTS[0]][:7], tiny_bert, 16)
+    x_LW = torch.from_numpy(model.encode("labels", tokens))
+    expected = [
+        F.normalize(model.head_de[:2](x) + model.auxiliary[cluster_L[label]], dim=0).detach()
+        for label, x in enumerate(x_LW)
+    ]
+    with write_folder(tmp_path / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    for one in (model, UniDEC.load(tmp_path / "model")):
+        found = torch.from_numpy(one.encode_labels(tokens, batch_size=3))
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    plain = F.normalize(model.head_de[:2](x_LW), dim=1).detach()
+    torch.testing.assert_close(torch.from_numpy(model.encode_queries(tokens)[0]), plain, rtol=1e-5, atol=1e-6)
+    write_model(tmp_path / "model", tmp_path / "bundled", 9)  # other labels
+    assert not {"auxiliary", "label_cluster"} & read_arrays(tmp_path / "bundled").keys()
+    bundled = UniDEC.load(tmp_path / "bundled", rows=False)
+    torch.testing.assert_close(torch.from_numpy(bundled.encode_labels(tokens)), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_label_tree_is_not_exported(tiny_bert, tiny_params, tmp_path):
+    """It only trains: what is exported is an ordinary classifier."""
+    values = {"model.heads": "clf", "model.levels": [4, 2], "model.clf_init": "xavier"}
+    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    assert model.tree.counts == [2, 4] and model.label_cluster.shape == (7,)
+    model.start_table()
+    with write_folder(tmp_path / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    loaded = UniDEC.load(tmp_path / "model")
+    assert loaded.settings.levels == [] and loaded.tree is None and loaded.label_cluster is None
+    assert np.array_equal(loaded.classifier_table()[0], model.table.weight.numpy())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bias):
+    """Astec's surrogate task: as trained, and as exported, an ordinary classifier."""
+    values = {"model.heads": "clf", "model.surrogate": 2, "model.clf_init": "xavier", "model.clf_bias": bias}
+    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    assert model.table.weight.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
+    model.start_table()
+    assert len(np.unique(model.table.weight)) == 64
+    model.label_cluster.copy_(torch.tensor([3, 0, 1, 1, 2, 0, 3]))
+    if bias:
+        torch.nn.init.normal_(model.bias.weight)
+    with write_folder(tmp_path / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    loaded = UniDEC.load(tmp_path / "model")
+    assert loaded.settings.surrogate == 0 and loaded.label_cluster is None
+    for one in (model, loaded):
+        weight, biases = one.classifier_table()
+        assert (biases is not None) == bias
+        for label, cluster in enumerate([3, 0, 1, 1, 2, 0, 3]):
+            assert np.array_equal(weight[label], model.table.weight[cluster].numpy())
+            assert biases is None or biases[label] == model.bias.weight[cluster, 0]

@@ -11,8 +11,9 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unidec.model.pool import PoolSampler, num_clusters
+from unidec.model.label_tree import num_clusters
 from unidec.training.sampler import (
+    PoolSampler,
     clustered_batches,
     draws_pools,
     encoded_labels,
