@@ -16,6 +16,11 @@ SHELL     := /bin/bash
 # modules without compiled bytecode: tests, code generators, most of 450 model architectures, and tools that start rarely
 NOT_COMPILED := /(tests|_inductor)/|/transformers/models/(?!__init__|auto/|bert/)|/site-packages/(databricks|pip|setuptools|mypy|mypyc|fontTools|schemathesis|hypothesis|dask|distributed)/
 
+# a container's user id may have no name, and DVC requires one
+ifeq ($(USER)$(LOGNAME),)
+export USER := $(shell id -un 2>/dev/null || id -u)
+export LOGNAME := $(USER)
+endif
 # no telemetry, no downloads, and no OpenMP threads that spin on shared cores
 export DO_NOT_TRACK := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
@@ -37,6 +42,10 @@ help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## create the environment: pinned packages, DVC; nothing to do if up to date
+	@echo "$(VENV) is up to date. Next:"
+	@echo "  source $(BIN)/activate            # then unidec, dvc, prefect and mlflow are on the path"
+	@echo "  make train                           # on the Debian example"
+	@echo "  unidec init --data-path FOLDER       # or on your own data (README.md); then make train"
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || \
@@ -58,7 +67,7 @@ endif
 	@{ $(BIN)/prefect server database upgrade -y && $(BIN)/python -c 'from unidec.tracking.store import prepare_store; prepare_store()'; } >/dev/null 2>&1 || true
 	@mkdir -p .dvcstore
 	@# .dvc/ is committed; a tree downloaded without git only needs this setting
-	@git rev-parse --git-dir >/dev/null 2>&1 || $(BIN)/dvc config --local core.no_scm true
+	@$(BIN)/python -c 'import sys; from unidec.tracking.repository import is_inside; sys.exit(not is_inside("."))' || $(BIN)/dvc config --local core.no_scm true
 	@touch $@
 
 train: $(STAMP)  ## run the stages that are out of date: data, training, evaluation, registration

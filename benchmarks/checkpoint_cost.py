@@ -32,7 +32,7 @@ from unidec.training.trainer import Trainer, TrainingData
 
 def endless(trainer: Trainer) -> Iterator[float]:
     """Seconds of one step after the other, for as long as somebody asks."""
-    steps = trainer._steps(10**9)
+    steps = trainer.steps(10**9)
     while True:
         begin = time.perf_counter()
         next(steps)
@@ -61,7 +61,7 @@ def measure_resume(params: Params, run_dir: Path) -> dict[str, float]:
     tokens = (paths.open_tokens("queries"), paths.open_tokens("labels"))
     trainer = Trainer(params.training, TrainingData(paths.open_dataset(), *tokens), run_dir, paths.CACHE)
     opened = time.perf_counter() - begin
-    assert trainer.step > 0
+    assert trainer.at.step > 0
     trainer.made = Refresh.load(run_dir / "refresh" / "epoch-00000", 0)
     trainer.model.train()
     next(endless(trainer))

@@ -23,8 +23,8 @@ from synthetic import write_encoder
 from unidec.config import Params, load_params
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import TokenCache
+from unidec.model.batch import Prepared
 from unidec.model.sources import resolve_encoder
-from unidec.training.batches import Prepared
 from unidec.training.refresh import Refresh
 from unidec.training.trainer import Trainer, TrainingData
 
@@ -244,12 +244,12 @@ def train(trainer: Trainer, batches: Iterable[Prepared]) -> None:
     """The trainer's own steps."""
     for batch in batches:
         trainer.train_step(batch)
-        trainer.step += 1
+        trainer.at.step += 1
 
 
 def of_step(trainer: Trainer, batch: Prepared) -> str:
     """A step's sizes in words."""
     return (
-        f"{len(batch.pool.rows_B)} queries, {len(batch.pool.pool_S)} pool labels, {batch.num_tokens} tokens, "
+        f"{len(batch.pool.rows_B)} queries, {len(batch.pool.pool_S)} pool labels, {batch.counts.tokens} tokens, "
         f"{trainer.dataset.num_labels} labels, {trainer.settings.optim.precision}"
     )

@@ -22,6 +22,7 @@ from unidec.comparison import cell
 from unidec.comparison.results import contrasts, gather
 from unidec.comparison.workspace import Step, load_comparison, select
 from unidec.config import parse_overrides
+from unidec.cores import num_threads
 from unidec.errors import TrainingError
 
 
@@ -32,7 +33,7 @@ def run_steps(steps: Sequence[Step], jobs: int, seconds: float) -> None:
     timer = threading.Timer(seconds, stopping.set)
     timer.daemon = True
     timer.start()
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    environment = {"OMP_NUM_THREADS": str(max(1, num_threads() // jobs))}
 
     def work(step: Step) -> None:
         for need in step.needs:

@@ -84,8 +84,8 @@ def peak_of_steps(bench: Bench, size: dict[str, Any]) -> int:
         start_peak(bench.device)
         trainer = scale_step.open_trainer(size | {"device": bench.device.type, "virtual": True}, data, run)
         if size["labels"] <= MOST_TEXTS:
-            for which, cache in trainer.tokens.items():
-                trainer.tokens[which] = _longest_texts(cache)
+            for which, cache in trainer.batches.texts.tokens.items():
+                trainer.batches.texts.tokens[which] = _longest_texts(cache)
         scale_step.Steps(trainer).run(12)
         return peak_bytes(bench.device)
 
@@ -104,8 +104,8 @@ def _on_the_host(bench: Bench) -> None:
     for recompute, name in ((False, "without"), (True, "with")):
         trainer = bench.trainer(bench.params("unidec-gpu", **{"run.recompute": recompute}))
         trainer.made = uniform(trainer)
-        for which, cache in trainer.tokens.items():
-            trainer.tokens[which] = _longest_texts(cache)
+        for which, cache in trainer.batches.texts.tokens.items():
+            trainer.batches.texts.tokens[which] = _longest_texts(cache)
         rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)[:3]
         with Memory() as held:
             train(trainer, (trainer.prepare(rows_B, number) for number, rows_B in enumerate(rows)))

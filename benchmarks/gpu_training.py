@@ -13,8 +13,8 @@ from no_waiting import NoWaiting
 from torch import Tensor
 
 from unidec.model import encoder
+from unidec.model.batch import Prepared
 from unidec.retrieval.index import recall
-from unidec.training.batches import Prepared
 from unidec.training.gradient_cache import encode_texts
 from unidec.training.precision import autocast_type
 from unidec.training.refresh import Refresh
@@ -92,13 +92,13 @@ def _losses(trainer: Trainer, batch: Prepared) -> Tensor:
     """Of a batch under set random numbers, float32 [losses] on the CPU."""
     torch.manual_seed(0)
     with torch.no_grad():
-        x_BW, _ = encode_texts(trainer.model.encoder, batch.texts, trainer._autocast)
+        x_BW, _ = encode_texts(trainer.model.encoder, batch.texts, trainer.encoding.autocast)
         return torch.stack(list(trainer.objective.losses(x_BW, batch, 0).values())).cpu()
 
 
 def _losses_and_gradients(trainer: Trainer, batch: Prepared) -> dict[str, Tensor]:
     """Both heads' losses [2], and the gradients of each part of the model one after another, on the CPU."""
-    x_BW, backward = encode_texts(trainer.model.encoder, batch.texts, trainer._autocast)
+    x_BW, backward = encode_texts(trainer.model.encoder, batch.texts, trainer.encoding.autocast)
     losses = torch.stack(list(trainer.objective.losses(x_BW, batch, 0).values()))
     backward(losses.sum())
     parts: dict[str, list[Tensor]] = {}
@@ -140,7 +140,7 @@ def _in_turn(bench: Bench, trainer: Trainer, batches: list[Prepared]) -> tuple[l
 
     def bare() -> None:
         for batch in batches:
-            x_BW, backward = encode_texts(trainer.model.encoder, batch.texts, trainer._autocast)
+            x_BW, backward = encode_texts(trainer.model.encoder, batch.texts, trainer.encoding.autocast)
             backward(x_BW.sum())
             trainer.optimisers.zero_grad()
 
@@ -237,7 +237,7 @@ def synchronisations(bench: Bench) -> None:
         values = {"run.table_place": place, "pool.batch_size": batch, "pool.size": pool}
         trainer = bench.trainer(bench.params(recipe, **values), train_rows, labels)
         trainer.made = uniform(trainer)
-        trainer.checks_each_step = False  # as on a GPU
+        trainer.checks.each_step = False  # as on a GPU
         transformer = trainer.model.encoder.transformer
         if not bench.on_card and transformer is not None:
             transformer.transformer.set_attn_implementation("sdpa")  # as on a GPU
@@ -249,7 +249,7 @@ def synchronisations(bench: Bench) -> None:
             if error is not None:
                 waited, where = waited + 1, where or _place(error)
                 trainer.optimisers.zero_grad()
-            trainer.step = number + 1
+            trainer.at.step = number + 1
         means = "set_sync_debug_mode" if bench.on_card else "a mode that refuses operators that wait, on the processor"
         sizes = f"{recipe}, rows on the {place}, {LOG_EVERY - 1} steps, {means}{where and '; first at ' + where}"
         bench.add("steps in which the host waits", waited, "", sizes, most=0)

@@ -135,6 +135,11 @@ class Connection(asyncio.Protocol):
         self._look()
         return await waiting
 
+    def stop_reading(self) -> None:
+        """Read no answer from now on."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
     def close(self, reset: bool = False) -> None:
         """Close; `reset`: at once, what was not sent is lost."""
         if self._transport is not None:

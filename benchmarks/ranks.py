@@ -70,9 +70,9 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
     for batch in trainer.batches.ahead(batches, 0, 0, None):
         used = 0 if batch.texts.unique_U is None else len(batch.texts.unique_U)
         sizes.append({"queries": len(batch.pool.rows_B), "pool": len(batch.pool.pool_S), "bag_rows": used,
-                      "clf_sizes": batch.clf_sizes, "tokens": batch.num_tokens})  # fmt: skip
+                      "clf_sizes": batch.clf.sizes, "tokens": batch.counts.tokens})  # fmt: skip
         trainer.train_step(batch)
-        trainer.step += 1
+        trainer.at.step += 1
         now = time.perf_counter()
         seconds.append(now - before)
         before = now

@@ -100,7 +100,7 @@ def label_graph(folder: Path, size: Facts) -> Facts:
 def sampler(folder: Path, size: Facts) -> Facts:
     """A pool sampler: what it takes to make, and to draw a batch."""
     from unidec.data.dataset import XMCDataset
-    from unidec.training.sampler import PoolSampler
+    from unidec.model.pool import PoolSampler
 
     dataset = XMCDataset.open(folder / "dataset", verify=False)
     rows = dataset.rows("train")

@@ -138,7 +138,7 @@ class Steps:
             batch = trainer.prepare(rows_B, self.done)
             ready = time.perf_counter()
             logs = trainer.train_step(batch)
-            trainer.step += 1
+            trainer.at.step += 1
             self.done += 1
             now = time.perf_counter()
             whole.append(1000 * (now - begin))

@@ -87,7 +87,7 @@ def one_piece(place: Path, rows: str) -> None:
     from unidec.retrieval.predict_file import FileRequest, predict_file
 
     names = (str(place / name) for name in ("bundle", f"{rows}.parquet", f"{rows}-whole.parquet"))
-    predict_file(Bundle.load(place / "bundle"), FileRequest(*names, k=K), shards=1)
+    predict_file(Bundle.load(place / "bundle"), FileRequest(*names, k=K, runtime="torch"), shards=1)
 
 
 def resumable(place: Path, rows: str, runtime: str = "torch") -> None:

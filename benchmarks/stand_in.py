@@ -202,7 +202,8 @@ def _train(run: Any, steps: int) -> Row:
     except Enough:
         run.export()
         return {"loss": f"{losses[0]:.2f} to {losses[-1]:.2f}"}
-    raise ConfigError("the first round has too few steps", where="--steps", got=steps, expected=f"{run.trainer.step}",
+    raise ConfigError("the first round has too few steps", where="--steps", got=steps,
+                      expected=f"{run.trainer.at.step}",
                       fix="a larger --share, or a smaller --batch")  # fmt: skip
 
 

@@ -35,11 +35,11 @@ from unidec.config import Params, load_params, parse_overrides, recipe_names
 from unidec.data.storage import write_json
 from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError
+from unidec.model.batch import Prepared
 from unidec.model.encoder import load_transformer
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.training import trainer as trainer_module
-from unidec.training.batches import Prepared
 from unidec.training.refresh import make_clusters, make_refresh
 from unidec.training.trainer import Trainer, TrainingData
 
@@ -127,9 +127,9 @@ class CutStep:
 
             return run
 
-        def loss(kind: str, similarity_BS: Tensor, *rest: Any) -> Tensor:
+        def loss(kind: str, similarity_BS: Tensor, *rest: Any, **options: Any) -> Tensor:
             with watch.part("losses forward"):
-                return kept["loss"](kind, self.at_losses.cut(similarity_BS), *rest)
+                return kept["loss"](kind, self.at_losses.cut(similarity_BS), *rest, **options)
 
         def build(parts: Any) -> Any:
             with watch.part("make the texts' input"):
@@ -151,10 +151,10 @@ class CutStep:
         trainer, watch = self.trainer, self.watch
         with watch.part("sample the pool"):
             batch = trainer.prepare(rows_B, step)
-        with watch.part("encoder forward"), trainer._autocast():
+        with watch.part("encoder forward"), trainer.encoding.autocast():
             x_BW = self.at_encoder.cut(trainer.model.encoder(batch.texts))
         with watch.part("similarities forward"):
-            losses = trainer.objective.losses(x_BW, batch, trainer.step)
+            losses = trainer.objective.losses(x_BW, batch, trainer.at.step)
             loss = torch.stack(list(losses.values())).sum()
         with watch.part("losses backward"):
             loss.backward()
@@ -183,12 +183,12 @@ class CutStep:
 
             row.step = timed  # type: ignore[method-assign]
         with watch.part("update dense"):
-            optimisers.step(trainer.step, norm)
+            optimisers.step(trainer.at.step, norm)
         for row in rows:
             del row.step  # type: ignore[method-assign]
         if step % trainer_module.LOG_EVERY == 0:
             with watch.part("log"):
-                json.dumps(trainer._figures(batch, losses, norm))
+                json.dumps(trainer.figures(batch, losses, norm))
 
 
 def lexical_vectors(tokens: Tokens, rows: np.ndarray, embedding_VD: Tensor) -> np.ndarray:
@@ -220,7 +220,8 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
     )
     trainer.made, _ = make_refresh(
         trainer.settings, trainer.rows, trainer.batches.sampler, clusters,
-        lambda: lexical_vectors(tokens["labels"], np.arange(len(tokens["labels"])), embedding_VD), trainer.device,
+        lambda: lexical_vectors(tokens["labels"], np.arange(len(tokens["labels"])), embedding_VD),
+        device=trainer.device,
     )  # fmt: skip
     trainer.model.train()
     return trainer
@@ -238,13 +239,13 @@ def measure(trainer: Trainer, num_steps: int, warm_up: int) -> dict[str, Any]:
                 watch.seconds.clear()
                 sizes.clear()
             batch = step.run(batches[number % len(batches)], number)
-            sizes.append((len(batch.pool.rows_B), len(batch.pool.pool_S), batch.num_tokens))
-            trainer.step += 1
+            sizes.append((len(batch.pool.rows_B), len(batch.pool.pool_S), batch.counts.tokens))
+            trainer.at.step += 1
     whole = Stopwatch(trainer.device)
     with whole.part("whole"):
         for number in range(num_steps):
             trainer.train_step(trainer.prepare(batches[(warm_up + number) % len(batches)], number))
-            trainer.step += 1
+            trainer.at.step += 1
     milliseconds = {name: 1000 * watch.seconds[name] / num_steps for name in PARTS if name in watch.seconds}
     total = sum(milliseconds.values())
     groups: dict[str, float] = defaultdict(float)
@@ -292,7 +293,7 @@ def main() -> None:
         result = measure(trainer, arguments.steps, arguments.warm_up)
     facts = {
         "recipe": arguments.recipe, "overrides": overrides, "steps": arguments.steps, "dataset": trainer.dataset.name,
-        "text": params.tokens.text, "device": trainer.device.type, "autocast": str(trainer.amp),
+        "text": params.tokens.text, "device": trainer.device.type, "autocast": str(trainer.encoding.amp),
         "torch": torch.__version__, "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
     }  # fmt: skip
     name = arguments.name or "-".join([arguments.recipe, *(str(v) for v in overrides.values())])

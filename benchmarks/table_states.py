@@ -100,7 +100,9 @@ def train(arguments: argparse.Namespace, dtype: str, state: str, rate: float, se
         while not trainer.finished:
             trainer.refresh()
             trainer.train_round()
-    ranking = Ranking.of_model(trainer.model.eval(), trainer.dataset, "validation", params.optim.precision)
+    ranking = Ranking.of_model(
+        trainer.model.eval(), trainer.dataset, "validation", params.optim.precision, trainer.label_vectors()
+    )
     found = ranking.metrics("clf", 1.0, True)
     return {
         "dtype": dtype, "state": state, "lr_clf": rate, "seed": seed, "epochs": arguments.epochs,

@@ -39,10 +39,10 @@ class Curve:
         """Measure the heads as a round of training does (rounds.jsonl)."""
         with self.clock.paused() as seconds:
             precision = self.params.optim.precision
-            ranking = Ranking.of_model(trainer.model, trainer.dataset, "validation", precision)
+            ranking = Ranking.of_model(trainer.model, trainer.dataset, "validation", precision, trainer.label_vectors())
             metrics = headline(validation_metrics(ranking, self.params))
-            epochs = trainer.step / trainer.steps_per_epoch
-            self.points.append({"seconds": seconds, "steps": trainer.step, "epochs": epochs, **metrics})
+            epochs = trainer.at.step / trainer.steps_per_epoch
+            self.points.append({"seconds": seconds, "steps": trainer.at.step, "epochs": epochs, **metrics})
             print(f"    {seconds:7.0f} s, epoch {epochs:.1f}, nDCG@5 {metrics['nDCG@5']:.2f}", flush=True)
             trainer.model.train()
 
@@ -78,7 +78,7 @@ def train(params: Params, every: float) -> dict[str, Any]:
     curve.add(trainer)
     ends["training"] = clock.seconds
     with write_folder(paths.MODEL, KIND, VERSION, {"run": run_dir.name}) as out:
-        trainer.model.save_into(out)
+        trainer.export(out)
     validation = pipeline.index(params).validation
     ends["index and fusion"] = clock.seconds
     pipeline.evaluate(params)

@@ -95,14 +95,15 @@ class Measured(Trainer):
 
     def train_step(self, batch: Any) -> dict[str, float] | None:
         figures = super().train_step(batch)
-        if (self.step + 1) % self.steps_per_epoch == 0:
-            self.measure(self.step + 1)
+        if (self.at.step + 1) % self.steps_per_epoch == 0:
+            self.measure(self.at.step + 1)
         return figures
 
     def measure(self, step: int) -> None:
         begin = time.process_time()
         seconds = begin - self.begun - self.paused
-        ranking = Ranking.of_model(self.model, self.dataset, "validation", self.params.optim.precision)
+        precision, vectors = self.params.optim.precision, self.label_vectors()
+        ranking = Ranking.of_model(self.model, self.dataset, "validation", precision, vectors)
         ended = step == self.steps_per_epoch * self.params.optim.epochs
         index = self.params.index.model_copy(update={} if ended else {"clf_weight": self.clf_weight})
         blend = tuned_blend(ranking, self.params.model_copy(update={"index": index}), None)
@@ -165,8 +166,8 @@ def train(
             trainer.train_round()
         norms = trainer.model.table.weight.norm(dim=1) if trainer.model.table is not None else None
         with write_folder(Path("models") / name, KIND, VERSION) as out:
-            trainer.model.save_into(out)
-        found = {"curve": trainer.curve, "epochs": trainer.epoch, "steps": trainer.step,
+            trainer.export(out)
+        found = {"curve": trainer.curve, "epochs": trainer.at.epoch, "steps": trainer.at.step,
                  "cpu_seconds": trainer.curve[-1]["cpu_seconds"],
                  "row_length": float(norms.mean()) if norms is not None else None}  # fmt: skip
         write_json(result, found)

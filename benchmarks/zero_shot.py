@@ -100,7 +100,7 @@ def train(folder: Path, version: RawData, params: Params) -> Path:
                     trainer.refresh()
                 trainer.train_round()
             with write_folder("model", KIND, VERSION) as out:
-                trainer.model.save_into(out)
+                trainer.export(out)
     return folder / "model"
 
 

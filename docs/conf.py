@@ -20,6 +20,7 @@ exclude_patterns = [item.name for item in ROOT.iterdir() if item.is_dir() and it
 # README has no table of contents of its own: where the repository is shown its code would be printed
 CONTENTS = {
     "Use": [
+        "docs/install",
         "docs/tutorial",
         "docs/data",
         "docs/training",

@@ -5,27 +5,38 @@ Prefect reads its settings when it is imported, so the settings of this project 
 
 from __future__ import annotations
 
-import unidec.interrupt  # noqa: F401  first, before slow imports: from here on Ctrl-C prints one line, no traceback
+from unidec import interrupt, surroundings  # first, before slow imports: from here on Ctrl-C prints one line
+
+if interrupt.IS_PROGRAM:
+    surroundings.settle()
 
 # isort: split
 import importlib.util
 import os
 import sys
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-from unidec.errors import missing_package, without_credentials
+from unidec.addresses import parse
+from unidec.errors import missing_package
 from unidec.tracking.store import project_folder
+from unidec.user import name_user
+
+name_user()  # before Prefect asks for the user's home
 
 if importlib.util.find_spec("prefect") is None:
     sys.exit(f"error: {missing_package(ModuleNotFoundError(name='prefect'))}")
 
-_CHECKOUT = Path(__file__).resolve().parents[1]  # not a project if this is an installed package
-_FOLDER = _CHECKOUT if (_CHECKOUT / "prefect.toml").is_file() and project_folder() == Path() else project_folder()
+
+def _project() -> Path:
+    """The project: the working folder, or else the checkout of this code, which may be that of another project."""
+    folder, checkout = project_folder(), Path(__file__).resolve().parents[1]
+    is_inside = folder != Path() or Path("prefect.toml").is_file()
+    return checkout if not is_inside and (checkout / "prefect.toml").is_file() else folder
+
 
 # the same as in prefect.toml, for runs that start in another folder
 _DEFAULTS = {
-    "PREFECT_HOME": str(_FOLDER.resolve() / ".prefect"),
+    "PREFECT_HOME": str(_project().resolve() / ".prefect"),
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "unidec",
@@ -36,7 +47,7 @@ for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 # Prefect prints its address, so user and password move to the variable that Prefect has for them
-_API = urlsplit(os.environ.get("PREFECT_API_URL", ""))
-if _API.username:
-    os.environ.setdefault("PREFECT_API_AUTH_STRING", f"{unquote(_API.username)}:{unquote(_API.password or '')}")
-    os.environ["PREFECT_API_URL"] = without_credentials(_API.geturl())
+_API = parse(os.environ.get("PREFECT_API_URL", ""))
+if _API.user:
+    os.environ.setdefault("PREFECT_API_AUTH_STRING", f"{_API.user}:{_API.password}")
+    os.environ["PREFECT_API_URL"] = _API.without_user()

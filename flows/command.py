@@ -15,23 +15,51 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flows import server
+from flows.ending import Ending, leave
 from unidec import interrupt
+from unidec.addresses import mask_logs, masked_excepthook
 from unidec.config import parse_overrides
-from unidec.errors import Refused, UnidecError
+from unidec.errors import UnidecError, in_one_message, is_of_surroundings
+from unidec.surroundings import output_failure
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
 
 
 def main(name: str, words: Sequence[str] | None = None) -> int:
     """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
-    words = sys.argv[1:] if words is None else words
+    is_program = words is None
+    words = list(sys.argv[1:] if words is None else words)
+    mask_logs()
+    sys.excepthook = masked_excepthook
+    is_debug = "--debug" in words
+    try:
+        code = _run(name, [word for word in words if word != "--debug"], is_program)
+    except Exception as error:  # Prefect's log has the traceback of a flow
+        if is_debug or not is_of_surroundings(error):
+            raise
+        print(in_one_message(error, f"python -m flows.{name} --debug ..."), file=sys.stderr, flush=True)
+        return 1
+    if failure := output_failure():
+        print(f"the result could not be printed: {failure.strerror}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     # a training without options may have nothing to do: flows.train.prepare starts the server if it is needed
     if not {"-h", "--help"} & set(words) and (words or name != "train"):
-        server.start()  # takes seconds, as do the imports that follow
+        try:
+            server.start()  # takes seconds, as do the imports that follow
+        except UnidecError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
     module = importlib.import_module(f"flows.{name}")  # not as __main__: workers import it under this name
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
     show = _as_json if options.pop("json") else getattr(module, "in_words", _as_json)
+    known = importlib.import_module("flows.lifecycle").known  # imports Prefect
+    ending = Ending(show, known)
+    if is_program:
+        ending.leave_in_time()
 
     def run() -> Any:
         if "overrides" in options:
@@ -41,10 +69,13 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
         with server.running():
             return getattr(module, name)(**options)
 
-    return guarded(run, show)
+    code = guarded(run, show, ending)
+    if is_program and (server.lost.is_set() or code in interrupt.EXIT_CODES.values()):
+        leave(code)
+    return code
 
 
-def guarded(run: Callable[[], Any], show: Callable[[Any], str]) -> int:
+def guarded(run: Callable[[], Any], show: Callable[[Any], str], ending: Ending | None = None) -> int:
     """Run a flow, print its result and return the exit code; known errors are printed without a traceback.
 
     If the gate refuses the version and there is no champion, the exit code is 6, and the last line is the command to
@@ -52,33 +83,23 @@ def guarded(run: Callable[[], Any], show: Callable[[Any], str]) -> int:
     """
     from prefect.exceptions import TerminationSignal
 
-    from flows.lifecycle import one_line_for_known_errors
+    from flows.lifecycle import known, one_line_for_known_errors
 
     def terminate(number: int, _frame: Any) -> None:
         raise TerminationSignal(signal=number)
 
+    ending = ending or Ending(show, known)
     # Prefect restores the previous handler of SIGTERM; the default would end us before a checkpoint is written
     before = signal.signal(signal.SIGTERM, terminate)
     one_line_for_known_errors()
     try:
-        done = run()
-    except UnidecError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except (KeyboardInterrupt, TerminationSignal) as error:
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        what = "interrupted" if is_interrupt else "terminated"
-        print(f"{what}: run again to resume from the last checkpoint or finished part", file=sys.stderr)
-        return 130 if is_interrupt else 143
+        ending.report(run(), None)
+    except (Exception, KeyboardInterrupt, TerminationSignal) as error:
+        if not ending.report(None, error):
+            raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    print(show(done), flush=True)
-    if missing := done.get("no_champion"):
-        why = " ".join(missing["reason"].split())
-        line = f"there is no champion: version {missing['version']} was refused ({why}); run: {missing['command']}"
-        print(line, file=sys.stderr)
-        return Refused.exit_code
-    return 0
+    return ending.code
 
 
 def _parser(module: Any, name: str) -> argparse.ArgumentParser:

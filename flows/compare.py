@@ -33,6 +33,7 @@ from flows import lifecycle
 from unidec.comparison import results
 from unidec.comparison.cell import run_step
 from unidec.comparison.workspace import Step, load_comparison, select
+from unidec.cores import num_threads
 from unidec.errors import UnidecError
 from unidec.progress import progress
 from unidec.tracking.run import RUN_TAGS
@@ -76,7 +77,8 @@ def compare(
         outcomes = run_steps(steps, jobs, {"comparison": comparison.file.name} | ({"tuning": "trial"} if tune else {}))
         runs = [step.name for step in steps if step.name in comparison.jobs]
         if tune:
-            return {"chosen": str(results.write_chosen(comparison, steps, outcomes)), "runs": runs}
+            chosen = results.write_chosen(comparison, steps, outcomes)
+            return lifecycle.finished({"chosen": str(chosen), "runs": runs})
         page = results.write_report(comparison)
         print("\n".join("\t".join(row) for row in results.table(comparison)), flush=True)
         if metrics is not None and not outcomes[steps[-1].name]:
@@ -85,7 +87,13 @@ def compare(
         if failures:
             head = f"{len(failures)} of {len(outcomes)} steps have no result"
             raise UnidecError("\n".join([head, *failures, f"report: {page}"]))
-        return {"report": str(page), "runs": runs}
+        return lifecycle.finished({"report": str(page), "runs": runs})
+
+
+def prepare(options: dict[str, Any]) -> None:
+    """Report errors in the options and in the file before Prefect starts."""
+    comparison = load_comparison(options["file"], options["overrides"], tune=options["tune"])
+    select(comparison, options["only"])
 
 
 def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[str, str]:
@@ -105,7 +113,7 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
     needed = {need for step in todo for need in step.needs}
     todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]  # no unused data sets
     outcomes = {step.name: "" for step in steps}
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    threads = str(max(1, num_threads() // jobs))
     shared = {
         "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "MLFLOW_TRACKING_URI": tracking_uri("."),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),

@@ -14,6 +14,7 @@ from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import Refused
 from unidec.metric_names import BASELINES
+from unidec.pipeline import paths
 
 METRICS = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 log = logging.getLogger("unidec.flows")
@@ -105,11 +106,19 @@ def summary(done: Mapping[str, Any]) -> str:
     lines = [*_table(done), *(f"warning: {words}" for words in done.get("warnings", ()))]
     lines += [outcome(done), f"report: {_shown(report)}"]
     lines += [f"MLflow run: {done['run_url']}"] if done.get("run_url") else []
-    bundle, trial = _shown(report.with_name("bundle")), done.get("version") is None
-    served = bundle if trial or "no_champion" in done else f"models:/{done['model']}@champion"
-    predict = f'{_program()} predict "some text" -k 5{f" --bundle {bundle}" if trial else ""}'
+    bundle = _shown(report.with_name("bundle"))
+    served = f"models:/{done['model']}@champion" if _has_champion(done) else bundle
+    where = "" if bundle == str(paths.BUNDLE) else f" --bundle {bundle}"
+    predict = f'{_program()} predict "some text" -k 5{where}'
     pages = "make ui" if Path("Makefile").is_file() else f"{_program()} models list"
     return "\n".join([*lines, "next:", f"  {predict}", f"  {_program()} serve {served}", f"  {pages}"])
+
+
+def _has_champion(done: Mapping[str, Any]) -> bool:
+    """Whether a model is known to be the champion now; a registered trial is not compared with any."""
+    gate = done.get("gate", {})
+    known = "promoted" in done or "skipped" in done or gate.get("already") or gate.get("champion")
+    return bool(known) and "no_champion" not in done
 
 
 def _table(done: Mapping[str, Any]) -> list[str]:

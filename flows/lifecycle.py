@@ -19,13 +19,21 @@ from prefect.runtime import deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
-from flows import publish, reconcile
-from unidec.errors import TrainingError, UnidecError, without_credentials
+from flows import ending, publish, reconcile
+from unidec.addresses import without_credentials
+from unidec.errors import TrainingError, UnidecError, system_error
 from unidec.pipeline.lock import environment, one_at_a_time
 from unidec.pipeline.parent_watch import watch
 from unidec.tracking.run import RUN_TAGS
 
-RETRY_SECONDS = [2, 10, 30]
+RETRY_SECONDS = [2, 5, 10]  # a helper that was killed must not be waited for longer than half a minute
+# classes of the errors of networks, servers and locked databases, by name: each client has its own
+_PASSING = {"ConnectionError", "OperationalError", "ProtocolError", "Timeout", "TimeoutError", "TransportError"}
+# MLflow's codes for a server that does not answer, or not now; all others are about the request
+_MLFLOW_PASSING = {"DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "TEMPORARILY_UNAVAILABLE"}
+
+# in Prefect's words for a run that a signal ended; flows.ending prints one line for it
+_BY_SIGNAL = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
 
 T = TypeVar("T")
 
@@ -38,9 +46,37 @@ def say(line: str) -> None:
         logging.getLogger("unidec.flows").info("%s", line)
 
 
+class MayRecover(TrainingError):
+    """A lock, a network, a server or a killed process stopped the work: it may succeed when it is retried."""
+
+
+def known(error: BaseException) -> UnidecError | None:
+    """The error as one message with its fix: an error of the project, the network or the file system; None: a bug."""
+    if isinstance(error, UnidecError):
+        return error
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & _PASSING or getattr(error, "error_code", None) in _MLFLOW_PASSING:
+        got = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        fix = "run again: what is finished is kept, and a training resumes from its last checkpoint"
+        return MayRecover("a server or a database does not answer", got=got, fix=fix)
+    return system_error(error) if isinstance(error, OSError) else None
+
+
+@contextlib.contextmanager
+def known_errors() -> Iterator[None]:
+    """Inside the block, and in a function that it decorates, errors that are `known` are raised as such."""
+    try:
+        yield
+    except Exception as error:
+        found = known(error)
+        if found is None or found is error:
+            raise
+        raise found from error
+
+
 def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
-    """Whether to retry a task: known errors would recur; a lock, a network or a server may recover."""
-    return not isinstance(state.result(raise_on_failure=False), UnidecError)
+    """Whether to retry a task: only what may recover. Other errors, bugs included, would recur."""
+    return isinstance(state.result(raise_on_failure=False), MayRecover)
 
 
 def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False, **named: Any) -> T:
@@ -50,6 +86,7 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
         return work(*arguments, **named)
 
     @functools.wraps(work)
+    @known_errors()
     def shown(*given: Any, **options: Any) -> T:
         result = work(*given, **options)
         publish.show_task(name, result)
@@ -67,7 +104,7 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
 def at_work() -> Iterator[None]:
     """Wrap a flow's body: marks earlier runs that crashed, and tags MLflow runs with this flow run.
 
-    If a worker started the run, it ends when the worker is gone, because then nobody can cancel it.
+    If a worker started the run, it ends when the worker is gone, because then it can no longer be cancelled.
     """
     one_line_for_known_errors()
     context = FlowRunContext.get()
@@ -77,8 +114,20 @@ def at_work() -> Iterator[None]:
     reconcile.reconcile_crashed_runs(context.flow_run)
     if "PREFECT__FLOW_RUN_ID" in os.environ:
         watch(os.getppid())
-    with environment(RUN_TAGS, json.dumps(_tags())):
-        yield
+    ending.body.begin()
+    try:
+        with known_errors(), environment(RUN_TAGS, json.dumps(_tags())):
+            yield
+    except BaseException as error:
+        ending.body.end(error)
+        raise
+    ending.body.end(None)
+
+
+def finished(result: T) -> T:
+    """Note the flow's result, and return it: the last statement in `at_work`."""
+    ending.body.result = result
+    return result
 
 
 def _tags() -> dict[str, str]:
@@ -117,7 +166,11 @@ def alone(work: Callable[[], dict[str, Any]]) -> Any:
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Logging filter: no Prefect tracebacks for known errors and for runs that cancelled themselves."""
+    """Logging filter: no Prefect tracebacks for known errors and for runs that cancelled themselves, and nothing about
+    signals, which the program itself reports."""
+    message = record.getMessage()
+    if any(words in message for words in _BY_SIGNAL):
+        return False
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, UnidecError | CancelledRun):
         record.msg, record.args = "stopped: %s", (str(error),)

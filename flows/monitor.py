@@ -48,7 +48,7 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
             found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]
             payload = {"findings": found, "page": result["page"], "queries": result["queries"]}
             publish.emit(params.tracking.model_name, "drift", payload)
-        return result
+        return lifecycle.finished(result)
 
 
 def newest(pattern: str) -> str:

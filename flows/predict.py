@@ -32,13 +32,14 @@ from prefect.futures import as_completed
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from flows import lifecycle
+from unidec.cores import num_threads
 from unidec.data.shards import Work, alone, shards_folder
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import watch
 from unidec.pipeline.paths import BUNDLES
 from unidec.progress import progress
 from unidec.retrieval import predict_file
-from unidec.retrieval.query_encoder import usable_cores
+from unidec.sections import RawBounds
 from unidec.tracking.fetch import fetch_bundle
 
 VARIABLE = "UNIDEC_RUNNER"
@@ -59,7 +60,7 @@ def parse_runner(text: str | None) -> Runner:
     if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
         return Runner(found[1], address=("tcp://" if found[1] == "dask" else "ray://") + found[2])
     if found := re.fullmatch(r"(processes|threads)(?::([1-9]\d{0,3}))?", text):
-        return Runner(found[1], int(found[2] or usable_cores()))
+        return Runner(found[1], int(found[2] or num_threads()))
     raise ConfigError("no such runner", where=f"runner (or {VARIABLE})", got=text, expected=SYNTAX)
 
 
@@ -103,7 +104,7 @@ def write_shards(work: Work, runner: str | None = None) -> None:
         return
     if not where.address:  # for a single shard a process pool would take longer to start
         where = Runner("threads" if len(missing) == 1 else where.kind, min(where.workers, len(missing)))
-    threads = 0 if where.address else max(1, usable_cores() // where.workers)
+    threads = 0 if where.address else max(1, num_threads() // where.workers)
     errors: dict[int, Exception] = {}
     bar = progress(total=sum(map(work.size, missing)), desc="predict", unit="query")
     # must be set before the workers start: OpenMP reads it only once
@@ -150,7 +151,8 @@ def predict(
     shards: int | None = None,
     runner: str | None = None,
     device: Literal["cpu", "cuda", "auto"] = "cpu",
-    runtime: Literal["torch", "auto", "onnx", "onnx-int8"] = "torch",
+    runtime: Literal["torch", "auto", "onnx", "onnx-int8"] = "auto",
+    quotes: Literal["auto", "yes", "no"] = "auto",
 ) -> dict[str, Any]:
     """Predicts every query of a file; after a kill or cancellation, the same call resumes with the missing shards.
 
@@ -163,7 +165,8 @@ def predict(
         shards: number of shards; default: one per 65,536 queries.
         runner: processes, threads (:N workers), dask://host:port or ray://host:port; default UNIDEC_RUNNER, processes.
         device: device that workers run the model on.
-        runtime: runtime of the query encoder.
+        runtime: runtime of the query encoder; auto: as in the server.
+        quotes: whether quotes in a .csv or .tsv file enclose fields, as in `raw.quotes`.
 
     Returns:
         {"rows", "shards", "output"}.
@@ -175,10 +178,11 @@ def predict(
     with lifecycle.at_work(), alone(shards_folder(output)):
         folder = str(fetch_bundle(bundle, BUNDLES))
         request = predict_file.FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
-        work = predict_file.begin_predictions(request, shards)
+        work = predict_file.begin_predictions(request, shards, RawBounds(quotes=quotes))
         write_shards(work, runner)
         written = lifecycle.run("merge", predict_file.merge, work)
-        return {"rows": work.num_rows, "shards": work.num_shards, "output": str(written)}
+        done = {"rows": work.num_rows, "shards": work.num_shards, "output": str(written)}
+        return lifecycle.finished(done)
 
 
 def in_words(done: dict[str, Any]) -> str:

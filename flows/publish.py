@@ -16,9 +16,10 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
 
 from unidec import pipeline
+from unidec.addresses import without_credentials
 from unidec.config import Params
 from unidec.errors import UnidecError
-from unidec.tracking.lineage import LOCK_COMMIT_TAG
+from unidec.tracking.provenance import LOCK_COMMIT_TAG
 from unidec.tracking.store import open_client, tracking_uri
 
 MOST_ROWS = 60  # of a task's table
@@ -56,7 +57,8 @@ def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         elif isinstance(value, Mapping | list):
             yield from rows_of(value, f"{prefix}{key}: ")
         elif isinstance(value, str | int | float | Path) and value != "" and "/" not in str(key):
-            yield f"{prefix}{key}", f"{value:.5g}" if isinstance(value, float) else str(value)[:1000]
+            shown = f"{value:.5g}" if isinstance(value, float) else without_credentials(str(value))[:1000]
+            yield f"{prefix}{key}", shown
 
 
 @harmless("the run's result could not be shown in Prefect")
@@ -70,7 +72,8 @@ def show_result(done: Mapping[str, Any]) -> None:
     ]
     links = [f"- MLflow run: <{done['run_url']}>"] if done.get("run_url") else []
     pages = [f"- `{path.resolve()}`" for path in (Path("outputs", page) for page in PAGES) if path.exists()]
-    create_markdown_artifact("\n".join([f"version {done['version']}", *checks, *links, *pages]), key="result")
+    lines = [f"version {done['version']}", *checks, *links, *pages]
+    create_markdown_artifact(without_credentials("\n".join(lines)), key="result")
 
 
 def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()) -> dict[str, str]:
@@ -100,7 +103,7 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         client = open_client(tracking_uri())
         client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if params.retrain.commit == "tag":
-        done["tag"] = f"{name}-v{version}"
+        done["tag"] = f"{name}-v{version}".replace(" ", "-")
         if not _git("tag", "--list", done["tag"]):
             _git("tag", "--annotate", done["tag"], "--message", f"version {version} of {name}: {verdict}")
     return done
@@ -109,7 +112,8 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
-        raise UnidecError("git failed", where=f"git {' '.join(words[:2])}", got=(done.stderr or done.stdout).strip())
+        got, fix = (done.stderr or done.stdout).strip(), "follow git's message, then commit by hand"
+        raise UnidecError("git failed", where=f"git {' '.join(words[:2])}", got=got, fix=fix)
     return done.stdout.strip()
 
 

@@ -37,7 +37,7 @@ def refresh(promote: bool | None = None) -> Any:
     """
     with lifecycle.at_work():
         params = load_params("params.yaml")
-        return lifecycle.alone(lambda: _refresh(params, promote))
+        return lifecycle.finished(lifecycle.alone(lambda: _refresh(params, promote)))
 
 
 def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:

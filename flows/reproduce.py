@@ -23,15 +23,25 @@ from prefect.blocks.system import Secret
 
 from flows import lifecycle
 from unidec import pipeline
+from unidec.addresses import without_credentials
+from unidec.cli.init import matches_git
 from unidec.config import Params
-from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError, without_credentials
+from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.sections import Source
+from unidec.tracking.repository import is_inside
 
 MODEL_STAGES = ("train", "index", "evaluate")
 # inputs of the model's stages: parameters, code, and for the data folders their manifests, which contain hashes
 _INPUTS = ("params.yaml", "dvc.yaml", "data/*", "data/*/manifest.json", "unidec/**/*.py", "unidec/recipes/*")
 _BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
+_LAST_CODE = 128  # above it: a shell's exit code for a command that a signal ended
+_PASSING = re.compile(  # in DVC's messages: locks of another process, networks and servers that may recover
+    r"(?i)unable to acquire lock|is busy|timed? ?out|connection (refused|reset|aborted|error)|connect call failed|"
+    r"temporar(y failure|ily)|unreachable|name resolution|could not (resolve|connect)|cannot connect|"
+    r"service unavailable|bad gateway|too many requests|slow ?down|incomplete read|broken pipe"
+)
+_MISSING_KEYS = re.compile(r"Parameters? '(.+?)' (?:are|is) missing from 'params.yaml'", re.DOTALL)
 _KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL when a command is cancelled
 _NOISE = re.compile(  # lines that DVC prints around a stage's output
     r"Running stage|> |ERROR: failed to reproduce|Stage '|Updating lock|To track|Use `dvc|\s*git add|\s*dvc config"
@@ -41,15 +51,49 @@ log = logging.getLogger("unidec.flows")
 Say = Callable[[str], None] | None  # receives each line of a command's output
 
 
-class CommandError(RuntimeError):
-    """A command failed and may succeed when retried (a lock held by another process, a full table)."""
+def failure(words: Sequence[str], code: int, message: str, stage_code: int | None = None) -> UnidecError:
+    """The error of a failed `dvc <words>`.
+
+    Args:
+        code: DVC's exit code, negative if a signal ended it.
+        message: what it printed.
+        stage_code: exit code of the stage that failed; negative, or above 128 from a shell, if a signal ended it.
+
+    Returns:
+        `MayRecover` if a process was killed, a lock is held or a network failed, since only these are worth a retry;
+        otherwise the class of the stage's exit code, or a ConfigError if DVC itself refuses.
+    """
+    command = f"dvc {' '.join(words)}"
+    if code < 0 or (stage_code is not None and not 0 <= stage_code <= _LAST_CODE):
+        fix = "run again: what is finished is kept (dmesg shows whether the memory was full)"
+        return lifecycle.MayRecover(f"{command} was killed", got=message or None, fix=fix)
+    if stage_code is not None:
+        return _BY_EXIT_CODE.get(stage_code, UnidecError)(message)
+    if _PASSING.search(message):
+        fix = "run again when the other process, the network or the server allows it"
+        return lifecycle.MayRecover(f"{command} failed", got=message, fix=fix)
+    if found := _MISSING_KEYS.search(message):
+        fix = "add them: DVC requires each key that dvc.yaml names"
+        return ConfigError(f"keys are missing: {' '.join(found[1].split())}", where="params.yaml", fix=fix)
+    return ConfigError(f"{command} failed", where="dvc", got=message, fix="correct the file or setting that is named")
 
 
 def check_repository() -> None:
-    """Raises ConfigError if this folder is not a DVC repository."""
+    """Check that this folder is a DVC repository, and that DVC looks for git only if it is there; a warning if DVC does
+    not use git.
+
+    Raises:
+        ConfigError: it is no DVC repository, or DVC requires git and there is none.
+    """
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         fix = "unidec init --project writes .dvc/ and dvc.yaml"
         raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
+    if matches_git(Path()):
+        return
+    fix = "unidec init --project sets it"
+    if not is_inside(Path()):
+        raise ConfigError("DVC requires git, and there is none", where="core.no_scm (.dvc/config.local)", fix=fix)
+    log.warning("DVC does not use this folder's git repository: core.no_scm is set (%s)", fix)
 
 
 def make_data(stages: Sequence[str]) -> dict[str, str]:
@@ -60,7 +104,7 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
 
     Raises:
         UnidecError: a stage failed; the subclass with the stage's exit code, with the stage's message.
-        CommandError: DVC itself failed.
+        MayRecover: DVC or a stage was killed, or DVC waits for a lock or a network.
     """
     imports = ThreadPoolExecutor(1)
     imports.submit(pipeline.import_training)
@@ -70,12 +114,10 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
         return dict(re.findall(r"^([\w-]+: [^=\n]+) = (.*)$", output, re.MULTILINE))
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     stage_output = "\n".join(line for line in lines if not _NOISE.match(line))
-    message = (stage_output or " ".join(line for line in lines if line.startswith("ERROR")))[-4000:]
-    if found := re.search(r"exited with (\d+)", output):
-        raise _BY_EXIT_CODE.get(int(found[1]), UnidecError)(message)
-    if "are missing from 'params.yaml'" in output:
-        raise ConfigError(message, where="params.yaml", fix="add them: DVC requires each key that dvc.yaml names")
-    raise CommandError(f"dvc repro {' '.join(stages)} ended with {code}: {message}")
+    errors = " ".join(line for line in lines if line.startswith("ERROR"))
+    found = re.search(r"exited with (-?\d+)", output)
+    message = (stage_output or errors)[-4000:]
+    raise failure(["repro", *stages], code, message, int(found[1]) if found else None)
 
 
 def in_words(printed: Mapping[str, str]) -> str:
@@ -101,7 +143,7 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
     if code or not lines:
         if data_stages:
             return True, []  # `dvc repro` reports what is wrong
-        raise CommandError(f"dvc status ended with {code}: {output[-2000:]}")
+        raise failure(["status"], code, output[-2000:])
     status = json.loads(lines[-1])
     first = next((number for number, stage in enumerate(MODEL_STAGES) if stage in status), len(MODEL_STAGES))
     return any(stage in status for stage in data_stages), list(MODEL_STAGES[first:])
@@ -122,10 +164,10 @@ def inputs_state() -> dict[str, tuple[int, ...]]:
 
 
 def dvc(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None) -> str:
-    """The output of `dvc <words>`, or a CommandError; arguments as for `run`."""
+    """The output of `dvc <words>`, or its `failure`; arguments as for `run`."""
     code, output = run(words, say, secrets)
     if code:
-        raise CommandError(f"dvc {words[0]} ended with {code}: {output[-2000:]}")
+        raise failure(words, code, output[-2000:])
     return output
 
 
@@ -193,6 +235,8 @@ def fetch(source: Source) -> str:
         if code == 0:  # DVC verifies hashes of downloaded files only if this is set
             dvc(["config", "--local", f"remote.{remote.strip()}.verify", "true"])
     code, output = run(words, log.info, secret_values(source.secrets))
+    if code < 0 or (code and _PASSING.search(output)):
+        raise failure(words, code, output[-2000:])
     if code:
         raise DataError(
             "DVC cannot fetch this data: missing or damaged", where=str(target), got=" ".join(output.split())[-2000:],

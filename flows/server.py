@@ -9,15 +9,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+from unidec.errors import TrainingError
 from unidec.tracking.store import answers
+from unidec.user import check_writable
 
 TIMEOUT_S = 120.0
+LOST = "Prefect's temporary server ended (killed, or out of memory)"
+lost = threading.Event()  # set when the server's process ended before the flow
+_processes: list[subprocess.Popen[bytes]] = []  # the server's process, once it was started
 _ENVIRONMENT = {
     "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1",  # as Prefect's own
     "PREFECT_API_BLOCKS_REGISTER_ON_START": "0",  # a block that is saved registers itself
@@ -31,20 +39,31 @@ def is_needed() -> bool:
 
 @functools.cache
 def start() -> int:
-    """Start the server, once, and return its port without waiting; 0 if none is needed."""
+    """Start the server, once, and return its port without waiting; 0 if none is needed.
+
+    Raises:
+        ArtifactError: this user cannot write Prefect's folder.
+    """
     if not is_needed():
         return 0
+    check_writable([Path(os.environ["PREFECT_HOME"])])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "flows.server", str(port), str(os.getpid())]
-    subprocess.Popen(command, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
+    _processes.append(subprocess.Popen(command, env={**os.environ, **_ENVIRONMENT}, start_new_session=True))
     return port
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Inside the block, flows report to the temporary server, unless Prefect's settings name another one."""
+    """Inside the block, flows report to the temporary server, unless Prefect's settings name another one.
+
+    If the server's process ends, this process receives SIGTERM, so that a training saves a checkpoint; `lost` is set.
+
+    Raises:
+        TrainingError: the server did not start.
+    """
     from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
     port, end = 0 if PREFECT_API_URL.value() else start(), time.monotonic() + TIMEOUT_S
@@ -53,11 +72,26 @@ def running() -> Iterator[None]:
         return
     address = f"http://127.0.0.1:{port}/api"
     while not answers(address) and time.monotonic() < end:
+        if any(process.poll() is not None for process in _processes):
+            raise TrainingError(f"{LOST} before it answered", fix="run again; its message, if any, is above")
         time.sleep(0.05)
+    over = threading.Event()
+    for process in _processes:
+        threading.Thread(target=_watch, args=(process, over), daemon=True, name="unidec-server").start()
     # the temporary server has no pages, and no automation that uses heartbeats
     unset = {PREFECT_UI_URL: "", "flows.heartbeat_frequency": None}
-    with temporary_settings({PREFECT_API_URL: address, **unset}):
-        yield
+    try:
+        with temporary_settings({PREFECT_API_URL: address, **unset}):
+            yield
+    finally:
+        over.set()
+
+
+def _watch(process: subprocess.Popen[bytes], over: threading.Event) -> None:
+    process.wait()
+    if not over.is_set():
+        lost.set()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ if __name__ == "__main__":
     raise SystemExit(main("train"))
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,12 +35,12 @@ from flows.decide import summary as in_words  # noqa: F401  what `flows.command`
 from flows.lifecycle import run
 from unidec import pipeline
 from unidec.config import Params, fingerprint, load_params
-from unidec.errors import ConfigError
+from unidec.errors import ConfigError, UnidecError
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
-from unidec.tracking.provenance import git
-from unidec.tracking.run import Tracker
-from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
+from unidec.tracking.repository import git
+from unidec.tracking.run import RUN_TAGS, TRIAL_TAG, Tracker, run_tags
+from unidec.tracking.store import check_store, import_mlflow, prepare_store, tracking_uri
 from unidec.training.fit import fit
 
 Start = Literal["auto", "warm", "cold"]
@@ -81,15 +82,16 @@ def train(
     with lifecycle.at_work():
         wanted = parse_steps(steps)
         params = load_params(params_file, overrides)
+        pipeline.check_before_work(params, wanted)
         if overrides or params_file != "params.yaml":
             if not register_trial and "register" in wanted:
                 wanted.remove("register")
                 lifecycle.say("a trial: its bundle is not registered (--register registers it)")
-            with _own_folder(params) as params:
-                return _in_process(params, wanted)
+            with _named(params_file, overrides or {}), _own_folder(params) as params:
+                return lifecycle.finished(_in_process(params, wanted))
         if steps != "all":
-            return _in_process(params, wanted)
-        return lifecycle.alone(lambda: _through_dvc(params, force, start, promote))
+            return lifecycle.finished(_in_process(params, wanted))
+        return lifecycle.finished(lifecycle.alone(lambda: _through_dvc(params, force, start, promote)))
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:
@@ -175,6 +177,13 @@ def _in_process(params: Params, wanted: list[str], record: Callable[[], None] | 
     return done
 
 
+def _named(params_file: str, overrides: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, MLflow runs are tagged with what makes this a trial."""
+    changed = [f"{key}={value}" for key, value in overrides.items()]
+    words = [params_file, *changed] if params_file != "params.yaml" else changed
+    return lifecycle.environment(RUN_TAGS, json.dumps(run_tags() | {TRIAL_TAG: " ".join(words)}))
+
+
 @contextlib.contextmanager
 def _own_folder(params: Params) -> Iterator[Params]:
     """Run the block inside `runs/own/<fingerprint>/`, so that the pipeline's relative paths do not touch DVC's outputs.
@@ -191,8 +200,13 @@ def _own_folder(params: Params) -> Iterator[Params]:
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
     lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is not used")
-    with lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")), contextlib.chdir(folder):
-        yield params.model_copy(update={"data": data, "encoder": encoder})
+    inside = params.model_copy(update={"data": data, "encoder": encoder})
+    try:
+        with lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")), contextlib.chdir(folder):
+            yield inside
+    except UnidecError as error:
+        error.seen_from_above(folder)
+        raise
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
@@ -201,28 +215,32 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
     If no server is configured, the data stages run here; if there is then nothing to train, the result is returned, and
     no flow run is needed.
     """
-    parse_steps(options["steps"])
     params = load_params(options["params_file"], options["overrides"])
+    pipeline.check_before_work(params, parse_steps(options["steps"]))
     through_dvc = options["steps"] == "all" and not options["overrides"] and options["params_file"] == "params.yaml"
     if through_dvc:
         reproduce.check_repository()
-    with ThreadPoolExecutor(1) as beside:
-        store = beside.submit(_open_store)
-        if through_dvc and params.source.kind == "none" and server.is_needed():
-            data_changed, work = reproduce.stale(DATA_STEPS)
-            if not (data_changed or work or options["force"]):
-                store.result()
-                with one_at_a_time():
-                    return _skip(params, options["promote"])
-            server.start()
-            if data_changed:
-                # the flow retries a CommandError
-                with one_at_a_time(), contextlib.suppress(reproduce.CommandError):
-                    print(reproduce.in_words(reproduce.make_data(DATA_STEPS)), file=sys.stderr)
+    beside = ThreadPoolExecutor(1)
+    is_registered = through_dvc or options["register_trial"]
+    store = beside.submit(_open_store, is_registered)
+    beside.shutdown(wait=False)  # after an error, or Ctrl-C, nothing waits for it
+    if through_dvc and params.source.kind == "none" and server.is_needed():
+        data_changed, work = reproduce.stale(DATA_STEPS)
         store.result()
+        if not (data_changed or work or options["force"]):
+            with one_at_a_time():
+                return _skip(params, options["promote"])
+        server.start()
+        if data_changed:
+            # the flow retries it
+            with one_at_a_time(), contextlib.suppress(lifecycle.MayRecover):
+                print(reproduce.in_words(reproduce.make_data(DATA_STEPS)), file=sys.stderr)
+    store.result()
     return None
 
 
-def _open_store() -> None:
+def _open_store(is_registered: bool) -> None:
     import_mlflow()  # in the background, as each run needs MLflow and its database
     prepare_store()
+    if is_registered:
+        check_store()

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from unidec.tracking.store import prepare_store
@@ -85,12 +85,14 @@ class Way:
 
     Attributes:
         fault: "": none; "refuse": the connection is closed when something is asked; "answer": the request arrives, its
-            answer is lost; "hang": nothing is ever answered.
+            answer is lost; "hang": nothing is ever answered; "some": the answers of `lost` are lost.
+        lost: called with each request's first bytes; whether its answer is lost.
         connections: how many were made.
     """
 
     def __init__(self, port: int) -> None:
         self._target, self.fault, self.connections = port, "", 0
+        self.lost: Callable[[bytes], bool] = lambda _request: False
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.uri = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -107,15 +109,21 @@ class Way:
                 client, _ = self._listening.accept()
                 self.connections += 1
                 server = socket.create_connection(("127.0.0.1", self._target), 30)
+                doomed = [False]  # whether the answer to this connection's last request is lost
                 for source, target, lost in ((client, server, "refuse"), (server, client, "answer")):
-                    threading.Thread(target=self._carry, args=(source, target, lost), daemon=True).start()
+                    threading.Thread(target=self._carry, args=(source, target, lost, doomed), daemon=True).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket, lost: str) -> None:
+    def _carry(self, source: socket.socket, target: socket.socket, lost: str, doomed: list[bool]) -> None:
+        methods = (b"GET ", b"POST ", b"PUT ", b"PATCH ", b"DELETE ", b"HEAD ")
         with source, target, contextlib.suppress(OSError):
             while data := source.recv(65536):
                 while self.fault == "hang":
                     time.sleep(0.02)
                 if self.fault == lost:
+                    break
+                if self.fault == "some" and lost == "refuse" and data.startswith(methods):
+                    doomed[0] = self.lost(data)
+                if self.fault == "some" and lost == "answer" and doomed[0]:
                     break
                 target.sendall(data)
             for end in (source, target):

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import doctest
 import functools
+import json
+import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import joblib
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy.sparse import csr_matrix, issparse
 
 import unidec
 from unidec.config import leaves
 from unidec.errors import ArtifactError, ConfigError, DataError
+from unidec.retrieval.answer import Request
+from unidec.retrieval.calibration import Calibration
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,8 @@ def test_metrics_are_those_of_the_predictions(model, data):
     hits = [[label.uid in truth[row] for label in labels] for row, labels in zip(rows, found, strict=True)]
     assert got["P@1"] == pytest.approx(100 * np.mean([hit[0] for hit in hits]))
     assert got["P@5"] == pytest.approx(100 * np.mean(hits))
-    assert not any(name.startswith("PS") or "/" in name for name in got)
+    assert {"P@5", "nDCG@5", "R@100", "MRR"} <= got.keys() and not any("/" in name for name in got)
+    assert ("PSP@5" in got) == (model._answerer.bundle.neighbours is not None)
     with pytest.raises(DataError, match="no query has a label"):
         model.evaluate(["text"], [])
 
@@ -87,36 +95,38 @@ def test_explain_save_load_and_change_labels(model, data, tmp_path):
         unidec.load(tmp_path / "nothing")
 
 
-def test_the_same_data_in_every_form_is_the_same_data(data):
-    queries = {str(place): text for place, text in enumerate(data.queries)}
-    labels = pd.DataFrame({"id": range(len(data.labels)), "text": data.labels})
-    pairs = pd.DataFrame(data.pairs, columns=["query_id", "label_id"])
-    given = unidec.api._raw_data(data.queries, data.labels, data.pairs)
-    others = (queries, labels, pairs), (data.queries, data.labels, data.relevance > 0)
-    for other in (unidec.api._raw_data(*form) for form in others):
-        assert other.queries["train"].equals(given.queries["train"]) and other.labels.equals(given.labels)
-        assert (other.relevance["train"] != given.relevance["train"]).nnz == 0
+def test_data_that_cannot_be_trained_on_is_named():
+    with pytest.raises(DataError, match="relevance that is not a positive number"):
+        unidec.fit(["q"], ["a"], [(0, 0, -1)])
+    with pytest.raises(DataError, match="no training query has a label"):
+        unidec.fit(["q"], ["a"], [])
+    with pytest.raises(DataError, match="expected a list of texts"):
+        unidec.UniDECClassifier().fit(pd.DataFrame({"text": ["q"]}), np.ones((1, 1)))
 
 
 @pytest.mark.parametrize(
-    ("queries", "labels", "pairs", "words"),
+    ("options", "words"),
     [
-        ("one text", ["a"], [], "list of texts"),
-        ([], ["a"], [], "no texts given"),
-        (["q", " "], ["a"], [], "missing or empty"),
-        (["q"], [None], [], "missing or empty"),
-        (["q"], ["a"], [(0, 7)], "unknown label"),
-        (["q"], ["a"], [("x", 0)], "unknown query"),
-        (["q"], ["a"], np.ones((2, 1)), "wrong shape"),
-        (["q"], ["a"], np.array([[-1.0]]), "non-negative"),
-        (pd.DataFrame({"name": ["q"]}), ["a"], [], "column `text`"),
-        (["q"], ["a"], pd.DataFrame({"query_id": [0]}), "label_id"),
-        (pd.DataFrame({"id": [1, 1], "text": ["q", "r"]}), ["a"], [], "not unique"),
+        ({"recipe": "nope"}, ["recipe: no such recipe", "unidec-long"]),
+        ({"recipe": 3}, ["recipe: wrong value", "a valid string"]),
+        ({"params": {"optim.epoch": 3}}, ["optim.epoch: unknown key", "nearest: optim.epochs"]),
+        ({"params": {"pool": {"beta": 0}, "pool.eta": "x"}}, ["pool: not a section", "pool.eta: wrong value"]),
+        ({"params": {"loss.de": "infonce", "loss.reduction": "psl"}}, ["fix: loss.reduction: pol"]),
     ],
 )
-def test_data_that_cannot_be_trained_on_is_named(queries, labels, pairs, words):
-    with pytest.raises(DataError, match=words):
-        unidec.fit(queries, labels, pairs)
+def test_errors_in_python_speak_of_arguments_not_of_options(options, words, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        unidec.fit(["a text"], ["a label"], [(0, 0)], folder=tmp_path / "work", **options)
+    said = str(error.value)
+    assert all(word in said for word in words), said
+    assert "--" not in said and "params.yaml" not in said and "(" not in said.partition("expected")[0]
+
+
+def test_a_runtime_that_does_not_exist(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"runtime: no such runtime\n  got: cuda\n  expected: auto, torch, onnx"):
+        unidec.load(model.folder, runtime="cuda")
+    with pytest.raises(ArtifactError, match="fix: check the path, or write it: unidec index build"):
+        unidec.load(tmp_path / "nothing")
 
 
 def test_an_unknown_parameter_is_named():
@@ -168,3 +178,180 @@ def test_each_documented_name_has_an_example_that_runs(model, data, tmp_path, mo
         found = doctest.DocTestParser().get_doctest(documented.__doc__, dict(given), name, None, None)
         assert found.examples, name
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found).failed == 0
+
+
+SMALL = {"optim.epochs": 1}
+START = """
+import gc, json, os, sys, tempfile
+import unidec
+given = json.loads(sys.stdin.read())
+def fit():
+    pairs = [tuple(pair) for pair in given["pairs"]]
+    return unidec.fit(given["queries"], given["labels"], pairs, params=given["params"])
+def left(): return sorted(os.listdir(tempfile.gettempdir()))
+"""
+
+
+def in_python(code: str, data: SimpleNamespace, folder: Path, **variables: str) -> str:
+    """Output of code after START, with an empty folder for temporary files."""
+    given = {"queries": data.queries, "labels": data.labels, "pairs": data.pairs, "params": data.params | SMALL}
+    (folder / "tmp").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", START + code], input=json.dumps(given), capture_output=True, text=True, timeout=120,
+        cwd=folder, env=os.environ | {"TMPDIR": str(folder / "tmp")} | variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_model_removes_its_own_folder_when_closed_or_collected_or_at_exit(data, tmp_path):
+    code = """
+with fit() as model:
+    [name] = left()
+    inside = sorted(os.listdir(os.path.join(tempfile.gettempdir(), name)))
+    assert inside == ["bundle"], inside
+    kept = model.save("kept")
+assert left() == [], left()
+model = fit()
+changed = model.change_labels("changed", remove=["3"])
+answer = model.predict(given["queries"], 3)
+model.close(), model.close()
+assert left() == [] and "closed" in repr(model)
+assert len(unidec.load(kept).predict(given["queries"])) == len(changed.predict(given["queries"])) == 60
+model = fit()
+other = __import__("copy").copy(model)
+del model
+gc.collect()
+assert left() and other.predict(given["queries"], 3) == answer
+del other
+gc.collect()
+assert left() == [], left()
+model = fit()
+if os.fork() == 0:
+    sys.exit()  # does not remove the folder of its parent
+os.wait()
+assert left()
+print("at exit")
+"""
+    assert in_python(code, data, tmp_path) == "at exit\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["changed", "kept", "tmp"]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_fit_that_fails_leaves_nothing(data, tmp_path):
+    code = """
+given["params"]["optim.epochs"] = 2
+given["params"]["optim.lr_clf"] = 1e30
+try:
+    fit()
+except unidec.errors.UnidecError as error:
+    print(type(error).__name__)
+gc.collect()
+assert left() == [], left()
+"""
+    assert in_python(code, data, tmp_path) == "TrainingError\n"
+
+
+def test_fits_in_threads_are_those_of_one_thread_and_change_nothing_of_the_process(data, tmp_path):
+    def fit(folder: Path | None) -> list[list[unidec.Label]]:
+        given = {"params": data.params | SMALL, "folder": folder}
+        return unidec.fit(data.queries, data.labels, data.pairs, **given).predict(data.queries, 3)
+
+    alone = fit(None)
+    torch.manual_seed(5)
+    folder, environment, state = os.getcwd(), dict(os.environ), torch.get_rng_state()
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(fit, [None, tmp_path / "one", tmp_path / "two"]))
+    assert together == [alone] * 3
+    assert os.getcwd() == folder and dict(os.environ) == environment and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_relative_folder_is_that_of_the_working_folder(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = unidec.fit(data.queries, data.labels, data.pairs, params=data.params | SMALL, folder="here")
+    monkeypatch.chdir("/")
+    assert model.folder == tmp_path / "here" / "outputs" / "bundle" and model.predict(data.queries[:1], 1)[0]
+    model.close()
+    assert (tmp_path / "here" / "outputs" / "bundle").is_dir()
+
+
+def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
+    joblib.dump((model, model.predict(data.queries[:1], 1)[0][0]), tmp_path / "model")
+    again, label = joblib.load(tmp_path / "model")
+    assert again.predict(data.queries, 3) == model.predict(data.queries, 3)
+    assert again.folder != model.folder and str(len(data.labels)) in repr(again) and "memory" in repr(again)
+    folder = again.folder
+    again.close()
+    assert not folder.exists()
+    assert (label, label.probability) == (model.predict(data.queries[:1], 1)[0][0], None)
+    estimator = unidec.UniDECClassifier(k=5, params=data.params | SMALL)
+    estimator.fit(data.queries, data.relevance, data.labels)
+    joblib.dump(estimator, tmp_path / "estimator")
+    before = estimator.predict_proba(data.queries).toarray()
+    del estimator
+    assert (joblib.load(tmp_path / "estimator").predict_proba(data.queries).toarray() == before).all()
+
+
+def test_labels_have_the_probabilities_of_the_server(model, data):
+    answerer, bundle = model._answerer, model._answerer.bundle
+    assert [label.probability for label in model.predict(data.queries[:1], 3)[0]] == [None] * 3  # too few queries
+    bundle.info = bundle.info.model_copy(update={"calibration": Calibration(scores=[0, 1], probabilities=[0.2, 0.6])})
+    try:
+        label = model.predict(data.queries[:1], 1)[0][0]
+        (answer,) = answerer.answer([Request(data.queries[0], 1)])
+        assert (
+            label.probability
+            == answer.probabilities[0]
+            == pytest.approx(np.interp(label.score, [0, 1], [0.2, 0.6]), abs=1e-6)
+        )
+        uid, text, score = label
+        assert label == (uid, text, score) and f"probability={label.probability}" in repr(label)
+        assert model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None or bundle.evidence is None
+    finally:
+        bundle.info = bundle.info.model_copy(update={"calibration": None})
+
+
+def test_the_estimator_is_scored_without_a_scorer(data, caplog):
+    from sklearn.model_selection import cross_val_score
+
+    estimator = unidec.UniDECClassifier(params=data.params | SMALL)
+    dense = data.relevance.toarray()  # scikit-learn wants it so
+    scores = cross_val_score(estimator, data.queries, dense, cv=2, params={"label_texts": data.labels})
+    assert scores.shape == (2,) and ((scores >= 0) & (scores <= 1)).all()
+    assert "below 50" in caplog.text
+    estimator.fit(pd.Series(data.queries, index=range(100, 160)), data.relevance, label_texts=np.array(data.labels))
+    truth = data.relevance.toarray() > 0
+    first = [int(labels[0].uid) for labels in estimator.model_.predict(data.queries, 1)]
+    rows = np.flatnonzero(truth.any(axis=1))
+    assert estimator.score(data.queries, data.relevance) == np.mean([truth[row, first[row]] for row in rows])
+    assert estimator.calibrated_on_ == "training"
+
+
+def test_evaluate_uses_the_test_queries_and_the_trainings_propensities(model, data):
+    splits = ["test" if place % 3 else "train" for place in range(len(data.queries))]
+    queries = pd.DataFrame({"text": data.queries, "split": splits})
+    chosen = [place for place, split in enumerate(splits) if split == "test"]
+    texts = {place: data.queries[place] for place in chosen}
+    pairs = [pair for pair in data.pairs if pair[0] in texts]
+    assert model.evaluate(queries, data.pairs) == model.evaluate(texts, pairs)
+    with pytest.raises(DataError, match="no query of the split test"):
+        model.evaluate(queries.replace("test", "validation"), data.pairs)
+    with pytest.raises(DataError, match="positive number"):
+        model.evaluate(data.queries, [(0, 0, -1)])
+
+
+@pytest.mark.parametrize("texts", [pd.DataFrame({"text": ["q"]}), {"q": "a"}, {"q"}, iter(["q"]), np.array([["q"]])])
+def test_predict_refuses_what_is_not_a_list(model, texts):
+    with pytest.raises(DataError, match="expected a list of texts"):
+        model.predict(texts)
+
+
+def test_contents_that_the_model_does_not_read_are_named(data, tmp_path):
+    queries = pd.DataFrame({"text": data.queries, "content": "more"})
+    given = queries, data.labels, data.pairs
+    with pytest.warns(UserWarning, match=r"does not read the column `content`.*title\+content"):
+        unidec.fit(*given, params=data.params | SMALL)
+    long = data.params | SMALL | {"tokens.text": "title+content"}
+    model = unidec.fit(*given, params=long)
+    whole = [f"{text} more" for text in data.queries]
+    assert model.evaluate(queries, data.pairs) == model.evaluate(whole, data.pairs)

@@ -226,19 +226,21 @@ def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
 
 
 def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, quotes = [], []
 
-    def predict_file(loaded, request):
+    def predict_file(loaded, request, bounds):
         calls.append((type(loaded), request.input, request.output, request.k, request.column, request.runtime))
+        quotes.append(bounds.quotes)
         return 7
 
     monkeypatch.setattr(predict_files, "predict_file", predict_file)
     words = ["predict", "--input", "in.csv", "--output", "out.parquet"]
     code, out, _ = run(*words, "-k", "3", "--column", "body")
     assert code == 0
-    assert run(*words, "--runtime", "onnx")[0] == 0
+    assert run(*words, "--runtime", "onnx", "--set", "raw.quotes=no")[0] == 0
+    assert quotes == ["auto", "no"]
     assert calls == [
-        (FakeBundle, "in.csv", "out.parquet", 3, "body", "torch"),
+        (FakeBundle, "in.csv", "out.parquet", 3, "body", "auto"),
         (FakeBundle, "in.csv", "out.parquet", 5, None, "onnx"),
     ]
     assert run(*words, "--runtime", "gpt")[0] == 2
@@ -258,7 +260,7 @@ def test_predict_says_what_it_needs(run, bundle: Path) -> None:
         assert "--input and --output" in err
     assert run("predict", "text", "--bundle", "nowhere")[0] == 4
     assert run("predict", "text", "-k", "0")[0] == 2
-    for text in ("", " \t"):  # as the server does
+    for text in ("", " \t", "\u200b"):  # as the server does
         code, out, err = run("predict", "text", text)
         assert code == 3 and not out and "text 2: empty text" in err
 
@@ -302,6 +304,7 @@ def test_init_changes_a_parameter_file_and_keeps_its_other_lines(run, tmp_path: 
     before = (ROOT / "params.yaml").read_text()
     path = tmp_path / "params.yaml"
     path.write_text(before)
+    (tmp_path / "data/raw/my shop: x").mkdir(parents=True)
     code, out, err = run("init", "--data-path", "data/raw/my shop: x", "--recipe", "depsl")
     assert (code, err) == (0, "") and "data.path: data/raw/my shop: x" in out
     params = load_params(path)

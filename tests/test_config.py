@@ -305,6 +305,9 @@ def test_nearest_names(tmp_path: Path) -> None:
         ("optimiser: {epochs: 3}", "optim"),
         ("model: {lr_heads: 0.1}", "optim.lr_heads"),
         ("sead: 1", "seed"),
+        ("data: {format: parquet}", "tables"),
+        ("data: {format: jsonl}", "tables"),
+        ("data: {format: xmc-jsn}", "xmc-json"),
     ]:
         found = problems(tmp_path, text)
         assert f"nearest: {near}\n" in found[0] + "\n", found
@@ -379,3 +382,29 @@ def test_a_metric_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
     assert "gate.metric" in found[0] and "nearest: nDCG@5" in found[0]
     assert "gate.guarded" in found[1] and "nearest: tail/R@10" in found[1]
     assert load(tmp_path, "gate: {metric: head/PSnDCG@5, guarded: []}").gate.metric == "head/PSnDCG@5"
+
+
+@pytest.mark.parametrize(
+    "name", ["team/unidec", "a:b", "", "Anna's", "a@champion", "x ", "%", 'a"b', "a\nb", "..", None, 7]
+)
+def test_a_model_name_that_the_registry_refuses_is_refused_before_training(name):
+    with pytest.raises(ConfigError, match=r"tracking\.model_name") as caught:
+        config.load_params(None, {"tracking.model_name": name})
+    assert "pattern" not in str(caught.value)
+
+
+def test_model_names_that_the_registry_takes(tmp_path):
+    """Each is registered, found by its filter and addressed."""
+    from unidec.tracking.fetch import parse_address
+    from unidec.tracking.promotion import all_versions
+    from unidec.tracking.store import open_client
+
+    client = open_client(f"sqlite:///{tmp_path}/mlflow.db")
+    for name in ("unidec", "ünï-2.0", "my model", "7"):
+        assert config.load_params(None, {"tracking.model_name": name}).tracking.model_name == name
+        client.create_registered_model(name)
+        client.create_model_version(name, source="file:///x")
+        address = parse_address(f"models:/{name}@champion")
+        assert len(all_versions(client, name)) == 1 and address is not None and address.name == name
+    with pytest.raises(ConfigError, match="one line"):
+        config.load_params(None, {"tracking.experiment": ""})

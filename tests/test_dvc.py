@@ -28,7 +28,12 @@ STAGES = list(DESCRIBED["stages"])
 AFTER_TRAIN = ["train", "index", "evaluate"]
 
 STAND_IN = """#!{python}
-import hashlib, os, pathlib, sys, yaml
+import hashlib, json, os, pathlib, sys, yaml
+PLOTS = {{
+    "validation.csv": "epoch,P_at_1,nDCG_at_5,PSP_at_5,R_at_100",
+    "at_k.csv": "k,precision,recall,ndcg",
+    "groups.csv": "group,R_at_10",
+}}
 words = sys.argv[1:]
 stage = (words[words.index("--steps") + 1] if "--steps" in words else words[-1]).replace("-", "_")
 described = yaml.safe_load(open("dvc.yaml"))["stages"][stage]
@@ -52,12 +57,16 @@ for kind in ("outs", "metrics", "plots"):
         if path.suffix:
             path.parent.mkdir(parents=True, exist_ok=True)
             number = int(digest.hexdigest()[:6], 16)
-            path.write_text('{{"P_at_1": %d}}' % number if path.suffix == ".json" else text)
+            found = {{"P_at_1": number, "test": {{"nDCG@5": number}}, "de": {{"nDCG@5": 1.0}}}}
+            path.write_text(json.dumps(found) if path.suffix == ".json" else text)
         else:
             path.mkdir(parents=True, exist_ok=True)
             (path / "result.json").write_text(text)
 if stage == "evaluate":
     pathlib.Path("outputs/plots/result.json").unlink()
+    for name, head in PLOTS.items():
+        row = ",".join(["1"] * len(head.split(",")))
+        pathlib.Path("outputs/plots", name).write_text(head + "\\n" + row + "\\n")
     pathlib.Path("outputs/plots/training.csv").write_text("step,loss,loss_de,loss_clf\\n1,%d,2,3\\n2,1,2,2\\n" % number)
 with open(os.environ["RAN"], "a") as log:
     log.write(stage + "\\n")
@@ -69,6 +78,7 @@ class Project:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.errors = ""  # what the last `dvc` printed on stderr
         for name in (
             "dvc.yaml",
             "params.yaml",
@@ -83,6 +93,9 @@ class Project:
             shutil.copy(ROOT / name, root / name)
         shutil.copytree(ROOT / "unidec", root / "unidec", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "plots", root / "plots")
+        (root / "comparison").mkdir()
+        for file in (ROOT / "comparison").glob("*.yaml"):
+            shutil.copy(file, root / "comparison")
         (root / "data" / "raw" / "lf-debian").mkdir(parents=True)
         (root / "data" / "raw" / "lf-debian" / "raw.txt").write_text("texts")
         stand_in = root / ".stand-in"
@@ -122,6 +135,7 @@ class Project:
                 warnings.simplefilter("ignore")  # DVC's own
                 code = main(list(words))
         assert code == 0, f"{words}\n{out.getvalue()}\n{errors.getvalue()}"
+        self.errors = errors.getvalue()
         return out.getvalue()
 
     def dvc_process(self, *words: str) -> str:
@@ -169,7 +183,8 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert not [name for name in tracked if name.startswith(kept_by_dvc)]
 
     project.edit("params.yaml", "tokens: {text, max_length}", "tokens: {text, max_length: 64}")
-    assert project.repro() == ["tokens", *AFTER_TRAIN]
+    ran = project.repro()
+    assert sorted(ran[:2]) == ["tokens", "validate"] and ran[2:] == AFTER_TRAIN  # the checks read the tokens, too
     project.edit("params.yaml", " beta,", " beta: 2,")
     assert project.repro() == AFTER_TRAIN
     project.edit("params.yaml", "index: {kind: pq,", "index: {kind: hnsw,")
@@ -200,7 +215,7 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert project.stale() == []
     project.edit("unidec/recipes/unidec.yaml", "#", "# changed")
     project.edit("unidec/evaluation/__init__.py", "", "# changed\n")
-    assert project.stale() == ["evaluate", "index", "label_graph", "tokens", "train"]
+    assert project.stale() == ["evaluate", "index", "label_graph", "tokens", "train", "validate"]
     (project.root / "data" / "raw" / "lf-debian" / "raw.txt").write_text("other texts")
     assert "ingest" in project.stale()
 
@@ -210,6 +225,25 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exited with 5"):
         project.dvc_process("repro", "ingest")
     assert (project.root / "data" / "dataset" / "result.json").read_text() == before
+
+
+@pytest.mark.parametrize("words", ["metrics diff", "params diff", "plots diff -q", "exp show --only-changed", "diff"])
+def test_what_dvc_says_at_the_root_is_about_the_pipeline(reproduced: Project, words: str) -> None:
+    said = reproduced.dvc(*words.split()) + reproduced.errors
+    assert "comparison" not in said and "failed to load" not in said and "WARNING" not in said, said
+    assert len(said.splitlines()) < 8, said
+
+
+def test_a_reproduced_project_is_up_to_date_in_one_line(reproduced: Project) -> None:
+    assert reproduced.dvc("status") + reproduced.errors == "Data and pipelines are up to date.\n"
+
+
+@pytest.fixture(scope="module")
+def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(tmp_path_factory.mktemp("quiet") / "project")
+    project.repro()
+    project.commit("reproduced")
+    return project
 
 
 # in place of flows.train in the stage `train`: what the library finds out about where it runs
@@ -252,6 +286,8 @@ def test_an_experiment_in_a_temporary_copy_runs_with_the_checkouts_python_and_st
     looking.dvc_process("exp", "run", "--temp", "--set-param", "optim.lr_clf=0.002")
     [(name, value)] = experiments(looking).items()
     assert value == "0.002"
+    (documented,) = re.findall(r"dvc (exp show .*)", (ROOT / "docs" / "lineage.md").read_text())
+    assert name in looking.dvc(*documented.split())
     looking.dvc("exp", "apply", name)
     assert yaml.safe_load((looking.root / "params.yaml").read_text())["optim"]["lr_clf"] == 0.002
 

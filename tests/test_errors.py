@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from unidec.errors import _EXTRAS, UnidecError, missing_package
+from unidec.errors import _EXTRAS, DataError, UnidecError, missing_package
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -108,3 +108,17 @@ def test_packages_that_errors_name_are_in_that_extra(extra: str) -> None:
     owners = {name: {canonicalize_name(n) for n in found} for name, found in metadata.packages_distributions().items()}
     assert all(owners[name] & installed for name in modules)
     assert not any(owners[name] <= closure() for name in modules), "what every installation has is never missing"
+
+
+def test_the_place_of_an_error_in_a_trial_is_one_of_the_project(tmp_path: Path) -> None:
+    page = tmp_path / "data" / "index.html"
+    page.parent.mkdir()
+    page.touch()
+    for where, seen in (
+        ("data/index.html", str(page)), ("data/index.html:3", f"{page}:3"), ("data.path", "data.path"),
+        (str(page), str(page)), (None, None),
+    ):  # fmt: skip
+        error = DataError("wrong", where=where, got=1, fix="right")
+        error.seen_from_above(tmp_path)
+        assert error.where == seen
+        assert str(error) == (f"{seen}: wrong" if seen else "wrong") + "\n  got: 1\n  fix: right"

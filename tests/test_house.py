@@ -167,9 +167,33 @@ def test_files_and_functions_keep_to_the_house_rules() -> None:
                 assert node.type is not None, f"{path.name}:{node.lineno}: bare except"
 
 
+def test_errors_name_valid_values_or_the_fix() -> None:
+    """Except for those that repeat the text of other errors."""
+    source = (ROOT / "unidec" / "errors.py").read_text()
+    names = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)} - {"Stopped"}
+    assert {"ConfigError", "Refused"} <= names
+    for path in [*(ROOT / "unidec").rglob("*.py"), *(ROOT / "flows").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in names:
+                continue
+            given = {keyword.arg for keyword in node.keywords}
+            repeats = not given and not isinstance(node.args[0], ast.Constant | ast.JoinedStr)
+            assert repeats or given & {"fix", "expected"}, f"{path.relative_to(ROOT)}:{node.lineno} has no fix"
+
+
 def test_parameters_stop_at_the_pipeline() -> None:
     """Below it functions take sections of the parameters, or plain values."""
-    for folder in ("data", "model", "training", "retrieval", "evaluation", "tracking", "validation", "serving"):
+    for folder in (
+        "data",
+        "model",
+        "methods",
+        "training",
+        "retrieval",
+        "evaluation",
+        "tracking",
+        "validation",
+        "serving",
+    ):
         for path in (ROOT / "unidec" / folder).rglob("*.py"):
             names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
             assert "Params" not in names, path.name

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
 from unidec.data.tokens import encode_texts
 from unidec.model import losses
-from unidec.model.label_tree import num_clusters
+from unidec.model.pool import num_clusters
 from unidec.model.unidec import UniDEC
 from unidec.training import trainer as trainer_module
 from unidec.training.refresh import Refresh
@@ -198,9 +198,9 @@ def test_no_step_waits_for_the_device(
     graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
     trainer = Trainer(params.training, data, tmp_path / "run", tmp_path / "cache")
-    trainer.checks_each_step = False  # as on a GPU
+    trainer.checks.each_step = False  # as on a GPU
     trainer.refresh()
-    trainer.made = Refresh.load(trainer._refresh_folder(0), 0)
+    trainer.made = Refresh.load(trainer.refresh_folder(0), 0)
     if params.loss.de == "softtopk":  # on a CPU it ends early, which waits; tests/model/test_losses.py has it on "meta"
         solved = losses.thresholds
 
@@ -216,8 +216,8 @@ def test_no_step_waits_for_the_device(
         with no_waiting() if step else contextlib.nullcontext():
             logs = trainer.train_step(batch)
         assert (logs is None) == (step > 0)
-        trainer.step += 1
-    trainer._check_finite()
+        trainer.at.step += 1
+    trainer.check_finite()
 
 
 def test_recipes_at_cpu_scale_share_encoder_width_and_epochs():
@@ -282,8 +282,8 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected
 
-    de, clf = trainer.model.encode_queries(trainer.tokens["queries"], np.arange(5), trainer.build)
-    table = trainer.model.classifier_table()[0]
+    de, clf = trainer.model.encode_queries(trainer.encoding.tokens["queries"], np.arange(5), trainer.encoding.build)
+    table = trainer.classifier()[0]
     for vectors, there in ((de, "de"), (clf, "clf"), (table, "clf")):
         assert (vectors is not None) == (params.model.heads in ("both", there))
         assert vectors is None or np.isfinite(vectors).all()
@@ -332,11 +332,11 @@ def test_a_recipe_learns_its_training_queries(name, golden, tiny_dataset, tiny_t
     relevance = tiny_dataset.relevance.toarray()[rows] > 0
 
     def precision():
-        model, tokens = trainer.model, trainer.tokens
-        de, clf = model.encode_queries(tokens["queries"], rows, trainer.build)
+        model, tokens = trainer.model, trainer.encoding.tokens
+        de, clf = model.encode_queries(tokens["queries"], rows, trainer.encoding.build)
         score = 0.0
         if de is not None:
-            score = score + de @ model.encode_labels(tokens["labels"], trainer.build).T
+            score = score + de @ model.encode_labels(tokens["labels"], trainer.encoding.build).T
         if clf is not None:
             score = score + clf @ model.classifier_table()[0].T
         return relevance[np.arange(len(rows)), score.argmax(1)].mean()

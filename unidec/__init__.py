@@ -12,6 +12,7 @@ Names are imported on first use, so `import unidec` takes milliseconds.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unidec.cores import prepare
 from unidec.errors import missing_package
 from unidec.version import __version__
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from unidec.api import Label, Model, fit, load
     from unidec.data.dataset import XMCDataset
     from unidec.estimator import UniDECClassifier
+
+prepare()
 
 __all__ = ["Label", "Model", "UniDECClassifier", "XMCDataset", "__version__", "fit", "load"]
 

@@ -8,43 +8,93 @@ model.predict(["brushes for painting"], k=5)
 
 from __future__ import annotations
 
-import contextlib
+import os
 import shutil
 import tempfile
+import threading
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
-from scipy.sparse import csr_matrix
 
+from unidec.cores import training_pools
 from unidec.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+    from unidec.config import Params
+    from unidec.data.dataset import Text
     from unidec.data.raw import RawData
-    from unidec.retrieval.answer import Explanation
+    from unidec.retrieval.answer import Answerer, Explanation
+    from unidec.retrieval.bundle import Bundle, Prediction
     from unidec.retrieval.query_encoder import Runtime
 
+_training = threading.Lock()  # a training uses all cores, and torch's random numbers, which are the process's
 
-class Label(NamedTuple):
-    """A predicted label.
 
-    Attributes:
-        uid: the label's id in the data.
-        text: the label's text.
-        score: the score that labels are ranked by; comparable within one query only.
+def _replace_lock() -> None:
+    global _training
+    _training = threading.Lock()
 
-    Example:
-        >>> uid, text, score = model.predict(["brushes for painting"], k=1)[0][0]
-    """
 
+os.register_at_fork(after_in_child=_replace_lock)  # another thread of the parent may have held it
+
+
+class _Row(NamedTuple):
     uid: str
     text: str
     score: float
 
 
+class Label(_Row):
+    """A predicted label: the tuple (uid, text, score), with a probability beside it.
+
+    Attributes:
+        uid: the label's id in the data.
+        text: the label's text.
+        score: the score that labels are ranked by; comparable within one query only.
+        probability: that the label is relevant, by the calibration on the validation queries; None if there were too
+            few (`docs/bundles.md`), or for an answer with `tail`.
+
+    Example:
+        >>> uid, text, score = model.predict(["brushes for painting"], k=1)[0][0]
+    """
+
+    probability: float | None = None
+
+    def __new__(cls, uid: str, text: str, score: float, probability: float | None = None) -> Self:
+        label = super().__new__(cls, uid, text, score)
+        label.probability = probability
+        return label
+
+    def __repr__(self) -> str:
+        uid, text, score = self
+        return f"Label(uid={uid!r}, text={text!r}, score={score!r}, probability={self.probability!r})"
+
+
+class _OwnFolder:
+    """A temporary folder that is removed when it is closed or collected, or when the interpreter exits."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="unidec-"))
+        self.close = weakref.finalize(self, _remove, self.path, os.getpid())
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process must not remove its parent's folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Model:
     """A trained model, opened from a bundle's folder. Predicting is thread-safe.
+
+    A model of `unidec.fit` without a folder lives in a temporary folder, which is removed when the model is closed
+    (`close`, or at the end of a `with` block) or collected, or when the interpreter exits. A pickled model holds the
+    files of its bundle, so that it can be loaded elsewhere; `save` writes them to a folder.
 
     Args:
         folder: the bundle's folder.
@@ -63,7 +113,60 @@ class Model:
         from unidec.retrieval.answer import Answerer
 
         self.folder, self.runtime = Path(folder), runtime
-        self._answerer = Answerer.open(folder, runtime)
+        self._own_folder: _OwnFolder | None = None
+        self._opened: Answerer | None = Answerer.open(folder, runtime)
+
+    @classmethod
+    def _of_files(cls, files: Mapping[str, bytes], runtime: Runtime) -> Self:
+        """A model in a temporary folder of its own, from a bundle's files by relative path."""
+        own_folder = _OwnFolder()
+        for name, content in files.items():
+            path = own_folder.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return cls._in_own_folder(own_folder, own_folder.path, runtime)
+
+    @classmethod
+    def _in_own_folder(cls, own_folder: _OwnFolder, bundle: Path, runtime: Runtime) -> Self:
+        model = cls(bundle, runtime)
+        model._own_folder = own_folder
+        return model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
+        files = {path.relative_to(self.folder).as_posix(): path.read_bytes() for path in found}
+        return type(self)._of_files, (files, self.runtime)
+
+    def __copy__(self) -> Self:
+        return self  # a model does not change
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._opened is None:
+            return f"Model({str(self.folder)!r}, closed)"
+        bundle, runtime = self._opened.bundle, self._opened.encoder.name
+        data = bundle.info.dataset.get("name", "unknown")
+        return f"Model({str(self.folder)!r}: {bundle.num_labels:,} labels, data set {data!r}, runtime {runtime})"
+
+    def close(self) -> None:
+        """Release memory and files, and remove the model's own temporary folder; a second call does nothing."""
+        self._opened = None
+        if self._own_folder is not None:
+            self._own_folder.close()
+
+    @property
+    def _answerer(self) -> Answerer:
+        if self._opened is None:
+            raise ConfigError("the model is closed", where=str(self.folder), fix="open it again: unidec.load(folder)")
+        return self._opened
 
     @property
     def num_labels(self) -> int:
@@ -91,14 +194,13 @@ class Model:
             tail: above 0 ranks rare labels higher, below 0 lower; only for models with a learnt fusion.
 
         Raises:
-            DataError: a query is not a string, or k is below 1.
+            DataError: a query is blank or not a string, or k is below 1.
         """
         from unidec.retrieval.answer import Request
 
         chosen = None if allow is None else tuple(allow)
-        requests = [Request(text, k, chosen, tuple(deny), min_score, tail=tail) for text in _list_of_texts(texts)]
-        found = self._answerer.answer(requests)
-        return [[Label(*row) for row in zip(p.labels, p.titles, p.scores, strict=True)] for p in found]
+        requests = [Request(text, k, chosen, tuple(deny), min_score, tail=tail) for text in _listed(texts)]
+        return [_labels_of(answer) for answer in self._answerer.answer(requests)]
 
     def explain(self, text: str, k: int = 5) -> Explanation:
         """Explain the labels of a text: the score of each part of the model, and similar training queries."""
@@ -107,30 +209,38 @@ class Model:
         return self._answerer.explain(Request(text, k))
 
     def evaluate(self, queries: Any, pairs: Any) -> dict[str, float]:
-        """P@k, nDCG@k and R@k in percent, on queries with known labels; queries without labels are skipped.
+        """All metrics over all labels, in percent: P@k, nDCG@k, R@k, coverage@k, MRR, PSP@k and PSnDCG@k.
+
+        Queries without labels are skipped. The metrics with propensities (PSP, PSnDCG) need the number of training
+        queries of each label, which a model knows if its training queries vote; else they are left out.
 
         Args:
-            queries, pairs: as in `fit`; `pairs` names labels by uid, or by column if it is a matrix.
+            queries, pairs: as in `fit`; `pairs` names labels by uid, or by column if it is a matrix. If a column
+                `split` names splits, the test queries are used.
 
         Raises:
-            DataError: no query has a known label.
+            DataError: no query has a known label, or as in `fit`.
         """
         from unidec.evaluation.metrics import evaluate
 
-        query_texts = _texts(queries, "queries")
-        row_of = self._answerer.bundle.row_of
-        truth = _pairs(pairs, list(query_texts), list(row_of))
+        bundle = self._answerer.bundle
+        texts, truth = _judged(bundle, queries, pairs)
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
-            raise DataError("nothing to evaluate on: no query has a label", where="pairs")
-        texts = list(query_texts.values())
+            what, expected = "nothing to evaluate on: no query has a label", "pairs of these queries"
+            raise DataError(what, where="pairs", expected=expected)
         found = self.predict([texts[row] for row in rows], min(100, self.num_labels))
         predicted = np.full((len(rows), 100), -1, dtype=np.int64)
         for row, answer in enumerate(found):
-            predicted[row, : len(answer)] = [row_of[label.uid] for label in answer]
-        nothing = np.ones(self.num_labels), np.zeros(self.num_labels, dtype=np.int64)
-        figures = evaluate(predicted, truth[rows].astype(bool), *nothing)
-        return {name: value for name, value in figures.items() if "/" not in name and not name.startswith("PS")}
+            predicted[row, : len(answer)] = [bundle.row_of[label.uid] for label in answer]
+        inverse_L = _inverse_propensity(bundle)
+        weight_L = np.ones(self.num_labels) if inverse_L is None else inverse_L
+        no_group_L = np.zeros(self.num_labels, dtype=np.int64)
+        figures = evaluate(predicted, truth[rows].astype(bool), weight_L, no_group_L)
+        overall = {name: value for name, value in figures.items() if "/" not in name}
+        if inverse_L is None:
+            return {name: value for name, value in overall.items() if not name.startswith("PS")}
+        return overall
 
     def change_labels(
         self,
@@ -207,18 +317,21 @@ def fit(
     """Train a model, with progress on a terminal or in a notebook.
 
     Args:
-        queries, labels: a list of texts, a mapping of uid to text, or a DataFrame with a column `text` and, unless its
-            index holds the uids, `id`. The uid of a list entry is its position.
-        pairs: (query, label) of each relevant pair, by uid, or by position for lists; a DataFrame with the columns
-            query_id and label_id; or a sparse matrix [queries, labels].
+        queries, labels: a list of texts (the uid of an entry is its position), a mapping of uid to text, a Series whose
+            index holds the uids, or a table (pandas, polars, pyarrow, datasets) with the columns of the layout `tables`
+            (docs/data.md): text, id (unless the index of a DataFrame holds the uids; without an index, the position is
+            the uid), and optionally content and, for queries, split. Test queries are not trained on.
+        pairs: a list of tuples (query, label) or (query, label, relevance), by uid; a table with the columns query_id,
+            label_id and optionally relevance and split; or a matrix [queries, labels], in the order of both.
         recipe: name of a shipped recipe; `unidec config keys` lists them.
         folder: folder for data, checkpoints and the bundle; the same call with the same folder resumes a training that
-            was killed. None: a temporary folder, from which `model.save` copies the model.
+            was killed. None: a temporary folder, which the model removes (`Model`); `model.save` keeps the model.
         params: other parameters by key: {"optim.epochs": 3}.
         runtime: see `Model`.
 
     Raises:
-        DataError: the data cannot be trained on. ConfigError: an unknown parameter, or too little memory.
+        DataError: the data cannot be trained on, or could be read in more than one way; every error is named.
+        ConfigError: an unknown parameter, or too little memory.
 
     Example:
         >>> model = unidec.fit(queries, labels, pairs)
@@ -226,87 +339,92 @@ def fit(
         True
     """
     from unidec.config import load_params
+    from unidec.data.formats import from_memory
 
     loaded = load_params(None, {"recipe": recipe, **(params or {})})
-    raw = _raw_data(queries, labels, pairs)
+    raw = from_memory(queries, labels, pairs, loaded.raw)
+    _warn_of_content(raw, loaded.tokens.text)
+    if folder is not None:
+        return Model(_train(loaded, raw, Path(folder).absolute()), runtime)
+    own_folder = _OwnFolder()
+    bundle = _train(loaded, raw, own_folder.path / "training")
+    bundle.rename(own_folder.path / "bundle")
+    shutil.rmtree(own_folder.path / "training")
+    return Model._in_own_folder(own_folder, own_folder.path / "bundle", runtime)
+
+
+def _train(params: Params, raw: RawData, folder: Path) -> Path:
+    """Run the stages of the pipeline in a folder; returns the bundle."""
+    import torch
+
     from unidec import pipeline
     from unidec.data.dataset import write_dataset
     from unidec.pipeline import paths
 
-    place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="unidec-"))
-    place.mkdir(parents=True, exist_ok=True)
-    with contextlib.chdir(place):
-        share, seed = loaded.data.validation_share, loaded.data.split_seed
+    folder.mkdir(parents=True, exist_ok=True)
+    with _training, training_pools(), torch.random.fork_rng(_used_devices()), paths.root(folder):
+        share, seed = params.data.validation_share, params.data.split_seed
         write_dataset(paths.DATASET, raw, validation_share=share, split_seed=seed)
-        for stage in (pipeline.tokens, pipeline.propensity, *([pipeline.label_graph] * loaded.reads_label_graph)):
-            stage(loaded)
-        pipeline.train(loaded, track=False)
-        pipeline.index(loaded)
-    return Model(place / paths.BUNDLE, runtime)
+        for stage in (pipeline.tokens, pipeline.propensity, *([pipeline.label_graph] * params.reads_label_graph)):
+            stage(params)
+        pipeline.train(params, track=False)
+        pipeline.index(params)
+        return paths.BUNDLE
 
 
-def _raw_data(queries: Any, labels: Any, pairs: Any) -> RawData:
-    from unidec.data.raw import RawData, text_table
+def _used_devices() -> list[int]:
+    import torch
 
-    query_texts, label_texts = _texts(queries, "queries"), _texts(labels, "labels")
-    relevance = _pairs(pairs, list(query_texts), list(label_texts))
-    tables = [text_table(list(texts), list(texts.values())) for texts in (query_texts, label_texts)]
-    nothing = csr_matrix(relevance.shape, dtype=bool)
-    return RawData("memory", {"train": tables[0]}, tables[1], {"train": relevance}, {"train": nothing})
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-def _list_of_texts(texts: Any) -> list[str]:
-    if isinstance(texts, str):
-        raise DataError("expected a list of texts, got a single text", where="texts", fix="[text]")
-    return list(texts)
+def _warn_of_content(raw: RawData, text: str) -> None:
+    """Warn if there are contents that the model does not read."""
+    import pyarrow.compute as pc
+
+    tables = [raw.labels, *raw.queries.values()]
+    if text == "title" and any(pc.any(pc.not_equal(table["content"], "")).as_py() for table in tables):
+        fix = 'params={"tokens.text": "title+content"} to read it, or leave the column out'
+        warnings.warn(f"the model does not read the column `content`; {fix}", stacklevel=3)
 
 
-def _texts(given: Any, what: str) -> dict[str, str]:
-    """uid -> text, in order."""
-    if hasattr(given, "columns"):
-        if "text" not in given.columns:
-            columns = ", ".join(map(str, given.columns))
-            raise DataError("no column `text`", where=what, got=f"columns: {columns}")
-        uids = given["id"] if "id" in given.columns else given.index
-        pairs = list(zip(map(str, uids), given["text"], strict=True))
-    elif isinstance(given, Mapping):
-        pairs = [(str(uid), text) for uid, text in given.items()]
-    else:
-        pairs = [(str(place), text) for place, text in enumerate(_list_of_texts(given))]
-    texts = dict(pairs)
-    if len(texts) < len(pairs):
-        raise DataError("uids are not unique", where=what, got=f"{len(pairs) - len(texts)} duplicates")
-    bad = next((uid for uid, text in texts.items() if not isinstance(text, str) or not text.strip()), None)
-    if bad is not None:
-        raise DataError("the text is missing or empty", where=f"{what}, id {bad}", got=repr(texts[bad])[:80])
-    if not texts:
-        raise DataError("no texts given", where=what)
-    return texts
+def _judged(bundle: Bundle, queries: Any, pairs: Any) -> tuple[list[str], csr_matrix]:
+    """Texts of the queries to evaluate on, and their relevance, float32 CSR [queries, labels of the bundle]."""
+    from unidec.data.dataset import texts_read
+    from unidec.data.formats import memory
+
+    source = memory.Given()
+    raw = memory.read_given(source, queries, memory.known_labels(bundle.uids, bundle.titles), pairs)
+    source.stop()
+    if set(raw.queries) - {"train"} and "test" not in raw.queries:
+        fix = "leave the column `split` out to evaluate on all queries"
+        raise DataError("no query of the split test", where="queries", got=", ".join(raw.queries), fix=fix)
+    split = "test" if "test" in raw.queries else "train"
+    text = cast("Text", bundle.info.text)
+    return texts_read(raw.queries[split], text).to_pylist(), raw.relevance[split]
 
 
-def _pairs(given: Any, queries: list[str], labels: list[str]) -> csr_matrix:
-    """float32 CSR [queries, labels]."""
-    shape = (len(queries), len(labels))
-    if hasattr(given, "tocsr") or isinstance(given, np.ndarray):
-        matrix = csr_matrix(given, dtype=np.float32)
-        if matrix.shape != shape:
-            raise DataError("pairs have the wrong shape", where="pairs", got=matrix.shape, expected=shape)
-        if matrix.nnz and not (np.isfinite(matrix.data).all() and matrix.data.min() >= 0):
-            raise DataError("pairs must be finite and non-negative", where="pairs")
-        matrix.eliminate_zeros()
-        matrix.sort_indices()
-        return matrix
-    if hasattr(given, "columns"):
-        missing = {"query_id", "label_id"} - set(given.columns)
-        if missing:
-            raise DataError("missing columns", where="pairs", got=", ".join(sorted(missing)))
-        given = zip(given["query_id"], given["label_id"], strict=True)
-    rows = [{uid: row for row, uid in enumerate(uids)} for uids in (queries, labels)]
-    found = []
-    for place, pair in enumerate(given):
-        query, label = (known.get(str(uid)) for known, uid in zip(rows, pair, strict=True))
-        if query is None or label is None:
-            raise DataError(f"unknown {'query' if query is None else 'label'}", where=f"pairs, pair {place}", got=pair)
-        found.append((query, label))
-    unique = np.unique(np.array(found, dtype=np.int64).reshape(-1, 2), axis=0)
-    return csr_matrix((np.ones(len(unique), np.float32), (unique[:, 0], unique[:, 1])), shape)
+def _inverse_propensity(bundle: Bundle) -> np.ndarray | None:
+    """Inverse propensity of each label, float64 [L]; None if the bundle has no training queries to count."""
+    from unidec.data.propensity import inverse_propensity
+
+    voters = bundle.neighbours
+    constants = bundle.info.params.get("data", {})
+    if voters is None or not {"propensity_a", "propensity_b"} <= set(constants):
+        return None
+    count_L = np.bincount(voters.labels_ML.indices, minlength=bundle.num_labels)
+    return inverse_propensity(count_L, voters.num_queries, constants["propensity_a"], constants["propensity_b"])
+
+
+def _labels_of(answer: Prediction) -> list[Label]:
+    probabilities: Sequence[float | None] = answer.probabilities or [None] * len(answer.labels)
+    rows = zip(answer.labels, answer.titles, answer.scores, probabilities, strict=True)
+    return [Label(*row) for row in rows]
+
+
+def _listed(texts: Any) -> list[Any]:
+    if isinstance(texts, list):
+        return texts
+    from unidec.data.formats.memory import listed  # imports pandas
+
+    return listed(texts, "texts")

@@ -20,13 +20,19 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from unidec.errors import ConfigError, without_credentials
+from unidec.addresses import without_credentials
+from unidec.errors import ConfigError
 from unidec.params import Params
 from unidec.sections import Section
 
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
 """Sections that do not affect the model; a bundle does not store them."""
-
+_PATTERNS = {  # of unidec/sections.py, in words
+    r"^\S(.*\S)?$": "one line that neither begins nor ends with a blank",
+    r"^\w([\w. -]*\w)?$": "letters, digits and _, between them also . - and blanks, as in team-unidec",
+}
+MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "parquet")}
+"""The value that was probably meant, by key and given value, where names do not resemble each other."""
 
 KeyPath = tuple[str, ...]
 
@@ -61,9 +67,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where += f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=where) from error
+        what = f"invalid YAML: {error.problem or error.context}"
+        raise ConfigError(what, where=where, fix="correct this line or the one before") from error
     except (YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"invalid YAML: {error}", where=where) from error
+        raise ConfigError(f"invalid YAML: {error}", where=where, expected="key: value") from error
     if not isinstance(value or {}, dict):
         raise ConfigError("top level is not a mapping", where=where, got=type(value).__name__, expected="key: value")
     return value or {}, lines
@@ -78,7 +85,10 @@ def _lines(node: Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPath, int]]:
 
 def valid_values(detail: ErrorDetails) -> str:
     """Description of valid values, taken from pydantic's message."""
-    return detail["msg"].removeprefix("Input should be ")
+    words = detail["msg"].removeprefix("Input should be ")
+    if detail["type"] == "string_pattern_mismatch":
+        return _PATTERNS.get(detail["ctx"]["pattern"], words.removeprefix("String should "))
+    return words
 
 
 def problem(
@@ -101,7 +111,7 @@ def short(value: Any) -> str:
 def nearest(name: str, names: list[str]) -> str | None:
     """The most similar of `names`; None if none is similar."""
     by_lower = {known.lower(): known for known in names}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
 
 
@@ -130,15 +140,18 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
 
     Args:
         path: YAML file with the sections of `Params`; a key that is missing or has no value takes the value of the
-            recipe, or else the default. None: no file, only `overrides`.
+            recipe, or else the default. None: no file, only `overrides`, as from Python.
         overrides: values by key path, such as `{"pool.beta": 2}`.
 
     Raises:
         ConfigError: reports all problems together, each with key path, value, expected values and the nearest name.
     """
     raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
+    values = _given(raw) | dict(overrides or {})
+    if path is None:
+        return build_params(values, {}, "")
     origin = {".".join(key): f"line {line}" for key, line in lines.items()} | dict.fromkeys(overrides or {}, "--set")
-    return build_params(_given(raw) | dict(overrides or {}), origin, "parameters" if path is None else str(path))
+    return build_params(values, origin, str(path))
 
 
 def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
@@ -146,7 +159,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
 
     Args:
         origin: place where each value was set, by key path.
-        where: the file, for error messages.
+        where: the file, for error messages; "": none.
 
     Raises:
         ConfigError: see `load_params`.
@@ -160,7 +173,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
         expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
         problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
     for key, value in values.items():
-        if without_credentials(str(value)) != str(value):
+        if any(without_credentials(text) != text for text in _texts(value)):
             what, expected = "a password or token in a parameter", "an address without credentials"
             fix = "set it in the environment; source.secrets names Prefect secrets for DVC's processes"
             problems.append(problem(key, what, short(value), expected, origin, fix=fix))
@@ -184,6 +197,12 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     if problems:
         raise ParamsError(problems, where)
     return params
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in a value, without the keys of a mapping: those of `source.secrets` are names of variables."""
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return [str(part) for part in parts]
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, Any]:
@@ -281,7 +300,7 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
     for key, group in wrong.items():
         got, expected = group[0]["input"], " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
         choices = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
-        near = nearest(got, choices.split("'")[1::2]) if isinstance(got, str) else None
+        near = MEANT.get((key, got)) or nearest(got, choices.split("'")[1::2]) if isinstance(got, str) else None
         problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
     return problems
 

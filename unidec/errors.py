@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import errno
+import os
+from pathlib import Path
 
-_USER_INFO = re.compile(r"(?<=://)[^\s/?#'\"<>]*@")
-_SECRET_VALUE = re.compile(
-    r"(?i)(?<=[?&])([^\s=&]*(?:password|passwd|secret|token|signature|api_?key)[^\s=&]*=)[^\s&'\"<>]+"
-)
-
-
-def without_credentials(text: str) -> str:
-    """The text without the users, passwords and secret parameters of URLs, so that it can be shown and stored."""
-    return _SECRET_VALUE.sub(r"\1***", _USER_INFO.sub("", text))
+from unidec.addresses import without_credentials
 
 
 class UnidecError(Exception):
@@ -38,10 +32,20 @@ class UnidecError(Exception):
         fix: str | None = None,
     ) -> None:
         self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
-        facts = {"got": got, "expected": expected, "fix": fix or None}
-        lines = [f"{where}: {what}" if where else what]
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        facts = {"got": self.got, "expected": self.expected, "fix": self.fix or None}
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
         lines += [f"  {name}: {fact}" for name, fact in facts.items() if fact is not None]
-        super().__init__(without_credentials("\n".join(lines)))
+        return without_credentials("\n".join(lines))
+
+    def seen_from_above(self, folder: Path) -> None:
+        """Change `where`, if it is a relative path of a file in `folder`, to its path from outside of the folder."""
+        file = (self.where or "").partition(":")[0]
+        if file and not Path(file).is_absolute() and (folder / file).exists():
+            self.where = str(folder / str(self.where))
+            self.args = (self._message(),)
 
 
 class ConfigError(UnidecError):
@@ -82,7 +86,55 @@ class Stopped(UnidecError):
         self.exit_code = exit_code
 
 
+_OWNER = "run as the owner of the project's folder, or give the folder to this user (chown -R)"
+_SYSTEM_FIXES = {
+    errno.EACCES: _OWNER,
+    errno.EPERM: _OWNER,
+    errno.EROFS: "use a folder of a file system that can be written",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or raise the quota",
+}
+
+
+def system_error(error: OSError) -> UnidecError | None:
+    """A refusal of the operating system (permissions, full or read-only disk) with its path and fix; None: another
+    error, or one that names no file."""
+    fix = _SYSTEM_FIXES.get(error.errno or 0)
+    if fix is None or error.filename is None:
+        return None
+    place = os.path.abspath(os.fsdecode(error.filename))
+    got = f"user id {os.getuid()}" if fix == _OWNER else None
+    return ArtifactError(str(error.strerror), where=place, got=got, fix=fix)
+
+
+_LONGEST_MESSAGE = 600
+_SURROUNDINGS = (
+    "mlflow",
+    "sqlalchemy",
+    "sqlite3",
+    "requests",
+    "urllib3",
+    "httpx",
+    "prefect",
+    "filelock",
+    "pydantic_core",
+)
+
+
+def is_of_surroundings(error: BaseException) -> bool:
+    """Whether an error comes from the system, a server or a database; any other unknown error is a bug."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _SURROUNDINGS
+
+
+def in_one_message(error: BaseException, how: str) -> str:
+    """An error of the surroundings in a few words; `how` is the command that shows more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = without_credentials(" ".join(lines))[:_LONGEST_MESSAGE]
+    return f"error: {type(error).__name__}: {message or 'no message'}\n  fix: {how} shows where it happened"
+
+
 _EXTRAS = {
+    "cpu": "faiss",
     "pipeline": "dvc great_expectations matplotlib prefect sklearn sqlalchemy",
     "registry": "mlflow",
     "serve": "cachetools fastapi orjson prometheus_client starlette uvicorn",

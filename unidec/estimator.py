@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from scipy.sparse import csr_matrix
 from sklearn.base import BaseEstimator
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.validation import check_is_fitted
 
 from unidec import api
-from unidec.data.dataset import XMCDataset
+from unidec.config import load_params
+from unidec.data.formats.memory import listed
+from unidec.data.raw import hold_out
 from unidec.errors import DataError
+
+FEWEST_QUERIES = 50  # validation queries; with fewer, probabilities are fitted on all queries
+log = logging.getLogger(__name__)
 
 
 class UniDECClassifier(BaseEstimator):
     """Multi-label classification of texts into labels that have texts.
 
+    It can be pickled (also by joblib): the pickle holds the files of the model's bundle. `cross_val_score` and searches
+    use `score`, the share of texts whose first label is right.
+
+    Probabilities come from Platt scaling of the scores, fitted on the validation queries (`data.validation_share`).
+    With fewer than 50 of them it is fitted on all queries, which were trained on, so that the probabilities are too
+    high; a warning is logged, and `calibrated_on_` is "training".
+
     Args:
         recipe: see `unidec.fit`.
         k: number of labels scored per query; all others have probability 0.
         params: other parameters by key.
-        folder: where data, checkpoints and the bundle are kept; None: a temporary folder.
+        folder: where data, checkpoints and the bundle are kept; None: a temporary folder, as in `unidec.fit`.
 
     Attributes:
         model_: the `unidec.Model`.
         classes_: int64 [L], the columns of Y.
+        calibrated_on_: "validation"; "training"; or "nothing" if the queries had no relevant labels, or only those:
+            then the probability is the logistic function of the score.
 
     Example:
         >>> classifier = unidec.UniDECClassifier().fit(queries, Y, label_texts=labels)
@@ -51,14 +67,39 @@ class UniDECClassifier(BaseEstimator):
         Raises:
             DataError: the shape of Y does not fit the texts, or Y has no positives.
         """
-        texts, truth = list(texts), csr_matrix(Y)
-        names = list(label_texts) if label_texts is not None else [f"label {label}" for label in range(truth.shape[1])]
+        texts, truth = listed(texts, "texts"), csr_matrix(Y)
+        names = [f"label {label}" for label in range(truth.shape[1])]
+        if label_texts is not None:
+            names = listed(label_texts, "label_texts")
         if truth.shape != (len(texts), len(names)):
             raise DataError("Y has the wrong shape", where="Y", got=truth.shape, expected=(len(texts), len(names)))
         self.classes_ = np.arange(len(names))
         self.model_ = api.fit(texts, names, truth, recipe=self.recipe, params=self.params, folder=self.folder)
-        self._calibrate(texts, truth)
+        data = load_params(None, {"recipe": self.recipe, **(self.params or {})}).data
+        uids = pa.array([str(row) for row in range(len(texts))], pa.large_string())
+        no_filters = csr_matrix(truth.shape, dtype=bool)
+        is_held_out = hold_out(uids, no_filters, data.validation_share, data.split_seed)  # as `fit` did
+        self._calibrate(texts, truth, np.flatnonzero(is_held_out))
         return self
+
+    def score(self, texts: Sequence[str], Y: Any) -> float:
+        """P@1, from 0 to 1: the share of the texts whose first label is relevant; texts without labels are left out.
+
+        Raises:
+            DataError: the shape of Y does not fit the texts, or it has no labels.
+        """
+        texts, truth = listed(texts, "texts"), csr_matrix(Y).astype(bool)
+        check_is_fitted(self, "model_")
+        if truth.shape != (len(texts), len(self.classes_)):
+            expected = (len(texts), len(self.classes_))
+            raise DataError("Y has the wrong shape", where="Y", got=truth.shape, expected=expected)
+        truth.eliminate_zeros()
+        rows = np.flatnonzero(np.diff(truth.indptr))
+        if not len(rows):
+            raise DataError("nothing to score: no text has a label", where="Y", expected="a label of at least one text")
+        found = self.model_.predict([texts[row] for row in rows.tolist()], 1)
+        first = np.array([int(labels[0].uid) for labels in found])
+        return float(np.asarray(truth[rows, first]).mean())
 
     def decision_function(self, texts: Sequence[str]) -> csr_matrix:
         """Scores of the k best labels of each query: float64 CSR [N, L]."""
@@ -82,14 +123,21 @@ class UniDECClassifier(BaseEstimator):
         likely.eliminate_zeros()
         return likely.astype(np.int64)
 
-    def _calibrate(self, texts: Sequence[str], truth: csr_matrix) -> None:
+    def _calibrate(self, texts: Sequence[str], truth: csr_matrix, held_out: np.ndarray) -> None:
         """Platt scaling: a logistic regression of relevance on the score, on the validation queries, or on all."""
-        dataset = XMCDataset.open(self.model_.folder.parents[1] / "data" / "dataset", verify=False)
-        held_out = dataset.rows("validation")
-        rows = held_out if len(held_out) else np.arange(len(texts))
+        self.calibrated_on_: Literal["validation", "training", "nothing"] = "validation"
+        rows = held_out
+        if len(held_out) < FEWEST_QUERIES:
+            self.calibrated_on_, rows = "training", np.arange(len(texts))
+            text = (
+                "probabilities are too high: fitted on training queries, as there are %d validation queries (below %d)"
+            )
+            log.warning(text, len(held_out), FEWEST_QUERIES)
         scores = self.decision_function([texts[row] for row in rows.tolist()]).tocoo()
         relevant = np.asarray(truth[rows].astype(bool)[scores.row, scores.col]).ravel()
         self._scale, self._shift = 1.0, 0.0
-        if relevant.any() and not relevant.all():
-            fitted = LogisticRegression().fit(scores.data[:, None], relevant)
-            self._scale, self._shift = float(fitted.coef_[0, 0]), float(fitted.intercept_[0])
+        if not relevant.any() or relevant.all():
+            self.calibrated_on_ = "nothing"
+            return
+        fitted = LogisticRegression().fit(scores.data[:, None], relevant)
+        self._scale, self._shift = float(fitted.coef_[0, 0]), float(fitted.intercept_[0])

@@ -140,6 +140,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 # no effect when another program imports this package
-_is_program = sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) == "unidec"
-if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+IS_PROGRAM = sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) == "unidec"
+if IS_PROGRAM and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

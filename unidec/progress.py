@@ -66,3 +66,10 @@ def silence() -> None:
     """Turn off the display of progress, because another process of the same training shows it."""
     global _silent
     _silent = True
+
+
+def say(line: str) -> None:
+    """Print one line on stderr, because stdout is for results."""
+    if not _silent:
+        with contextlib.suppress(OSError):  # the work continues if its output was closed
+            print(line, file=sys.stderr, flush=True)

@@ -95,16 +95,16 @@ class Data(Section):
 
 
 class RawBounds(Section):
-    """Limits of raw files; ingest rejects files beyond them."""
+    """Limits of raw files and other tables, and how quotes in them are read."""
 
+    quotes: Literal["auto", "yes", "no"] = key("auto", "quotes enclose fields of .csv and .tsv files (docs/data.md)")
     max_row_bytes: Annotated[int, Field(ge=1000, le=2**30)] = key(16 << 20, "maximum bytes per line or CSV row")
     max_text_chars: Count = key(1_000_000, "maximum characters per title or content")
     max_unpack_ratio: Count = key(50, "maximum unpacked size as a multiple of the file's size; 64 MB always allowed")
 
 
 class Validation(Section):
-    """Checks of `unidec data validate`: for each, the allowed share of such rows, and the severity of a larger share
-    (error: training does not start; warn: reported; off: not checked)."""
+    """Checks of the data: the allowed share of such rows; a larger one is an error (no training), a warning, or off."""
 
     empty_texts: Share = key(0.01, "allowed share of queries, and of labels, with an empty text")
     empty_texts_severity: Severity = key("error", "severity of a larger share")
@@ -114,8 +114,10 @@ class Validation(Section):
     queries_without_positives_severity: Severity = key("error", "severity of a larger share")
     labels_without_training_points: Share = key(0.5, "allowed share of labels without training queries")
     labels_without_training_points_severity: Severity = key("error", "severity of a larger share")
-    label_texts_given_twice: Share = key(0.2, "allowed share of labels that share their text with another label")
+    label_texts_given_twice: Share = key(0.2, "allowed share of labels with the text, or the tokens, of another label")
     label_texts_given_twice_severity: Severity = key("error", "severity of a larger share")
+    unknown_tokens: Share = key(0.1, "allowed share of a text's tokens that the tokenizer does not know, on average")
+    unknown_tokens_severity: Severity = key("error", "severity of a larger share")
     filtered_positives: Share = key(0.01, "allowed share of positives that are also filter pairs")
     filtered_positives_severity: Severity = key("warn", "severity of a larger share")
 
@@ -428,7 +430,7 @@ class Gate(Section):
     max_load_seconds: NonNegative = key(0.0, "maximum time until a fresh process answers; 0: no limit")
     max_load_ratio: NonNegative = key(2.0, "maximum processor time to load, relative to the champion's; 0: no limit")
     probes: Count = key(64, "number of queries that a fresh process must answer")
-    allow_dirty: bool = key(False, "also promote model versions that were trained with uncommitted changes")
+    allow_dirty: bool = key(False, "also promote versions of which git does not say that all changes were committed")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.confidence > 0 and "coverage@" in self.metric:
@@ -444,10 +446,7 @@ class Drift(Section):
     stop_change: NonNegative = key(0.5, "relative change that stops a retraining")
     warn_distance: Share = key(0.1, "Jensen-Shannon distance between two distributions that triggers a warning")
     stop_distance: Share = key(0.5, "Jensen-Shannon distance that stops a retraining")
-    warn_shift: NonNegative = key(
-        0.2,
-        "shift of a window's mean embedding that triggers a warning, in standard deviations of single queries",
-    )
+    warn_shift: NonNegative = key(0.2, "shift of a window's mean embedding that warns, in deviations of single queries")
     warn_low_score: Share = key(0.2, "share of a window's queries with a low top score that triggers a warning")
     low_score_quantile: Annotated[float, Field(gt=0, lt=1)] = key(
         0.05, "a top score is low if it is below this quantile of the validation queries' top scores"
@@ -470,7 +469,7 @@ class Serve(Section):
     max_query_chars: Count = key(8000, "maximum characters per query")
     max_k: Count = key(100, "maximum labels per query")
     max_filter_labels: Count = key(10_000, "maximum length of a request's list of allowed or denied labels")
-    max_connections: Count = key(1024, "maximum open connections; further ones are answered with 503")
+    max_connections: Count = key(1024, "maximum open connections; beyond it the longest idle one is closed")
     queue_queries: Count = key(1024, "maximum queries in the queue; further ones are answered with 503 and Retry-After")
     timeout_seconds: Positive = key(5.0, "maximum time that a request waits; then it is answered with 503")
     batch_queries: Count = key(32, "maximum queries that the model answers in one batch")
@@ -496,5 +495,5 @@ class Serve(Section):
 class Tracking(Section):
     """Names of runs and models in MLflow; the environment variable MLFLOW_TRACKING_URI sets the tracking server."""
 
-    experiment: str = key("unidec", "name of the MLflow experiment")
-    model_name: str = key("unidec", "name of the registered model")
+    experiment: Annotated[str, Field(pattern=r"^\S(.*\S)?$")] = key("unidec", "name of the MLflow experiment")
+    model_name: Annotated[str, Field(pattern=r"^\w([\w. -]*\w)?$")] = key("unidec", "name of the registered model")

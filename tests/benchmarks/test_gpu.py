@@ -88,7 +88,7 @@ def test_a_step_that_waits_is_counted_with_its_place(gpu, bench, monkeypatch):
 
     def waiting(trainer, batch):
         logs = right(trainer, batch)
-        float(trainer._failed)
+        float(trainer.checks.failed)
         return logs
 
     monkeypatch.setattr(gpu.gpu_training.Trainer, "train_step", waiting)
@@ -205,7 +205,7 @@ def test_a_cell_is_trained_without_data_on_disk(gpu, bench, monkeypatch):
     right = products.scale_step.Steps.run
     monkeypatch.setattr(
         products.scale_step.Steps, "run",
-        lambda steps, count: seen.append([cache.lengths().min() for cache in steps.trainer.tokens.values()])
+        lambda steps, count: seen.append([cache.lengths().min() for cache in steps.trainer.encoding.tokens.values()])
         or right(steps, min(count, 2)),
     )  # fmt: skip
     size = products.scale_step.SIZE | products.GPU["papers-1.3M-recompute"]

@@ -23,7 +23,8 @@ from unidec.config import load_params
 from unidec.data.dataset import XMCDataset
 
 ROOT = Path(__file__).resolve().parents[2]
-UNIDEC = ".venv/bin/unidec "
+UNIDEC = "unidec "
+ACTIVATE = "source .venv/bin/activate"
 
 
 def commands() -> list[str]:
@@ -44,6 +45,7 @@ def environment(root: Path) -> dict[str, str]:
     """This process's environment without its own settings; imports the code of `root`, whatever is installed."""
     drop = ("GIT_", "DVC_", "PREFECT_", "MLFLOW_", "UNIDEC_", "MAKE", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    kept["PATH"] = f"{root / '.venv' / 'bin'}:{kept['PATH']}"  # what ACTIVATE does
     return kept | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "true"}
 
 
@@ -61,8 +63,37 @@ def test_every_command_is_one_that_exists() -> None:
                 subcommand.make_context(name, rest, parent=parsed)  # refuses options and arguments that it has not
         elif words[0] == "make":
             subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True, timeout=60)
-        else:
+        elif command != ACTIVATE:
             assert shutil.which(words[0])
+    assert ACTIVATE in commands()
+
+
+def test_the_environment_is_named_once_for_all_pages() -> None:
+    """README activates it; no command on any page repeats its path."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    named = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if ".venv/bin/" in line]
+    others = [line for line in named if ACTIVATE not in line and "ExecStart=" not in line]
+    assert not others and len(named) > len(others)
+
+
+@pytest.mark.parametrize("variables", [[], ["VENV=.venv"]])
+def test_make_setup_ends_with_what_to_do_next(tmp_path: Path, variables: list[str]) -> None:
+    """Also where nothing had to be installed; each command that it names exists."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    use_this_environment(tmp_path)
+    command = ["make", "setup", *variables]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    first, *lines = done.stdout.splitlines()
+    named = [line.partition("#")[0].strip() for line in lines]
+    assert first == ".venv is up to date. Next:" and named[0] == ACTIVATE and (tmp_path / ACTIVATE.split()[1]).is_file()
+    assert (
+        subprocess.run(["make", "-n", *named[1].split()[1:]], cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+    )
+    program = typer.main.get_command(cli.app)
+    assert isinstance(program, typer.core.TyperGroup)
+    name, subcommand, rest = program.resolve_command(program.make_context("unidec", ["version"]), named[2].split()[1:])
+    assert subcommand is not None and subcommand.make_context(name, rest)
 
 
 def test_init_and_ingest_read_the_example(tmp_path: Path) -> None:

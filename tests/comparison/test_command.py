@@ -55,6 +55,20 @@ def unidec(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
+def test_a_wrong_file_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Before Prefect has a run: its logs would repeat the error twice."""
+    from flows.command import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")  # nothing listens there, and nothing needs it
+    (tmp_path / "c.yaml").write_text("name: No Name\ndata: {d: {path: nowhere}}\ncells: {a: {recipe: depls}}\n")
+    assert main("compare", ["c.yaml"]) == 2
+    said = capfd.readouterr().err
+    for part in ("No Name", "no such folder", "no such recipe"):
+        assert said.count(part) == 1, said
+    assert said.startswith("c.yaml: 3 problems")
+
+
 def test_from_nothing_to_a_report(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip

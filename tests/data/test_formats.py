@@ -207,6 +207,7 @@ def test_beir_by_hand(tmp_path: Path) -> None:
 def test_a_missing_test_split_is_cut(tmp_path: Path, tiny_raw: RawData) -> None:
     write_raw(tiny_raw, tmp_path / "raw", "xmc-json")
     (tmp_path / "raw" / "tst.json.gz").unlink()
+    (tmp_path / "raw" / "filter_labels_test.txt").unlink()
     raw = read_raw(tmp_path / "raw", test_share=0.25, split_seed=1)
     sizes = {split: table.num_rows for split, table in raw.queries.items()}
     assert sizes["train"] + sizes["test"] == 48 and abs(sizes["test"] - 12) <= 2

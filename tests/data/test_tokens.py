@@ -328,7 +328,7 @@ def test_same_texts_as_by_a_loop(monkeypatch, most, alike):
     rng = np.random.default_rng()
     monkeypatch.setattr(tokens, "_ENCODE_AT_ONCE", 7)
     if alike:  # hashes that tell nothing
-        monkeypatch.setattr(tokens, "_hashes", lambda each, most: np.zeros(len(each), dtype=np.uint64))
+        monkeypatch.setattr(tokens, "token_hashes", lambda each, most: np.zeros(len(each), dtype=np.uint64))
     own, others = some_tokens(rng, 90), some_tokens(rng, 40, np.uint32)
     found = same_texts(own, others, most)
     known = [others.ragged([row])[0].tolist()[: most or None] for row in range(len(others))]

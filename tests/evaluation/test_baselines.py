@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from html_page import Page
+from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import write_dataset
 from unidec.data.propensity import frequency_group, inverse_propensity, label_counts
@@ -109,15 +110,18 @@ def _wordless(raw):
 
 
 def test_warnings_name_what_makes_figures_worthless(case, raw_factory, tmp_path):
-    dataset, _, _, _, counts = case
-    assert warnings({"P@1": 50.0, "R@100": 99.9}, dataset, "title", counts) == []
-    assert "Only one label has training queries" in warnings({}, dataset, "title", np.array([0, 7, 0]))[0]
-    (said,) = warnings({"P@1": 100.0, "R@100": 70.0, "MRR": 100.0}, dataset, "title", counts)
+    dataset = case[0]
+    assert warnings({"P@1": 50.0, "R@100": 99.9}, dataset, "title") == []
+    one = raw_factory(num_test=0, num_labels=40)
+    one.relevance["train"] = csr_matrix((np.ones(5), (range(5), [7] * 5)), one.relevance["train"].shape, np.float32)
+    only = write_dataset(tmp_path / "only", one, validation_share=0)
+    assert "Only one label has training queries" in warnings({}, only, "title")[0]
+    (said,) = warnings({"P@1": 100.0, "R@100": 70.0, "MRR": 100.0}, dataset, "title")
     assert said.startswith("P@1: 100.0.")
     raw = raw_factory(num_test=12, num_labels=40)
     raw.queries["test"] = raw.queries["train"].slice(0, 12)
     small = write_dataset(tmp_path / "leak", raw, validation_share=0)
-    leak, few = warnings({"P@1": 50.0, "R@100": 100.0}, small, "title", np.full(40, 3))
+    leak, few = warnings({"P@1": 50.0, "R@100": 100.0}, small, "title")
     assert leak.startswith("12 of 12 test queries (100.0%) have the same text as a training query")
     assert few == "R@100: 100.0 because the data set has only 40 labels."
 

@@ -48,7 +48,8 @@ def _example(text: str) -> dict:
 def _full(text: str = "some text") -> ReportInput:
     return ReportInput(
         title=text, date=text, dataset=text, model=text, metrics={"both": METRICS, "de": METRICS, text: METRICS},
-        baselines={text: {"P@1": 50.0}}, baseline_note=text, history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
+        baselines={text: {"P@1": 50.0}}, at_best=AT_BEST, baseline_note=text,
+        history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
         rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS], bins=BINS,
         index={"recall@10": 99.5, text: text}, fusion=FUSION | {"objective": text},
         calibration={"score": np.linspace(0, 1, 200).reshape(40, 5), "correct": np.arange(200).reshape(40, 5) > 100},
@@ -56,6 +57,9 @@ def _full(text: str = "some text") -> ReportInput:
         card={text: {text: text}}, params={text: [text, 1]},
         lineage={text: text, "dirty": True}, verdict=text, warnings=[text], comparison=[BETTER],
     )  # fmt: skip
+
+
+AT_BEST = {"P@1": 100.0, "P@5": 41.25, "nDCG@5": 100.0, "R@10": 98.5, "tail/R@10": 97.5}
 
 
 @functools.cache
@@ -97,7 +101,7 @@ def test_all_parts_are_there():
         "and 8 more",
         "both heads",
         "dual encoder alone",
-        "tail (< 10)",
+        "tail (< 10 queries)",
         "contributes to P@5",
         "recall@5 within",
         "+12.2 points against some text",
@@ -135,6 +139,21 @@ def test_a_keyboard_reaches_all():
     assert page.attributes.count(("scope", "row")) > 20 and ("lang", "en") in page.attributes
     words = [value for name, value in page.attributes if name in ("aria-label", "alt")]
     assert {"right", "wrong", "sections", "loss by step"} <= set(words) and all(words)
+
+
+def test_what_could_be_reached_at_best_is_beside_each_figure():
+    page = Page(_plain())
+    assert "P@5, at best 41.2" in page.words and "P@1, at best 100.0" in page.words
+    row = page.row("at best")
+    assert row[1] == "100.00" and "41.25" in row
+    assert "97.50" in page.row("at best, tail")
+    compared = page.row("R@10, tail (< 10)")  # the model, at best, the difference
+    assert compared[1:3] == ["30.00", "97.50"]
+    assert "at best" not in Page(render(dataclasses.replace(_full(), at_best={}))).words.lower()
+
+
+def test_long_lists_are_folded():
+    assert "<details open" not in _plain() and "all parameters" in Page(_plain()).words
 
 
 def test_an_empty_report_is_a_page():

@@ -64,5 +64,5 @@ def test_sparse_scores_become_rows_with_ties_by_the_lower_label():
 
 
 def test_texts_without_words_are_refused():
-    with pytest.raises(DataError, match="without a word"):
+    with pytest.raises(DataError, match="no text has a word"):
         fit_words(["!", "the of"], "data/dataset")

@@ -41,7 +41,7 @@ def live(job: dict[str, Any]) -> None:
     accept = ["code"]
     data = module.TrainingData(dataset, *tokens, graph)
     trainer = module.Trainer(params.training, data, run_dir, Path(job["cache"]), accept=accept)
-    say("at", trainer.step)
+    say("at", trainer.at.step)
     while True:
         validate(trainer, run_dir / "rounds.jsonl")
         if trainer.finished:
@@ -55,12 +55,12 @@ def live(job: dict[str, Any]) -> None:
 
 def validate(trainer: Any, path: Path) -> None:
     settings = trainer.settings
-    at_its_end = trainer.epoch_step == 0 and (trainer.finished or trainer.epoch % settings.pool.refresh == 0)
-    before = [line for line in read_json_lines(path) if line["epoch"] <= trainer.epoch]
-    if not at_its_end or trainer.epoch == 0 or (before and before[-1]["epoch"] == trainer.epoch):
+    at_its_end = trainer.at.epoch_step == 0 and (trainer.finished or trainer.at.epoch % settings.pool.refresh == 0)
+    before = [line for line in read_json_lines(path) if line["epoch"] <= trainer.at.epoch]
+    if not at_its_end or trainer.at.epoch == 0 or (before and before[-1]["epoch"] == trainer.at.epoch):
         return
     say("validate")
-    line = {"epoch": trainer.epoch, "step": trainer.step, "validation": metrics(trainer)}
+    line = {"epoch": trainer.at.epoch, "step": trainer.at.step, "validation": metrics(trainer)}
     write_bytes_atomic(path, "".join(json.dumps(one) + "\n" for one in [*before, line]).encode())
     trainer.model.train()
 
@@ -69,8 +69,8 @@ def metrics(trainer: Any) -> dict[str, float]:
     """P@1 and P@5 of the dual encoder on the validation split, and the mean of all its similarities."""
     rows = trainer.dataset.rows("validation")
     trainer.model.eval()
-    query_nD, _ = trainer.model.encode_queries(trainer.tokens["queries"], rows)
-    similarity_nL = query_nD @ trainer.model.encode_labels(trainer.tokens["labels"]).T
+    query_nD, _ = trainer.model.encode_queries(trainer.encoding.tokens["queries"], rows)
+    similarity_nL = query_nD @ trainer.model.encode_labels(trainer.encoding.tokens["labels"]).T
     best_nK = np.argsort(-similarity_nL, axis=1, kind="stable")[:, :5]
     hit_nK = np.take_along_axis(trainer.dataset.relevance[rows].toarray() > 0, best_nK, axis=1)
     return {"P@1": float(hit_nK[:, 0].mean()), "P@5": float(hit_nK.mean()), "mean": float(similarity_nL.mean())}

@@ -293,7 +293,7 @@ def test_a_million_bad_pairs_are_told_quickly(raw_factory: Callable[..., RawData
 
 @pytest.mark.parametrize("layout", ["xmc-json", "xmc-text", "pecos", "beir", "tables"])
 def test_degenerate_data_is_legal(raw_factory: Callable[..., RawData], tmp_path: Path, layout: str) -> None:
-    """A query without positives, a label without training points, L = 1."""
+    """A query without positives, a label without training queries, L = 1."""
     for number, sizes in enumerate([(4, 2, 1), (1, 1, 3), (6, 3, 4)]):
         raw = raw_factory(*sizes)
         write_raw(raw, tmp_path / f"{layout}-{number}", layout)

@@ -74,7 +74,7 @@ def test_parameters(opener: Callable[..., Trainer], tmp_path: Path) -> None:
     assert refused(opener, tmp_path / "run", accept=("seed", "pool.beta", "optim.lr_clf"), **changes) == [
         "model.temperature"
     ]
-    assert opener(accept=tuple(changes), **changes).step == 8
+    assert opener(accept=tuple(changes), **changes).at.step == 8
 
 
 def test_one_pair_more_in_the_data(
@@ -104,7 +104,7 @@ def test_the_code(opener: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="other code") as caught:
         Trainer(
             trainer.settings,
-            TrainingData(trainer.dataset, *trainer.tokens.values()),
+            TrainingData(trainer.dataset, *trainer.encoding.tokens.values()),
             tmp_path / "run",
             tmp_path / "cache",
         )
@@ -123,4 +123,4 @@ def test_what_is_accepted_is_the_runs_own_from_then_on(opener: Callable[..., Tra
 def test_a_change_of_place_is_none(opener: Callable[..., Trainer]) -> None:
     """Where it runs and how often it saves changes nothing that is learnt."""
     trainer = opener(**{"run.checkpoint_steps": 2, "run.table_place": "host"})
-    assert trainer.step == 8 and torch.isfinite(trainer.model.table.weight).all()
+    assert trainer.at.step == 8 and torch.isfinite(trainer.model.table.weight).all()

@@ -102,7 +102,7 @@ def test_a_training_goes_on_from_the_one_before(
     (newest / "rows-00000.safetensors").write_bytes(b"")
     resumed = open_trainer(**{"run.checkpoint_steps": 3})
     assert f"{newest.name}/rows-00000.safetensors: a file is damaged" in capsys.readouterr().out
-    assert resumed.step == int(before.name[5:]) < trainer.step
+    assert resumed.at.step == int(before.name[5:]) < trainer.at.step
     resumed.train_round()
     ours, theirs = resumed.model.state_dict(), trainer.model.state_dict()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

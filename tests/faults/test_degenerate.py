@@ -50,7 +50,7 @@ def train(
             trainer.refresh()
             trainer.train_round()
         lines = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
-        assert len(lines) == trainer.step > 0
+        assert len(lines) == trainer.at.step > 0
         assert all(math.isfinite(value) for line in lines for value in line.values())
         assert all(np.isfinite(value.numpy()).all() for value in trainer.model.state_dict().values())
         return trainer, lines
@@ -64,8 +64,8 @@ def metrics_of(trainer: Trainer, tmp_path: Path) -> dict[str, float]:
     build_propensity(dataset, 0.55, 1.5, tmp_path / "propensity")
     propensity = load_propensity(tmp_path / "propensity")
     rows = dataset.rows("test")
-    query, _ = trainer.model.encode_queries(trainer.tokens["queries"], rows)
-    label = trainer.model.encode_labels(trainer.tokens["labels"])
+    query, _ = trainer.model.encode_queries(trainer.encoding.tokens["queries"], rows)
+    label = trainer.model.encode_labels(trainer.encoding.tokens["labels"])
     assert query is not None and label is not None
     found = exact_search(query, label, min(100, dataset.num_labels), exclude=dataset.filter_pairs[rows])[1]
     return evaluate(found, dataset.relevance[rows], propensity.inverse_L, propensity.group_L)
@@ -169,7 +169,7 @@ def test_empty_and_equal_texts(tiny_raw: RawData, train: Train, kind: str) -> No
 
 def test_no_test_query_and_no_validation_query(raw_factory: Callable[..., RawData], train: Train) -> None:
     trainer, _ = train(raw_factory(20, 0, 8))
-    de, clf = trainer.model.encode_queries(trainer.tokens["queries"], trainer.dataset.rows("test"))
+    de, clf = trainer.model.encode_queries(trainer.encoding.tokens["queries"], trainer.dataset.rows("test"))
     assert de is not None and clf is not None and de.shape == clf.shape == (0, 16)
 
 

@@ -67,17 +67,17 @@ def test_a_training_stops_and_goes_on_when_there_is_space(
     step = trainer.train_step
 
     def fills(batch: Any) -> Any:
-        if trainer.step == 3:
+        if trainer.at.step == 3:
             monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
         return step(batch)
 
     monkeypatch.setattr(trainer, "train_step", fills)
     with pytest.raises(ArtifactError, match="no space left") as caught:
         trainer.train_round()
-    assert "bytes" in str(caught.value) and trainer.step == 4
+    assert "bytes" in str(caught.value) and trainer.at.step == 4
     monkeypatch.undo()
     resumed = open_trainer("full", **{"run.checkpoint_steps": 2})
-    assert resumed.step == 2
+    assert resumed.at.step == 2
     resumed.train_round()
     ours, theirs = resumed.model.state_dict(), whole.model.state_dict()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

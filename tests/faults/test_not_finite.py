@@ -50,16 +50,16 @@ def test_the_step_changes_nothing_and_the_run_goes_on(
     """`late`: as on a GPU, whose host sees it at the next checkpoint, two steps later; the device keeps the weights."""
     overrides = {"run.checkpoint_steps": 4, "model.dropout": 0.2} | (late or {})
     trainer = open_trainer("run", **overrides)
-    trainer.checks_each_step = late is None
+    trainer.checks.each_step = late is None
     trainer.refresh()
     step, before, queries = trainer.train_step, {}, []
 
     def spoilt_at(batch: Any) -> Any:
-        if trainer.step == BAD_STEP:
+        if trainer.at.step == BAD_STEP:
             before.update(everything(trainer))
             queries.extend(trainer.dataset.query_uids(batch.pool.rows_B[:5]))
             spoil(trainer, value)
-        assert trainer.step <= BAD_STEP + (0 if late is None else 1)
+        assert trainer.at.step <= BAD_STEP + (0 if late is None else 1)
         return step(batch)
 
     trainer.train_step = spoilt_at

@@ -22,7 +22,7 @@ def runs_out(trainer: Any, at_step: int, patch: pytest.MonkeyPatch, place: str) 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     def short(batch: Any) -> Any:
-        if trainer.step == at_step:
+        if trainer.at.step == at_step:
             if place == "forward":
                 patch.setattr(trainer.model.encoder, "forward", full)
             elif place == "backward":
@@ -52,7 +52,7 @@ def test_sizes_and_a_smaller_setting(
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
     resumed = open_trainer("run", **overrides)
-    assert resumed.step == 2
+    assert resumed.at.step == 2
     resumed.train_round()
     whole = open_trainer("whole", **overrides)
     whole.refresh()
@@ -80,7 +80,7 @@ def test_a_real_one(tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[.
     step, ballast = trainer.train_step, []
 
     def crowded(batch: Any) -> Any:
-        if trainer.step == 3:
+        if trainer.at.step == 3:
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
@@ -98,5 +98,5 @@ def test_a_real_one(tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[.
         ballast.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
     resumed = open_run()
-    assert resumed.step == 2
+    assert resumed.at.step == 2
     assert resumed.train_round().epoch == 2

@@ -25,7 +25,7 @@ from unidec.tracking.fetch import fetch_bundle
 UNSEEN = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}  # quality alone decides here
 WORSE = {
     "P@1": ({"wrong": range(10, 50)}, {**UNSEEN, "guarded": ["P@1"]}, {"nDCG@5", "confidence", "P@1"}),
-    # better on the whole, by labels with many training points; worse on those with few
+    # better on the whole, by labels with many training queries; worse on those with few
     "PSP@5": ({"wrong": range(40, 54)}, {**UNSEEN, "guarded": ["PSP@5"]}, {"PSP@5"}),
     "tail": ({"wrong": range(40, 54)}, {**UNSEEN, "guarded": ["tail/R@10"]}, {"tail/R@10"}),
     "latency": ({"junk": 400_000}, {**UNSEEN, "max_latency_ratio": 1.5}, {"latency ratio"}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -117,7 +116,7 @@ def stage(prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_every_cell_runs_once_in_order_and_again_only_what_is_missing(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("flows.compare.num_threads", lambda: 8)
     assert {state for state, _ in stage.run(jobs=2).values()} == {"done"}
     log = stage.log()
     assert log[:2] == ["begin data d", "end data d"] and len(log) == 10

@@ -46,7 +46,18 @@ def world(place, monkeypatch):
     finding = {"name": "length", "drifted": True, "words": "queries are shorter"}
     quiet = {"name": "tokens", "drifted": False, "words": "tokens are as they were"}
     model = {"source": "models:/unidec@champion", "bundle_sha256": "0"}
-    window = WindowDrift(True, [finding, quiet], True, "", 500, None, model, "runs/index.html", "drift.json", None)
+    window = WindowDrift(
+        True,
+        [finding, quiet],
+        True,
+        "",
+        "runs/index.html",
+        "drift.json",
+        queries=500,
+        metrics=None,
+        model=model,
+        run_url=None,
+    )
     stages = types.SimpleNamespace(
         plain=plain,
         refresh_labels=stage("refresh_labels", labels),

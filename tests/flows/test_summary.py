@@ -77,5 +77,13 @@ def test_a_trial_names_its_own_folder(promoted: dict[str, Any], here: Path) -> N
     assert "serve runs/own/abc/outputs/bundle" in text
 
 
+def test_a_registered_trial_is_no_champion(promoted: dict[str, Any], here: Path) -> None:
+    del promoted["promoted"], promoted["gate"]
+    text = summary(promoted | {"report": str(here / "runs/own/abc/outputs/report.html")})
+    assert "version 4 of unidec is registered" in text and "@champion" not in text
+    assert 'predict "some text" -k 5 --bundle runs/own/abc/outputs/bundle' in text
+    assert "serve runs/own/abc/outputs/bundle" in text
+
+
 def test_steps_of_dvc_are_one_line(here: Path) -> None:
     assert summary({"steps": ["train"], "epoch": 12, "run_url": None}) == "done: train"

@@ -79,6 +79,8 @@ class Stages(types.SimpleNamespace):
 
     def import_training(self) -> None: ...
 
+    def check_before_work(self, _params: Params, _steps: list[str]) -> None: ...
+
     def fetch(self, _params: Params) -> Fetched:
         self._call("fetch")
         return Fetched(True, "export", "0", "3 files are new")
@@ -371,12 +373,14 @@ def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
 def prepare(run, flow_module, monkeypatch):
     """What happens before the flow run that `make train` begins; `prepare.servers` are those that it started."""
     Path(".dvc").mkdir()
+    Path(".dvc/config.local").write_text("[core]\n    no_scm = true\n")  # there is no git repository
     monkeypatch.setattr(flow_module, "import_mlflow", lambda: None)
     monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
+    monkeypatch.setattr(flow_module, "check_store", lambda: None)
 
     def start(**given):
         plain = {"steps": "all", "params_file": "params.yaml", "overrides": None, "force": False, "promote": None}
-        return flow_module.prepare(plain | given)
+        return flow_module.prepare(plain | {"register_trial": False} | given)
 
     start.servers = []
     monkeypatch.setattr(flow_module.server, "is_needed", lambda: True)
@@ -405,7 +409,7 @@ def test_data_is_made_while_the_server_starts(run, prepare, stages, flow_module,
     run.data_changed = False
     run()
     assert stages.calls == [*WHOLE, "gate 3", "promote 3"], "not made twice"
-    run.data_changed, stages.fail[PREPARED[0]] = True, flow_module.reproduce.CommandError("a lock of DVC")
+    run.data_changed, stages.fail[PREPARED[0]] = True, flow_module.lifecycle.MayRecover("a lock of DVC")
     assert prepare() is None, "the flow retries"
     stages.fail[PREPARED[0]] = DataError("three labels without text", where="data/dataset")
     with pytest.raises(DataError, match="three labels"):
@@ -455,6 +459,7 @@ def test_command_line(place, stages, flow_module, stand_in, monkeypatch, capsys)
     monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
     monkeypatch.setattr(flow_module.server, "is_needed", lambda: False)
     Path(".dvc").mkdir()
+    Path(".dvc/config.local").write_text("[core]\n    no_scm = true\n")  # there is no git repository
     words = ["--json", "--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]
     assert command.main("train", words) == 0
     told = {"force": True, "start": "cold", "promote": None, "steps": "train", "register_trial": False}
@@ -527,7 +532,7 @@ def test_a_stage_that_fails_in_dvc_is_the_error_it_was(dvc_project, caplog, monk
     with pytest.raises(DataError, match="bad row 7"):
         dvc_project.make_data(["validate"])
     assert any("bad row 7" in line for line in caplog.messages)
-    with pytest.raises(dvc_project.CommandError):
+    with pytest.raises(ConfigError, match="no-such-stage"):
         dvc_project.make_data(["no-such-stage"])
 
 

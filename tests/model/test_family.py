@@ -216,8 +216,10 @@ class Case:
         )
         model = self.model = trainer.model.train()
         self.trainer, self.params = trainer, params
-        gates = [gate for gate in (model.gates, model.related_gate, model.auxiliary) if gate is not None]
-        gates += [] if model.tree is None else list(model.tree.parameters())
+        self.tree_of = getattr(model, "tree", None)
+        names = ("gates", "related_gate", "auxiliary")
+        gates = [getattr(model, name) for name in names if hasattr(model, name)]
+        gates += [] if self.tree_of is None else list(self.tree_of.parameters())
         for weight in [table.weight for table in model.tables().values()] + gates:
             torch.nn.init.normal_(weight, std=0.3)
         relevance, filtered = dataset.relevance.toarray() > 0, dataset.filter_pairs.toarray()
@@ -239,12 +241,12 @@ class Case:
             member = np.eye(model.table.num_rows)[model.label_cluster.numpy()]
             target, filtered = (target @ member > 0).astype(np.float32), filtered @ member > 0
         self.of_level = []  # true and filter pairs of the clusters
-        for count in [] if model.tree is None else model.tree.counts:
-            member = np.eye(count, dtype=bool)[model.label_cluster.numpy() * count // model.tree.counts[-1]]
+        for count in [] if self.tree_of is None else self.tree_of.counts:
+            member = np.eye(count, dtype=bool)[model.label_cluster.numpy() * count // self.tree_of.counts[-1]]
             self.of_level.append(((target > 0) @ member, (filtered > 0) @ member))
         hard = rng.integers(0, dataset.num_labels, (len(target), 6)).astype(np.int32)
         self.batch = trainer.batches.prepare(rows, 0, 0, hard)
-        own, pool = self.batch.num_own_queries, self.batch.pool.pool_S
+        own, pool = self.batch.counts.own_queries, self.batch.pool.pool_S
         self.soft = target[self.batch.pool.rows_B]
         y, skip = self.soft > 0, filtered[self.batch.pool.rows_B] & (self.soft == 0)
         self.every, self.pool = (y, skip), (y[:, pool], skip[:, pool])
@@ -262,8 +264,8 @@ class Case:
         x = self.x.float().requires_grad_()
         loss = sum(self.trainer.objective.losses(x, self.batch, 0).values())
         leaves = [x] + ([self.model.table.used[1]] if self.model.table is not None else [])
-        leaves += [self.model.auxiliary] if self.model.auxiliary is not None else []
-        leaves += [] if self.model.tree is None else list(self.model.tree.parameters())
+        leaves += [self.model.auxiliary] if hasattr(self.model, "auxiliary") else []
+        leaves += [] if self.tree_of is None else list(self.tree_of.parameters())
         grads = torch.autograd.grad(loss, leaves)
         for table in self.model.tables().values():
             table.forget()
@@ -272,10 +274,10 @@ class Case:
     def written(self, formula):
         """The same by a formula on scores that are made here."""
         model, leaf, rows = self.model, self.x.clone().requires_grad_(), None
-        labels, x = self.batch.clf_labels, self.mixed(leaf)
+        labels, x = self.batch.clf.ids, self.mixed(leaf)
         if model.head_de is not None:
             vectors = torch.tanh(linear(model.head_de[0], x))
-            if model.auxiliary is not None:
+            if hasattr(model, "auxiliary"):
                 rows, pool = model.auxiliary.detach().double().requires_grad_(), self.batch.pool.pool_S
                 added = [rows[int(model.label_cluster[label])] for label in pool]
                 vectors = vectors + torch.stack([torch.zeros_like(rows[0])] * self.own + added)
@@ -288,7 +290,7 @@ class Case:
             if self.params.model.clf_residual:
                 texts, free = F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1), rows
                 text, related = texts[: len(rows)], self.related(texts)
-                if model.gates is not None:
+                if hasattr(model, "gates"):
                     gates = 2 / (1 + torch.exp(-model.gates.detach().double()))
                     half = len(gates) // 2
                     text, free = text * gates[:half], rows * gates[half:]
@@ -296,14 +298,14 @@ class Case:
             self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
             if model.bias is not None:
                 self.clf = self.clf + model.bias.weight.detach().double()[slice(None) if labels is None else labels].T
-        tree = [] if model.tree is None else self.tree(leaf)
+        tree = [] if self.tree_of is None else self.tree(leaf)
         loss = formula(self)
         return loss.detach(), torch.autograd.grad(loss, [leaf, *([] if rows is None else [rows]), *tree])
 
     def tree(self, x):
         """Each level's scores, true pairs, and pairs that take no part: filter pairs, and clusters whose parents are
         neither among the two of highest score nor have a positive; gives the tree's weights."""
-        weights = {name: p.detach().double().requires_grad_() for name, p in self.model.tree.named_parameters()}
+        weights = {name: p.detach().double().requires_grad_() for name, p in self.tree_of.named_parameters()}
         self.levels, kept = [], None
         for level, pairs in enumerate(self.of_level):
             y, skip = (each[self.batch.pool.rows_B] for each in pairs)
@@ -322,10 +324,11 @@ class Case:
         """Texts of the labels of the pool that are related to each, times how much, or of the queries that were drawn
         for it, at unit length; times the gate."""
         pool, rows = self.batch.pool.pool_S, []
-        if self.model.related_gate is None:
+        if not hasattr(self.model, "related_gate"):
             return torch.zeros_like(text)
         if self.params.model.clf_queries:
-            drawn = list(zip(*(places.tolist() for places in self.batch.related[:2]), strict=True))
+            pairs = self.batch.added["rows"].related
+            drawn = list(zip(pairs.label_E.tolist(), pairs.text_E.tolist(), strict=True))
             for i in range(len(pool)):
                 queries = [text[len(pool) + place] for label, place in drawn if label == i]
                 rows.append(F.normalize(sum(queries), dim=0) if queries else torch.zeros_like(text[0]))

@@ -515,7 +515,7 @@ def test_section_loss_gives_each_loss_its_own_options(rng):
 
 
 def test_propensities_reach_the_pairs_of_a_pool(rng):
-    from unidec.training.sampler import PoolSampler
+    from unidec.model.pool import PoolSampler
 
     relevance = csr_matrix((rng.random((9, 12)) < 0.3).astype(np.float32))
     sampler = PoolSampler(relevance, csr_matrix((9, 12), dtype=bool), beta=2, eta=0, size=6, seed=1)

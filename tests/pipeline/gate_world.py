@@ -16,9 +16,11 @@ from scipy.sparse import csr_matrix
 
 from unidec.config import Params
 from unidec.data.dataset import write_dataset
+from unidec.data.profile import text_hashes
 from unidec.data.propensity import build_propensity
 from unidec.data.raw import RawData, text_table
 from unidec.data.storage import folder_sha256
+from unidec.pipeline.seen import RECORD, SEEN_KEY
 from unidec.sections import Encoder, Gate, Model, Tracking
 from unidec.tracking.store import open_client, prepare_store
 
@@ -32,7 +34,7 @@ def label_text(label: int) -> str:
 
 
 def make_raw(num_labels: int = NUM_LABELS, num_test: int = NUM_TEST, first: int = 0) -> RawData:
-    """Labels L<first>...; the first third has many training points (head), the last third few (tail)."""
+    """Labels L<first>...; the first third has many training queries (head), the last third few (tail)."""
     labels = np.arange(first, first + num_labels)
     often = np.repeat(np.arange(num_labels), np.where(np.arange(num_labels) < num_labels // 3, 12, 2))
 
@@ -73,13 +75,14 @@ class World:
 
     def bundle(
         self, name: str, *, wrong: Collection[int] = (), labels: Collection[int] = range(NUM_LABELS), junk: int = 0,
-        padding: int = 0,
+        padding: int = 0, trained_on: Collection[str] | None = None,
     ) -> Path:  # fmt: skip
         """A bundle that is right about all its labels but the `wrong` ones, whose names are passed around in a ring.
 
         Args:
             labels: numbers of the labels it knows. junk: labels more that no data set has: slower, larger.
             padding: characters more in each title: larger.
+            trained_on: texts of the training queries that it has on record; None: none, as in older releases.
         """
         import torch
 
@@ -104,6 +107,9 @@ class World:
         place = self.folder / "made" / name
         with write_folder(place / "model", KIND, VERSION) as out:
             model.save_into(out)
+            if trained_on is not None:
+                np.save(out.path / RECORD, np.unique(text_hashes(pa.array(trained_on, pa.large_string()))))
+                out.meta[SEEN_KEY] = {"text": "title", "complete": True}
         de_LD = model.encode_labels(encode_texts(texts, source, 8))
         if junk:
             more = np.random.default_rng(1).normal(size=(junk, de_LD.shape[1])).astype(np.float32)

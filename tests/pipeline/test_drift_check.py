@@ -86,10 +86,7 @@ def ingested(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, raw: RawDat
         folder.mkdir()
         write_raw(raw, folder, "xmc-json")
     params = work.params(**{"data.path": str(folder)})
-    monkeypatch.setattr(paths, "DATASET", Path(f"data/dataset-{name}"))
-    from unidec.pipeline import data
-
-    monkeypatch.setattr(data.paths, "DATASET", Path(f"data/dataset-{name}"))
+    monkeypatch.setitem(paths.RELATIVE, "DATASET", f"data/dataset-{name}")
     pipeline.ingest(params)
     return params
 
@@ -245,7 +242,12 @@ def test_windows_like_the_training_data_are_quiet_and_others_are_found(
     assert re.search(r"<t[hd][^>]*>(<\w+>)?python3<", Path(result.page).read_text())
     few = pipeline.monitor(work.params(), window(tmp_path / "few.parquet", python[:50]))
     assert not few.drifted and not few.judged and not any(f["drifted"] for f in few.findings)
-    assert "not judged" in Path(few.page).read_text()
+    page = Path(few.page).read_text()
+    assert "not judged: 50 queries" in page and ">ok<" not in page and "as expected" not in page
+    assert set(states(few).values()) == {"not judged"}
+    file = window(tmp_path / "two.parquet", python[:2])
+    against = pipeline.drift(work.params(), CHAMPION, file)
+    assert not against.drifted and not against.judged and set(states(against).values()) == {"not judged"}
 
 
 def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) -> None:
@@ -258,6 +260,11 @@ def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) ->
     hits = [100 * (top in known) for top, known in zip(best, right, strict=True)]
     assert result.metrics["P@1"] == pytest.approx(np.mean(hits))
     assert states(result)["unknown_labels"] == "ok"
+    two_marks = [known if number < 2 else [] for number, known in enumerate(right)]
+    result = pipeline.monitor(work.params(), window(tmp_path / "w3.parquet", texts, two_marks))
+    found = states(result)
+    assert {found[name] for name in ("P_at_1", "nDCG_at_5", "unknown_labels")} == {"not judged"}
+    assert result.judged and found["length_distance"] == "ok"
     strange = [["nobody"] if number % 2 else known for number, known in enumerate(right)]
     result = pipeline.monitor(work.params(), window(tmp_path / "w2.parquet", texts, strange))
     assert states(result)["unknown_labels"] == "warning"

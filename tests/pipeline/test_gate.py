@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from unidec import pipeline
@@ -22,6 +24,7 @@ from unidec.errors import ArtifactError, ConfigError, Refused
 from unidec.pipeline import gating
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.probe import Probe
+from unidec.sections import Validation
 from unidec.tracking.provenance import code_tags
 
 
@@ -34,7 +37,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture
 def world(helper, store, tmp_path, monkeypatch, request):
-    world = helper("pipeline/gate_world").World(tmp_path, store, request.node.name)
+    world = helper("pipeline/gate_world").World(tmp_path, store, re.sub(r"\W", "-", request.node.name).strip("-"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", world.uri)
     world.data()
@@ -116,6 +119,70 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
     assert pipeline.needs_gate(world.params(margin=-30.0), worse)
 
 
+def split_changed(world, helper, num_seen: int, num_test: int = 60) -> tuple[list[str], list[str]]:
+    """New data whose test queries are named as the champion's training queries were: of the first `num_seen`, the texts
+    are the same. Returns the texts that the champion and that the challenger were trained on."""
+    raw = helper("pipeline/gate_world").make_raw(num_test=num_test)
+    test = raw.queries["test"]
+    titles = [f"{title} v{row}" for row, title in enumerate(test["title"].to_pylist())]
+    test = test.set_column(1, "title", pa.array(titles, pa.large_string()))
+    world.data(replace(raw, queries={**raw.queries, "test": test}))
+    return titles[:num_seen], raw.queries["train"]["title"].to_pylist()
+
+
+def test_a_split_that_changed_is_judged_on_queries_that_neither_has_seen(world, helper):
+    before, now = split_changed(world, helper, 40, 160)
+    # right about what it was trained on, wrong about many others
+    champion = world.bundle("champion", wrong=range(40, 60, 2), trained_on=before)
+    world.version(champion, alias="champion")
+    challenger = world.version(world.bundle("challenger", wrong=[40], trained_on=now))
+    result = pipeline.gate(world.params(confidence=0.0))
+    [check] = [reason for reason in result.reasons if reason.check == "unseen queries"]
+    assert check.passed and check.got == 120 and result.passed, result.reasons
+    assert "the champion was trained on 40 of the 160 test queries" in check.words
+    assert "the challenger was trained on 0 of the 160 test queries" in check.words
+    assert "both are judged on the 120 that neither has seen" in check.words
+    kept = json.loads(Path("outputs/gate.json").read_text())
+    assert kept["seen"] == {"challenger": 0, "champion": 40} and kept["comparison"]["num_queries"] == 120
+    page = " ".join(Path(result.page).read_text().split())
+    assert "120 of 160 test queries" in page
+    assert "The champion was trained on 40 of them, which are left out" in page
+    assert pipeline.promote(world.params(), challenger).version == challenger
+
+
+@pytest.mark.parametrize("who", ["champion", "challenger"])
+def test_too_few_unseen_queries_are_no_verdict_unless_that_is_accepted(world, helper, who):
+    seen, other = split_changed(world, helper, 45)
+    trained_on = {"champion": other, "challenger": other} | {who: seen}
+    world.version(world.bundle("champion", wrong=[1], trained_on=trained_on["champion"]), alias="champion")
+    world.version(world.bundle("challenger", trained_on=trained_on["challenger"]))
+    result = pipeline.gate(world.params())
+    assert failed(result) == ["unseen queries"] and result.metrics == {}
+    words = result.reasons[-1].words
+    assert f"the {who} was trained on 45 of the 60 test queries" in words and "only 15 are left" in words
+    page = Path(result.page).read_text()
+    assert "Name a test split that neither model was trained on" in page and "train longer" not in page.lower()
+    accepted = world.params(confidence=0.0).model_copy(
+        update={"validation": Validation(test_texts_in_train_severity="warn")}
+    )
+    assert pipeline.needs_gate(accepted, "challenger")
+    result = pipeline.gate(accepted)
+    assert result.metrics and "all are judged on, which validation.test_texts_in_train_severity: warn accepts" in next(
+        reason.words for reason in result.reasons if reason.check == "unseen queries"
+    )
+
+
+def test_what_an_older_bundle_was_trained_on_is_said_to_be_unknown(world, helper):
+    _, now = split_changed(world, helper, 0)
+    world.version(world.bundle("champion", wrong=[1]), alias="champion")
+    world.version(world.bundle("challenger", trained_on=now))
+    result = pipeline.gate(world.params(confidence=0.0))
+    [check] = [reason for reason in result.reasons if reason.check == "unseen queries"]
+    assert check.passed and "which queries the champion was trained on is unknown" in check.words
+    page = Path(result.page).read_text()
+    assert "Which queries the champion was trained on is unknown." in page
+
+
 def test_copies_of_old_bundles_make_room(world, monkeypatch):
     monkeypatch.setattr(gating, "_KEPT_COPIES", 2)
     world.version(world.bundle("champion", wrong=[1, 2]), alias="champion")
@@ -149,7 +216,7 @@ def test_rankings_beside_a_slow_reference_filter_pairs_left_out(world, monkeypat
     place = world.bundle("one", wrong=range(3), labels=[*range(50), 90, 91])
     bundle = Bundle.load(place / "artifacts" / "bundle")
     dataset = XMCDataset.open("data/dataset")
-    found, about = gating.rank_test_split(bundle, dataset)
+    found, about = gating.rank_queries(bundle, dataset, dataset.rows("test"))
     assert about == {"unknown": 10, "removed": 2}
     uids, rows = dataset.label_uids(), dataset.rows("test")
     for i, text in enumerate(dataset.query_texts(rows)):
@@ -302,3 +369,17 @@ def test_no_challenger_says_what_to_do(world):
     world.version(world.bundle("one"), alias=None)
     with pytest.raises(ConfigError, match="unidec models register"):
         pipeline.gate(world.params())
+
+
+def test_unknown_code_is_not_clean(world):
+    """Also for a first champion: whoever does not know what was trained has to allow it."""
+    reason = "git rev-parse: fatal: detected dubious ownership, git config --global --add safe.directory /p"
+    version = world.version(world.bundle("silent"), git__unknown=reason, git__dirty="")
+    world.client.delete_model_version_tag(world.name, version, "git.dirty")
+    verdict = pipeline.gate(world.params())
+    assert failed(verdict) == ["code"] and reason in verdict.reasons[0].words
+    with pytest.raises(Refused, match="did not pass the gate: code"):
+        pipeline.promote(world.params())
+    assert not pipeline.gate(world.params()).passed
+    assert pipeline.gate(world.params(allow_dirty=True)).passed
+    assert pipeline.promote(world.params(allow_dirty=True)).dirty is True

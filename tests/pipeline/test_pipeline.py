@@ -34,7 +34,7 @@ from unidec.retrieval.fusion import BY_WORDS, FEATURES, LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.sparse import PairScores
-from unidec.tracking.run import Tracker
+from unidec.tracking.run import RUN_TAGS, Tracker
 from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(240)
@@ -121,7 +121,10 @@ def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
 def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
     run = done.folder_of_run
     assert done.said["export"] == str(paths.MODEL)
-    assert read_manifest(paths.MODEL, "model", 1)["meta"] == {"run": run.name}
+    assert read_manifest(paths.MODEL, "model", 1)["meta"] == {
+        "run": run.name,
+        "seen": {"text": "title", "complete": True},
+    }
     for name in ("history.jsonl", "rounds.jsonl"):
         assert (paths.MODEL / name).read_bytes() == (run / name).read_bytes()
     model, trainer = UniDEC.load(paths.MODEL), pipeline.training.open_trainer(done.params(), run)
@@ -227,6 +230,28 @@ def test_a_trial_logs_the_same_data_as_any_run(
     assert logged[0] == logged[1] and "data.path" not in logged[0][0]
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({RUN_TAGS: '{"trial": "optim.epochs=3"}'}, "trial optim.epochs=3"),
+        ({"DVC_STAGE": "train"}, "dvc repro"),
+        ({"DVC_STAGE": "train", "DVC_EXP_NAME": "brave-fox"}, "brave-fox"),
+        ({}, "raw both"),
+    ],
+)
+def test_a_run_is_named_after_what_trained_it(
+    done: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str
+) -> None:
+    for name in ("data", "bert"):
+        shutil.copytree(done.folder / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    begun = pipeline.start_run(done.params(**{"tracking.experiment": "names"}))
+    name = Tracker.resume(begun.folder).run_name
+    assert words in name and ("trial" in name, "repro" in name) == ("trial" in words, "repro" in words)
+
+
 def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> None:
     metrics, bundle, table = paths.METRICS.read_bytes(), folder_sha256(paths.BUNDLE), paths.PREDICTIONS.read_bytes()
     assert pipeline.index(done.params()) == done.said["index"]
@@ -266,7 +291,7 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
 ) -> None:
     before = json.loads(paths.METRICS.read_text())
     for name in ("METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
     search, load, devices = LabelIndex.search, Bundle.load, []
 
     def lossy(index: LabelIndex, queries: Any, k: int) -> Any:
@@ -293,7 +318,7 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
 def other_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What follows writes elsewhere than `done` did."""
     for name in ("MODEL", "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
 
 
 @pytest.mark.usefixtures("other_outputs")
@@ -334,7 +359,7 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
 def other_bundle(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The model of `done`, all that follows elsewhere."""
     for name in ("BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
 
 
 def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float) -> float:
@@ -425,7 +450,7 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     with monkeypatch.context() as patch:
         patch.setattr(indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=perfect))
         assert not pipeline.index(params).fusion
-    assert "by the blend 100.00" in capsys.readouterr().err
+    assert "by the weighted sum of the scores 100.00" in capsys.readouterr().err
     said = pipeline.index(params)
     bundle = Bundle.load(paths.BUNDLE)
     assert said.fusion and said.calibrated and bundle.info.fusion is not None

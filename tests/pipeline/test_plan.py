@@ -98,7 +98,7 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     trainer.refresh()
     trainer.train_round()
     params = Params.model_validate(trainer.settings.everything)
-    found = formulas(params, trainer.dataset, list(trainer.tokens.values()))
+    found = formulas(params, trainer.dataset, list(trainer.encoding.tokens.values()))
 
     weights = dict(trainer.model.named_parameters())
     dense = [p for name, p in weights.items() if not name.endswith(plan._TABLES)]
@@ -210,7 +210,7 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
         params.training, trainer_module.TrainingData(dataset, *tokens), tmp_path / "run", tmp_path / "cache"
     )
     trainer.refresh()
-    trainer.made = trainer_module.Refresh.load(trainer._refresh_folder(0), 0)
+    trainer.made = trainer_module.Refresh.load(trainer.refresh_folder(0), 0)
     trainer.model.train()
     batches = sorted(trainer.made.batches(trainer.rows, params.pool.batch_size, 0, 0), key=len)[-2:]
     for rows in trainer.optimisers.row_states().values():
@@ -224,7 +224,7 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
             batch = trainer.prepare(rows, number)
             pools.append(len(batch.pool.pool_S))
             trainer.train_step(batch)
-            trainer.step += 1
+            trainer.at.step += 1
             del batch
 
     found = formulas(params, dataset, tokens)
@@ -381,7 +381,11 @@ def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
     check_fits(params, {place: enough})
     with pytest.raises(ConfigError) as error:
         check_fits(params, {place: needed - (64 << 20)})
-    assert all(word in str(error.value) for word in ("does not fit", "got:", "expected:", "fix:", "unidec plan"))
+    message, other = str(error.value), {"host": "disk", "disk": "memory"}[place]
+    lacking = {"host": "too little host memory", "disk": "too little disk space"}[place]
+    assert all(word in message for word in (lacking, "got:", "expected:", "fix:", "unidec plan"))
+    assert other not in message.splitlines()[0] and f"iB more {lacking.removeprefix('too little ')}" in message
+    assert "--" not in message  # `unidec.fit` raises it too
     check_fits(with_settings(params, {"run.check_memory": False}), {"host": 1})
 
 
@@ -389,7 +393,7 @@ def test_advice_of_the_error_makes_it_fit(ingested):
     """A GPU by its size alone: the error names a setting, and with it the check passes."""
     params = ingested.params(**{"pool.batch_size": 2048, **ALL})
     needed = plan_memory(params, free={"device": 1}).peak("device")[1]
-    with pytest.raises(ConfigError, match="recompute=true"):
+    with pytest.raises(ConfigError, match=r"run\.recompute: true"):
         check_fits(params, {"device": needed})
     check_fits(with_settings(params, {"run.recompute": True}), {"device": needed})
 

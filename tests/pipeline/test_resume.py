@@ -325,6 +325,14 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     columns, rows = runs.rows_of([finished, at_work, cut_off])
     assert all(len(row) == len(columns) for row in rows) and rows[1][4] == "none yet"
     json.dumps([vars(info) for info in runs.list_runs()])
+    trial = Path("runs/own/0123456789ab/runs")
+    trial.mkdir(parents=True)
+    running.folder.rename(trial / running.folder.name)
+    (listed,) = [info for info in runs.list_runs() if info.trial]
+    assert (listed.name, listed.trial, listed.state) == (at_work.name, "0123456789ab", "running")
+    assert runs.rows_of([listed])[1][0][0] == f"{at_work.name} (trial 0123456789ab)"
+    with pytest.raises(ConfigError):
+        runs.choose_run(at_work.name)  # a trial is resumed by its own command
 
 
 def test_a_training_ends_as_what_happened(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +368,7 @@ def test_the_export_of_a_finished_run_needs_no_room_for_a_training(
 ) -> None:
 
     def no_room(_params: Params) -> None:
-        raise ConfigError("the training does not fit into memory")
+        raise ConfigError("the training does not fit: too little host memory")
 
     train(work.params())
     whole = read_manifest(paths.MODEL, "model", 1)

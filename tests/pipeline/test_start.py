@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from mlflow.exceptions import MlflowException
@@ -17,12 +18,14 @@ from scipy.sparse import csr_matrix
 
 from unidec import pipeline
 from unidec.config import Params
-from unidec.data.raw import RawData
-from unidec.data.storage import read_json_lines, read_manifest
+from unidec.data.dataset import XMCDataset, write_dataset
+from unidec.data.raw import RawData, stack
+from unidec.data.storage import read_json_lines, read_manifest, write_manifest
 from unidec.errors import ArtifactError, ConfigError
-from unidec.pipeline import launch, paths, start, training
-from unidec.pipeline.start import START, ChosenStart, WarmStart, effective, open_start, read_start, start_tags
+from unidec.pipeline import launch, paths, seen, start, training
+from unidec.pipeline.start import ChosenStart, WarmStart, effective, open_start, read_start, start_tags
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.label_change import LabelChange, with_labels
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
 from unidec.tracking.run import Tracker
@@ -77,6 +80,7 @@ def made(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pyte
         training.train(params)
         pipeline.index(params)
         register_champion()
+        shutil.copytree(paths.DATASET, "first_dataset")
         make_data(params_of(helper, **{"data.path": "raw2"}))
         yield folder
 
@@ -92,7 +96,7 @@ def work(
     for name in ("raw", "raw2", "bert"):
         (tmp_path / name).symlink_to(made / name)
     shutil.copytree(made / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
-    START.write_bytes(COLD)
+    paths.START.write_bytes(COLD)
     return SimpleNamespace(
         folder=tmp_path,
         params=lambda **overrides: params_of(helper, **{"data.path": "raw2"} | overrides),
@@ -118,10 +122,10 @@ def test_from_the_champion(work):
     sha256 = checked_sha256(work.bundle)
     note = {"kind": "warm", "model": "unidec", "version": "1", "bundle_sha256": sha256, "generation": 1}
     assert found == ChosenStart(**note, reason="the champion, version 1")
-    assert json.loads(START.read_bytes()) == note
+    assert json.loads(paths.START.read_bytes()) == note
     assert checked_sha256(paths.BUNDLES / sha256[:16]) == sha256
-    before = START.read_bytes()
-    assert pipeline.choose_start(work.params()) == found and START.read_bytes() == before
+    before = paths.START.read_bytes()
+    assert pipeline.choose_start(work.params()) == found and paths.START.read_bytes() == before
     assert start_tags() == {"start.kind": "warm", "start.model": "unidec", "start.version": "1",
                             "start.bundle.sha256": sha256, "start.generation": "1"}  # fmt: skip
 
@@ -129,7 +133,7 @@ def test_from_the_champion(work):
 def test_without_a_champion(work):
     move("champion", None)
     assert pipeline.choose_start(work.params()) == ChosenStart(kind="cold", reason="unidec has no champion yet")
-    assert START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
+    assert paths.START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
     named = work.params(**{"tracking.model_name": "another"})
     assert pipeline.choose_start(named).reason == "another has no champion yet"
     with pytest.raises(ConfigError, match=r"another has no champion yet(.|\n)*fix: retrain.start: cold"):
@@ -140,7 +144,7 @@ def test_as_asked_for(work):
     assert pipeline.choose_start(work.params(), "cold").reason == "as requested"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind == "cold"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto").kind == "warm"
-    assert pipeline.choose_start(work.params(), "cold").kind == "cold" and START.read_bytes() == COLD
+    assert pipeline.choose_start(work.params(), "cold").kind == "cold" and paths.START.read_bytes() == COLD
 
 
 UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
@@ -189,6 +193,92 @@ def test_two_starts(work):
         pipeline.start_run(given)
 
 
+# -- splits that changed ----------------------------------------------------------------------------------------------
+
+
+def split_changed(raw: RawData, num_leaked: int) -> XMCDataset:
+    """data/dataset with a test split of which the first queries are training queries of the champion."""
+    champions = XMCDataset.open("data/dataset").rows("train")[:num_leaked]
+    leaked = raw.queries["train"].take(champions)
+    kept = np.setdiff1d(np.arange(raw.queries["train"].num_rows), champions)
+    test, rest = raw.queries["test"], raw.take({"train": kept})
+    relevance = stack([raw.relevance["train"][champions], raw.relevance["test"]])
+    filters = stack([raw.filter_pairs["train"][champions], raw.filter_pairs["test"]])
+    changed = RawData(
+        raw.name,
+        {"train": rest.queries["train"], "test": pa.concat_tables([leaked, test])},
+        raw.labels,
+        {"train": rest.relevance["train"], "test": relevance},
+        {"train": rest.filter_pairs["train"], "test": filters},
+    )
+    return write_dataset("data/dataset", changed, validation_share=0.2)
+
+
+def test_a_champion_that_knows_the_test_queries_is_no_start(work, tiny_raw):
+    pipeline.choose_start(work.params())  # chosen before the splits changed
+    dataset = split_changed(tiny_raw, 30)
+    words = f"was trained on 30 of {len(dataset.rows('test'))} test queries"
+    with pytest.raises(ConfigError, match=rf"knows the test queries(.|\n)*{words}(.|\n)*--start cold"):
+        pipeline.start_run(work.params())
+    found = pipeline.choose_start(work.params())
+    assert found.kind == "cold" and words in found.reason
+    with pytest.raises(ConfigError, match=rf"{words}(.|\n)*accept it: validation.test_texts_in_train_severity: warn"):
+        pipeline.choose_start(work.params(), "warm")
+    for accepted in ({"validation.test_texts_in_train_severity": "warn"}, {"validation.test_texts_in_train": 1.0}):
+        assert pipeline.choose_start(work.params(**accepted), "warm").kind == "warm"
+    severity = {"validation.test_texts_in_train_severity": "warn"}
+    assert words in pipeline.choose_start(work.params(**severity), "warm").reason
+    assert start.check_start(work.params(**severity)) == [f"the model that training starts from {found.reason[25:]}"]
+    paths.START.write_bytes(COLD)
+    named = work.params(**{"encoder.start": str(work.bundle / "model")})
+    with pytest.raises(ConfigError, match=rf"{words}(.|\n)*start from scratch"):
+        pipeline.start_run(named)
+
+
+def test_a_few_test_queries_within_the_limit_are_no_reason(work, tiny_raw):
+    dataset = split_changed(tiny_raw, 1)
+    share = 1 / len(dataset.rows("test"))
+    found = pipeline.choose_start(work.params(**{"validation.test_texts_in_train": share}))
+    assert found.kind == "warm" and found.reason == "the champion, version 1"
+
+
+def without_record(bundle: Path, target: Path) -> Path:
+    """The bundle as an older release wrote it."""
+    shutil.copytree(bundle, target)
+    model = target / "model"
+    manifest = read_manifest(model, "model", 1)
+    manifest["meta"].pop(seen.SEEN_KEY)
+    (model / seen.RECORD).unlink()
+    (model / "manifest.json").unlink()
+    write_manifest(model, "model", 1, manifest["meta"])
+    return target
+
+
+def test_what_a_model_has_seen_is_recorded_and_known_of_older_ones_where_possible(work, tiny_raw, made):
+    first = write_dataset("first", tiny_raw, validation_share=0.2)
+    own = np.flatnonzero(first.split_N != 2)
+    found = seen.of_bundle(work.bundle, XMCDataset.open("data/dataset"))
+    assert found is not None and found.complete and found.among(first, own).all()
+    older = without_record(work.bundle, work.folder / "older")
+    by_votes = Bundle.load(work.bundle).neighbours is not None
+    by_data = seen.of_bundle(older, XMCDataset.open(made / "first_dataset"))
+    assert by_data is not None and by_data.among(first, own).all()
+    assert (seen.of_bundle(older, XMCDataset.open("data/dataset")) is not None) == by_votes  # trained on other data
+
+
+def test_a_warm_start_inherits_what_the_model_before_has_seen(work):
+    pipeline.choose_start(work.params())
+    training.train(work.params())
+    before, after = seen.of_model(work.bundle / "model"), seen.of_model(paths.MODEL)
+    assert before is not None and after is not None and after.complete
+    assert np.isin(before.hash_Q, after.hash_Q).all()
+    pipeline.index(work.params())
+    change = LabelChange.edit(Bundle.load(paths.BUNDLE), remove=["new"])
+    with_labels(Bundle.load(paths.BUNDLE), "changed", change)
+    kept = seen.of_model(Path("changed/model"))
+    assert kept is not None and (kept.hash_Q == after.hash_Q).all()
+
+
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +288,7 @@ def test_the_effective_parameters(work):
     pipeline.choose_start(params)
     assert effective(params).optim.epochs == 1 != params.optim.epochs
     assert effective(effective(params)) == effective(params)
-    START.unlink()
+    paths.START.unlink()
     assert effective(params) is params and read_start() is None
 
 
@@ -208,10 +298,10 @@ def test_the_effective_parameters(work):
      json.dumps({"kind": "warm", "model": "m", "version": "1", "bundle_sha256": "xy", "generation": 1})],
 )  # fmt: skip
 def test_a_damaged_file_is_named(work, text):
-    START.write_text(text)
+    paths.START.write_text(text)
     with pytest.raises(ArtifactError, match=r"data/start.json(.|\n)*restore it from git"):
         read_start()
-    START.write_bytes(COLD)
+    paths.START.write_bytes(COLD)
     assert read_start() is None
 
 
@@ -282,7 +372,7 @@ def test_a_start_is_fetched_again_and_the_same_model_comes_out(work):
 
 
 def test_a_start_that_is_gone_is_named(work):
-    START.write_text(WarmStart(model="unidec", version="1", bundle_sha256=SHA, generation=1).model_dump_json())
+    paths.START.write_text(WarmStart(model="unidec", version="1", bundle_sha256=SHA, generation=1).model_dump_json())
     with pytest.raises(ArtifactError, match=r"no version of unidec holds this bundle(.|\n)*MLFLOW_TRACKING_URI"):
         pipeline.start_run(work.params())
 
@@ -339,4 +429,4 @@ def test_a_registry_that_is_away_is_no_cold_start(work, monkeypatch):
         find_alias("unidec", "champion")
     with pytest.raises(MlflowException):
         fetch_bundle("models:/unidec@champion", "kept")
-    assert START.read_bytes() == COLD
+    assert paths.START.read_bytes() == COLD

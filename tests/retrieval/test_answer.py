@@ -17,7 +17,7 @@ from unidec.retrieval.calibration import Calibration
 from unidec.retrieval.query_encoder import open_encoder
 
 pytestmark = pytest.mark.usefixtures("stub_model")
-TEXTS = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big big old new red car green"]
+TEXTS = ["red car", "an old house", "?", "boat boat blue", "🚗 unknown \x00 words", "big big old new red car green"]
 
 
 def _answerer(path) -> Answerer:
@@ -188,8 +188,8 @@ def test_the_plain_answer_is_the_bundles_own(rng, tmp_path):
 
 def test_tokens_are_counted(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
-    found = _answerer(tmp_path / "b").answer([Request("red car"), Request("what is red"), Request("")])
-    assert [(one.num_tokens, one.unknown_tokens) for one in found] == [(2, 0), (3, 2), (0, 0)]
+    found = _answerer(tmp_path / "b").answer([Request("red car"), Request("what is red"), Request("what")])
+    assert [(one.num_tokens, one.unknown_tokens) for one in found] == [(2, 0), (3, 2), (1, 1)]
 
 
 def test_what_cannot_be_answered_is_named(rng, tmp_path):
@@ -197,7 +197,7 @@ def test_what_cannot_be_answered_is_named(rng, tmp_path):
     answerer = _answerer(tmp_path / "b")
     wrong = [
         Request("red", k=0), Request(3), Request("\ud800"), Request("red", head="clf"), Request("red", head="x"),
-        Request("red", min_score=float("nan")),
+        Request("red", min_score=float("nan")), Request(""), Request(" \t\u00a0"), Request("\u200b"), Request("\x00"),
     ]  # fmt: skip
     for request in wrong:
         with pytest.raises(DataError, match="request 1"):
@@ -240,3 +240,17 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
 def test_an_explanation_without_voters(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
     assert _answerer(tmp_path / "b").explain(Request("red")).neighbours is None
+
+
+def test_many_requests_are_encoded_by_length_and_answered_in_their_order(rng, tmp_path, monkeypatch):
+    write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
+    answerer = _answerer(tmp_path / "b")
+    texts = [" ".join(rng.choice(["red", "car", "house", "boat"], rng.integers(1, 30))) for _ in range(600)]
+    requests = [Request(text, int(rng.integers(1, 4))) for text in texts]
+    encode, lengths = answerer.encoder.encode, []
+    monkeypatch.setattr(answerer.encoder, "encode", lambda batch: lengths.extend(map(len, batch)) or encode(batch))
+    answers = answerer.answer(requests)
+    assert lengths == sorted(map(len, texts))
+    for request, answer in zip(requests[::20], answers[::20], strict=True):
+        (alone,) = answerer.answer([request])
+        assert answer.labels == alone.labels and answer.scores == pytest.approx(alone.scores, abs=1e-5)

@@ -16,6 +16,7 @@ from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.label_change import MOST_SHOWN, LabelChange, LabelText, estimated_rows, read_labels
 from unidec.retrieval.scoring_space import unit_rows
+from unidec.sections import RawBounds
 
 
 @pytest.fixture
@@ -125,16 +126,20 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.parquet", "a.csv.gz", "a.jsonl.gz"])
 def test_every_format_gives_the_same(name: str, tmp_path: Path) -> None:
-    found = read_labels(write(tmp_path / name, ROWS))
+    quoted = RawBounds(quotes="yes")  # quoted text of a .tsv file spans lines
+    found = read_labels(write(tmp_path / name, ROWS), quoted)
     assert [(item.uid, item.text, item.title) for item in found] == [tuple(row.values()) for row in ROWS]
     lines = {"csv": [2, 4, 5], "tsv": [2, 4, 5], "jsonl": [1, 2, 3], "parquet": [1, 2, 3]}[name.split(".")[1]]
     assert [item.where for item in found] == [f"{name}:{line}" for line in lines]
-    assert [item.uid for item in read_labels(tmp_path / name)] == ["a", "7", "c d"]
+    assert [item.uid for item in read_labels(tmp_path / name, quoted)] == ["a", "7", "c d"]
 
 
 def test_uids_alone_and_other_names(tmp_path: Path) -> None:
     (tmp_path / "gone.csv").write_text("\ufeffuid,why\nx,old\n\ny,\n", encoding="utf-8")
     assert [item.uid for item in read_labels(tmp_path / "gone.csv")] == ["x", "y"]
+    for name in ("id", "label_id"):
+        (tmp_path / "gone.csv").write_text(f"{name},text\nx,old\ny,\n", encoding="utf-8")
+        assert [item.uid for item in read_labels(tmp_path / "gone.csv")] == ["x", "y"]
     (tmp_path / "gone.jsonl").write_text('{"uid": 5, "title": "five"}\n\n')
     assert read_labels(tmp_path / "gone.jsonl") == [LabelText("5", "five", "five", "gone.jsonl:1")]
 
@@ -145,14 +150,17 @@ def test_uids_alone_and_other_names(tmp_path: Path) -> None:
         ("a.txt", b"x", "unknown file type of a table"),
         ("a.csv", None, "no such file"),
         ("a.csv", b"", "an empty file"),
-        ("a.csv", b"name,text\nx,y\n", "no uid in name, text"),
+        ("a.csv", b"name,text\nx,y\n", "columns missing: id(.|\n)*got: name, text"),
         ("a.csv", b"uid,text\n", "no rows"),
         ("a.csv", b"uid,text\n\xff,y\n", r"a\.csv:2: text that is not UTF-8"),
         ("a.csv.gz", b"uid,text\nx,y\n", "damaged gzip file"),
         ("a.parquet", b"PAR1", "not a readable Parquet file"),
         ("a.jsonl", b'{"uid": "x"', r"a\.jsonl:1: not a JSON object"),
         ("a.jsonl", b'{"uid": "x", "text": 3}\n[1]\n', ":2: not a JSON object"),
-        ("a.jsonl", b'{"uid": true, "text": "t"}\n', ":1: no uid"),
+        ("a.jsonl", b'{"uid": true, "text": "t"}\n', ":1: an id that is not a text: True"),
+        ("a.jsonl", b'{"id": 1.0, "text": "t"}\n', "an id that is not a text: 1.0"),
+        ("a.csv", b"id,uid,text\n1,2,t\n", "more than one column of ids"),
+        ("a.csv", b" id,text\n1,t\n", "rename the column ' id' to 'id': they differ in blanks at the beginning or end"),
         ("a.jsonl", b'{"uid": "x", "text": "\\ud800"}\n', r":1: text that is not UTF-8"),
     ],
 )  # fmt: skip

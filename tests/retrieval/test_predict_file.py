@@ -52,6 +52,7 @@ def write_queries(path: Path, texts: list[str], row_group_size: int = 10) -> Pat
 
 
 def plan(bundle: Path, source: Path, output: Path, k: int = 5, shards: int | None = None, **options) -> Work:
+    options = {"runtime": "torch"} | options
     return begin_predictions(FileRequest(str(bundle), str(source), str(output), k, **options), shards)
 
 
@@ -124,6 +125,25 @@ def test_an_input_or_bundle_that_changes_meanwhile(rng, tmp_path, texts):
         run(work, [2])
     assert not (tmp_path / "out.parquet").exists()
     assert plan(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3).missing() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_blank_texts_are_refused_with_their_lines_before_anything_is_predicted(rng, tmp_path, ending):
+    write_tiny_bundle(tmp_path / "b", rng)
+    blank = ["\u200b", " ", "\u00a0\u3000", "\ufeff", " \u2060", "\u200b\u200b"]
+    texts = ["red", *blank, "car"]
+    source = tmp_path / f"in{ending}"
+    if ending in (".csv", ".tsv"):
+        source.write_text("query,id\n".replace(",", "\t" if ending == ".tsv" else ",")
+                          + "".join(f"{text}{',' if ending == '.csv' else chr(9)}1\n" for text in texts))  # fmt: skip
+    else:
+        write_queries(source, texts)
+    first = {".csv": 3, ".tsv": 3, ".jsonl": 2, ".parquet": 2}[ending]
+    with pytest.raises(DataError) as error:
+        predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "out.parquet")
+    words = str(error.value)
+    assert f"{source}:{first}" in words and f"6 blank: in{ending}:{first}, in{ending}:{first + 1}" in words
+    assert "and 1 more" in words and not (tmp_path / "out.parquet").exists()
 
 
 def test_degenerate_inputs(rng, tmp_path):

@@ -146,6 +146,7 @@ def recall_with_ties(labels: np.ndarray, exact: np.ndarray, scores: np.ndarray, 
 
 
 def predict_file(bundle: Any, source: Path, target: Path, k: int = 5, shards: int | None = None, **options: Any) -> int:
-    """`unidec.retrieval.predict_file.predict_file`; the options are those of a `FileRequest`."""
+    """`predict_file` with the options of a `FileRequest`. Torch encodes, as in the stub."""
+    options = {"runtime": "torch"} | options
     request = files.FileRequest(str(bundle.path), str(source), str(target), k, **options)
     return files.predict_file(bundle, request, shards)

@@ -102,6 +102,7 @@ class Asked:
         body = b"" if what is None else what if isinstance(what, bytes) else json.dumps(what).encode()
         pieces = [body] if chunks is None else list(chunks)
         given = dict(JSON if what is not None or chunks is not None else {}) | (headers or {})
+        given.setdefault("host", "localhost")
         if chunks is not None:
             given.setdefault("transfer-encoding", "chunked")
         elif body:

@@ -26,6 +26,7 @@ from unidec.serving.engine import Engine as RealEngine
 from unidec.serving.engine import Identity, Service
 from unidec.serving.follow import Follower, RegistryAway
 from unidec.serving.metrics import follow_metrics
+from unidec.tracking.fetch import note_known
 
 ALIAS = "models:/m@champion"
 
@@ -420,8 +421,9 @@ def test_a_start_with_a_champion_that_is_refused_serves_what_served_last(world):
 
 @pytest.mark.parametrize("note", ["", "[]", "{}", '{"version": 1}', '{"sha256": "../..", "version": "1"}'])
 def test_a_note_that_is_damaged_is_no_hindrance(world, note):
-    world.follower._note.parent.mkdir(parents=True, exist_ok=True)
-    world.follower._note.write_text(note)
+    note_known(world.follower._copies, world.follower._uri, world.follower.source, {})
+    [file] = world.follower._copies.glob(".served-*.json")
+    file.write_text(note)
     world.start()
     assert world.says() == "1"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,6 +188,31 @@ def test_bars_show_what_each_part_adds(tab: Any, server: Any) -> None:
             assert start == pytest.approx(100 * (left if adds < 0 else right) / (high - low), abs=0.01)
             assert width == pytest.approx(100 * abs(adds) / (high - low), abs=0.01)
             right += max(adds, 0)
+
+
+def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -> None:
+    server.fused = True
+    server.model = "3" * 64  # another card
+    search(tab, server, "red boat", 10)
+    labels = server.ranked({"k": 10}, "red boat")
+    sums = [
+        sum(label[name] * weight for name, weight in {"de": 1.0, "clf": 2.0, "knn": 0.5}.items()) for label in labels
+    ]
+    assert sums != sorted(sums, reverse=True), "the case must have sums in another order than the scores"
+    bars = tab.ask(
+        f"{ROWS}.map((row) => [...row.querySelectorAll('.bar i')]"
+        ".map((bit) => [bit.className, parseFloat(bit.style.width)]))"
+    )
+    chances = [1 / (1 + math.exp(-label["score"])) for label in labels]
+    for [[kind, width]], chance in zip(bars, chances, strict=True):
+        assert kind == "fused" and width == pytest.approx(100 * chance / chances[0], abs=0.01)
+    assert tab.ask("[...document.querySelectorAll('#legend li')].map((one) => one.textContent)") == [
+        "learnt fusion of all parts"
+    ]
+    assert "relative to the first label" in tab.ask("document.querySelector('#meaning').textContent")
+    tab.click("#head label:nth-of-type(2)")  # one head alone: its own bars
+    tab.until("document.querySelector('#legend li').textContent === 'dual encoder'")
+    assert tab.ask(f"{ROWS}.every((row) => row.querySelector('.bar i').className === 'de')")
 
 
 def test_keyboard_alone(tab: Any, server: Any) -> None:

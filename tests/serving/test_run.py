@@ -59,8 +59,9 @@ def ask(port: int, body: Any, path: str = "/predict") -> tuple[int, Any]:
     return answer
 
 
-def test_it_serves_and_ends_in_order(folder: Path) -> None:
-    """Listens at once, says when it is ready, answers, and after SIGTERM answers what was asked and exits with 0."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_it_serves_and_ends_in_order(folder: Path, number: signal.Signals) -> None:
+    """Listens at once, says when it is ready, answers, and after the signal answers what was asked and exits with 0."""
     process = start(folder)
     try:
         port = int(re.search(r":(\d+)$", line(process, "serve: listening").strip())[1])  # type: ignore[index]
@@ -74,7 +75,7 @@ def test_it_serves_and_ends_in_order(folder: Path) -> None:
         for thread in asking:
             thread.start()
         time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         for thread in asking:
             thread.join(30)
         assert replies == [200] * 3, "what was asked before is answered"
@@ -130,6 +131,36 @@ class Load:
             await asyncio.sleep(0.01)
 
 
+def test_nohup_keeps_it_serving(folder: Path) -> None:
+    words = [sys.executable, "-m", "unidec.cli", "serve", str(folder), "--port", "0", *SETS]
+    process = subprocess.Popen(
+        ["nohup", *words], text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=folder.parent,
+    )  # fmt: skip
+    try:
+        port = int(line(process, "serve: listening").strip().rpartition(":")[2])
+        line(process, "serve: ready")
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert ask(port, {"queries": ["red car"]})[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_as_many_files_may_be_open_as_connections() -> None:
+    """In a process of its own: a limit of this one would stay."""
+    code = (
+        "import resource; from unidec.serving import run; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4000))\n"
+        "for number in (1024, 10_000): run._allow_files(number); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1536", "4000"]
+    assert "only 4000 open files are allowed" in found.stderr
+
+
 def test_sigterm_resets_no_connection(folder: Path) -> None:
     """Every request that was sent is answered; then with `connection: close`, and new connections are refused."""
     process = start(folder)
@@ -166,41 +197,6 @@ def test_a_client_that_resets_is_no_internal_error_and_100_mb_are_413(folder: Pa
         process.kill()
         _, errors = process.communicate()
     assert "Traceback" not in errors, errors
-
-
-def test_heads_hosts_and_connections_are_bounded_by_uvicorns_options() -> None:
-    import uvicorn
-
-    from unidec.serving.app import create_app
-    from unidec.serving.engine import Service
-
-    settings = Serve(max_connections=3)
-    server = uvicorn.Server(uvicorn.Config(create_app(Service(settings), settings), **run.server_options(settings)))
-
-    def status(data: bytes) -> bytes:
-        with socket.create_connection(address, timeout=20) as client:
-            client.sendall(data)
-            return client.recv(12)
-
-    get = b"GET /healthz HTTP/1.1\r\nhost: a\r\n"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            assert status(get + b"\r\n") == b"HTTP/1.1 200"
-            for data in (get + b"host: b\r\n\r\n", get + b"x: " + b"y" * 500_000, b"hello\r\n\r\n"):
-                assert status(data) == b"HTTP/1.1 400", data[:60]
-            idle = [socket.create_connection(address) for _ in range(3)]
-            time.sleep(0.3)
-            assert status(get + b"\r\n") == b"HTTP/1.1 503"
-            for one in idle:
-                one.close()
-            time.sleep(0.3)
-            assert status(get + b"\r\n") == b"HTTP/1.1 200", "there is room again"
-        finally:
-            server.should_exit = True
-            thread.join(20)
 
 
 def test_a_bundle_that_is_damaged_ends_it_with_the_error(folder: Path, tmp_path: Path) -> None:

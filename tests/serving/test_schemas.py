@@ -50,6 +50,8 @@ def test_what_is_not_given_has_its_default() -> None:
         ({"queries": ["a", None]}, "queries[1]", "string"),
         ({"queries": [" \t\n\u3000"]}, "queries[0]", "pattern"),
         ({"queries": [""]}, "queries[0]", "pattern"),
+        ({"queries": ["a", "\u200b\ufeff"]}, "queries[1]", "something to read"),
+        ({"queries": ["\x00"]}, "queries[0]", "something to read"),
         ({"queries": ["x" * 11]}, "queries[0]", "at most 10 characters"),
         ({"k": 0}, "k", "equal to 1"),
         ({"k": 8}, "k", "equal to 7"),

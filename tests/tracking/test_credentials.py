@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from flows import reproduce
+from unidec.addresses import mask_logs, parse, without_credentials
 from unidec.config import load_params
-from unidec.errors import ArtifactError, ConfigError, without_credentials
+from unidec.errors import ArtifactError, ConfigError
 from unidec.tracking.run import RUN_TAGS, Tracker
 from unidec.tracking.store import tracking_uri, ui_url
 
@@ -36,11 +37,72 @@ SECRET = "s3cr%40et"  # of s3cr@et
         ("https://h/blob?X-Amz-Signature=s3cret retry", "https://h/blob?X-Amz-Signature=*** retry"),
         ("models:/unidec@champion, a@b.example, http://h/#/x@y", "models:/unidec@champion, a@b.example, http://h/#/x@y"),
         ("'https://token@host'", "'https://host'"),
+        # characters that should be percent-encoded
+        ("postgresql://u:s3c/r@host/db failed", "postgresql://host/db failed"),
+        ("postgresql+psycopg2://u:s3#c?r'e\"t@host:5432/db x", "postgresql+psycopg2://host:5432/db x"),
+        ("'mysql://u:s3 cr et@host/db' (mail a@b.example)", "'mysql://host/db' (mail a@b.example)"),
+        ("http://u:12/34@h/x", "http://h/x"),
+        ("https://s3/cret@host/x", "https://host/x"),
+        ("s3://key:s3c/ret@bucket/x and s3://bucket/a@b", "s3://bucket/x and s3://bucket/a@b"),
+        ("cut in postgresql://u:s3cret", "cut in postgresql://***"),
+        # all that is not known to be harmless
+        ("https://h/blob?sv=2022-11&sig=abc%2Fd=&page=2", "https://h/blob?sv=***&sig=***&page=2"),
+        ("'https://h/b?AKIAs3cret123', next", "'https://h/b?*** next"),
+        ("http://h/cb#access_token=s3cret", "http://h/cb#access_token=***"),
+        ("mysql://h/db?charset=utf8&pwd=s3cret", "mysql://h/db?charset=utf8&pwd=***"),
+        ("host=h password='s3 cret' user=u", "host=h password=*** user=u"),
+        ("AccountName=a;AccountKey=s3c/ret==;Suffix=x", "AccountName=a;AccountKey=***;Suffix=x"),
+        ("Authorization: Basic czNjcmV0", "Authorization: Basic ***"),
+        # and what is harmless
+        ("http://127.0.0.1:5000/#/experiments/1?viewStateShareKey=unidec", "http://127.0.0.1:5000/#/experiments/1?viewStateShareKey=unidec"),
+        ("http://h: refused, http://[::1]:80/x, postgresql://db:5432/x", "http://h: refused, http://[::1]:80/x, postgresql://db:5432/x"),
+        ("sqlite:////home/a@b/mlflow.db, git@github.com:o/r", "sqlite:////home/a@b/mlflow.db, git@github.com:o/r"),
+        ("--set tokens.max_length=16, max_tokens=64", "--set tokens.max_length=16, max_tokens=64"),
     ],
 )  # fmt: skip
 def test_only_credentials_are_taken_out(text: str, shown: str) -> None:
     assert without_credentials(text) == shown
     assert str(ArtifactError("failed", where=text, got=OSError(text), fix=text)).count(shown) == 3
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "mysql+pymysql", "http", "https"])
+@pytest.mark.parametrize("password", ["a/b", "a#b", "a?b", "a'b", 'a"b', "a b", "a%b", "a:b", "1/2"])
+def test_the_parts_of_an_address_with_an_unencoded_password(scheme: str, password: str) -> None:
+    found = parse(f"{scheme}://me:{password}@host:54/db?x=1")
+    is_rfc = scheme.startswith("http") and password == "1/2"  # a client connects to port 1 of a host
+    assert is_rfc or (found.user, found.password, found.host, found.port) == ("me", password, "host", 54)
+    assert is_rfc or found.without_user() == f"{scheme}://host:54/db?x=1"
+    assert without_credentials(f"{scheme}://me:{password}@host:54/db") == f"{scheme}://host:54/db"
+
+
+def test_secrets_of_variables_are_taken_out_of_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a library quotes a part of an address, or encodes it."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://u:s3c/re t@host/db")
+    monkeypatch.setenv("UNIDEC_API_KEY", "k3y-of-the-server")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/var/run/token")
+    text = "invalid literal 's3c/re t' or s3c%2Fre+t; got k3y-of-the-server; see /var/run/token"
+    assert without_credentials(text) == "invalid literal '***' or ***; got ***; see /var/run/token"
+
+
+def test_every_logger_masks(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+    mask_logs()
+    try:
+        raise ValueError("postgresql://u:s3c/ret@host/db")
+    except ValueError:
+        logging.getLogger("another.library").exception("cannot open %s", "http://u:s3c/ret@host")
+    logging.getLogger("another.library").warning("%s: %d", "kept", 3)
+    assert "s3c" not in caplog.text and "http://host" in caplog.text and "postgresql://host/db" in caplog.text
+    assert caplog.records[-1].args == ("kept", 3)
+
+
+def test_tags_and_parameters_of_a_run_hold_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    tracker = Tracker()
+    given = {"a": "https://h/x?sig=s3cret", "b": "postgresql://u:s3c/ret@h/db"}
+    tracker.start(tmp_path, given, tags=given)
+    tracker.set_tags(given)
+    assert "s3c" not in everything_below(tmp_path) and "postgresql://h/db" in everything_below(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +113,9 @@ def test_a_parameter_with_a_password_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ConfigError, match="a password or token in a parameter") as caught:
         load_params(None, {key: f"https://user:{SECRET}{'x' * 90}@host/data"})
     assert key in str(caught.value) and "s3cr" not in str(caught.value) and "source.secrets" in str(caught.value)
+    with pytest.raises(ConfigError, match="a password or token in a parameter"):
+        load_params(None, {key: "https://account.blob.test/data?sv=2022-11-02&sig=s3cret"})
+    load_params(None, {"source.secrets": {"AWS_SECRET_ACCESS_KEY": "team-key"}})
 
 
 @pytest.fixture

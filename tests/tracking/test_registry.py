@@ -9,17 +9,14 @@ import contextlib
 import json
 import os
 import pathlib
-import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 import types
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 
@@ -97,38 +94,9 @@ def make_bundle(path, labels=("vim", "nano", "emacs", "ed")):
     return path
 
 
-def test_a_folder_that_was_moved(tmp_path, stand_in, path_as_before, monkeypatch):
-    """As docs/servers.md says: with its SQL the run is again the one that trained the bundle."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    before, after = tmp_path / "before", tmp_path / "after"
-    before.mkdir()
-    monkeypatch.chdir(before)
-    run_id = Tracker("tests").start(Path("runs/one"), {"optim.epochs": 1})
-    make_bundle(Path("bundle"))
-    monkeypatch.chdir(tmp_path)
-    before.rename(after)
-    monkeypatch.chdir(after)
-
-    tracker = Tracker.resume(Path("runs/one"))
-    tracker.set_tags({"moved": "true"})
-    assert tracker.run_id == run_id and open_client(tracker.uri).get_run(run_id).data.tags["moved"] == "true"
-    with pytest.raises(ArtifactError, match="was the project's folder moved") as caught:
-        registry.register(Path("bundle"), run_id, "moved")
-    assert "docs/servers.md" in caught.value.fix and str(before / "mlflow") in caught.value.got
-    page = (Path(__file__).resolve().parents[2] / "docs" / "servers.md").read_text()
-    sql = re.search(r"sqlite3 mlflow/mlflow.db <<'SQL'\n(.*?)\nSQL", page, re.DOTALL)[1]
-    for example, folder in (("file:///old/place", before), ("file:///new/place", after)):
-        assert sql.count(example) == 5
-        sql = sql.replace(example, folder.as_uri())
-    with contextlib.closing(sqlite3.connect("mlflow/mlflow.db")) as database:
-        database.executescript(sql)
-    version = registry.register(Path("bundle"), run_id, "moved")
-    found = open_client(tracker.uri).get_model_version("moved", str(version))
-    assert found.run_id == run_id and not before.exists()
-
-
 def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):
     import mlflow
+    import numpy as np
     import pandas as pd
 
     bundle = make_bundle(tmp_path / "bundle")
@@ -152,6 +120,10 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
         found = model.predict(pd.DataFrame({"query": ["an editor", "x"]}), params={"k": 3})
         assert list(found["label"]) == ["vim", "nano", "emacs"] * 2 and list(found["rank"]) == [1, 2, 3] * 2
         assert len(model.predict(pd.DataFrame({"query": ["an editor"]}))) == 4  # the default k is above the labels
+        several = ({"query": ["a", "b"]}, {"query": np.array(["a", "b"])}, [{"query": "a"}, {"query": "b"}])
+        for given in several:
+            assert list(model.predict(given, params={"k": 1})["query"]) == ["a", "b"]
+        assert list(model.predict({"query": "a"}, params={"k": 1})["query"]) == ["a"]
         told = {"allow": ["vim"], "deny": ["ed", "nano"], "min_score": 1, "head": "de"}
         stand_in.clear()
         model.predict(pd.DataFrame({"query": ["x"]}), params=told)

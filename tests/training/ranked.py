@@ -293,9 +293,9 @@ def step_gradients(ranks: Any, folder: Path, cases: dict[str, Any]) -> dict[str,
         if trainer.model.encoder.bag is not None and trainer.model.encoder.bag.inception is not None:
             trainer.model.encoder.bag.inception.dropout.p = 0.0  # no key sets it, and each rank draws its own
         trains = params.encoder.kind != "bag" and params.encoder.trainable_layers != 0
-        assert (trainer.parallel is not None) == (trains and not ranks.alone)
+        assert (trainer.gradients.parallel is not None) == (trains and not ranks.alone)
         trainer.optimisers.step = lambda *_, each=(case, trainer): found.update(all_gradients(*each, ranks))
-        for trainer.step in (1, 2):  # the second with the buckets that the first has left
+        for trainer.at.step in (1, 2):  # the second with the buckets that the first has left
             trainer.train_step(trainer.prepare(np.sort(trainer.rows)[:queries], 0))
     return found
 
@@ -370,7 +370,7 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
             folder / f"cache-{ranks.world}",
             ranks=ranks,
         )
-        found[f"{case}: begins at"] = trainer.step
+        found[f"{case}: begins at"] = trainer.at.step
         ended = cut_off_at(trainer, until)
         while not trainer.finished and not ended:
             if trainer.refresh_due:
@@ -397,14 +397,14 @@ class CutOff(BaseException):
 
 def cut_off_at(trainer: Any, step: int) -> bool:
     """The trainer saves after this step and raises `CutOff` at the next one; True: it is there already."""
-    if trainer.step >= step:
+    if trainer.at.step >= step:
         return True
     do = trainer.train_step
 
     def train_step(batch: Any) -> Any:
-        if trainer.step == step:
+        if trainer.at.step == step:
             raise CutOff
-        trainer.settings.run.__dict__["checkpoint_steps"] = 1 if trainer.step == step - 1 else 0
+        trainer.settings.run.__dict__["checkpoint_steps"] = 1 if trainer.at.step == step - 1 else 0
         return do(batch)
 
     trainer.train_step = train_step

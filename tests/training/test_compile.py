@@ -34,7 +34,7 @@ def _fresh(monkeypatch):
 def trained(trainer, epochs_until=1):
     """Losses of every step up to an epoch's end."""
     losses = []
-    while trainer.epoch < epochs_until:
+    while trainer.at.epoch < epochs_until:
         trainer.refresh()
         trainer.train_round(lambda _, figures: losses.append(figures["loss"]))
     return losses
@@ -87,7 +87,7 @@ def test_a_compiled_run_is_the_plain_one(open_trainer, tiny_tokens, tmp_path, ca
     )
     # a checkpoint of the one is read by the other, and its model by a server that does not compile
     resumed = open_trainer("run-True", **values)
-    assert resumed.step == compiled.step
+    assert resumed.at.step == compiled.at.step
     assert all(torch.equal(a, b) for a, b in zip(resumed.model.state_dict().values(),
                                                  compiled.model.state_dict().values(), strict=True))  # fmt: skip
     with write_folder(tmp_path / "model", KIND, VERSION) as out:
@@ -107,7 +107,7 @@ def test_texts_of_any_length_and_number_share_a_few_graphs(open_trainer, rng):
     encoder.compile_transformer(counter)
     before, sizes = counter.frame_count, set()
     for count in (40, 7, 29, 3, 1, 17, 11, 1, 9, 40):
-        batch = trainer.build([("queries", texts, np.sort(rng.choice(60, count, replace=False)))])
+        batch = trainer.encoding.build([("queries", texts, np.sort(rng.choice(60, count, replace=False)))])
         sizes |= {tuple(ids.shape) for _, ids, _ in batch.chunks}
         encoder.train()(batch).sum().backward()
         with torch.no_grad():

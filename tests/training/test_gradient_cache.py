@@ -76,10 +76,13 @@ def one_leaf(table, rows_U):
 def step(trainer, encode, size, rows, seed=11):
     """Losses, gradients and the random state behind a step that is encoded in one way."""
     batch = trainer.prepare(rows, 0)
-    parts = [*trainer.batches.parts(batch.pool.rows_B), ("labels", trainer.tokens["labels"], batch.pool.pool_S)]
+    parts = [
+        *trainer.batches.texts.parts(batch.pool.rows_B),
+        ("labels", trainer.encoding.tokens["labels"], batch.pool.pool_S),
+    ]
     texts = cut_texts(parts, trainer.batches.build, size, trainer.device) if size else batch.texts
     torch.manual_seed(seed)
-    x_BW, backward = encode(trainer.model.encoder, texts, trainer._autocast)
+    x_BW, backward = encode(trainer.model.encoder, texts, trainer.encoding.autocast)
     losses = trainer.objective.losses(x_BW, batch, 0)
     backward(torch.stack(list(losses.values())).sum())
     return {k: v.detach() for k, v in losses.items()}, forget(trainer), torch.get_rng_state()
@@ -177,7 +180,10 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
     for size in (1, 3, 50):
         queries = rng.choice(trainer.dataset.num_queries, 13, replace=False)
         labels = rng.choice(trainer.dataset.num_labels, 17, replace=False)
-        parts = [("queries", trainer.tokens["queries"], queries), ("labels", trainer.tokens["labels"], labels)]
+        parts = [
+            ("queries", trainer.encoding.tokens["queries"], queries),
+            ("labels", trainer.encoding.tokens["labels"], labels),
+        ]
         texts = cut_texts(parts, trainer.batches.build, size, trainer.device)
         places = torch.cat([places for places, _ in texts.chunks])
         assert sorted(places.tolist()) == list(range(30)) and texts.num_texts == 30
@@ -191,9 +197,9 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
 
 def test_no_texts_at_all(open_trainer):
     trainer = begun(open_trainer())
-    none = [("labels", trainer.tokens["labels"], np.empty(0, np.int64))]
+    none = [("labels", trainer.encoding.tokens["labels"], np.empty(0, np.int64))]
     texts = cut_texts(none, trainer.batches.build, 3, trainer.device)
-    x_BW, backward = encode_texts(trainer.model.encoder, texts, trainer._autocast)
+    x_BW, backward = encode_texts(trainer.model.encoder, texts, trainer.encoding.autocast)
     assert x_BW.shape == (0, trainer.model.encoder.width)
     backward(x_BW.sum())
 
@@ -203,7 +209,10 @@ def test_chunks_of_all_labels_follow_those_of_the_queries(open_trainer):
     batches = trainer.batches
     for number, rows in enumerate((trainer.rows[:3], trainer.rows[5:12])):
         batch = trainer.prepare(rows, number)
-        parts = [*batches.parts(batch.pool.rows_B), ("labels", trainer.tokens["labels"], batch.pool.pool_S)]
+        parts = [
+            *batches.texts.parts(batch.pool.rows_B),
+            ("labels", trainer.encoding.tokens["labels"], batch.pool.pool_S),
+        ]
         ours, theirs = batch.texts, cut_texts(parts, batches.build, 6, trainer.device)
         assert ours.num_texts == theirs.num_texts == len(rows) + trainer.dataset.num_labels
         assert torch.equal(ours.unique_U, theirs.unique_U)

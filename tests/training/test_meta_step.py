@@ -14,8 +14,10 @@ from unidec.training.trainer import Trainer, TrainingData
 def as_on_a_gpu(monkeypatch):
     """Fused attention, copies as a GPU's, and nothing that "meta" does not have: random states, autocast."""
     monkeypatch.setattr("unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"})
-    copying = ("batches", "gradient_cache", "mixup")
-    for module in ("model.pairs", "model.row_table", "model.encoder", *(f"training.{name}" for name in copying)):
+    training = ("batches", "gradient_cache")
+    methods = ("mixup", "residual_rows", "graph_rows", "query_rows")
+    copying = [f"training.{name}" for name in training] + [f"methods.{name}" for name in methods]
+    for module in ("model.pairs", "model.row_table", "model.encoder", *copying):
         monkeypatch.setattr(
             f"unidec.{module}.to_device", lambda x, device: torch.as_tensor(x).to(device, non_blocking=True)
         )
@@ -26,10 +28,10 @@ def as_on_a_gpu(monkeypatch):
 
 def moved(trainer):
     """The trainer with its model on "meta"; AdamW, which is torch's, does nothing there."""
-    trainer.device, trainer.checks_each_step = torch.device("meta"), False
+    trainer.encoding.device, trainer.checks.each_step = torch.device("meta"), False
     trainer.batches.device = trainer.batches.build.device = trainer.device
     trainer.model.to("meta")
-    trainer._failed = trainer._failed.to("meta")
+    trainer.checks.failed = trainer.checks.failed.to("meta")
     for row in trainer.optimisers.row.values():
         if hasattr(row, "_count"):
             row._count = row._count.to("meta")
@@ -59,13 +61,13 @@ def test_no_step_waits_for_a_copy(
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
     trainer = Trainer(params.training, data, tmp_path / "run", tmp_path / "cache")
     trainer.refresh()
-    trainer.made = Refresh.load(trainer._refresh_folder(0), 0)
+    trainer.made = Refresh.load(trainer.refresh_folder(0), 0)
     trainer.model.train()
     rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
     trainer = moved(trainer)
-    for trainer.step in (1, 2):
+    for trainer.at.step in (1, 2):
         with benchmark_module("no_waiting").NoWaiting():
-            batch = trainer.prepare(rows[trainer.step], trainer.step)
+            batch = trainer.prepare(rows[trainer.at.step], trainer.at.step)
             assert trainer.train_step(batch) is None
-    assert batch.clf_labels is None or batch.clf_labels.device.type == ("cpu" if place == "host" else "meta")
+    assert batch.clf.ids is None or batch.clf.ids.device.type == ("cpu" if place == "host" else "meta")
     assert trainer.model.table is None or (trainer.model.table._pending is not None) == (place == "host")

@@ -22,7 +22,7 @@ def begun(trainer):
 
 
 def losses_of(trainer, batch, backward=False):
-    x_BW, run_backward = encode_texts(trainer.model.encoder, batch.texts, trainer._autocast)
+    x_BW, run_backward = encode_texts(trainer.model.encoder, batch.texts, trainer.encoding.autocast)
     losses = trainer.objective.losses(x_BW, batch, 0)
     if backward:
         run_backward(torch.stack(list(losses.values())).sum())
@@ -31,11 +31,11 @@ def losses_of(trainer, batch, backward=False):
 
 def scores(trainer, rows, temperature=0.1):
     """Every query against every label, by both heads, with the classifier's rows as validation sees them: float64."""
-    model, tokens = trainer.model, trainer.tokens
+    model, tokens = trainer.model, trainer.encoding.tokens
     model.eval()
     de, clf = model.encode_queries(tokens["queries"], rows)
     label_de = model.encode_labels(tokens["labels"])
-    table, bias = model.classifier_table()
+    table, bias = trainer.classifier()
     model.train()
     de_BL = None if de is None else de.astype(np.float64) @ label_de.T.astype(np.float64)
     clf_BL = None if clf is None else clf.astype(np.float64) @ table.T.astype(np.float64)
@@ -89,7 +89,7 @@ def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels
     found = losses_of(trainer, batch)
     expected = 0.7 * slow_ds(de, positive, ignored) + 0.3 * slow_ds(de.T, positive.T, ignored.T)
     assert found["loss_de"] == pytest.approx(0.3 * expected, rel=1e-4)
-    seen = every if batch.clf_labels is None else batch.clf_labels.numpy()
+    seen = every if batch.clf.ids is None else batch.clf.ids.numpy()
     assert (len(seen) < len(every)) == (clf_labels in ("pool", 19))
     drawn = trainer.batches.sampler.batch(rows, epoch=0, step=0, shortlist_NH=trainer.made.negatives).pool_S
     assert set(drawn) <= set(seen) and (len(seen) > len(drawn)) == (clf_labels != "pool")
@@ -101,8 +101,8 @@ def test_pool_and_all_labels_sample_the_same_positives(open_trainer):
     """The draw of a step's positives is one, whatever the heads see: both heads' reductions pick among the same."""
     trainer = begun(open_trainer(**{"pool.de_labels": "all", "loss.reduction": "pol", "pool.beta": 1}))
     batch = trainer.prepare(trainer.rows[:13], 0)
-    ids = batch.clf_labels.numpy()
-    t, u = batch.targets, batch.clf_targets
+    ids = batch.clf.ids.numpy()
+    t, u = batch.targets, batch.clf.targets
     of_all = {(int(r), int(c)) for r, c, s in zip(t.row_P, t.col_P, t.sampled_P) if s}
     of_pool = {(int(r), int(ids[c])) for r, c, s in zip(u.row_P, u.col_P, u.sampled_P) if s}
     assert of_all == of_pool and len(of_all) == 13
@@ -153,7 +153,7 @@ def test_rows_are_dropped_in_training_alone(open_trainer, monkeypatch):
         trainer.objective, "_products", lambda query, row: seen.append(row.detach()) or products(query, row)
     )
     losses_of(trainer, batch, backward=True)
-    whole, leaf = trainer.model.table.weight[batch.clf_labels], trainer.model.table.used[1]
+    whole, leaf = trainer.model.table.weight[batch.clf.ids], trainer.model.table.used[1]
     dropped = seen[0] == 0
     assert 0.1 < float(dropped.float().mean()) < 0.4
     torch.testing.assert_close(seen[0], (whole / 0.75).masked_fill(dropped, 0.0))
@@ -177,17 +177,17 @@ def test_a_row_is_its_labels_text_and_a_free_vector(open_trainer, tiny_dataset, 
     trainer = begun(open_trainer(**QUIET, **RESIDUAL, **overrides))
     with torch.no_grad():
         trainer.model.table.weight.normal_(std=0.4)
-        if trainer.model.gates is not None:
+        if "model.clf_gates" in overrides:
             free_LD = trainer.model.table.weight.clone()
-            as_sum = trainer.model.classifier_table()[0]
+            as_sum = trainer.classifier()[0]
             trainer.model.gates.normal_(std=2.0)
             text_LD = torch.from_numpy(as_sum) - free_LD
             gates_2D = 2 * torch.sigmoid(trainer.model.gates).view(2, -1)
             gated = (gates_2D[0] * text_LD + gates_2D[1] * free_LD).numpy()
-            np.testing.assert_allclose(trainer.model.classifier_table()[0], gated, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(trainer.classifier()[0], gated, rtol=1e-4, atol=1e-5)
     rows = np.sort(trainer.rows[:13])
     batch = trainer.prepare(rows, 0)
-    seen = batch.clf_labels.numpy()
+    seen = batch.clf.ids.numpy()
     assert 0 < len(seen) < tiny_dataset.num_labels
     positive, ignored = pairs(tiny_dataset, rows)
     positive, ignored = positive[:, seen], ignored[:, seen]
@@ -198,8 +198,12 @@ def test_a_row_is_its_labels_text_and_a_free_vector(open_trainer, tiny_dataset, 
     used, leaf = trainer.model.table.used
     assert used.tolist() == seen.tolist() and leaf.grad.abs().sum() > 0
     # the labels' words train too, also with a classifier alone
-    words = set(np.concatenate([trainer.tokens["labels"].ragged(np.array([label]))[0] for label in seen]).tolist())
-    of_queries = set(np.concatenate([trainer.tokens["queries"].ragged(np.array([r]))[0] for r in rows]).tolist())
+    words = set(
+        np.concatenate([trainer.encoding.tokens["labels"].ragged(np.array([label]))[0] for label in seen]).tolist()
+    )
+    of_queries = set(
+        np.concatenate([trainer.encoding.tokens["queries"].ragged(np.array([r]))[0] for r in rows]).tolist()
+    )
     token_ids, grads = trainer.model.encoder.bag.embedding.used
     moved = set(token_ids[grads.grad.abs().sum(1) > 0].tolist())
     assert moved & (words - of_queries)
@@ -255,7 +259,7 @@ def test_options_reach_their_loss(open_trainer, kind, key, option, values):
         batch = trainer.prepare(trainer.rows[:13], 0)
         cosine = torch.randn(13, len(batch.pool.pool_S), generator=torch.Generator().manual_seed(1)).tanh()
         scale = torch.tensor(7.0)
-        found.append(trainer.objective.loss(kind, cosine, scale, batch.targets, forward, 0))
+        found.append(trainer.objective.loss(kind, cosine, scale, batch.targets, forward=forward, step=0))
         scaled = cosine if kind in ("triplet", "hinge") else cosine * 7.0
         options = {option: value} | ({"normalise": "rows"} if kind == "hinge" else {})
         expected = symmetric_loss(kind, scaled, batch.targets, reduction="psl", forward=forward, **options)
@@ -268,7 +272,10 @@ def test_the_random_pick_of_one_positive_follows_the_step(open_trainer):
     trainer = begun(open_trainer(**{"loss.reduction": "pol", "pool.beta": 3}))
     batch = trainer.prepare(trainer.rows[:30], 0)
     cosine = torch.randn(30, len(batch.pool.pool_S), generator=torch.Generator().manual_seed(1)).tanh()
-    found = [float(trainer.objective.loss("ds", cosine, torch.tensor(9.0), batch.targets, 1.0, n)) for n in (0, 1, 0)]
+    found = [
+        float(trainer.objective.loss("ds", cosine, torch.tensor(9.0), batch.targets, forward=1.0, step=n))
+        for n in (0, 1, 0)
+    ]
     assert found[0] == found[2] != found[1]
 
 
@@ -287,7 +294,7 @@ def test_products_in_bfloat16_and_losses_in_float32(open_trainer, monkeypatch, c
         return symmetric_loss(kind, logit_BS, *args, **options)
 
     monkeypatch.setattr(module, "symmetric_loss", watched)
-    for trainer.amp in (None, torch.bfloat16):
+    for trainer.encoding.amp in (None, torch.bfloat16):
         trainer.optimisers.zero_grad()
         losses.append(losses_of(trainer, batch, backward=True))
         grads.append([grad.flatten().clone() for grad in trainer.optimisers.gradients()])

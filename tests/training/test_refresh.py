@@ -7,10 +7,10 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from unidec.model.label_tree import num_clusters
+from unidec.model.pool import PoolSampler, num_clusters
 from unidec.sections import Pool
 from unidec.training.refresh import Refresh, cluster_size, make_clusters, make_refresh
-from unidec.training.sampler import PoolSampler, queries_a_batch
+from unidec.training.sampler import queries_a_batch
 
 CPU = torch.device("cpu")
 ROWS = np.arange(100, 143)
@@ -30,7 +30,12 @@ def refresh(params, epoch, query_vectors=lambda: unit_vectors(len(ROWS)), label_
     sampler = PoolSampler(relevance, sp.csr_matrix((143, 20), dtype=bool), beta=1, eta=params.pool.eta, size=0, seed=0)
     settings = params.training
     return make_refresh(
-        settings, ROWS, sampler, make_clusters(settings, ROWS, query_vectors, CPU, epoch=epoch), label_vectors, CPU
+        settings,
+        ROWS,
+        sampler,
+        make_clusters(settings, ROWS, query_vectors, CPU, epoch=epoch),
+        label_vectors,
+        device=CPU,
     )
 
 
@@ -77,7 +82,9 @@ def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_
     rows, vectors = np.arange(64), np.repeat(unit_vectors(32), 2, axis=0)
     relevance = sp.csr_matrix(np.ones((64, 1), dtype=np.float32))
     sampler = PoolSampler(relevance, sp.csr_matrix((64, 1), dtype=bool), beta=1, eta=0, size=0, seed=0)
-    made, _ = make_refresh(settings, rows, sampler, make_clusters(settings, rows, lambda: vectors, CPU), never, CPU)
+    made, _ = make_refresh(
+        settings, rows, sampler, make_clusters(settings, rows, lambda: vectors, CPU), never, device=CPU
+    )
     pairs = [set((made.order[a:b] // 2).tolist()) for a, b in zip(made.offsets, made.offsets[1:], strict=False)]
     assert np.mean([len(pair) == 1 for pair in pairs]) > 0.8
     epochs = [{frozenset(b.tolist()) for b in made.batches(rows, 16, seed=0, epoch=e)} for e in range(3)]
@@ -109,49 +116,4 @@ def test_a_training_goes_through_the_curriculum(open_trainer):
         trainer.train_round()
         sizes.append(int(np.diff(trainer.made.offsets).max()))
     assert sizes == [1, 2, 3] or sizes == [1, 2, 4]
-    assert trainer.step == 6 * trainer.steps_per_epoch
-
-
-@pytest.mark.parametrize("num_kept", [1, 2, 99])
-@pytest.mark.parametrize("gandalf", [False, True])
-def test_a_shortlist_has_the_labels_of_the_clusters_that_the_label_tree_keeps(
-    open_trainer, tiny_dataset, num_kept, gandalf
-):
-    """Against loops: the clusters of highest score among the children of those kept one level above."""
-    values = {"model.heads": "clf", "model.levels": [8, 3], "pool.shortlist": num_kept, "pool.gandalf": gandalf}
-    trainer = open_trainer(**values, **{"pool.batches": "random", "model.dropout": 0.5})
-    for parameter in trainer.model.tree.parameters():
-        torch.nn.init.normal_(parameter)
-    report = trainer.refresh()
-    assert trainer.model.tree.training
-    made = Refresh.load(trainer._refresh_folder(0), 0)
-    x_NW = {name: trainer.model.encode(name, tokens) for name, tokens in trainer.tokens.items()}
-    x_NW = torch.from_numpy(np.concatenate([x_NW["queries"], x_NW["labels"]]))
-    coarse, fine = (score_NC.detach().numpy() for score_NC in trainer.model.tree.eval()(x_NW))
-    cluster_L, (few, many) = trainer.model.label_cluster.numpy(), trainer.model.tree.counts
-    assert (few, many) == (8, 16)
-    positive, found = trainer.batches.sampler.relevance.toarray() > 0, []
-    for row in range(len(made.negatives)):
-        if row not in trainer.rows:
-            assert (made.negatives[row] == -1).all()
-            continue
-        kept = np.argsort(-coarse[row])[:num_kept]
-        children = [c for c in range(many) if c // (many // few) in kept]
-        best = sorted(children, key=lambda c: -fine[row, c])[:num_kept]
-        expected = [label for c in best for label in np.flatnonzero(cluster_L == c)]
-        assert [label for label in made.negatives[row] if label >= 0] == expected
-        found += np.isin(np.flatnonzero(positive[row]), expected).tolist()
-    assert made.negatives.dtype == np.int32
-    assert report["mine_positives_found"] == pytest.approx(np.mean(found))
-    assert report["mine_queries"] == len(trainer.rows) and (report["mine_positives_found"] == 1) == (num_kept == 99)
-    batch = trainer.batches.prepare(trainer.rows[:3], 0, 0, made.negatives)
-    labels = set(made.negatives[trainer.rows[:3]].ravel()) | set(np.flatnonzero(positive[trainer.rows[:3]].any(0)))
-    assert set(batch.pool.pool_S) <= labels
-    assert (set(batch.pool.pool_S) - set(np.flatnonzero(positive[trainer.rows[:3]].any(0)))) != set()
-
-
-def test_a_shortlist_is_made_only_where_steps_read_it(open_trainer):
-    values = {"model.heads": "clf", "model.levels": [8, 3], "pool.shortlist": 2, "pool.batches": "random"}
-    trainer = open_trainer(**values, **{"pool.clf_labels": "all"})
-    assert "mine_queries" not in trainer.refresh()
-    assert Refresh.load(trainer._refresh_folder(0), 0).negatives is None
+    assert trainer.at.step == 6 * trainer.steps_per_epoch

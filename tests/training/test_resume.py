@@ -44,7 +44,7 @@ def assert_same(ours, theirs):
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
     assert history(ours) == history(theirs)
-    assert len(history(ours)) == ours.step == theirs.step
+    assert len(history(ours)) == ours.at.step == theirs.at.step
 
 
 class Killed(BaseException):
@@ -55,7 +55,7 @@ def kill_at(trainer, monkeypatch, steps):
     step = trainer.train_step
 
     def dies(batch):
-        if trainer.step in steps:
+        if trainer.at.step in steps:
             raise Killed
         return step(batch)
 
@@ -99,18 +99,18 @@ def test_killed_in_a_round_it_goes_on_in_it(open_trainer, monkeypatch, system):
         with pytest.raises(Killed):
             run(part)
         resumed = open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})
-        assert cut - 3 < resumed.step <= cut, "no more than an interval is lost"
+        assert cut - 3 < resumed.at.step <= cut, "no more than an interval is lost"
         torch.rand(17)  # whatever else the process draws
     assert_same(run(open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})), whole)
 
 
 def test_killed_at_every_step(open_trainer, monkeypatch):
     whole = run(open_trainer("whole", **DROPOUTS))
-    for cut in range(whole.step):
+    for cut in range(whole.at.step):
         part = open_trainer("parts", **DROPOUTS, **{"run.checkpoint_steps": 1})
-        assert part.step == cut
+        assert part.at.step == cut
         kill_at(part, monkeypatch, {cut + 1})
-        if cut + 1 < whole.step:
+        if cut + 1 < whole.at.step:
             with pytest.raises(Killed):
                 run(part)
     assert_same(run(part), whole)
@@ -122,7 +122,7 @@ def test_opened_again_for_each_refresh_and_round(open_trainer):
         open_trainer("parts", **DROPOUTS).refresh()
         open_trainer("parts", **DROPOUTS).train_round()
     parts = open_trainer("parts", **DROPOUTS)
-    assert (parts.epoch, parts.epoch_step, parts.finished) == (4, 0, True)
+    assert (parts.at.epoch, parts.at.epoch_step, parts.finished) == (4, 0, True)
     assert_same(parts, whole)
 
 
@@ -136,7 +136,7 @@ def test_without_a_checkpoint_it_begins_again(open_trainer, monkeypatch):
     with open(part.run_dir / "history.jsonl", "a") as file:
         file.write('{"step": 3, "lo')  # a line cut off
     resumed = open_trainer("parts")
-    assert resumed.step == 0 and not resumed.refresh_due  # what it begins with is made already
+    assert resumed.at.step == 0 and not resumed.refresh_due  # what it begins with is made already
     assert_same(run(resumed), whole)
 
 
@@ -149,12 +149,12 @@ def test_a_signal_ends_the_step_and_saves(open_trainer, monkeypatch, number):
 
     def signalled(batch):
         logs = step(batch)
-        if part.step == 5:
+        if part.at.step == 5:
             signal.raise_signal(number)
         return logs
 
     def handler(got, _frame):
-        seen.append((got, part.step))
+        seen.append((got, part.at.step))
         raise Killed
 
     monkeypatch.setattr(part, "train_step", signalled)
@@ -166,7 +166,7 @@ def test_a_signal_ends_the_step_and_saves(open_trainer, monkeypatch, number):
         signal.signal(number, before)
     assert seen == [(number, 6)]
     resumed = open_trainer("parts", **DROPOUTS)
-    assert (resumed.epoch, resumed.epoch_step, resumed.step) == (1, 2, 6)
+    assert (resumed.at.epoch, resumed.at.epoch_step, resumed.at.step) == (1, 2, 6)
     assert_same(run(resumed), whole)
 
 
@@ -180,8 +180,8 @@ def test_a_damaged_newest_checkpoint_costs_an_interval(open_trainer, capsys):
     before, lines = {name: value.clone() for name, value in everything(whole).items()}, history(whole)
     resumed = open_trainer("whole", **{"run.checkpoint_steps": 3})
     assert newest.name in capsys.readouterr().out
-    assert whole.step - 3 <= resumed.step < whole.step
-    assert history(resumed) == lines[: resumed.step]
+    assert whole.at.step - 3 <= resumed.at.step < whole.at.step
+    assert history(resumed) == lines[: resumed.at.step]
     run(resumed)
     assert all(torch.equal(before[name], value) for name, value in everything(resumed).items())
 
@@ -198,7 +198,7 @@ def test_a_checkpoint_needs_the_refresh_of_its_round(open_trainer, monkeypatch, 
     content[-3] ^= 1
     array.write_bytes(content)
     resumed = open_trainer("parts", **{"run.checkpoint_steps": 3})
-    assert resumed.step == 8 and resumed.refresh_due
+    assert resumed.at.step == 8 and resumed.refresh_due
     assert "refresh" in capsys.readouterr().out
     assert_same(run(resumed), whole)
 
@@ -213,9 +213,9 @@ def test_what_differs_is_refused_by_name(open_trainer):
 
 def test_notes_are_kept(open_trainer):
     trainer = open_trainer()
-    trainer.notes["mlflow_run_id"] = "abc"
+    trainer.at.notes["mlflow_run_id"] = "abc"
     run(trainer)
-    assert open_trainer().notes == {"mlflow_run_id": "abc"}
+    assert open_trainer().at.notes == {"mlflow_run_id": "abc"}
 
 
 def test_what_is_accepted_must_still_fit(open_trainer, tiny_dataset, tiny_tokens, tiny_params, tmp_path):
@@ -251,9 +251,13 @@ def run_with_patience(trainer, curve=CURVE):
     while True:
         file = trainer.run_dir / ROUNDS
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        if trainer.epoch and trainer.epoch_step == 0 and trainer.epoch not in [line["epoch"] for line in lines]:
-            lines.append({"epoch": trainer.epoch, "validation": {METRIC: curve[trainer.epoch]},
-                          "work_seconds": trainer.work_seconds})  # fmt: skip
+        if (
+            trainer.at.epoch
+            and trainer.at.epoch_step == 0
+            and trainer.at.epoch not in [line["epoch"] for line in lines]
+        ):
+            lines.append({"epoch": trainer.at.epoch, "validation": {METRIC: curve[trainer.at.epoch]},
+                          "work_seconds": trainer.at.work_seconds})  # fmt: skip
             file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         if trainer.finished:
             return trainer
@@ -265,7 +269,7 @@ def run_with_patience(trainer, curve=CURVE):
 @pytest.mark.parametrize("cuts", [[1, 9, 18], [31, 33, 35, 37], [39]])
 def test_with_patience_it_ends_early_and_killed_anywhere_with_the_same_bits(open_trainer, monkeypatch, cuts):
     whole = run_with_patience(open_trainer("whole", **PATIENT))
-    assert (whole.epoch, whole.step) == (10, 10 * whole.steps_per_epoch) and whole.finished
+    assert (whole.at.epoch, whole.at.step) == (10, 10 * whole.steps_per_epoch) and whole.finished
     rates = [json.loads(line)["lr_heads"] for line in (whole.run_dir / "history.jsonl").read_text().splitlines()]
     last = 8 * whole.steps_per_epoch
     assert len(set(rates[whole.steps_per_epoch : last + 1])) == 1 and all(a > b for a, b in pairwise(rates[last:]))
@@ -276,13 +280,13 @@ def test_with_patience_it_ends_early_and_killed_anywhere_with_the_same_bits(open
             run_with_patience(part)
     parts = run_with_patience(open_trainer("parts", **PATIENT))
     assert_same(parts, whole)
-    assert 0 < open_trainer("whole", **PATIENT).work_seconds == whole.work_seconds
+    assert 0 < open_trainer("whole", **PATIENT).at.work_seconds == whole.at.work_seconds
 
 
 def test_until_the_last_round_it_is_the_training_that_ends_later(open_trainer):
     short = run_with_patience(open_trainer("short", **PATIENT))
     longer = run_with_patience(open_trainer("longer", **PATIENT), CURVE | {8: 8.0, 10: 1.0, 12: 1.0, 14: 0.0})
-    assert longer.epoch == 14
+    assert longer.at.epoch == 14
     last = 8 * short.steps_per_epoch
     assert history(short)[: last + 1] == history(longer)[: last + 1]
     assert history(short)[last + 2] != history(longer)[last + 2]

@@ -11,9 +11,8 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unidec.model.label_tree import num_clusters
+from unidec.model.pool import PoolSampler, num_clusters
 from unidec.training.sampler import (
-    PoolSampler,
     clustered_batches,
     draws_pools,
     encoded_labels,

@@ -27,7 +27,7 @@ def train(trainer):
 
 def export(trainer, path):
     with write_folder(path, KIND, VERSION) as out:
-        trainer.model.save_into(out)
+        trainer.export(out)
     return str(path)
 
 
@@ -79,7 +79,7 @@ def test_the_start_is_part_of_the_identity_by_content(two_stages, open_trainer, 
     second.train_round()
     with pytest.raises(ConfigError, match=r"encoder\.start"):
         open_trainer("second", **{"encoder.start": other})
-    assert open_trainer("second", **{"encoder.start": moved}).step == second.step, "wherever it lies"
+    assert open_trainer("second", **{"encoder.start": moved}).at.step == second.at.step, "wherever it lies"
 
 
 def test_without_the_start_there_is_no_training(open_trainer, tmp_path):
@@ -136,8 +136,8 @@ def test_a_frozen_encoder_without_a_start_keeps_its_first_weights(open_trainer):
     trainer, plain = open_trainer("frozen", **{"encoder.frozen": True}), open_trainer("plain")
     for name in ("embedding", "log_weight"):
         assert torch.equal(*(getattr(t.model.encoder.bag, name).weight for t in (trainer, plain)))
-    cached = trainer.build([("queries", trainer.tokens["queries"], trainer.rows)]).output_BW
-    texts = plain.model.encode("queries", plain.tokens["queries"], plain.rows)
+    cached = trainer.encoding.build([("queries", trainer.encoding.tokens["queries"], trainer.rows)]).output_BW
+    texts = plain.model.encode("queries", plain.encoding.tokens["queries"], plain.rows)
     np.testing.assert_allclose(cached.float().numpy(), texts, atol=2e-3)
     before = weights(trainer)
     after = weights(train(trainer))
@@ -152,7 +152,7 @@ def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
     )  # fmt: skip
     model = trainer.model.train()
     batch = trainer.prepare(trainer.rows[:9], 0)
-    labels, own = batch.clf_labels, batch.num_own_queries
+    labels, own = batch.clf.ids, batch.counts.own_queries
     x_BW = model.encoder(batch.texts)
     loss = sum(trainer.objective.losses(x_BW, batch, 0).values())
     loss.backward()
@@ -174,17 +174,17 @@ def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
 
 def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, tmp_path):
     trainer = train(open_trainer(**{"model.clf_residual": True}))
-    x_LW = trainer._encode_labels(np.arange(trainer.dataset.num_labels))
+    x_LW = trainer.encoding.label_outputs(np.arange(trainer.dataset.num_labels))
     head = trainer.model.head_clf[0]
     text_LD = F.normalize(x_LW @ head.weight.T + head.bias, dim=1).detach()
     free_LD = trainer.model.table.weight
     assert free_LD.any()
-    rows_LD = trainer.model.classifier_table()[0]
+    rows_LD = trainer.classifier()[0]
     np.testing.assert_allclose(rows_LD, (text_LD + free_LD).numpy(), rtol=1e-4, atol=1e-6)
     loaded = UniDEC.load(export(trainer, tmp_path / "exported"))
     assert np.array_equal(loaded.classifier_table()[0], rows_LD)
     only = open_trainer("clf", **{"model.clf_residual": True, "model.heads": "clf"})
-    assert np.array_equal(only._label_vectors(), only.model.classifier_table()[0])
+    assert np.array_equal(only._label_vectors(), only.classifier()[0])
 
 
 def test_tail_positives_are_drawn_by_inverse_propensity(open_trainer, tiny_dataset):
@@ -221,5 +221,5 @@ def test_gandalf_trains_on_any_graph_and_on_a_share_of_the_labels(
     assert len(chosen) == tiny_dataset.num_labels // 2
     assert trainer.rows.tolist() == [*train_rows.tolist(), *(tiny_dataset.num_queries + chosen).tolist()]
     train(trainer)
-    assert trainer.step == 2 * trainer.steps_per_epoch
+    assert trainer.at.step == 2 * trainer.steps_per_epoch
     assert f'"{kind}"' == trainer.identity["label_graph.kind"]

@@ -57,21 +57,21 @@ def test_rows_that_are_fetched_as_on_a_gpu_train_the_same(open_trainer, monkeypa
     trainer = open_trainer("host", **values, **{"run.table_place": "host"})
     trainer.model.table._is_remote = trainer.model.bias._is_remote = True
     assert_same(run(trainer), device)
-    assert len(fetched) == 2 * 4 * trainer.step  # table and bias: weight, two moments, ids
+    assert len(fetched) == 2 * 4 * trainer.at.step  # table and bias: weight, two moments, ids
 
 
 def test_a_checkpoint_holds_what_was_on_its_way_back(open_trainer):
     values = {**SMALL, "run.table_place": "host", "pool.clf_labels": "pool"}
     trainer = open_trainer("run", **values)
     trainer.refresh()
-    trainer.made, table = trainer_module.Refresh.load(trainer._refresh_folder(0), 0), trainer.model.table
+    trainer.made, table = trainer_module.Refresh.load(trainer.refresh_folder(0), 0), trainer.model.table
     table._is_remote = True
     trainer.model.train()
     batches = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
     batch = trainer.prepare(batches[0], 0)
-    assert batch.clf_labels.device.type == "cpu"  # where the rows are looked up, whatever the device
+    assert batch.clf.ids.device.type == "cpu"  # where the rows are looked up, whatever the device
     trainer.train_step(batch)
-    trainer.step = trainer.epoch_step = 1
+    trainer.at.step = trainer.at.epoch_step = 1
     before = table.weight.detach().clone()
     trainer.save()
     assert not torch.equal(table.weight, before)

@@ -127,8 +127,8 @@ def test_the_losses_of_a_step_equal_loops(open_trainer, tiny_dataset, everything
     model.eval()
 
     def dense(head, columns):
-        de, clf = model.encode_queries(trainer.tokens["queries"], rows)
-        label_de, (table, bias) = model.encode_labels(trainer.tokens["labels"]), model.classifier_table()
+        de, clf = model.encode_queries(trainer.encoding.tokens["queries"], rows)
+        label_de, (table, bias) = model.encode_labels(trainer.encoding.tokens["labels"]), model.classifier_table()
         logit = de @ label_de.T if head == "de" else clf @ table.T + bias
         positive = relevance[rows][:, columns]
         return (logit[:, columns] / 0.1).astype(np.float64), positive, filtered[rows][:, columns] & ~positive
@@ -205,7 +205,7 @@ def test_logged_figures_are_those_of_the_batch(open_trainer):
     monkeyed = pytest.MonkeyPatch()
     with monkeyed.context() as patch:
         patch.setattr(module, "LOG_EVERY", 10)
-        trainer.step = 3
+        trainer.at.step = 3
         assert trainer.train_step(trainer.prepare(trainer.rows[:9], 0)) is None
 
 

@@ -17,6 +17,7 @@ from unidec.data.storage import read_json_lines, write_folder
 from unidec.data.tensor_file import write_tensors
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError
+from unidec.methods.assembly import additions, rows_of
 from unidec.model.encoder import TextEncoder
 from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
@@ -52,7 +53,7 @@ def test_a_warm_start_has_its_own_schedule(tiny_params):
 def new_model(tiny_params, num_labels, placement=None, **settings):
     params = tiny_params(**{"model.dim": DIM, **{f"model.{key}": value for key, value in settings.items()}})
     encoder = TextEncoder(params.encoder, None, num_tokens=11, width=WIDTH)
-    return UniDEC(params.encoder, params.model, num_labels, encoder, *([placement] if placement else []))
+    return UniDEC(params.encoder, params.model, num_labels, encoder, placement or Placement(), add=additions)
 
 
 @pytest.fixture
@@ -155,10 +156,13 @@ def test_rows_go_to_the_labels_they_are_of(
         torch.manual_seed(2)
         model = new_model(tiny_params, len(uids), placement, **settings)
         model.train()
-        take_rows(model, start, pa.chunked_array([uids[:1], uids[1:]], pa.string()), lambda rows: x_LW[rows], keep)
+        rows = rows_of(model, None, None, lambda source, rows: x_LW[rows])
+        of_labels = pa.chunked_array([uids[:1], uids[1:]], pa.string())
+        take_rows(model, start, of_labels, lambda rows: x_LW[rows], keep=keep, holds_text=rows.holds_text)
         assert model.training
-        model.label_input = lambda rows: x_LW[rows]
         ours, our_bias = model.classifier_table()
+        if rows.holds_text:
+            ours = rows.exported()[0]
         given = bias_K1 if settings.get("clf_bias") else None
         expected_LD, expected_L = by_hand(model, uids, start_uids, rows_KD, given, x_LW, keep)
         mine = slice(model.table.first_row, model.table.first_row + model.table.own_rows)
@@ -241,7 +245,7 @@ def go_on(open_trainer, new_data, tiny_params, tmp_path):
         trainer = train(open_trainer(name, **overrides))
         if not (tmp_path / f"{name}-model").exists():
             with write_folder(tmp_path / f"{name}-model", KIND, VERSION) as out:
-                trainer.model.save_into(out)
+                trainer.export(out)
         return trainer, Start(tmp_path / f"{name}-model", trainer.dataset.labels["uid"].combine_chunks(), "5" * 64)
 
     def go_on(run, start, **overrides):
@@ -275,7 +279,7 @@ def test_a_training_starts_where_the_other_ended(go_on):
         assert same == uid.startswith("new"), uid
     begun = read_json_lines(first.run_dir / "history.jsonl")[0]["loss"]
     train(second)
-    assert second.epoch == 2 and read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
+    assert second.at.epoch == 2 and read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
 
 
 def test_a_temperature_that_is_not_learnt_is_a_parameter(go_on):
@@ -300,7 +304,7 @@ def test_a_cut_training_ends_as_an_uncut_one(go_on, overrides):
     cut.refresh()
     cut.train_round()
     again = go_on("cut", start, **overrides)
-    assert again.step == cut.step > 0
+    assert again.at.step == cut.at.step > 0
     resumed = state(train(again))
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 

@@ -21,7 +21,8 @@ from unidec.data.raw import RawData, text_table
 from unidec.data.storage import read_manifest, write_manifest
 from unidec.errors import ArtifactError
 from unidec.sections import Validation
-from unidec.validation.suite import CHECKS, _label_frame, _query_frame, _repeated, distributions, validate_dataset
+from unidec.validation.frames import Reading, label_frame, query_frame, text_counts
+from unidec.validation.suite import CHECKS, distributions, validate_dataset
 
 
 def tampered(dataset: XMCDataset, path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Path:
@@ -88,7 +89,8 @@ def test_distributions_and_duplicates_against_loops(raw_factory: Callable[..., R
     train["title"][5], train["content"][5] = "Привет 42", ""
     raw = replace(raw, queries=raw.queries | {"train": text_table(train["uid"], train["title"], train["content"])})
     dataset = write_dataset(tmp_path / "d", raw, validation_share=0.1, split_seed=0)
-    tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset)}
+    long_texts = Reading("title+content")
+    tables = {"queries": query_frame(dataset, long_texts), "labels": label_frame(dataset, long_texts)}
     lengths, positives, frequency, characters = distributions(dataset, tables)
     texts = dataset.query_texts(np.arange(dataset.num_queries), "title+content")
 
@@ -117,7 +119,8 @@ def test_distributions_and_duplicates_against_loops(raw_factory: Callable[..., R
         100 * sum(c.isascii() and c.isalpha() for c in titles) / len(titles), rel=1e-3
     )
     repeated = sum(texts.count(text) > 1 for text in texts)
-    assert _repeated(tables)["queries with the text of another query"] == repeated >= 2
+    counts = text_counts(dataset, long_texts, tables["queries"], tables["labels"])
+    assert counts["queries with the text of another query"] == repeated >= 2
 
 
 def test_soft_faults_are_judged_by_thresholds(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:
@@ -139,7 +142,8 @@ def test_soft_faults_are_judged_by_thresholds(raw_factory: Callable[..., RawData
         filter_pairs={**raw.filter_pairs, "train": csr_matrix(raw.relevance["train"].astype(bool))},
     )
     dataset = write_dataset(tmp_path / "d", raw)
-    verdict = validate_dataset(dataset.path, tmp_path / "v", docs=False)
+    long_texts = Reading("title+content")
+    verdict = validate_dataset(dataset.path, tmp_path / "v", docs=False, reading=long_texts)
     assert verdict["success"]
     found = {(table, column): count for table, column, count in failed(verdict, "warning")}
     assert found[("queries", "text_length")] == 1
@@ -156,7 +160,7 @@ def test_soft_faults_are_judged_by_thresholds(raw_factory: Callable[..., RawData
     assert len(samples[("pairs", "filtered")]) == 20
     assert any("row 7 (train-7)" in line for line in verdict["warnings"])
     strict = Validation(empty_texts=0, test_texts_in_train=0, queries_without_positives=0, label_texts_given_twice=0)
-    verdict = validate_dataset(dataset.path, tmp_path / "v", docs=False, limits=strict)
+    verdict = validate_dataset(dataset.path, tmp_path / "v", docs=False, limits=strict, reading=long_texts)
     assert not verdict["success"]
     columns = {column for _, column, _ in failed(verdict)}
     assert columns == {"text_length", "text_in_train", "num_positives", "labels_with_this_text"}

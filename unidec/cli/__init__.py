@@ -5,7 +5,10 @@ Parameters are read and checked before anything heavy is imported, so that a mis
 
 from __future__ import annotations
 
-from unidec import interrupt  # first, before slow imports: from here on Ctrl-C prints one line, no traceback
+from unidec import interrupt, surroundings  # first, before slow imports: from here on Ctrl-C prints one line
+
+if interrupt.IS_PROGRAM:
+    surroundings.settle()
 
 # isort: split
 import contextlib
@@ -13,13 +16,13 @@ import json
 import os
 import sys
 import threading
-import traceback
 from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
 from unidec import pipeline
-from unidec.cli import bundles, data, init, labels, models  # noqa: F401  init adds its command
+from unidec.addresses import mask_logs, masked_excepthook
+from unidec.cli import bundles, commands, data, init, labels, models  # noqa: F401  init adds its command
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
     AsJson,
@@ -34,7 +37,17 @@ from unidec.cli.commands import (
     table,
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
-from unidec.errors import ConfigError, Stopped, UnidecError, missing_package, without_credentials
+from unidec.cores import one_thread_of_blas
+from unidec.errors import (
+    ConfigError,
+    Stopped,
+    UnidecError,
+    in_one_message,
+    is_of_surroundings,
+    missing_package,
+    system_error,
+)
+from unidec.user import name_user
 from unidec.version import __version__
 
 config_app = group("config", "Show, check and explain the parameters.")
@@ -55,10 +68,8 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the command."""
-    # numpy multiplies small matrices of one query each, for which more threads are slower, and take cores from torch,
-    # the encoder and the search. These variables are read when numpy is imported
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    one_thread_of_blas()
+    name_user()
 
 
 @command(app, "--set optim.epochs=3", "--resume", "--resume 3f2a --accept optim.lr_clf --accept code")
@@ -193,8 +204,10 @@ def config_show(params: Params) -> Shown:
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")
 def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None) -> None:
-    """Check the parameters; every problem is listed, with exit code 2."""
-    load(params, assignments)
+    """Check the parameters, and whether paths, encoder, device and packages exist; every problem is listed.
+
+    Exit code 2 for the parameters, otherwise that of the first problem."""
+    pipeline.check_before_work(load(params, assignments))
     print(f"{params}: ok")
 
 
@@ -223,17 +236,28 @@ for _group in (
     app.add_typer(_group)
 
 
+def _run(arguments: list[str]) -> None:
+    """Run a command. Output that cannot be written is an error only if it was all that the command had to do."""
+    code: Any = 0
+    try:
+        app(args=arguments, prog_name="unidec")
+    except SystemExit as end:
+        code = end.code
+    if failure := surroundings.output_failure():
+        print(f"error: the output could not be written: {failure.strerror}", file=sys.stderr, flush=True)
+        code = code or (0 if commands.has_finished_work else 1)
+    sys.exit(code)
+
+
 def main() -> None:
     """Entry point: an error that a user can fix is printed as a message, with an exit code and no traceback."""
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
-    # Python's own hook, with the credentials of URLs removed
-    sys.excepthook = lambda *error: print(
-        without_credentials("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True
-    )
+    mask_logs()
+    sys.excepthook = masked_excepthook
     interrupt.guard_work()
     try:
-        app(args=arguments, prog_name="unidec")
+        _run(arguments)
     except UnidecError as error:
         if debug:
             raise
@@ -246,6 +270,15 @@ def main() -> None:
         if debug or missing is error:
             raise
         sys.exit(f"error: {missing}")
+    except Exception as error:
+        refused = system_error(error) if isinstance(error, OSError) else None
+        if debug or not (refused or is_of_surroundings(error)):
+            raise
+        if refused is not None:
+            print(f"error: {refused}", file=sys.stderr, flush=True)
+            sys.exit(refused.exit_code)
+        print(in_one_message(error, "unidec --debug ..."), file=sys.stderr, flush=True)
+        sys.exit(1)
     except interrupt.Interrupted:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(interrupt.EXIT_CODE)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 Runtime = Annotated[
     Literal["torch", "auto", "onnx", "onnx-int8"] | None,
     Option(
-        help="runtime of the query encoder; auto: the fastest that keeps quality (docs/serving.md). Default: torch "
-        "for --input; auto for texts on the command line, as in the server",
+        help="runtime of the query encoder; default: auto, the fastest that keeps quality, as in the server "
+        "(docs/serving.md)",
     ),
 ]
 Head = Annotated[
@@ -51,7 +51,7 @@ export_app = group(
 
 @command(
     app, '"editor for tables" -k 5', "--input queries.csv --output predictions.parquet",
-    "--input q.parquet --output p.parquet --bundle models:/unidec@champion --runtime auto",
+    "--input q.parquet --output p.parquet --bundle models:/unidec@champion",
 )  # fmt: skip
 def predict(
     texts: Annotated[list[str] | None, Argument(metavar="[TEXT]...", help="queries")] = None,
@@ -63,24 +63,29 @@ def predict(
     target: Annotated[Path | None, Option("--output", help=".parquet, .csv, .tsv or .jsonl")] = None,
     column: Annotated[str | None, Option(help="column of --input; default: `query` or `text`")] = None,
     runtime: Runtime = None,
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the best labels for texts, or write them for a file of queries; re-run to resume after a kill."""
     if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
         raise ConfigError("requires either texts, or both --input and --output", where="unidec predict", fix=fix)
+    from unidec.data.raw import is_blank
+
     for number, text in enumerate(texts or [], 1):
-        if not text.strip():  # the server refuses it, too
+        if is_blank(text):  # the server refuses it, too
             raise DataError("empty text", where=f"text {number}", got=repr(text), fix="remove it")
+    bounds = load_if_there(params, assignments).raw
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle
 
-    loaded = Bundle.load(folder, lazy=source is None or runtime not in (None, "torch"))
+    loaded = Bundle.load(folder, lazy=runtime != "torch")
     if source is not None and target is not None:
         from unidec.retrieval.predict_file import FileRequest, predict_file
 
-        request = FileRequest(str(folder), str(source), str(target), k, column, runtime=runtime or "torch")
-        count = predict_file(loaded, request)
+        request = FileRequest(str(folder), str(source), str(target), k, column, runtime=runtime or "auto")
+        count = predict_file(loaded, request, bounds=bounds)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     from unidec.retrieval.query_encoder import open_encoder

@@ -31,6 +31,8 @@ app = Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+has_finished_work = False
+"""Whether the command's result is kept elsewhere than in its output, as files or in the registry."""
 DEFAULT_PARAMS = Path("params.yaml")
 ParamsFile = Annotated[Path, Option("--params", metavar="FILE", help="parameter file")]
 Assignments = Annotated[
@@ -139,10 +141,17 @@ def add_stage(group: Typer, name: str, stage: str, about: str, example: str = ""
 
 def show(title: str, result: Any, as_json: bool) -> None:
     """Print a result (`plain`) as JSON, or as one line per value, including nested ones; long lists as their length."""
-    shown = result if isinstance(result, Shown) else Shown(result, _lines(title, pipeline.plain(result)))
+    global has_finished_work
+    has_finished_work = not isinstance(result, Shown)
+    shown = result if isinstance(result, Shown) else Shown(result, lines_of(title, result))
     print(json.dumps(pipeline.plain(shown.found), indent=2, default=str) if as_json else "\n".join(shown.lines))
     if shown.exit_code:
         sys.exit(shown.exit_code)
+
+
+def lines_of(title: str, result: Any) -> list[str]:
+    """A result (`plain`) as one line per value."""
+    return _lines(title, pipeline.plain(result))
 
 
 def _lines(title: str, result: Mapping[str, Any]) -> list[str]:

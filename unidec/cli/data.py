@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from unidec import pipeline
-from unidec.cli.commands import Shown, add_stage, command, group, table
+from unidec.cli.commands import Shown, add_stage, command, group, lines_of, table
 from unidec.config import Params
 
 if TYPE_CHECKING:
-    from unidec.pipeline.drift_check import DataDrift, WindowDrift
+    from unidec.pipeline.drift_check import DataDrift
 
 Column = Annotated[str | None, Option(metavar="NAME", help="column of the texts; default: query or text")]
 
@@ -41,9 +42,23 @@ def drift(
     return findings(pipeline.drift(params, first, second, column))
 
 
-def findings(result: DataDrift | WindowDrift) -> Shown:
+@command(data_app, "marks.jsonl", "marks-monday.jsonl marks-tuesday.jsonl --output data/with-marks")
+def from_feedback(
+    params: Params,
+    files: Annotated[list[Path], Argument(metavar="FILE...", help="marks that `unidec serve --feedback` wrote")],
+    output: Annotated[
+        Path, Option("--output", metavar="FOLDER", help="a new folder, or one of an earlier call")
+    ] = Path("data/feedback"),
+) -> Shown:
+    """Write data/dataset with the page's marks as tables for the next training: relevant labels as pairs, others as
+    filter pairs. The last mark of a label decides; marks on test and validation queries are not used."""
+    result = pipeline.from_feedback(params, files, output)
+    return Shown(result, [*lines_of("from-feedback", result), f"next: unidec init --data-path {output}; make train"])
+
+
+def findings(result: DataDrift) -> Shown:
     """The findings as a table, with exit code 1 if anything drifted."""
     lines = table(["state", "finding"], [[str(one["state"]), str(one["words"])] for one in result.findings])
-    if not getattr(result, "judged", True):
-        lines.append("not judged: fewer queries than drift.min_window")
+    if result.reason:
+        lines.append(result.reason)
     return Shown(result, [*lines, f"report: {result.page}"], 1 if result.drifted else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,8 @@ from typer import Argument, Option
 
 from unidec.cli.commands import app, command
 from unidec.config import Params, load_params, recipe_names
-from unidec.errors import ConfigError
+from unidec.errors import ConfigError, DataError
+from unidec.tracking.repository import is_inside
 from unidec.version import PACKAGE
 
 _DVC_CONFIG = """[core]
@@ -27,6 +29,9 @@ _DVC_CONFIG = """[core]
     verify = true
 """
 _FILES = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore", "bin/python", "flows/*.*")
+_LOCAL = "config.local"
+_DVC_SETTINGS = ("config", _LOCAL)
+_NO_SCM = re.compile(r"^[ \t]*no_scm[ \t]*=[ \t]*true[ \t]*\n", re.MULTILINE | re.IGNORECASE)
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
 
@@ -34,17 +39,21 @@ DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "au
 def init(
     folder: Annotated[Path, Argument(help="folder of params.yaml; default: the current one")] = Path("."),
     data_path: Annotated[
-        str | None, Option(help=f"folder of raw files; {DEFAULTS['data.path']} in a new params.yaml")
+        str | None, Option(help=f"folder of raw files; default in a new params.yaml: {DEFAULTS['data.path']}")
     ] = None,
     data_format: Annotated[
-        str | None, Option("--format", help="layout of the files (docs/data.md); auto in a new params.yaml")
+        str | None, Option("--format", help="layout of the files (docs/data.md); default in a new params.yaml: auto")
     ] = None,
     recipe: Annotated[str | None, Option(help=f"one of {', '.join(recipe_names())}")] = None,
     project: Annotated[
         bool, Option("--project", help="also write the files that DVC and Prefect need outside a checkout")
     ] = False,
 ) -> None:
-    """Write a params.yaml for your own data; in an existing one, change these keys and keep all other lines."""
+    """Write a params.yaml for your own data; in an existing one, change these keys and keep all other lines.
+
+    With --project, DVC's setting core.no_scm is also set to whether there is a git repository: after `git init`, run it
+    again.
+    """
     if project:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"project {folder.resolve()}: wrote {', '.join(write_project(folder)) or 'nothing, all files exist'}")
@@ -70,8 +79,21 @@ def init(
             path.write_text(before, encoding="utf-8")
         raise
     written = ", ".join(f"{key}: {value}" for key, value in values.items())
+    if data_path is not None:
+        _warn_of_missing(folder / data_path)
+    enter = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
     train = "python -m flows.train" if project else "make train"
-    print(f"{path}: {written or 'written'}; next: {train} (only the data: unidec data ingest --params {path})")
+    print(f"{path}: {written or 'written'}; next: {enter}{train} (only the data: {enter}unidec data ingest)")
+
+
+def _warn_of_missing(data: Path) -> None:
+    """Warn if the raw files are not there, or cannot be read: they may come later, or the path has a typo."""
+    from unidec.data.formats import check_folder  # imports pyarrow
+
+    try:
+        check_folder(data)
+    except DataError as error:
+        print(f"warning: {error}", file=sys.stderr)
 
 
 def _new(values: dict[str, str]) -> str:
@@ -110,8 +132,6 @@ def write_project(folder: Path) -> list[str]:
     Returns:
         names of the files that were written.
     """
-    from unidec.tracking.provenance import git
-
     packaged = PACKAGE / "project_template"
     template = packaged if packaged.is_dir() else packaged.parents[1]  # a checkout is itself a project
     files = {
@@ -121,15 +141,45 @@ def write_project(folder: Path) -> list[str]:
     }
     files |= {".dvc/config": _DVC_CONFIG, ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
     files["data/start.json"] = '{"kind": "cold"}\n'
-    if git(folder, "rev-parse", "--git-dir") is None:
-        files[".dvc/config.local"] = "[core]\n    no_scm = true\n"  # DVC looks for git otherwise
     missing = {name: text for name, text in files.items() if not (folder / name).exists()}
     for name, text in missing.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "bin" / "python").chmod(0o755)
     (folder / ".dvcstore").mkdir(exist_ok=True)
-    return sorted(missing)
+    return sorted([*missing, *_match_git(folder)])
+
+
+def matches_git(folder: Path) -> bool:
+    """Whether DVC's setting core.no_scm says that there is no git repository exactly if there is none."""
+    says_none = any(_NO_SCM.search(_settings(folder, name)) for name in _DVC_SETTINGS)
+    return says_none != is_inside(folder)
+
+
+def _settings(folder: Path, name: str) -> str:
+    file = folder / ".dvc" / name
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _match_git(folder: Path) -> list[str]:
+    """Add core.no_scm to DVC's local settings, without which DVC requires git, or remove it; other lines are kept.
+
+    Returns:
+        names of the files that were changed.
+    """
+    if matches_git(folder):
+        return []
+    before = {name: _settings(folder, name) for name in _DVC_SETTINGS}
+    if is_inside(folder):
+        after = {name: _NO_SCM.sub("", text) for name, text in before.items()}
+    else:
+        after = before | {_LOCAL: f"[core]\n    no_scm = true\n{before[_LOCAL]}"}
+    changed = [name for name in _DVC_SETTINGS if after[name] != before[name]]
+    for name in changed:
+        text = re.sub(r"(\[core\]\n[^\[]*)\[core\]\n", r"\1", after[name])  # DVC refuses a section that is there twice
+        text = re.sub(r"\[core\]\n(?=\[|\s*\Z)", "", text)  # a section without settings
+        (folder / ".dvc" / name).write_text(text, encoding="utf-8")
+    return [f".dvc/{name}" for name in changed]
 
 
 def _adapted(file: Path, template: Path) -> str:

@@ -21,8 +21,8 @@ labels_app = group(
     "labels", "Add, remove and update the labels of a bundle without training; the result is a new bundle."
 )
 
-_ABOUT_FILE = "labels: .csv, .tsv, .jsonl or .parquet with the columns uid, text [, title]"
-_ABOUT_UIDS = "labels: .csv, .tsv, .jsonl or .parquet with the column uid"
+_ABOUT_FILE = "labels: .csv, .tsv, .jsonl or .parquet with the columns id, text [, title]"
+_ABOUT_UIDS = "labels: .csv, .tsv, .jsonl or .parquet with the column id"
 File = Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_FILE)]
 Register = Annotated[bool, Option("--register", help="register the new bundle as challenger")]
 Out = Annotated[Path | None, Option(metavar="FOLDER", help="the new bundle; default outputs/refreshed")]
@@ -49,7 +49,7 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
         from unidec.pipeline.labels import change_labels
         from unidec.retrieval.label_change import LabelText
 
-        texts: Any = {name: _read(file) or [LabelText(str(uid), str(text), title or "")]}
+        texts: Any = {name: _read(file, params) or [LabelText(str(uid), str(text), title or "")]}
         return _flat(change_labels(params, bundle, **texts, out=out, register=register, dry_run=dry_run))
 
     run.__doc__ = about
@@ -76,13 +76,13 @@ def remove(
     register: Register = False,
     dry_run: DryRun = False,
 ) -> Any:
-    """Remove labels: they are no longer predicted, and get no votes."""
+    """Remove labels: they are no longer predicted."""
     if bool(uids) == (file is not None):
         fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
         raise ConfigError("requires either uids or --file", where="unidec labels remove", fix=fix)
     from unidec.pipeline.labels import change_labels
 
-    uids = uids or [label.uid for label in _read(file)]
+    uids = uids or [label.uid for label in _read(file, params)]
     return _flat(change_labels(params, bundle, remove=uids, out=out, register=register, dry_run=dry_run))
 
 
@@ -105,7 +105,7 @@ def _flat(result: ChangedLabels) -> dict[str, Any]:
     return found | registered
 
 
-def _read(file: Path | None) -> list[LabelText]:
+def _read(file: Path | None, params: Params) -> list[LabelText]:
     from unidec.retrieval.label_change import read_labels
 
-    return [] if file is None else read_labels(file)
+    return [] if file is None else read_labels(file, params.raw)

@@ -46,7 +46,7 @@ def gate(params: Params, version: Which = "challenger") -> Shown:
 def promote(
     params: Params,
     version: Which = "challenger",
-    force: Annotated[bool, Option("--force", help="even if the gate refused it; recorded in a tag")] = False,
+    force: Annotated[bool, Option("--force", help="promote although the gate refused it; recorded in a tag")] = False,
     reason: Reason = "",
 ) -> Any:
     """Make a version that passed the gate the champion, and the champion the previous one."""

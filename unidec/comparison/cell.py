@@ -29,7 +29,7 @@ from unidec.comparison.peers.running import K, last_lines, run_peer
 from unidec.comparison.plan import START
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
-from unidec.data.storage import MANIFEST, read_json_lines, write_json
+from unidec.data.storage import MANIFEST, lock_file, read_json_lines, write_json
 from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
 from unidec.machine import host_peak
 from unidec.pipeline import paths
@@ -48,7 +48,7 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     """
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
-        raise TrainingError("the comparison is being stopped", where=step.name)
+        raise TrainingError("the comparison is being stopped", where=step.name, fix="run it again to resume")
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
         write_json(step.folder / SPEC, dict(step.spec))
@@ -58,7 +58,8 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
                 stderr=subprocess.STDOUT, env=variables, process_group=0,
             )  # fmt: skip
     except OSError as error:
-        raise TrainingError("cannot be started", where=step.name, got=error) from error
+        fix = "free memory or disk space, then run it again"
+        raise TrainingError("the process of this run cannot be started", where=step.name, got=error, fix=fix) from error
     while (code := process.poll()) is None:
         if stopping.wait(POLL_S):
             for number in (signal.SIGTERM, signal.SIGKILL):  # the latter also for the child's own children
@@ -74,13 +75,12 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
         reason = f"{how}: {last_lines(step.folder / LOG)}"
         if not stopping.is_set():
             write_json(step.folder / FAILURE, {"what": reason})
-    raise TrainingError(reason, where=str(step.folder / LOG))
+    fix = "read this log, remove the cause and run it again: finished runs are kept"
+    raise TrainingError(reason, where=str(step.folder / LOG), fix=fix)
 
 
 def main(folder: str) -> int:
     """Run the step of a folder; returns the exit code."""
-    from filelock import FileLock
-
     from unidec.pipeline.parent_watch import watch
 
     os.chdir(folder)
@@ -88,7 +88,7 @@ def main(folder: str) -> int:
         watch(int(os.environ[PARENT]))
     step = Step("", "", Path(), json.loads(Path(SPEC).read_text(encoding="utf-8")))
     try:
-        with FileLock(".lock"):  # another comparison may be running the same cell
+        with lock_file(Path(".lock")):  # another comparison may be running the same cell
             if not step.is_done():
                 _make(step)
     except Stopped as stopped:
@@ -240,10 +240,10 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
 
 def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
     """Unit vectors of all texts by the model that a peer builds on (`after`)."""
-    from unidec.model.unidec import UniDEC
+    from unidec.methods.assembly import load_model
     from unidec.pipeline.ranking import Ranking
 
-    model = UniDEC.load(START)
+    model = load_model(START)
     ranking = Ranking.of_model(model, dataset, np.arange(dataset.num_queries), params.optim.precision)
     if ranking.query_de is None:
         raise ConfigError("the model has no vectors of label texts", fix="name a cell with a dual encoder in `after`")

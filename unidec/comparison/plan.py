@@ -6,6 +6,7 @@ A cell refers only to cells above it, so the file needs no sorting and has no cy
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ SOURCES = ("recipe", "like", "model_of", "peer")
 ALIKE = ("data", "tokens", "recipe", "seed", "tracking")  # same for every cell: else a table would compare data
 EXPERIMENT = "unidec-compare"
 START = "data/start"  # in a cell's folder: a link to the model that it starts from
+STAND_INS = {"name": "x", "path": "."}  # for faulty values of required keys, so that the rest can be checked
 Name = Annotated[str, StringConstraints(min_length=1, max_length=60, pattern=r"^[^/*?\[\]\x00-\x1f]+$")]
 Overrides = dict[str, Any]
 
@@ -102,14 +104,15 @@ class ComparisonFile(Section):
     tuning: TuningEntry | None = Field(None, description="the same number of trials for every recipe cell")
 
 
-def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
+def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[str]]:
     """Read a comparison file and check its form.
 
     Returns:
-        The file without optional data sets whose folder does not exist, and the line of each key path ("line 3").
+        The file without faulty parts and without optional data sets whose folder does not exist; the line of each key
+        path ("line 3"); and the problems, the unknown keys and wrong values.
 
     Raises:
-        ConfigError: no such file, or not YAML. ParamsError: all unknown keys and wrong values.
+        ConfigError: no such file, or not YAML. ParamsError: the problems, if they leave nothing that can be checked.
     """
     path = Path(path)
     if not path.is_file():
@@ -117,18 +120,49 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
         raise ConfigError("no such comparison file", where=str(path), fix=fix)
     raw, lines = read_yaml(path)
     origin = {".".join(key): f"line {line}" for key, line in lines.items()}
+    problems: list[str] = []
     try:
         file = ComparisonFile.model_validate(raw)
     except ValidationError as error:
         problems = [_explain(detail, origin) for detail in error.errors(include_url=False)]
-        raise ParamsError(problems, str(path), "comparison file") from None
+        checkable = _checkable(raw, error)
+        if checkable is None:
+            raise ParamsError(problems, str(path), "comparison file") from None
+        file = checkable
     skipped = [name for name, entry in file.data.items() if entry.optional and not Path(entry.path).is_dir()]
     for name in skipped:
         log.warning("%s: data set %s is skipped: no folder %s", path, name, file.data[name].path)
     if len(skipped) == len(file.data):
-        raise ConfigError("no data set of this comparison exists", where=str(path), got=", ".join(skipped))
+        fix = "add the folder of one of them, or another entry in `data`"
+        raise ConfigError("no data set of this comparison exists", where=str(path), got=", ".join(skipped), fix=fix)
     left = {name: entry for name, entry in file.data.items() if name not in skipped}
-    return file.model_copy(update={"data": left}), origin
+    return file.model_copy(update={"data": left}), origin, problems
+
+
+def _checkable(raw: Mapping[str, Any], error: ValidationError) -> ComparisonFile | None:
+    """The file without its faulty parts; None if too little is left to check the rest."""
+    left = copy.deepcopy(dict(raw))
+    for _ in range(2):  # a wrong value that is removed may be one that its section requires
+        for detail in error.errors(include_url=False):
+            _remove(left, [part for part in detail["loc"] if part != "[key]"])
+        try:
+            return ComparisonFile.model_validate(left)
+        except ValidationError as remaining:
+            error = remaining
+    return None
+
+
+def _remove(content: dict[Any, Any], place: Sequence[str | int]) -> None:
+    """Remove a key, or what lacks the key; a stand-in replaces it where there is one. Of a list, all is removed."""
+    section, key = content, place[0]
+    for part in place[1:]:
+        inner = section.get(key)
+        if not isinstance(inner, dict) or (part not in inner and part not in STAND_INS):
+            break
+        section, key = inner, part
+    section.pop(key, None)
+    if key in STAND_INS:
+        section[key] = STAND_INS[str(key)]
 
 
 def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
@@ -213,12 +247,15 @@ class System:
 
 
 class Planner:
-    """Collects jobs and problems; `origin` is the line of each key path of the file, `overrides` come from --set."""
+    """Collects jobs and problems; `origin` is the line of each key path of the file, `overrides` come from --set,
+    `problems` are those of the file's form."""
 
-    def __init__(self, file: ComparisonFile, origin: dict[str, str], overrides: Mapping[str, Any]) -> None:
+    def __init__(
+        self, file: ComparisonFile, origin: dict[str, str], overrides: Mapping[str, Any], problems: Sequence[str] = ()
+    ) -> None:
         self.file, self.origin, self.overrides = file, origin, overrides
         self.chosen: Mapping[str, Overrides] = {}  # of the cells that were tuned
-        self.problems: list[str] = []
+        self.problems = list(problems)
         self.systems: dict[str, System | None] = {}  # of the cells read so far; None: something is wrong
         self.wrong_params: dict[str, str] = {}  # text of a problem -> first cell that has it
 
@@ -316,7 +353,7 @@ class Planner:
         if cell.peer in PEERS and (cell.after is not None) != PEERS[cell.peer].reads_vectors:
             expected = "after: the cell whose text vectors it reads" if cell.after is None else "no `after`"
             self._add(where, "wrong `after` for this peer", cell.after, expected)
-        if cell.trials and (self.file.tuning is None or cell.peer or cell.model_of):
+        if cell.trials and ("tuning" not in self.origin or cell.peer or cell.model_of):
             self._add(f"{where}.trials", "this cell is not tuned", cell.trials, "a recipe cell, and a section `tuning`")
         for key in flat(cell.set):
             section, place = key.partition(".")[0], f"{where}.set.{key}"

@@ -36,7 +36,14 @@ MODEL, PREDICTIONS, SCORES = "outputs/model", "labels.npy", "scores.npz"
 
 # which code affects which results; pages and command lines affect none
 READERS = ("data/**/*.py",)
-TRAINING = ("model/**/*.py", "training/**/*.py", "retrieval/**/*.py", "pipeline/*.py", "evaluation/metrics.py")
+TRAINING = (
+    "model/**/*.py",
+    "methods/**/*.py",
+    "training/**/*.py",
+    "retrieval/**/*.py",
+    "pipeline/*.py",
+    "evaluation/metrics.py",
+)
 PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/baselines.py")
 # ... and which parameters; the data set has a key of its own
 _DECIDES = [name for name in Params.model_fields if name not in ("run", "tracking", "device", "data", "recipe")]
@@ -106,11 +113,12 @@ def load_comparison(
         ParamsError: every problem at once, with key path, line, what was expected and the nearest name.
         ConfigError: the file has no section `tuning` to run, or has not been tuned yet.
     """
-    file, origin = read_file(path)
-    if tune and file.tuning is None:
+    file, origin, problems = read_file(path)
+    if tune and file.tuning is None and not problems:
         raise ConfigError("nothing to tune", where=str(path), expected="a section `tuning`", fix=EXAMPLE)
     choose = None if tune else partial(read_chosen, path, file)
-    jobs, root = Planner(file, origin, overrides or {}).jobs(path, choose), Path(folder or ROOT / file.name)
+    jobs = Planner(file, origin, overrides or {}, problems).jobs(path, choose)
+    root = Path(folder or ROOT / file.name)
     common = flat(file.common) | dict(overrides or {})
     steps = steps_of(jobs, root)
     if keep_results:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.data.array_file import load_csr
-from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, hold_out, stack
+from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out, stack
 from unidec.data.storage import files_sha256, load_array, manifest_sha256, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError
 
@@ -91,12 +91,15 @@ class XMCDataset:
         return np.flatnonzero(self.split_N == SPLITS.index(split))
 
     def query_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
-        """Texts of the queries at these rows (None: all); "title+content" joins the non-empty parts with a space."""
-        return _texts(_take(self.queries, rows), text).to_pylist()
+        """Texts of the queries at these rows (None: all).
+
+        "title+content" joins the non-empty parts with a space. "title" is the content where the title is blank.
+        """
+        return texts_read(_take(self.queries, rows), text).to_pylist()
 
     def label_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
         """Texts of the labels at these rows (None: all); see `query_texts`."""
-        return _texts(_take(self.labels, rows), text).to_pylist()
+        return texts_read(_take(self.labels, rows), text).to_pylist()
 
     def query_uids(self, rows: Rows = None) -> list[str]:
         """uids of the queries at these rows (None: all)."""
@@ -112,7 +115,7 @@ class XMCDataset:
         """Texts of all queries or labels in the order of their rows, in batches."""
         table = {"queries": self.queries, "labels": self.labels}[which]
         for start in range(0, table.num_rows, batch_size):
-            yield _texts(table.slice(start, batch_size), text).to_pylist()
+            yield texts_read(table.slice(start, batch_size), text).to_pylist()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]
@@ -188,10 +191,12 @@ def _take(table: pa.Table, rows: Rows) -> pa.Table:
     return table if rows is None else table.take(pa.array(np.asarray(rows, dtype=np.int64)))
 
 
-def _texts(table: pa.Table, text: Text) -> pa.ChunkedArray:
+def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:
+    """What a model reads of texts with title and content."""
     title, content = table["title"], table["content"]
     if text == "title":
-        return title
+        without_title = are_blank(title)
+        return pc.if_else(without_title, content, title) if pc.any(without_title).as_py() else title
     if text != "title+content":
         raise ValueError(f"text must be 'title' or 'title+content', not {text!r}")
     both = pc.binary_join_element_wise(title, content, pa.scalar(" ", pa.large_string()))

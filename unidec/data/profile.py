@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.propensity import label_counts
+from unidec.data.propensity import label_counts, training_counts
+from unidec.data.raw import are_blank
 from unidec.data.tokens import encode_texts, load_tokenizer
 
 VERSION = 1
@@ -180,15 +181,16 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     """Shares counted over the whole data set, without sampling."""
     hash_N, length_N = text_facts(dataset, "queries", text)
     hash_L, length_L = text_facts(dataset, "labels", text)
-    train, test = hash_N[rows["train"]], rows["test"][length_N[rows["test"]] > 0]
-    points_L = label_counts(dataset.relevance, rows["train"])
+    train = hash_N[rows["train"]]
+    tested_N, leaked_N = tested_in_training(dataset, hash_N, length_N)
+    points_L = training_counts(dataset)
     held_out_L = label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
     flags = {
         "empty_queries": length_N == 0,
         "empty_labels": length_L == 0,
         "repeated_queries": pd.Series(train).duplicated(),
         "repeated_labels": pd.Series(hash_L).duplicated(),
-        "test_texts_in_train": np.isin(hash_N[test], train),
+        "test_texts_in_train": leaked_N[tested_N],
         "queries_without_positives": np.diff(dataset.relevance.indptr) == 0,
         "labels_without_training_points": points_L == 0,
         "unseen_labels": points_L[held_out_L] == 0,
@@ -196,11 +198,25 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     return {name: share(flag.sum(), len(flag)) for name, flag in flags.items()}
 
 
+def tested_in_training(dataset: XMCDataset, hash_N: np.ndarray, length_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Test queries that are counted, those with a text, and which of these have a training query's text: bool [N] both.
+
+    Args:
+        hash_N, length_N: `text_facts` of the queries.
+    """
+    tested_N = np.zeros(len(hash_N), dtype=bool)
+    tested_N[dataset.rows("test")] = True
+    tested_N &= length_N > 0
+    return tested_N, tested_N & np.isin(hash_N, hash_N[dataset.rows("train")])
+
+
 def text_facts(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
-    """Hash (uint64) and number of characters (int64) of each text, both without surrounding white space."""
+    """Hash (uint64) and number of characters (int64) of each text, both without surrounding white space; a blank text
+    (`raw.is_blank`) has no characters."""
     hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for batch in dataset.text_batches(which, text, 65_536):
         array = pc.utf8_trim_whitespace(pa.array(batch, pa.large_string()))
         hashes.append(text_hashes(array))
-        lengths.append(pc.utf8_length(array).to_numpy(zero_copy_only=False).astype(np.int64))
+        length = pc.if_else(are_blank(array), 0, pc.utf8_length(array))
+        lengths.append(length.to_numpy(zero_copy_only=False).astype(np.int64))
     return np.concatenate(hashes), np.concatenate(lengths)

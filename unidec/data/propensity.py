@@ -61,7 +61,8 @@ def inverse_propensity(label_counts_L: Any, num_train: int, a: float, b: float) 
     """
     count_L = np.asarray(label_counts_L, dtype=np.float64)
     if not (count_L >= 0).all() or not a > 0 or not b >= 0:
-        raise DataError("propensities require label counts >= 0, A > 0 and B >= 0", got=f"A = {a}, B = {b}")
+        got, expected = f"A = {a}, B = {b}", "label counts >= 0, A > 0 and B >= 0"
+        raise DataError("propensities cannot be computed", got=got, expected=expected)
     if b == 0:
         count_L = np.maximum(count_L, 1.0)
     c = max(float(np.log(max(num_train, 1))) - 1.0, 0.0) * (b + 1.0) ** a
@@ -81,6 +82,11 @@ def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         block = relevance[rows[start : start + _ROWS_AT_ONCE]]
         count_L += np.bincount(block.indices[block.data > 0], minlength=len(count_L))
     return count_L
+
+
+def training_counts(dataset: XMCDataset) -> NDArray[np.int64]:
+    """Number of queries of the training split with each label, int64 [L]; validation queries are not counted."""
+    return label_counts(dataset.relevance, dataset.rows("train"))
 
 
 def build_propensity(dataset: XMCDataset, a: float, b: float, out: str | os.PathLike[str]) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from scipy.sparse import csr_matrix, vstack
 
 SPLITS = ("train", "validation", "test")
@@ -67,6 +69,20 @@ def text_array(values: Iterable[str] | pa.Array | pa.ChunkedArray, kind: pa.Data
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values.cast(kind)
     return pa.array(list(values), kind)
+
+
+_INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # Unicode categories: separators, control and format characters
+_VISIBLE = r"[^\p{Z}\p{Cc}\p{Cf}]"  # the same for Arrow
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text has nothing to read: it is empty, or has only white space and invisible characters."""
+    return all(unicodedata.category(character) in _INVISIBLE for character in text)
+
+
+def are_blank(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """`is_blank` of each text, as an Arrow array."""
+    return pc.invert(pc.match_substring_regex(texts, _VISIBLE))
 
 
 def row_uids(first: int, count: int) -> pa.Array:

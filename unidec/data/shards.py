@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidec.data.storage import Folder, read_manifest, write_folder, write_json
+from unidec.data.storage import Folder, lock_file, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError, ConfigError
 from unidec.version import __version__
 
@@ -129,18 +129,14 @@ def alone(folder: Path) -> Iterator[None]:
     Raises:
         ArtifactError: another process holds the lock, or the folder has other files or cannot be created.
     """
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
     foreign = sorted(path.name for path in folder.glob("*") if not _KNOWN_NAMES.fullmatch(path.name))
     if foreign:
         what = "the folder for shards contains other files"
         raise ArtifactError(what, where=str(folder), got=foreign[0], fix="move the folder away")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArtifactError("the folder cannot be created", where=str(folder), got=error.strerror) from error
-    try:
-        with FileLock(folder / ".lock", timeout=0):
+        with lock_file(folder / ".lock", timeout=0):
             try:
                 yield
             finally:

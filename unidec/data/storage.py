@@ -43,6 +43,10 @@ _STALE_S = 24 * 3600.0
 _SETTLED_S = 1.0  # a file that changed more recently may change again without a new time stamp
 _verified: set[tuple[Any, ...]] = set()  # folders that this process has verified, with the state of their files
 _written_names: set[str] = set()  # temporary names used by this process
+_WRITERS = {  # commands, by the kind of what they write
+    "dataset": "unidec data ingest", "tokens": "unidec data tokens", "propensity": "unidec data propensity",
+    "label_graph": "unidec data label-graph", "model": "unidec train", "bundle": "unidec index build",
+}  # fmt: skip
 REBUILD = "delete the folder and run the stage that writes it again"
 
 
@@ -134,6 +138,37 @@ def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str
         _remove(temporary)
 
 
+@contextlib.contextmanager
+def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
+    """Hold a lock file, in a folder that is created. The system releases it if its process dies, so it never becomes
+    stale.
+
+    Args:
+        timeout: seconds to wait for another process; below 0: without limit.
+
+    Raises:
+        ArtifactError: the file cannot be written, or its file system has no locks.
+        filelock.Timeout: another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=timeout)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise
+    except OSError as error:
+        raise _storage_error(path, error, 0) from error
+    except NotImplementedError as error:  # of filelock
+        fix = "use a folder on another file system"
+        raise ArtifactError("the file system has no locks", where=str(path), got=str(error)[:200], fix=fix) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def write_manifest(
     path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any],
     hashes: Mapping[str, str] | None = None,
@@ -167,7 +202,8 @@ def read_manifest(
     root = Path(path)
     where = str(root / MANIFEST)
     if not root.is_dir():
-        raise ArtifactError(f"no {kind} here", where=str(root), fix="run the pipeline stage that writes it")
+        fix = f"check the path, or write it: {_WRITERS.get(kind, 'make train')}"
+        raise ArtifactError(f"no {kind} here", where=str(root), fix=fix)
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
         raise ArtifactError("folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind)
@@ -325,7 +361,7 @@ def folder_sha256(path: str | os.PathLike[str]) -> str:
     """One sha256 for a folder: over the file hashes in its manifest, or else over all files that are not hidden."""
     root = Path(path)
     if not root.is_dir():
-        raise ArtifactError("no such folder", where=str(root))
+        raise ArtifactError("no such folder", where=str(root), fix="check the path")
     with contextlib.suppress(ArtifactError):
         return manifest_sha256(_parse_manifest(root))
     return files_sha256({name: file_sha256(root / name) for name in _files(root) if "/." not in f"/{name}"})

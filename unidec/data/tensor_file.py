@@ -96,4 +96,5 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _damaged(path: str | os.PathLike[str], error: Exception) -> ArtifactError:
-    return ArtifactError("not a readable safetensors file", where=os.fspath(path), got=str(error)[:200])
+    fix = "restore the file, or run the stage that writes it again"
+    return ArtifactError("not a readable safetensors file", where=os.fspath(path), got=str(error)[:200], fix=fix)

@@ -125,7 +125,7 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
     out_N = np.full(len(tokens), -1, dtype=np.int64)
     if not len(others):
         return out_N
-    hash_N, hash_M = _hashes(tokens, most), _hashes(others, most)
+    hash_N, hash_M = token_hashes(tokens, most), token_hashes(others, most)
     order_M = np.argsort(hash_M, kind="stable")
     other_N = order_M[np.minimum(np.searchsorted(hash_M[order_M], hash_N), len(others) - 1)]
     length_N, length_M = (np.minimum(each.lengths(), most or each.max_length) for each in (tokens, others))
@@ -138,7 +138,7 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
     return out_N
 
 
-def _hashes(tokens: Tokens, most: int) -> NDArray[np.uint64]:
+def token_hashes(tokens: Tokens, most: int = 0) -> NDArray[np.uint64]:
     """Hash of each text's first `most` tokens (0: of all), uint64 [N]."""
     factor_T = np.random.default_rng(0).integers(2**64, size=tokens.max_length, dtype=np.uint64) | np.uint64(1)
     factor_T[most or len(factor_T) :] = 0
@@ -178,7 +178,7 @@ class TokenCache(Tokens):
             facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
             if any(type(number) is not int or number < 0 for number in facts):
                 what = "the manifest lacks facts of a token cache"
-                raise ArtifactError(what, where=str(root), got=str(meta)[:200])
+                raise ArtifactError(what, where=str(root), got=str(meta)[:200], fix=REBUILD)
             vocab_size, pad_id, max_length, num_texts = facts
             offsets = load_array(root / "offsets.npy", np.int64)
             ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
@@ -240,7 +240,9 @@ class TextTokenizer:
         try:
             self._tokenizer = Tokenizer.from_file(str(self.file))
         except Exception as error:  # the Rust library raises plain Exception
-            raise ArtifactError("not a readable tokenizer", where=str(self.file), got=str(error)[:200]) from error
+            fix = "save it again: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            what = "not a readable tokenizer"
+            raise ArtifactError(what, where=str(self.file), got=str(error)[:200], fix=fix) from error
         specials = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= specials:
             got, expected = f"max_length {max_length}", f"> {specials}"

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.profile import spaced, text_facts
+from unidec.data.profile import spaced, tested_in_training, text_facts
+from unidec.data.propensity import training_counts
 from unidec.errors import DataError
 from unidec.evaluation.metrics import GROUPS, by_query, evaluate, filtered_truth, remove_filtered
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems
@@ -72,7 +73,7 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     places = spaced(np.arange(len(test)), min(MAX_TEST, affordable))
     try:
         if not len(train) or not len(test):
-            raise DataError("a split without queries")
+            raise DataError("a split without queries", expected="training and test queries")
         vectorizer, train_MF = fit_words(dataset.query_texts(rows, text), str(dataset.path))
     except DataError as error:
         return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
@@ -141,23 +142,24 @@ def verdict(compared: Sequence[Comparison]) -> str:
     )
 
 
-def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, counts_L: NDArray[np.integer]) -> list[str]:
+def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> list[str]:
     """Sentences about reasons why the metrics of the test split may be misleading; [] if there are none.
 
     Args:
-        metrics: of the test split, in percent. counts_L: training queries of each label.
+        metrics: of the test split, in percent.
     """
-    reasons, trained, test = [], int((counts_L > 0).sum()), dataset.rows("test")
+    reasons, trained = [], int((training_counts(dataset) > 0).sum())
     if trained <= 1:
         reasons.append(
             f"{'Only one label has' if trained else 'No label has'} training queries: the model has no choice between "
             "labels, and the metrics say nothing about it."
         )
-    hash_N, _ = text_facts(dataset, "queries", text)
-    if repeated := int(np.isin(hash_N[test], hash_N[dataset.rows("train")]).sum()):
+    tested_N, leaked_N = tested_in_training(dataset, *text_facts(dataset, "queries", text))
+    num_tested = int(tested_N.sum())
+    if repeated := int(leaked_N.sum()):
         reasons.append(
-            f"{repeated:,} of {len(test):,} test queries ({repeated / len(test):.1%}) have the same text as a training "
-            "query: the metrics reward memorising them. Remove them from the test split, or from training."
+            f"{repeated:,} of {num_tested:,} test queries ({repeated / num_tested:.1%}) have the same text as a "
+            "training query: the metrics reward memorising them. Remove them from the test split, or from training."
         )
     perfect = [name for name, value in metrics.items() if "/" not in name and "@" in name and value >= PERFECT]
     if trivial := [name for name in perfect if _is_trivial(name, dataset.num_labels)]:
@@ -189,7 +191,8 @@ def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
     try:
         return vectorizer, vectorizer.fit_transform(texts)
     except ValueError as error:  # scikit-learn's "empty vocabulary"
-        raise DataError("texts without a word to count", where=where, got=str(error)[:200]) from error
+        expected = "a word of two or more characters in at least one text"
+        raise DataError("no text has a word to count", where=where, got=str(error)[:200], expected=expected) from error
 
 
 def rank(

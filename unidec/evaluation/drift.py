@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 from scipy.spatial.distance import jensenshannon
@@ -22,9 +22,11 @@ from scipy.spatial.distance import jensenshannon
 from unidec.sections import Drift
 
 Unit = Literal["count", "mean", "share", "distance", "shift", "metric"]
+State = Literal["stop", "warning", "ok", "not judged"]
 Bounds = tuple[float | None, float | None]
 Levels = tuple[float, float | None]  # largest change without a warning, and without a stop (None: it never stops)
 
+STATES = get_args(State)  # in the order of a page
 QUANTILE, Z = 0.99, 2.58  # of what chance explains, as a quantile and as a two-sided normal interval
 DRAWS = 200
 TOKENS_TOGETHER = 2  # tokens that count as one observation, since a text's tokens depend on each other (Kish 1965)
@@ -42,8 +44,8 @@ _SHARES = {
     "repeated_labels": "labels with the text of another one",
     "test_texts_in_train": "test queries whose text is a training query's (leak)",
     "queries_without_positives": "queries without positives",
-    "labels_without_training_points": "labels without training points",
-    "unseen_labels": "labels of held-out queries without training points",
+    "labels_without_training_points": "labels without training queries",
+    "unseen_labels": "labels of held-out queries without training queries",
 }
 _STRANGE = {"unknown_tokens": "tokens that the tokenizer does not know", "unseen_words": "words that training lacked"}
 
@@ -56,6 +58,7 @@ class Check:
         key, name: identifier and displayed name. old, new: the figure; a distance has no earlier one.
         unit: a share is 0 to 1, a distance Jensen-Shannon's, a shift in standard deviations, a metric in percent.
         warn, stop: (minimum, maximum), None: no limit. noise: change that chance explains; None if unknown.
+        judged: False if there are too few queries to compare the figure with its limits.
     """
 
     key: str
@@ -66,10 +69,13 @@ class Check:
     warn: Bounds
     stop: Bounds = NO_LIMIT
     noise: float | None = None
+    judged: bool = True
 
     @property
-    def state(self) -> Literal["ok", "warning", "stop"]:
+    def state(self) -> State:
         """Whether the figure is outside the limits `warn` or `stop`."""
+        if not self.judged:
+            return "not judged"
         return "stop" if _outside(self.new, self.stop) else "warning" if _outside(self.new, self.warn) else "ok"
 
     @property
@@ -79,7 +85,12 @@ class Check:
         change = f" now ({self.new / self.old - 1:+.1%})" if self.old and self.unit in ("count", "mean") else ""
         now = f"{self.name}: {before}{self.shown(self.new)}{change or (' now' if before else '')}"
         bounds = self.stop if self.state == "stop" else self.warn
-        return f"{now}; {self.within(bounds)} expected" if self.state != "ok" else now
+        return f"{now}; {self.within(bounds)} expected" if self.drifted else now
+
+    @property
+    def drifted(self) -> bool:
+        """Whether the figure is judged and outside the limits."""
+        return self.state in ("stop", "warning")
 
     def shown(self, value: float | None) -> str:
         """A figure of this unit as displayed."""
@@ -96,12 +107,12 @@ class Check:
             return "" if high is None else f"at most {self.shown(high)}"
         return f"at least {self.shown(low)}" if high is None else f"{self.shown(low)} to {self.shown(high)}"
 
-    def to_json(self, judged: bool = True) -> dict[str, object]:
-        """The check for JSON: "check" is the key, "value" the new figure; "drifted": it is `judged` and outside the
-        limits."""
+    def to_json(self) -> dict[str, object]:
+        """The check for JSON: "check" is the key, "value" the new figure."""
         fields = asdict(self) | {"warn": list(self.warn), "stop": list(self.stop)}
+        del fields["judged"]  # the state says so
         renamed = {"check": fields.pop("key"), "value": fields.pop("new")}
-        return {**renamed, **fields, "state": self.state, "drifted": judged and self.state != "ok", "words": self.words}
+        return {**renamed, **fields, "state": self.state, "drifted": self.drifted, "words": self.words}
 
 
 def served_facts(vectors_ND: Any, scores_N: Any, edges: Sequence[float] | None = None) -> dict[str, Any] | None:
@@ -127,14 +138,17 @@ def served_facts(vectors_ND: Any, scores_N: Any, edges: Sequence[float] | None =
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
-    """Checks of all figures that both sides have, ordered by state: stop, warning, ok.
+    """Checks of all figures that both sides have, ordered by state: stop, warning, ok, not judged.
+
+    Windows with fewer queries than `limits.min_window` are not judged, nor are metrics of fewer labelled queries.
 
     Args:
         old: figures of `profile_dataset`; also "served" (`served_facts`) and "metrics" ({name: percent}), if known.
         new: for a later data set the same, also "label_changes" ({"left": share of the earlier labels that were
             removed, "new": share of the later labels that were added}). For a window of queries, which never stops:
-            "queries" and "held_out" (`measure_texts`), "served" (with the edges of `old`), "metrics"
-            ({name: (percent, its standard error)}) and "unknown_labels" (a share).
+            "count" (queries of the window), "queries" and "held_out" (`measure_texts`), "served" (with the edges of
+            `old`), "metrics" ({name: (percent, its standard error)}), "labelled" (queries with labels) and
+            "unknown_labels" (a share).
     """
     whole = "rows" in new
     change: Levels = (limits.warn_change, limits.stop_change if whole else None)
@@ -148,15 +162,32 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
         checks.append(_share(key, name, old["held_out"][key], new["held_out"][key], change))
     if old.get("served") and new.get("served"):
         checks += _served_checks(old["served"], new["served"], limits)
+    if not is_judged(new.get("count"), limits):
+        checks = [replace(check, judged=False) for check in checks]
     if "unknown_labels" in new:
-        for name in ("P@1", "nDCG@5"):
-            if name in old["metrics"] and name in new["metrics"]:
-                before, (value, error) = old["metrics"][name], new["metrics"][name]
-                checks.append(_band(name.replace("@", "_at_"), name, "metric", before, value, change, Z * error))
-        missing, name = new["unknown_labels"], "labels of the window that the model does not know"
-        noise = _noise(0.25, missing["of"])
-        checks.append(_growth("unknown_labels", name, "share", None, missing["share"], change, noise))
-    return sorted(checks, key=lambda check: ("stop", "warning", "ok").index(check.state))
+        of_labels = _label_checks(old["metrics"], new, change)
+        judged = is_judged(new.get("labelled"), limits)
+        checks += [replace(check, judged=judged) for check in of_labels]
+    return sorted(checks, key=lambda check: STATES.index(check.state))
+
+
+def is_judged(num_queries: int | None, limits: Drift) -> bool:
+    """Whether a window has enough queries to be judged; None: not a window."""
+    return num_queries is None or num_queries >= limits.min_window
+
+
+def _label_checks(before: Mapping[str, float], new: Mapping[str, Any], change: Levels) -> list[Check]:
+    """Checks of the metrics and of unknown labels of a window of labelled queries; `before`: metrics in percent."""
+    checks = []
+    for name in ("P@1", "nDCG@5"):
+        if name in before and name in new["metrics"]:
+            value, error = new["metrics"][name]
+            noise = Z * error
+            checks.append(_band(name.replace("@", "_at_"), name, "metric", before[name], value, change, noise))
+    missing, name = new["unknown_labels"], "labels of the window that the model does not know"
+    noise = _noise(0.25, missing["of"])
+    checks.append(_growth("unknown_labels", name, "share", None, missing["share"], change, noise))
+    return checks
 
 
 def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels) -> list[Check]:

@@ -89,7 +89,8 @@ def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> ND
     ):
         if invalid_BK.any():
             row = int(np.argmax(invalid_BK.any(axis=1)))
-            raise DataError(what, where=f"predictions row {row}", got=label_BK[row].tolist()[:20])
+            got, expected = label_BK[row].tolist()[:20], f"different labels from 0 to {num_labels - 1}, -1 for none"
+            raise DataError(what, where=f"predictions row {row}", got=got, expected=expected)
     return label_BK
 
 
@@ -238,6 +239,24 @@ def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
     return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
 
 
+def ideal_ranking(relevance: csr_matrix, inverse_propensity_L: Any, k: int) -> NDArray[np.int64]:
+    """The relevant labels of each query, rare ones first: int64 [N, k], -1 = none. No ranking has higher P, R, nDCG,
+    PSP or MRR."""
+    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
+    out_NK = np.full((relevance.shape[0], k), -1, dtype=np.int64)
+    row_E = np.repeat(np.arange(relevance.shape[0]), np.diff(relevance.indptr))
+    label_E = np.asarray(relevance.indices, dtype=np.int64)
+    is_relevant_E = relevance.data > 0
+    row_E, label_E = row_E[is_relevant_E], label_E[is_relevant_E]
+    order = np.lexsort((label_E, -weight_L[label_E], row_E))
+    row_E, label_E = row_E[order], label_E[order]
+    begin_E = np.searchsorted(row_E, row_E)  # where the labels of a query begin
+    place_E = np.arange(len(row_E)) - begin_E
+    fits_E = place_E < k
+    out_NK[row_E[fits_E], place_E[fits_E]] = label_E[fits_E]
+    return out_NK
+
+
 def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matrix:
     """The relevant pairs that are not filtered: bool CSR [N, L], sorted.
 
@@ -248,7 +267,8 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
         DataError: the shapes differ.
     """
     if _shape(relevance) != _shape(filter_pairs):
-        raise DataError("relevance and filter differ in shape", got=f"{relevance.shape} and {filter_pairs.shape}")
+        got = f"{relevance.shape} and {filter_pairs.shape}"
+        raise DataError("relevance and filter pairs differ in shape", got=got, expected="[queries, labels] of both")
     key_E = np.setdiff1d(pair_keys(relevance, True), pair_keys(filter_pairs), assume_unique=True)
     row_E, label_E = np.divmod(key_E, max(_shape(relevance)[1], 1))
     return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))

@@ -14,7 +14,7 @@ import numpy as np
 from unidec.data.storage import write_bytes_atomic
 from unidec.evaluation import page
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
-from unidec.evaluation.page import Records, Table
+from unidec.evaluation.page import Records, Shown, Table
 from unidec.evaluation.significance import Comparison
 from unidec.metric_names import BASELINES, DEFAULT_KS
 
@@ -27,8 +27,9 @@ HEADS = {
     "knn": "votes of similar queries alone",
 }
 VERDICT = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100", "tail/R@10", "torso/R@10", "head/R@10")  # of `wins_and_losses`
+AT_BEST = "at best"  # row of the highest values that are possible
 EQUAL = 0.05  # percentage points: smaller differences would be shown as 0.0
-GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 100)"}
+GROUPS = {"tail": "tail (< 10 queries)", "torso": "torso (10 to 100 queries)", "head": "head (> 100 queries)"}
 BY_GROUP = {"P@5": "contributes to P@5", "within/P@5": "P@5 within", "nDCG@5": "nDCG@5 within",
             "PSP@5": "PSP@5 within", "R@10": "R@10 within", "R@100": "R@100 within", "coverage@5": "coverage@5 within",
             "num_queries": "queries with such a label"}  # fmt: skip
@@ -54,6 +55,7 @@ class ReportInput:
         date: as displayed. dataset, model: one line about each.
         metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, the served system first; group metrics
             as "tail/R@10". baselines: the same. baseline_note: how they were built.
+        at_best: the highest values that any ranking of these queries can have.
         history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
         index: facts about the index, such as {"recall@10": 99.8}.
         fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points of the "objective"}.
@@ -73,6 +75,7 @@ class ReportInput:
     model: str = ""
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    at_best: Mapping[str, float] = field(default_factory=dict)
     baseline_note: str = ""
     history: Records = ()
     rounds: Records = ()
@@ -97,17 +100,20 @@ def render(report: ReportInput) -> str:
     systems = {HEADS.get(name, name): values for name, values in report.metrics.items()}
     main = next(iter(systems.values()), {})
     earlier = {name: metrics for name, metrics in report.earlier.items() if metrics}
-    kinds = [*("" for _ in systems), *("reference" for _ in {**earlier, **report.baselines})]
-    group_chart, groups = _groups(systems)
+    compared: dict[str, Mapping[str, Any]] = {**systems, **earlier, **report.baselines}
+    if report.at_best:  # as texts, so that they are not the best of a column
+        compared[AT_BEST] = {name: Shown(f"{value:.2f}") for name, value in report.at_best.items()}
+    kinds = ["" if name in systems else "reference" for name in compared]
+    group_chart, groups = _groups(systems, report.at_best)
     bin_charts, bins = _bins(report.bins)
     by_tail = _lines(report.fusion.get("by_tail", ()), "tail", {name: name for name in TRADED}, dots=True)
     return page.render(
         "report",
         report=report,
-        head_cards=[(f"{main[name]:.1f}", name, "") for name in CARDS if math.isfinite(main.get(name, math.nan))],
+        head_cards=_cards(main, report.at_best),
         num_queries=int(main.get("num_queries", 0)),
         verdicts=[(name, wins_and_losses(main, metrics)) for name, metrics in report.earlier.items()],
-        headline=Table.of("system", {**systems, **earlier, **report.baselines}, HEADLINE, best=True, kinds=kinds),
+        headline=Table.of("system", compared, HEADLINE, best=True, kinds=kinds),
         groups_shown=GROUPS,
         baselines_shown=BASELINES,
         frequency_charts=[*bin_charts, group_chart],
@@ -118,7 +124,7 @@ def render(report: ReportInput) -> str:
         **_calibration(report.calibration or {}),
         tail_chart=line_chart("Frequent against rare labels", by_tail, "weight of the log inverse propensity",
                               "percent, validation split"),
-        lost_without={name: f"{lost:.2f}" for name, lost in
+        lost_without={name.replace("blend", "weighted sum"): f"{lost:.2f}" for name, lost in
                       sorted(report.fusion.get("lost_without", {}).items(), key=lambda part: -part[1])},
     )  # fmt: skip
 
@@ -139,11 +145,26 @@ def wins_and_losses(own: Mapping[str, float], other: Mapping[str, float]) -> str
     return "; ".join(f"{how}: {', '.join(names)}" for how, names in parts.items() if names)
 
 
-def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[Chart | None, Table]:
+def _cards(main: Mapping[str, float], at_best: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """The main figures, each with what could be reached at best."""
+    shown = []
+    for name in CARDS:
+        if not math.isfinite(main.get(name, math.nan)):
+            continue
+        limit = at_best.get(name, math.nan)
+        words = f"{name}, at best {limit:.1f}" if math.isfinite(limit) else name
+        shown.append((f"{main[name]:.1f}", words, ""))
+    return shown
+
+
+def _groups(systems: Mapping[str, Mapping[str, float]], at_best: Mapping[str, float]) -> tuple[Chart | None, Table]:
     """A chart of R@10 and a table of all metrics by frequency group, without groups that have no test queries."""
+    main = next(iter(systems.values()), {})
+    counts = {name: value for name, value in main.items() if "num_queries" in name}
+    measured = {**systems, **({AT_BEST: {**at_best, **counts}} if at_best else {})}
     rows = {
         (name, group): of_group | _within(of_group, metrics.get("num_queries", math.nan))
-        for name, metrics in systems.items()
+        for name, metrics in measured.items()
         for group, of_group in by_group(metrics).items()
         if of_group.get("num_queries", 1) > 0
     }

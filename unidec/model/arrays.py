@@ -95,6 +95,6 @@ def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
 
 def misfit(folder: Path, error: Exception) -> ArtifactError:
     """The error for a model's folder whose weights and configuration do not fit together."""
-    return ArtifactError(
-        "weights and configuration of the model do not fit together", where=str(folder), got=str(error)[:300]
-    )
+    what = "weights and configuration of the model do not fit together"
+    fix = "restore the folder, or write it again: unidec train, or unidec index build for a bundle"
+    return ArtifactError(what, where=str(folder), got=str(error)[:300], fix=fix)

@@ -133,7 +133,7 @@ class FrozenCaches:
                 values[shared] = known[same_N[shared]]
             rows = np.flatnonzero(same_N < 0)
         build = InputBuilder(encoder, self.device, vectors)
-        with progress(total=len(rows), desc=f"encode once ({what})", unit="text") as bar:
+        with progress(total=len(rows), desc=f"encode {name}, cached", unit="text") as bar:
             for start in range(0, len(rows), TEXTS_AT_ONCE):
                 some = rows[start : start + TEXTS_AT_ONCE]
                 for places in length_chunks(tokens.lengths(some), tokens=build.chunk_tokens):

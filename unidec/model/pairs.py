@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from unidec.model.pool import PoolBatch
 
 # Used in place of minus infinity: relative to any real logit its exp is exactly 0, and a row of masked entries alone
 # still has a finite logsumexp, which gives a loss and gradients of 0 instead of NaN. Fits float32 and float64.
@@ -143,13 +145,14 @@ ALL_COLUMNS = Columns()
 @dataclass(frozen=True)
 class PoolTargets:
     """The pairs of a pool as tensors on the device of the logits. Fields not listed here are described in
-    `unidec.training.sampler.PoolBatch`.
+    `unidec.model.pool.PoolBatch`.
 
     Attributes:
         relevance_P: float [P], soft targets, or 1 for each pair.
         num_positives_B: [B], |P_i|, in the pool or not (for soft targets the sum of the row's targets).
         importance_P: float [P], inverse propensity of each pair's label; None: 1 for each pair.
         columns: which of the pool's columns the logits hold.
+        mixture: weighted targets whose losses are added up in place of the loss of these; empty: these alone.
     """
 
     row_P: Tensor
@@ -161,11 +164,12 @@ class PoolTargets:
     ignored_col_F: Tensor
     importance_P: Tensor | None = None
     columns: Columns = field(default=ALL_COLUMNS, kw_only=True)
+    mixture: tuple[tuple[float, PoolTargets], ...] = field(default=(), kw_only=True)
 
     @classmethod
     def from_batch(
         cls,
-        batch: Any,
+        batch: PoolBatch,
         device: torch.device | str = "cpu",
         *,
         soft: bool = False,

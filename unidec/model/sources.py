@@ -67,7 +67,8 @@ def check_positions(folder: Path, max_length: int) -> None:
     try:
         limit = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings") or max_length
     except (ValueError, AttributeError) as error:
-        raise ArtifactError("not a transformer's config.json", where=str(folder), got=str(error)) from error
+        fix = "save it with AutoModel.save_pretrained"
+        raise ArtifactError("not a transformer's config.json", where=str(folder), got=str(error), fix=fix) from error
     if max_length > limit:
         raise ConfigError(
             f"the transformer reads at most {limit} tokens", where="tokens.max_length", got=max_length,

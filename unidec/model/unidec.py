@@ -3,15 +3,8 @@
 Legend: B texts of a batch, N all texts, L labels, D width of a head, W width of the encoder.
 
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
-queries, Psi an L x D table. Options of section `model` change this:
-
-- without `projection`: g1 and g2 are the identity (DPR, NGAME, DEXML);
-- `clf_residual`: a row of Psi is the vector of its label's text plus a free vector (SiameseXML); with `clf_gates` both
-  are multiplied by learnt gates (DECAF); with `clf_graph` the vectors of related labels' texts are added (ECLARE), with
-  `clf_queries` those of the label's training queries (GraphSAGE);
-- `auxiliary`: a label's Phi_D is normalize(g1(Phi(t)) + v), v learnt for each label cluster (DEXA: Dahiya et al. 2023);
-- `surrogate`: the labels of a cluster share a row of Psi, trained with clusters as labels (Astec: Dahiya et al. 2021);
-- `levels`: classifiers of label clusters train together with Psi (`unidec.model.label_tree`).
+queries, Psi an L x D table. Without `projection`, g1 and g2 are the identity (DPR, NGAME, DEXML). Methods of single
+papers add parts of their own (`unidec.model.additions`, `unidec.methods`).
 """
 
 from __future__ import annotations
@@ -28,17 +21,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 
 from unidec.data.storage import Folder, read_manifest
 from unidec.data.tensor_file import open_tensors, write_tensors
 from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
-from unidec.model.arrays import BY_LABEL, CONFIG, KIND, VERSION, WEIGHTS, ModelConfig, misfit
+from unidec.model.additions import AS_TRAINED, Add, Exported, Part, add_nothing
+from unidec.model.arrays import BY_LABEL, CLASSIFIER, CONFIG, KIND, VERSION, WEIGHTS, ModelConfig, misfit
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
-from unidec.model.label_tree import LabelTree, num_clusters
-from unidec.model.pairs import all_to_host, rows_at, to_device
+from unidec.model.pairs import all_to_host, to_device
 from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import copy_into, take_start
 from unidec.model.words import continuing_pieces
@@ -58,22 +50,16 @@ class UniDEC(nn.Module):
     Args:
         encoder_settings, settings: sections `encoder` and `model`.
         placement: where the classifier's rows live, and which of them are held here.
+        add: returns what methods add.
 
     Attributes:
         heads: "both", "de" or "clf".
-        table: Psi, `RowTable` [L, D] (with `clf_residual` the free vectors); bias: `RowTable` [L, 1] or None.
+        table: Psi, `RowTable` [L, D]; bias: `RowTable` [L, 1] or None.
         log_scale: float [2], log(1 / tau) of the two heads.
-        label_cluster: int64 [L], cluster of each label with `auxiliary`, `surrogate` or `levels`, else None.
-        label_input: returns the encoder outputs [n, W] of label rows, int64 [n], from which a residual classifier's
-            complete rows are computed; related_input: with `clf_queries` the same for training queries.
-        related_LN: csr [L, N], how much each label is related to labels (`clf_graph`) or training queries
-            (`clf_queries`). The trainer sets these three.
 
     Raises:
         ConfigError: without `projection`, `dim` is not the encoder's width.
     """
-
-    label_cluster: Tensor | None
 
     def __init__(
         self,
@@ -82,58 +68,63 @@ class UniDEC(nn.Module):
         num_labels: int,
         encoder: TextEncoder,
         placement: Placement = HERE,
+        *,
+        add: Add = add_nothing,
     ):
         super().__init__()
-        self.encoder_settings, self.settings, self.num_labels = encoder_settings, settings, num_labels
+        self.encoder_settings = encoder_settings
+        self.settings = settings
+        self.num_labels = num_labels
         self.heads = settings.heads
         self.encoder = encoder
         self.head_de: nn.Sequential | None = None
         self.head_clf: nn.Sequential | None = None
         self.table: RowTable | None = None
         self.bias: RowTable | None = None
-        self.gates: nn.Parameter | None = None
-        self.related_gate: nn.Parameter | None = None
-        self.auxiliary: nn.Parameter | None = None
-        self.register_buffer("label_cluster", None)
         if not settings.projection and settings.dim != encoder.width:
             raise ConfigError(
-                "without a projection the heads have the encoder's width", where="model.dim", got=settings.dim,
-                expected=str(encoder.width), fix=f"model.dim: {encoder.width}, or model.projection: true",
-            )  # fmt: skip
-        if size := settings.labels_a_cluster:
-            clusters = num_clusters(num_labels, size)
-            self.label_cluster = torch.zeros(num_labels, dtype=torch.int64)
-        if settings.surrogate and placement.num_rows:
-            placement = replace(placement, num_rows=clusters)  # surrogate trains on one rank only
-        self.tree: LabelTree | None = None
-        if settings.levels:
-            counts = [num_clusters(num_labels, cluster_size) for cluster_size in settings.levels]
-            self.tree = LabelTree(counts, encoder.width, settings.dropout)
+                "without a projection the heads have the encoder's width",
+                where="model.dim",
+                got=settings.dim,
+                expected=str(encoder.width),
+                fix=f"model.dim: {encoder.width}, or model.projection: true",
+            )
+        additions = add(settings, num_labels)
+        self.label_vectors = additions.label_vectors
+        for name, part in additions.parts(encoder.width).items():
+            self._register(name, part)
         if self.heads != "clf":
             layers = [nn.Linear(encoder.width, settings.dim), nn.Tanh()] if settings.projection else [nn.Identity()]
             self.head_de = nn.Sequential(*layers, nn.Dropout(settings.dropout))
-            if settings.auxiliary:
-                self.auxiliary = nn.Parameter(torch.zeros(clusters, settings.dim))
         if self.heads != "de":
             layer = nn.Linear(encoder.width, settings.dim) if settings.projection else nn.Identity()
             self.head_clf = nn.Sequential(layer, nn.Dropout(settings.dropout))
-            rows = clusters if settings.surrogate else num_labels
-            self.table = RowTable(rows, settings.dim, DTYPES[settings.clf_dtype], placement)
-            self.bias = RowTable(rows, 1, torch.float32, placement) if settings.clf_bias else None
-            self.gates = nn.Parameter(torch.zeros(2 * settings.dim)) if settings.clf_gates else None
-            if settings.clf_graph or settings.clf_queries:
-                self.related_gate = nn.Parameter(torch.full((settings.dim,), float(settings.clf_queries > 0)))
+            self._create_table(additions.num_rows, placement)
         self.log_scale = nn.Parameter(
             torch.full((2,), -float(np.log(settings.temperature))), requires_grad=settings.learn_temperature
         )
-        self.label_input: LabelInput | None = None
-        self.related_input: LabelInput | None = None
-        self.related_LN: csr_matrix | None = None
         # set by `create` and `load`
         self.config_folder: Path | None = None
         self.tokenizer_folder: Path = Path()
         self.max_length: int = 0
         self.params: dict[str, Any] = {}
+
+    def _register(self, name: str, part: Part) -> None:
+        """Make a part an attribute whose values are in the model's state."""
+        if isinstance(part, nn.Module):
+            self.add_module(name, part)
+        elif isinstance(part, nn.Parameter):
+            self.register_parameter(name, part)
+        else:
+            self.register_buffer(name, part)
+
+    def _create_table(self, num_rows: int | None, placement: Placement) -> None:
+        settings = self.settings
+        rows = self.num_labels if num_rows is None else num_rows
+        if num_rows is not None and placement.num_rows:
+            placement = replace(placement, num_rows=num_rows)  # rows that labels share are on one rank only
+        self.table = RowTable(rows, settings.dim, DTYPES[settings.clf_dtype], placement)
+        self.bias = RowTable(rows, 1, torch.float32, placement) if settings.clf_bias else None
 
     @classmethod
     def create(
@@ -145,6 +136,8 @@ class UniDEC(nn.Module):
         num_tokens: int,
         params: dict[str, Any],
         placement: Placement = HERE,
+        *,
+        add: Add = add_nothing,
     ) -> UniDEC:
         """A new model on a pretrained transformer; the caller seeds torch's random numbers.
 
@@ -164,7 +157,7 @@ class UniDEC(nn.Module):
                 encoder.bag.embedding.weight[: start_VD.shape[0]].copy_(start_VD)
                 if encoder.bag.num_words:
                     encoder.bag.continues.copy_(torch.from_numpy(continuing_pieces(folder, encoder.bag.num_tokens)))
-        model = cls(encoder_settings, settings, num_labels, encoder, placement)
+        model = cls(encoder_settings, settings, num_labels, encoder, placement, add=add)
         model.config_folder = model.tokenizer_folder = folder
         model.max_length, model.params = int(params["tokens"]["max_length"]), params
         if model.head_clf is not None and settings.projection:
@@ -179,8 +172,7 @@ class UniDEC(nn.Module):
 
         Label embeddings are texts through the classifier head, scaled to unit length. If the encoder's vectors have no
         unit length (a transformer that trains alone), they are scaled to the inverse of their length, so that scores
-        start as cosines: unit rows would give logits of several tens, and a softmax without a gradient. The free
-        vectors of a residual classifier start at 0.
+        start as cosines: unit rows would give logits of several tens, and a softmax without a gradient.
 
         Works in blocks, so that no second table is in memory. Random rows are drawn for all labels from the default
         generator of the model's device: they are the same wherever the table lives and whichever rows are held here.
@@ -188,7 +180,7 @@ class UniDEC(nn.Module):
         Args:
             label_input: needed for "label_embedding" only: returns encoder outputs [n, W] of label rows.
         """
-        if self.table is None or self.head_clf is None or self.settings.clf_residual:
+        if self.table is None or self.head_clf is None:
             return
         first, last = self.table.first_row, self.table.first_row + self.table.own_rows
         embeds = self.settings.clf_init == "label_embedding"
@@ -198,7 +190,7 @@ class UniDEC(nn.Module):
             if embeds:
                 assert label_input is not None
                 x_BW = label_input(np.arange(start, end))
-                rows_BD = self._text_rows(x_BW)
+                rows_BD = self.text_rows(x_BW, dropout=False)
                 if not self.encoder.unit_vectors:
                     rows_BD = rows_BD / self.head_clf[0](x_BW).norm(dim=-1, keepdim=True).clamp_min(1.0)
             else:
@@ -216,49 +208,30 @@ class UniDEC(nn.Module):
         bound = math.sqrt(3.0) * math.sqrt(2.0 / (rows + self.settings.dim))  # Xavier's, for the whole table
         return rows_BD.uniform_(-bound, bound)
 
-    def text_rows(self, x_SW: Tensor) -> Tensor:
-        """The text part of a residual classifier's rows: Phi_C of labels' texts, scaled to unit length, float32 [S, D].
+    def text_rows(self, x_SW: Tensor, dropout: bool = True) -> Tensor:
+        """Phi_C of labels' texts, scaled to unit length, float32 [S, D].
 
         Args:
-            x_SW: encoder outputs of the texts; in training the head's dropout applies, as for queries.
+            x_SW: encoder outputs of the texts.
+            dropout: in training the head's dropout applies, as for queries.
         """
-        return F.normalize(self.clf(x_SW), dim=-1)
-
-    def residual_rows(self, text_SD: Tensor, free_SD: Tensor, related_SD: Tensor | None) -> Tensor:
-        """Rows of a residual classifier, [S, D]: text vector plus free vector, each times a gate per dimension with
-        `clf_gates` (DECAF: Mittal et al. 2021), plus gated vectors of `related_texts` (ECLARE: Mittal et al. 2021;
-        GraphSAGE: Hamilton et al. 2017, whose aggregators are matrices instead of gates).
-
-        The first two gates are 2 sigmoid(g), and g starts at 0 (the paper: sigmoid(g)). The third gate starts at 0 (the
-        paper: a softmax over the parts), with `clf_queries` at 1. So a row starts as a plain sum.
-        """
-        if self.gates is not None:
-            text_gate_D, free_gate_D = (2 * torch.sigmoid(self.gates)).chunk(2)
-            text_SD, free_SD = text_gate_D * text_SD, free_gate_D * free_SD
-        row_SD = free_SD + text_SD
-        if related_SD is not None and self.related_gate is not None:
-            row_SD = row_SD + self.related_gate * related_SD
-        return row_SD
-
-    def _text_rows(self, x_BW: Tensor) -> Tensor:
-        """`text_rows` without dropout, of the head's dtype."""
         assert self.head_clf is not None
-        return F.normalize(self.head_clf[0](x_BW), dim=-1)
+        layers = self.head_clf if dropout else self.head_clf[0]
+        return F.normalize(layers(x_SW).float(), dim=-1)
 
     def de(self, x_BW: Tensor, labels_S: Tensor | None = None) -> Tensor:
         """Phi_D, float32 [B, D], of unit length unless `normalize` is off.
 
         Args:
             x_BW: encoder outputs.
-            labels_S: int64, the labels whose texts are the last S rows of `x_BW`; with `auxiliary` the vectors of their
-                clusters are added.
+            labels_S: int64, the labels whose texts are the last S rows of `x_BW`: methods may change their vectors.
         """
         assert self.head_de is not None
         de_BD = self.head_de(x_BW).float()
-        if labels_S is not None and self.auxiliary is not None and self.label_cluster is not None:
+        if labels_S is not None and self.label_vectors is not None:
             num_queries = len(de_BD) - len(labels_S)
-            vector_SD = F.embedding(self.label_cluster[labels_S], self.auxiliary)
-            de_BD = torch.cat([de_BD[:num_queries], de_BD[num_queries:] + vector_SD])
+            label_SD = self.label_vectors(self, de_BD[num_queries:], labels_S)
+            de_BD = torch.cat([de_BD[:num_queries], label_SD])
         return F.normalize(de_BD, dim=-1) if self.settings.normalize else de_BD
 
     def clf(self, x_BW: Tensor) -> Tensor:
@@ -362,43 +335,10 @@ class UniDEC(nn.Module):
         return self.vectors("labels", tokens, None, build, batch_size, only="de")[0]
 
     def classifier_table(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """(Psi float32 [L, D], bias float32 [L]) of the rows held here; None for what the model does not have.
-
-        Rows of a residual classifier are complete: text and free vector. With `surrogate` each label has the row of its
-        cluster.
-        """
+        """(Psi float32 [L, D], bias float32 [L]) of the rows held here; None for what the model does not have."""
         weight = None if self.table is None else self.table.numpy()
-        if weight is not None and self.settings.clf_residual:
-            weight = self._complete_rows(weight)
         bias = None if self.bias is None else self.bias.numpy()[:, 0]
-        if weight is not None and self.settings.surrogate and self.label_cluster is not None:
-            cluster_L = self.label_cluster.cpu().numpy()
-            weight, bias = weight[cluster_L], None if bias is None else bias[cluster_L]
         return weight, bias
-
-    @torch.no_grad()
-    def _complete_rows(self, free_LD: np.ndarray) -> np.ndarray:
-        """Rows of a residual classifier, given its free vectors, float32 [n, D]."""
-        assert self.table is not None and self.label_input is not None, "a residual classifier needs its labels' texts"
-        first, rows_LD, text_ND = self.table.first_row, np.empty_like(free_LD), None
-        label_input, related_input = self.label_input, self.related_input or self.label_input
-        if self.related_LN is not None:  # vectors of all N texts: any of them may be related to a label
-            num_texts = self.related_LN.shape[1]
-            blocks = (range(at, min(at + START_BLOCK, num_texts)) for at in range(0, num_texts, START_BLOCK))
-            text_ND = torch.cat([self._text_part(block, related_input).cpu() for block in blocks]).numpy()
-        for begin in range(0, len(free_LD), START_BLOCK):
-            end, related_BD = min(begin + START_BLOCK, len(free_LD)), None
-            if self.related_LN is not None:
-                sums_BD = (self.related_LN[first + begin : first + end] @ text_ND).astype(np.float32)
-                related_BD = F.normalize(torch.from_numpy(sums_BD).to(self.device), dim=-1)
-            text_BD = self._text_part(range(first + begin, first + end), label_input)
-            free_BD = torch.from_numpy(free_LD[begin:end]).to(self.device)
-            rows_LD[begin:end] = self.residual_rows(text_BD, free_BD, related_BD).cpu().numpy()
-        return rows_LD
-
-    def _text_part(self, block: range, text_input: LabelInput) -> Tensor:
-        """The text part of rows without dropout, float32 [n, D], for a block of the texts that `text_input` encodes."""
-        return self._text_rows(text_input(np.arange(block.start, block.stop)).to(self.device)).float()
 
     def dense_state(self) -> dict[str, Tensor]:
         """The state dict without the tables' weights."""
@@ -413,27 +353,21 @@ class UniDEC(nn.Module):
 
         copy_into(self.dense_state(), {name: tuple(value.shape) for name, value in tensors.items()}, read)
 
-    def save_into(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
+    def save_into(self, folder: Folder, extra: dict[str, Any] | None = None, exported: Exported = AS_TRAINED) -> None:
         """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened.
-
-        A residual classifier, or one of clusters, is saved as an ordinary one, which needs memory for a second table. A
-        label tree is not saved, since only training uses it.
 
         Args:
             extra: further entries of config.json.
+            exported: how methods export the model.
         """
         assert self.config_folder is not None
-        state, settings = self.state_dict(), self.settings
-        rows_LD, bias_L = self.classifier_table() if settings.clf_residual or settings.surrogate else (None, None)
+        state = self.state_dict()
+        rows_LD, bias_L = exported.classifier
         if rows_LD is not None:
-            state["table.weight"] = torch.from_numpy(rows_LD).to(DTYPES[settings.clf_dtype])
-            if bias_L is not None:
-                state["bias.weight"] = torch.from_numpy(bias_L)[:, None]
-        if rows_LD is not None or settings.levels:
-            plain = {"clf_residual": False, "clf_gates": False, "clf_graph": False, "clf_queries": 0, "surrogate": 0}
-            settings = settings.model_copy(update=plain | {"levels": []})
-            parts = ("gates", "related_gate", "tree", *(() if settings.auxiliary else ("label_cluster",)))
-            state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in parts}
+            state[CLASSIFIER[0]] = torch.from_numpy(rows_LD).to(DTYPES[self.settings.clf_dtype])
+        if bias_L is not None:
+            state[CLASSIFIER[1]] = torch.from_numpy(bias_L)[:, None]
+        state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in exported.without}
         write_tensors(folder.path / WEIGHTS, state)
         for name, source, names in (
             ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),
@@ -445,22 +379,34 @@ class UniDEC(nn.Module):
                     shutil.copyfile(source / file, folder.path / name / file)
         bag = self.encoder.bag
         config = {
-            "encoder": self.encoder_settings.model_dump(), "model": settings.model_dump(),
-            "num_labels": self.num_labels, "max_length": self.max_length, "params": self.params,
+            "encoder": self.encoder_settings.model_dump(),
+            "model": self.settings.model_dump() | dict(exported.settings),
+            "num_labels": self.num_labels,
+            "max_length": self.max_length,
+            "params": self.params,
             "unit_vectors": self.encoder.unit_vectors,
             "num_tokens": bag.num_tokens if bag else 0,
             "encoder_width": self.encoder.part_width,
-        } | (extra or {})  # fmt: skip
+        } | (extra or {})
         (folder.path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "cpu", verify: bool = True, rows: bool = True) -> UniDEC:
+    def load(
+        cls,
+        path: str | Path,
+        device: str = "cpu",
+        verify: bool = True,
+        rows: bool = True,
+        *,
+        add: Add = add_nothing,
+    ) -> UniDEC:
         """A model from its folder, ready to encode.
 
         Args:
             verify: check the hashes of the files.
-            rows: also load the classifier's rows and biases and the auxiliary vectors; otherwise these are None, and
+            rows: also load the classifier's rows and biases and other tensors by label; otherwise these are None, and
                 the file need not have them (a bundle stores label vectors outside the model).
+            add: returns what methods add; needed with `rows` for a model with tensors of methods.
 
         Raises:
             ArtifactError: missing, damaged, of a newer version, or weights that do not fit the configuration.
@@ -472,9 +418,9 @@ class UniDEC(nn.Module):
             transformer = empty_transformer(config.config_folder) if config.encoder.has_transformer else None
             encoder = TextEncoder(config.encoder, transformer, config.num_tokens, config.width)
             placement = HERE if rows else Placement(num_rows=0)
-            model = cls(config.encoder, config.settings, config.num_labels, encoder, placement)
+            model = cls(config.encoder, config.settings, config.num_labels, encoder, placement, add=add)
             if not rows:
-                model.table = model.bias = model.auxiliary = model.label_cluster = None
+                model.table = model.bias = None
             model.encoder.unit_vectors = config.unit_vectors
             with open_tensors(path / WEIGHTS) as file:
                 names = [name for name in file.names if rows or name not in BY_LABEL]
@@ -484,16 +430,3 @@ class UniDEC(nn.Module):
         model.max_length, model.params = config.max_length, config.params
         model.config_folder, model.tokenizer_folder = config.config_folder, config.tokenizer_folder
         return model.to(device).eval()
-
-
-def related_texts(text_ND: Tensor, row_E: Tensor, col_E: Tensor, weight_E: Tensor, *, num_labels: int) -> Tensor:
-    """For each label the weighted sum of its related texts' vectors, scaled to unit length (0 without any), [S, D].
-
-    Args:
-        text_ND: vectors of texts.
-        row_E, col_E: int64 [E], positions of a label and of a text that is related to it; weight_E: how much it is.
-        num_labels: S.
-    """
-    weighted_ED = rows_at(text_ND, col_E) * weight_E.unsqueeze(1)
-    sums_SD = text_ND.new_zeros(num_labels, text_ND.shape[1]).index_add(0, row_E, weighted_ED)
-    return F.normalize(sums_SD, dim=-1)

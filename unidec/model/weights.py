@@ -81,9 +81,8 @@ def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, fol
         configs = [_json(parent / "config.json") for parent in (transformer, folder / "encoder_config")]
         start_settings = Encoder(**_json(folder / "config.json")["encoder"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(
-            "the model to start from cannot be read", where=str(folder), got=str(error)[:200]
-        ) from error  # fmt: skip
+        what, fix = "the model to start from cannot be read", "restore it, or name another one"
+        raise ArtifactError(what, where=str(folder), got=str(error)[:200], fix=fix) from error
     new, start = output_settings(settings), output_settings(start_settings)
     differing = ["tokenizer"] if tokens_differ else []
     differing += [f"encoder.{key}" for key in new if key != "residual" and new[key] != start[key]]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from unidec.pipeline.gating import gate, needs_gate, promote
     from unidec.pipeline.indexing import index
     from unidec.pipeline.labels import refresh_labels
+    from unidec.pipeline.marks import from_feedback
+    from unidec.pipeline.preflight import check_before_work
     from unidec.pipeline.registration import register
     from unidec.pipeline.start import choose_start
     from unidec.pipeline.training import start_run, train
@@ -30,6 +32,8 @@ _MODULES = {
     "gating": "gate needs_gate promote",
     "indexing": "index",
     "labels": "refresh_labels",
+    "marks": "from_feedback",
+    "preflight": "check_before_work",
     "registration": "register",
     "start": "choose_start",
     "training": "start_run train",

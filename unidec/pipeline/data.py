@@ -22,7 +22,7 @@ from unidec.model.sources import check_positions, resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
 from unidec.sections import Source
-from unidec.tracking.provenance import git
+from unidec.tracking.repository import git
 
 TEXTS_A_BATCH = 4096
 _TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")
@@ -69,14 +69,26 @@ def validate(params: Params) -> Validated:
         DataError: an expectation of severity "critical" failed.
     """
     from unidec.pipeline.drift_check import champion_change
+    from unidec.validation.frames import Reading
     from unidec.validation.suite import validate_dataset
 
     def find(queries: list[str], labels: list[str]) -> tuple[dict[str, str], dict[str, str]]:
         files = paths.open_dataset().manifest["meta"]["raw_files"]
         return find_rows(params.data, params.raw, files, queries, labels)
 
-    change = champion_change(params)
-    result = validate_dataset(paths.DATASET, paths.VALIDATION, limits=params.validation, find=find, change=change)
+    encoder, tokens = params.encoder, params.tokens
+    max_length = tokens.max_length
+    if encoder.kind == "transformer":
+        max_length = min(max_length, encoder.transformer_tokens or max_length)
+    reading = Reading(tokens.text, resolve_encoder(encoder.name), max_length, encoder.name)
+    result = validate_dataset(
+        paths.DATASET,
+        paths.VALIDATION,
+        limits=params.validation,
+        find=find,
+        change=champion_change(params),
+        reading=reading,
+    )
     page = str(paths.VALIDATION / "index.html")
     if not result["success"]:
         raise DataError(
@@ -140,10 +152,8 @@ def fetch(params: Params) -> Fetched:
     source, target = params.source, Path(params.data.path)
     if source.kind in ("none", "dvc"):
         return Fetched(False, source.kind, "", "nothing is fetched by this stage")
-    files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
+    files = source_files(source)
     shown = source.path if source.kind == "folder" else ", ".join(map(str, files.values()))
-    if not files:
-        raise DataError("no files found", where=shown, fix="mount it, wait for the export, or correct source.path")
     hashes = _hashes(files)
     sha256 = files_sha256(hashes)
     if _hashes(_listed(target)) == hashes:
@@ -163,6 +173,21 @@ def fetch(params: Params) -> Fetched:
                     fix=f"run again when the export is complete; {target} was not changed",
                 )  # fmt: skip
     return Fetched(True, shown, sha256, f"copied {len(files)} files to {target}")
+
+
+def source_files(source: Source) -> dict[str, Path]:
+    """The files that a fetch copies, by their names in `data.path`; {} for the kinds none and dvc.
+
+    Raises:
+        DataError: the folder has no files. ConfigError: not a supported table file.
+    """
+    if source.kind in ("none", "dvc"):
+        return {}
+    files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
+    if not files:
+        fix = "mount it, wait for the export, or correct source.path"
+        raise DataError("no files found", where=source.path, fix=fix)
+    return files
 
 
 def _listed(root: Path) -> dict[str, Path]:

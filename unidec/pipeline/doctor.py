@@ -57,7 +57,7 @@ def examine(deep: bool = False, fix: bool = False) -> list[Finding]:
         deep: also hash every file of models, bundles and checkpoints; the inputs of training are always hashed.
         fix: apply the fixes that cannot lose data.
     """
-    folders = [Path(), *sorted((paths.RUNS / "own").glob("*"))]  # the project, and its trials
+    folders = [Path(), *sorted(paths.TRIALS.glob("*"))]  # the project, and its trials
     defects = list(_half_written())
     for folder in folders:
         defects += _artifacts(folder, deep)
@@ -158,6 +158,9 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
     def send() -> str:
         return "sent" if Tracker.resume(run_dir).flush() else "the store does not answer: the records are kept"
 
+    def end_twins() -> str:
+        return f"ended {Tracker.resume(run_dir).end_twins()} as KILLED"
+
     state = tracking_state(run_dir)
     if (run_dir / STATE).exists() and not state:
         fix = "delete it: the next start finds the MLflow run by its checkpoint"
@@ -167,3 +170,6 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
         yield "warning", what, run_dir, "end it as KILLED; a training that resumes opens it again", end
     elif is_behind(run_dir):
         yield "warning", "some records were not sent to the tracking store", run_dir, "send them", send
+    if twins := Tracker.resume(run_dir).twins():
+        what = f"MLflow has further runs with the key of {state['run_id']}: replies of its server were lost"
+        yield "warning", f"{what}: {', '.join(twins)}", run_dir, "end them as KILLED", end_twins

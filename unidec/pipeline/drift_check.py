@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from unidec.addresses import without_credentials
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.profile import LENGTH_EDGES, PROFILE_KEY, VERSION, measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
-from unidec.errors import ArtifactError, DataError, without_credentials
-from unidec.evaluation.drift import Check, compare, served_facts
+from unidec.errors import ArtifactError, DataError
+from unidec.evaluation.drift import Check, compare, is_judged, served_facts
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import Table, render
@@ -65,34 +66,35 @@ class DataChange:
 
 @dataclass(frozen=True)
 class DataDrift:
-    """Two versions of the data compared: findings as `Check.to_json`, those that drifted first; paths of the report and
-    of its JSON file."""
-
-    drifted: bool
-    findings: list[dict[str, object]]
-    page: str
-    result: str
-
-
-@dataclass(frozen=True)
-class WindowDrift:
-    """A window of queries compared with a bundle's training data; fields as `DataDrift`, and:
+    """Two versions of the data compared.
 
     Attributes:
-        judged: False for fewer queries than drift.min_window: then no drift is reported, and `reason` says why.
-        queries: number of queries of the whole window. metrics: in percent, None without labels.
-        model: "source" and "bundle_sha256" of the bundle. run_url: page of the MLflow run.
+        findings: as `Check.to_json`, those that drifted first.
+        judged: False for a file with fewer queries than drift.min_window: then no drift is reported, and `reason` says
+            why.
+        page, result: paths of the report and of its JSON file.
     """
 
     drifted: bool
     findings: list[dict[str, object]]
     judged: bool
     reason: str
+    page: str
+    result: str
+
+
+@dataclass(frozen=True)
+class WindowDrift(DataDrift):
+    """A window of queries compared with a bundle's training data.
+
+    Attributes:
+        queries: number of queries of the whole window. metrics: in percent, None without labels.
+        model: "source" and "bundle_sha256" of the bundle. run_url: page of the MLflow run.
+    """
+
     queries: int
     metrics: dict[str, float] | None
     model: dict[str, str]
-    page: str
-    result: str
     run_url: str | None
 
 
@@ -187,7 +189,7 @@ def drift(
     """Compare a later version of the data, or a file of queries, with an earlier version; writes below runs/drift.
 
     Args:
-        first: a data set's folder, or a bundle (folder or models:/ address), which stands for its training data.
+        first: a data set's folder, or a bundle (folder or models:/ address), which means its training data.
         second: a data set's folder, or a file of queries, whose texts are in `column` (default: "query" or "text").
 
     Raises:
@@ -200,13 +202,17 @@ def drift(
         tokenizer, tokens = resolve_encoder(params.encoder.name), params.tokens
         old = _figures({"max_length": tokens.max_length, "text": tokens.text}, tokenizer, XMCDataset.open(source))
     is_dataset = (later / MANIFEST).is_file()
-    new = _figures(old, tokenizer, XMCDataset.open(later) if is_dataset else read_window(later, column).texts)
+    texts = XMCDataset.open(later) if is_dataset else read_window(later, column, params.raw).texts
+    new = _figures(old, tokenizer, texts)
+    judged, reason = _judged(new.get("count"), params)
     facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
     checks = compare(old, new, params.drift)
     out = paths.DRIFT / _digest(first, second)
     with swap_folder(out) as folder:
-        outcome = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, {})
-    return DataDrift(*outcome, str(out / _PAGE), str(out / _FINDINGS))
+        more = {"judged": judged, "reason": reason}
+        outcome = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, more)
+    drifted, found = outcome
+    return DataDrift(drifted, found, judged, reason, page=str(out / _PAGE), result=str(out / _FINDINGS))
 
 
 def monitor(params: Params, queries_path: str, *, column: str | None = None, bundle: str | None = None) -> WindowDrift:
@@ -225,21 +231,21 @@ def monitor(params: Params, queries_path: str, *, column: str | None = None, bun
     source = bundle or f"models:/{params.tracking.model_name}@champion"
     folder = fetch_bundle(source, paths.BUNDLES)
     old, tokenizer = _of_bundle(folder, source)
-    window = read_window(Path(queries_path), column)
+    window = read_window(Path(queries_path), column, params.raw)
     total = len(window.texts)
     if not total:
-        raise DataError("the window has no queries", where=queries_path)
+        raise DataError("the window has no queries", where=queries_path, expected="a row for each query")
     window = window.sample(spaced(np.arange(total), MAX_QUERIES))
     loaded = Bundle.load(folder)
     new, metrics = _figures(old, tokenizer, window.texts), None
+    new["count"] = total
     if old["served"] is not None:
         new["served"] = served_facts(*_answers(loaded, window.texts), old["served"]["score_edges"])
     if window.labels is not None:
-        new["metrics"], new["unknown_labels"] = _quality(loaded, window)
+        new["metrics"], new["unknown_labels"], new["labelled"] = _quality(loaded, window)
         metrics = {name: value for name, (value, _) in new["metrics"].items()}
     checks = compare({**old, "metrics": loaded.info.metrics.get("validation", {})}, new, params.drift)
-    judged = total >= params.drift.min_window
-    reason = "" if judged else f"not judged: fewer queries than drift.min_window ({params.drift.min_window})"
+    judged, reason = _judged(total, params)
     facts = {"queries": total, "looked at": len(window.texts), "bundle": loaded.sha256, "data set": old["name"],
              "data set sha256": old["sha256"], "metrics": metrics or {}}  # fmt: skip
     model = {"source": source, "bundle_sha256": loaded.sha256}
@@ -247,10 +253,19 @@ def monitor(params: Params, queries_path: str, *, column: str | None = None, bun
     name = f"{Path(queries_path).name.partition('.')[0]}-{_digest(file_sha256(queries_path), loaded.sha256)}"
     out, title = paths.MONITOR / name, f"Window of {total:,} queries"
     with swap_folder(out) as folder:
-        outcome = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
-    files = str(out / _PAGE), str(out / _FINDINGS)
-    result = WindowDrift(*outcome, judged, reason, total, metrics, model, *files, run_url=None)
+        drifted, found = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
+    result = WindowDrift(
+        drifted, found, judged, reason, page=str(out / _PAGE), result=str(out / _FINDINGS),
+        queries=total, metrics=metrics, model=model, run_url=None,
+    )  # fmt: skip
     return replace(result, run_url=_track(params, result, checks, name))
+
+
+def _judged(num_queries: int | None, params: Params) -> tuple[bool, str]:
+    """Whether there are enough queries to judge, and if not, why; None: not a window of queries."""
+    if is_judged(num_queries, params.drift):
+        return True, ""
+    return False, f"not judged: {num_queries} queries, fewer than drift.min_window ({params.drift.min_window})"
 
 
 def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
@@ -266,7 +281,7 @@ def _figures(old: Side, tokenizer: Path, later: XMCDataset | Sequence[str]) -> d
     if isinstance(later, XMCDataset):
         return profile_dataset(later, tokenizer, old["max_length"], old["text"])
     measured = measure_texts(later, tokenizer, old["max_length"], old["vocabulary"])
-    return {"queries": measured, "held_out": measured}
+    return {"count": len(later), "queries": measured, "held_out": measured}
 
 
 def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -279,20 +294,21 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(vectors), np.concatenate(scores)
 
 
-def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """Metrics in percent with their standard errors over the queries that have labels ({} if none has), and the share
-    of labels that the bundle does not know; these count as misses."""
+def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, tuple[float, float]], dict[str, float], int]:
+    """Metrics in percent with their standard errors over the queries that have labels ({} if none has), the share of
+    labels that the bundle does not know, which count as misses, and the number of queries that have labels."""
     labelled = [(text, set(uids)) for text, uids in zip(window.texts, window.labels or [], strict=True) if uids]
     row_of, rows = dict(bundle.row_of), [row for row, (_, uids) in enumerate(labelled) for _ in uids]
     columns = [row_of.setdefault(uid, len(row_of)) for _, uids in labelled for uid in uids]
     unknown = share(sum(column >= bundle.num_labels for column in columns), len(columns))
     if not labelled:
-        return {}, unknown
+        return {}, unknown, 0
     truth = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=(len(labelled), len(row_of)))
     predicted = bundle.predict_arrays([text for text, _ in labelled], min(K, bundle.num_labels)).rows
     parts = by_query(predicted, truth, _METRICS, np.ones(len(row_of)))
     percent = {name: 100.0 * above_N / below_N.mean() for name, (above_N, below_N) in parts.items()}
-    return {name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()}, unknown
+    figures = {name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()}
+    return figures, unknown, len(labelled)
 
 
 def _write(
@@ -303,14 +319,14 @@ def _write(
 
     Args:
         names: of the two sides, on the page. facts: shown on the page. docs: relative address of Data Docs, or "".
-        more: further keys of drift.json; if it has a "reason", nothing is judged.
+        more: further keys of drift.json; a "reason" is shown instead of a verdict.
 
     Returns:
         whether any figure drifted, and the findings; both are in drift.json.
     """
     old, new = sides
     reason = more.get("reason", "")
-    findings = [check.to_json(judged=not reason) for check in checks]
+    findings = [check.to_json() for check in checks]
     moved = _moved_words(*(side["queries"]["words"] for side in sides)) if old and new else []
     html = render(
         "drift", title=title, names=names, checks=checks, facts_shown=facts, reason=reason, docs=docs,

@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 
 from unidec.config import Params, flatten
 from unidec.data.dataset import XMCDataset
+from unidec.data.propensity import training_counts
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation import baselines
-from unidec.evaluation.metrics import by_query, frequency_bins, pair_keys
+from unidec.evaluation.metrics import by_query, frequency_bins, ideal_ranking, pair_keys
 from unidec.evaluation.page import write_page
 from unidec.evaluation.report import ReportInput, plots_csv, render, validation_records
 from unidec.metric_names import BASELINES, GROUPS
@@ -26,6 +27,7 @@ from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
 from unidec.pipeline.runs import tracker_of_model
+from unidec.pipeline.seen import leak_in_words, of_bundle
 from unidec.pipeline.start import read_start
 from unidec.progress import progress
 from unidec.retrieval.bundle import Bundle
@@ -78,17 +80,24 @@ def evaluate(params: Params) -> Evaluation:
     text, weights = params.tokens.text, (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
     compared = baselines.compare_with_baselines(labels, ranking.truth, tfidf, *weights)
+    warnings = baselines.warnings(headline(result["test"]), dataset, text)
+    counted, num_leaked = leak_in_words(of_bundle(paths.BUNDLE, dataset), dataset)
+    if num_leaked:
+        warnings.append(
+            f"The model that the training started from was trained on {counted}: the metrics reward memorising them. "
+            "Train from scratch: retrain.start: cold."
+        )
     result |= {
         "baselines": {name: {key: own[key] for key in baselines.COMPARED} for name, own in tfidf.metrics.items()},
         # lists, because `dvc metrics` omits lists from its tables
         "against_baselines": [asdict(one) for one in compared],
-        "warnings": baselines.warnings(headline(result["test"]), dataset, text, ranking.propensity.counts_L),
+        "warnings": warnings,
     }  # fmt: skip
     write_json(paths.METRICS, result | {name: headline(result[name]) for name in PARTS if name in result})
     _write_predictions(ranking, scores, labels)
     history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
-    tracker, tags = tracker_of_model(), code_tags()
+    tracker, tags = tracker_of_model(), code_tags(made_with=bundle.info.params)
     run = f", run {tracker.run_name}" if tracker.run_name else ""
     commit = f", commit {tags[COMMIT_TAG][:8]}" if tags.get(COMMIT_TAG) else ""
     report = ReportInput(
@@ -100,6 +109,7 @@ def evaluate(params: Params) -> Evaluation:
         fusion={"objective": params.index.objective, **bundle.info.card.get("fusion", {})},
         card=data_card(params), params=flatten(params), lineage=_lineage(bundle, dataset, tracker.run_id, tags),
         history=history, rounds=rounds, bins=result["frequency_bins"], metrics=_metrics(result, bundle.model.heads),
+        at_best=at_best(ranking),
         baselines={BASELINES[name]: headline(dict(own)) for name, own in tfidf.metrics.items()},
         baseline_note=tfidf.about, comparison=compared, verdict=baselines.verdict(compared),
         earlier=measured_before(tracker, params.tracking.model_name, dataset.sha256),
@@ -231,9 +241,16 @@ def data_card(params: Params) -> dict[str, str | int]:
         **{f"{split} queries": count for split, count in meta["splits"].items()}, "labels": dataset.num_labels,
         "pairs": meta["num_pairs"], "filter pairs": meta["num_filter_pairs"],
         **{f"{group} labels": int(count) for group, count in zip(GROUPS, groups, strict=True)},
-        "labels without a training query": int((propensity.counts_L == 0).sum()),
+        "labels without training queries": int((training_counts(dataset) == 0).sum()),
         "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}",
     }  # fmt: skip
+
+
+def at_best(ranking: Ranking) -> dict[str, float]:
+    """The highest values that any ranking of the split can have, without coverage: for example P@5 is at most 40 with
+    two labels a query."""
+    ideal = ranking.metrics_of(ideal_ranking(ranking.truth, ranking.propensity.inverse_L, K))
+    return {name: value for name, value in ideal.items() if "coverage" not in name and "num_queries" not in name}
 
 
 def _lineage(bundle: Bundle, dataset: XMCDataset, run_id: str | None, tags: Mapping[str, str]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Stages `gate` (may the challenger replace the champion? every check is recorded, passed or not) and `promote`.
 
 Both bundles are fetched from the registry, their hashes are checked, each is served in a fresh process, and both rank
-the current test split from its texts by the same code, each with its own tokenizer. Labels are matched by uid.
+the current test split from its texts by the same code, each with its own tokenizer. Queries that one of them was
+trained on are left out. Labels are matched by uid.
 
-Legend: N test queries, K places, B labels of a bundle.
+Legend: N test queries that neither has seen, K places, B labels of a bundle.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from unidec.evaluation.page import render, write_page
 from unidec.evaluation.significance import Check, challenge
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import K, headline
+from unidec.pipeline.seen import unseen_queries
 from unidec.progress import progress
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.probe import Probe, probe_bundle
@@ -35,8 +37,9 @@ from unidec.sections import Gate
 from unidec.tracking import promotion
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of
-from unidec.tracking.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, git, uncommitted
+from unidec.tracking.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, uncommitted, unknown_code
 from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.repository import git
 from unidec.tracking.store import open_client, tracking_uri
 from unidec.training.precision import choose_device
 
@@ -146,9 +149,11 @@ def promote(
 
 def _conditions(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
     """A hash of everything beside the model that a verdict depends on."""
+    not_committed = bool(uncommitted(challenger.tags) or unknown_code(challenger.tags))
     facts = {
         "champion": champion and str(champion.version), "data": paths.open_dataset().sha256,
-        "settings": params.gate.model_dump(), "uncommitted": bool(uncommitted(challenger.tags)),
+        "settings": params.gate.model_dump(), "validation": params.validation.model_dump(),
+        "uncommitted": not_committed,
     }  # fmt: skip
     return files_sha256({key: json.dumps(value) for key, value in facts.items()})[:16]
 
@@ -164,8 +169,14 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
     The first champion replaces nothing, so uncommitted changes are accepted for it."""
     tags = version.tags
     commit = tags.get(COMMIT_TAG, "")[:12]
-    checks = [Check("code", True, commit or None, None, f"commit {commit or 'unknown'}")]
-    if files := uncommitted(tags):
+    checks = [Check("code", True, commit or None, None, f"commit {commit}" if commit else "not in a git repository")]
+    if reason := unknown_code(tags):
+        what = f"unknown, because git does not answer ({reason})"
+        fix = f": fix that and run `make train`, or run `unidec models promote {version.version} --force`"
+        if rules.allow_dirty:
+            fix = ", which gate.allow_dirty accepts"
+        checks = [Check("code", rules.allow_dirty, "unknown", "clean", what + fix)]
+    elif files := uncommitted(tags):
         what = f"made with uncommitted changes ({', '.join(files[:5])}{', ...' if len(files) > 5 else ''})"
         fix = f": commit them and run `make train`, or run `unidec models promote {version.version} --force`"
         if champion is None:
@@ -194,7 +205,7 @@ def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
 def _checks(
     params: Params, challenger: ModelVersion, champion: ModelVersion | None, dataset: XMCDataset
 ) -> tuple[list[Check], dict[str, Any]]:
-    """All checks, and the details that the page shows: "probes", "labels", "metrics", "comparison"."""
+    """All checks, and the details that the page shows: "probes", "seen", "labels", "metrics", "comparison"."""
     rules = params.gate
     if challenger.tags.get("start.kind") == "refresh":  # only its labels changed: it need not be better
         rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
@@ -219,10 +230,16 @@ def _checks(
     if not len(rows):
         what = "the data set has no test queries on which it could be compared with the champion"
         return [*checks, Check(rules.metric, False, None, None, what)], details
+    unseen = unseen_queries(folders, dataset, params.validation)
+    checks.append(unseen.check)
+    details["seen"] = unseen.counts
+    if not unseen.check.passed:
+        return checks, details
+    rows = unseen.rows
     device, ranked, details["labels"] = choose_device(params.device).type, {}, {}
     for which, folder in folders.items():
         bundle = Bundle.load(folder, verify=False, device=device)  # its hashes were checked when it was fetched
-        ranked[which], details["labels"][which] = rank_test_split(bundle, dataset)
+        ranked[which], details["labels"][which] = rank_queries(bundle, dataset, rows)
     propensity, truth = paths.open_propensity(), filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
     metric_checks, comparison = challenge(
         ranked["challenger"], ranked["champion"], truth, propensity.inverse_L, propensity.group_L, rules
@@ -286,14 +303,14 @@ def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
     return checks
 
 
-def rank_test_split(bundle: Bundle, dataset: XMCDataset) -> tuple[np.ndarray, dict[str, int]]:
-    """Rank labels for the test queries, without filtered pairs.
+def rank_queries(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> tuple[np.ndarray, dict[str, int]]:
+    """Rank labels for the queries at these rows of the data set, without filtered pairs.
 
     Returns:
         int32 [N, K], rows of the data set's labels, best first, -1 = none; and the numbers of "unknown" labels (in the
         data set, not in the bundle) and "removed" ones (in the bundle, not in the data set).
     """
-    row_of, rows = {uid: row for row, uid in enumerate(dataset.label_uids())}, dataset.rows("test")
+    row_of = {uid: row for row, uid in enumerate(dataset.label_uids())}
     row_of_B = np.array([row_of.get(uid, -1) for uid in bundle.uids.to_pylist()], dtype=np.int64)
     removed = int((row_of_B < 0).sum())
     texts, filtered, uids = own_texts(bundle, dataset, rows), dataset.filter_pairs[rows], dataset.labels["uid"]

@@ -17,6 +17,7 @@ from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
+from unidec.methods.assembly import load_model
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
@@ -84,7 +85,7 @@ def index(params: Params) -> Indexed:
     If the votes get no weight, the bundle contains no queries."""
     settings = params.index
     dataset = paths.open_dataset()
-    model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)))
+    model = load_model(paths.MODEL, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
     neighbours = None
     if settings.knn_weight != 0 or settings.fuses:
@@ -116,7 +117,7 @@ def index(params: Params) -> Indexed:
         knn = KnnInfo.of(voters, blend.knn_weight, settings.knn_neighbours, head)
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index,
-        BundleLabels(dataset.labels["uid"], dataset.labels["title"], vectors),
+        BundleLabels(dataset.labels["uid"], dataset.label_texts(), vectors),
         Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration),
         Facts(
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},

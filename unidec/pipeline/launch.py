@@ -25,8 +25,10 @@ from typing import Any
 import torch
 
 from unidec.config import Params
+from unidec.cores import num_threads
 from unidec.data.storage import write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
+from unidec.pipeline import paths
 from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, watch
 from unidec.progress import silence
 from unidec.training.distributed import LostRank, Ranks
@@ -89,12 +91,7 @@ def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) 
     Raises:
         ConfigError: more devices than this machine has. TrainingError: a process died. UnidecError: a rank's error.
     """
-    available = torch.cuda.device_count()
-    if choose_device(params.device).type == "cuda" and params.run.devices > available:
-        raise ConfigError(
-            "more devices than this machine has", where="run.devices", got=params.run.devices,
-            expected=f"at most {available}", fix="set fewer, or use torchrun on several machines: docs/scale.md",
-        )  # fmt: skip
+    check_devices(params)
     with tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
         write_json(Path(folder) / "job.json", _job(name, params, run_dir, accept))
         process = _start(params.run.devices, folder, params.run.restarts)
@@ -110,9 +107,20 @@ def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) 
     return RoundReport(**report) if name == "train_round" else report
 
 
+def check_devices(params: Params) -> None:
+    """Raises ConfigError: `device` is a GPU that cannot be used, or `run.devices` are more than this machine has."""
+    device = choose_device(params.device)
+    available = torch.cuda.device_count()
+    if device.type == "cuda" and params.run.devices > available:
+        raise ConfigError(
+            "more devices than this machine has", where="run.devices", got=params.run.devices,
+            expected=f"at most {available}", fix="set fewer, or use torchrun on several machines: docs/scale.md",
+        )  # fmt: skip
+
+
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     env = dict(os.environ)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, num_threads() // devices)))
     env[LAUNCHER] = str(os.getpid())
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:  # all ranks are on this machine: no host name is resolved, no port is open to other machines
@@ -122,7 +130,7 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
         "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.training", folder,
     ]  # fmt: skip
-    return subprocess.Popen(command, env=env, start_new_session=True)
+    return subprocess.Popen(command, env=env, cwd=paths.working_folder(), start_new_session=True)
 
 
 def _result(folder: Path, code: int) -> dict[str, Any]:

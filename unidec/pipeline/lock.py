@@ -6,15 +6,21 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from unidec.errors import TrainingError
+from unidec.addresses import without_credentials
+from unidec.data.storage import lock_file
+from unidec.errors import TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.tracking.run import is_alive, this_process
 
 LOCK, HOLDER = ".train.lock", ".train.holder"
-HELD = "UNIDEC_LOCK"  # environment variable of subprocesses: which process holds the lock of which folder
+HELD = "UNIDEC_LOCK"  # environment variable of subprocesses: which process holds the locks of which folders
+_OF_PARENT = os.environ.get(HELD)
+_held: list[str] = []  # folders whose lock this process holds: its threads may train in several
+_changing = threading.Lock()  # of `_held` and the variable
 
 
 @contextlib.contextmanager
@@ -31,29 +37,53 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
-    """Hold the project's training lock. The system releases it when the process dies, so no stale lock is left.
+def one_at_a_time(folder: Path | None = None) -> Iterator[None]:
+    """Hold the project's training lock, in `folder` or runs/. The system releases it when the process dies, so no stale
+    lock is left.
 
     Raises:
-        TrainingError: another process holds it: a training, or a stage that replaces the inputs of training.
+        TrainingError: another process, or thread, holds it: a training, or a stage that replaces its inputs.
+        ArtifactError: the folder cannot be written.
     """
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
-    folder.mkdir(parents=True, exist_ok=True)
-    lock, holder = FileLock(folder / LOCK), folder / HOLDER
+    folder = paths.RUNS if folder is None else folder
+    holder = folder / HOLDER
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_file(folder / LOCK, timeout=0))
+        except Timeout as error:
+            raise TrainingError(
+                "another training is under way in this folder, or a stage that replaces its data", where=str(folder),
+                got=holder.read_text(encoding="utf-8") if holder.is_file() else None, fix="wait for it, or cancel it",
+            ) from error  # fmt: skip
+        command = without_credentials(" ".join(sys.orig_argv))[:200]
+        holder.write_text(f"process {os.getpid()}: {command}", encoding="utf-8")
+        stack.enter_context(_shown_to_children(str(folder.resolve())))
+        yield
+
+
+@contextlib.contextmanager
+def _shown_to_children(folder: str) -> Iterator[None]:
+    """Name a folder in `HELD` inside the block, beside those of other threads."""
+    with _changing:
+        _held.append(folder)
+        _set_held()
     try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise TrainingError(
-            "another training is under way in this folder, or a stage that replaces its data", where=str(folder),
-            got=holder.read_text(encoding="utf-8") if holder.is_file() else None, fix="wait for it, or cancel it",
-        ) from error  # fmt: skip
-    try:
-        holder.write_text(f"process {os.getpid()}: {' '.join(sys.orig_argv)[:200]}", encoding="utf-8")
-        with environment(HELD, json.dumps(this_process() | {"folder": str(folder.resolve())})):
-            yield
+        yield
     finally:
-        lock.release()
+        with _changing:
+            _held.remove(folder)
+            _set_held()
+
+
+def _set_held() -> None:
+    if _held:
+        os.environ[HELD] = json.dumps(this_process() | {"folders": _held})
+    elif _OF_PARENT is not None:
+        os.environ[HELD] = _OF_PARENT
+    else:
+        os.environ.pop(HELD, None)
 
 
 @contextlib.contextmanager
@@ -67,7 +97,7 @@ def replaces_inputs() -> Iterator[None]:
         TrainingError: as `one_at_a_time`.
     """
     held = json.loads(os.environ.get(HELD, "{}"))
-    inside = held.get("folder") == str(paths.RUNS.resolve()) and is_alive(held)
+    inside = str(paths.RUNS.resolve()) in held.get("folders", []) and is_alive(held)
     with contextlib.nullcontext() if inside else one_at_a_time():
         yield
 
@@ -79,5 +109,5 @@ def is_held() -> bool:
     try:
         with one_at_a_time():
             return False
-    except (TrainingError, OSError):
+    except UnidecError:
         return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 from scipy.sparse import csr_matrix
@@ -17,29 +20,63 @@ from unidec.errors import ArtifactError
 from unidec.tracking.fetch import COPIES
 from unidec.tracking.store import project_folder
 
-DATASET = Path("data/dataset")
-VALIDATION = Path("data/validation")
-CHANGE = Path("data/change")  # comparison with the champion's training data; not tracked by DVC
-TOKENS = Path("data/tokens")
-PROPENSITY = Path("data/propensity")
-LABEL_GRAPH = Path("data/label_graph")
-CACHE = project_folder() / "data" / "cache"  # shared by all experiments of a DVC queue
-RUNS = Path("runs")
-BUNDLES = COPIES
-DRIFT = Path("runs/drift")
-MONITOR = Path("runs/monitor")
-MODEL = Path("outputs/model")
-BUNDLE = Path("outputs/bundle")
-REFRESHED = Path("outputs/refreshed")  # a champion with other labels; not tracked by DVC
-METRICS = Path("outputs/metrics.json")
-PLOTS = Path("outputs/plots")
-PREDICTIONS = Path("outputs/predictions.parquet")
-REPORT = Path("outputs/report.html")
+RELATIVE: dict[str, str | Path] = {
+    "DATASET": "data/dataset",
+    "VALIDATION": "data/validation",
+    "CHANGE": "data/change",  # comparison with the champion's training data; not tracked by DVC
+    "TOKENS": "data/tokens",
+    "PROPENSITY": "data/propensity",
+    "LABEL_GRAPH": "data/label_graph",
+    "CACHE": "data/cache",
+    "START": "data/start.json",
+    "RUNS": "runs",
+    "TRIALS": "runs/own",  # trainings with parameters of their own, each a project
+    "BUNDLES": COPIES,
+    "DRIFT": "runs/drift",
+    "MONITOR": "runs/monitor",
+    "MODEL": "outputs/model",
+    "BUNDLE": "outputs/bundle",
+    "REFRESHED": "outputs/refreshed",  # a champion with other labels; not tracked by DVC
+    "METRICS": "outputs/metrics.json",
+    "PLOTS": "outputs/plots",
+    "PREDICTIONS": "outputs/predictions.parquet",
+    "REPORT": "outputs/report.html",
+}
+_root: ContextVar[Path | None] = ContextVar("root", default=None)  # None: the working folder
+
+
+def __getattr__(name: str) -> Path:
+    """`paths.DATASET` and the others, below the root of this thread."""
+    if name not in RELATIVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _path(name)
+
+
+def _path(name: str) -> Path:
+    root = _root.get()
+    if name == "CACHE" and root is None:
+        root = project_folder()  # all experiments of a DVC queue share it
+    return (root or Path()) / RELATIVE[name]
+
+
+@contextlib.contextmanager
+def root(folder: Path) -> Iterator[None]:
+    """Stages that this thread runs in the block read and write below a folder, instead of the working folder."""
+    token = _root.set(folder)
+    try:
+        yield
+    finally:
+        _root.reset(token)
+
+
+def working_folder() -> Path:
+    """The folder that the paths are relative to."""
+    return _root.get() or Path()
 
 
 def open_dataset(verify: bool = True) -> XMCDataset:
     """The ingested data set. Like all artifacts below, it is verified once per process."""
-    return XMCDataset.open(DATASET, verify)
+    return XMCDataset.open(_path("DATASET"), verify)
 
 
 def open_tokens(which: str, verify: bool = True) -> TokenCache:
@@ -48,15 +85,15 @@ def open_tokens(which: str, verify: bool = True) -> TokenCache:
     Raises:
         ArtifactError: it is damaged, or has another number of texts than the data set.
     """
-    cache = TokenCache.open(TOKENS / which, verify)
-    _check_rows(len(cache), which, TOKENS / which, "tokens")
+    cache = TokenCache.open(_path("TOKENS") / which, verify)
+    _check_rows(len(cache), which, _path("TOKENS") / which, "tokens")
     return cache
 
 
 def open_propensity() -> Propensity:
     """Propensities of the labels; raises as `open_tokens`."""
-    propensity = load_propensity(PROPENSITY)
-    _check_rows(len(propensity.inverse_L), "labels", PROPENSITY, "propensity")
+    propensity = load_propensity(_path("PROPENSITY"))
+    _check_rows(len(propensity.inverse_L), "labels", _path("PROPENSITY"), "propensity")
     return propensity
 
 
@@ -64,15 +101,16 @@ def open_label_graph(params: Params, verify: bool = True) -> csr_matrix | None:
     """The label graph; None if training does not use it; raises as `open_tokens`."""
     if not params.reads_label_graph:
         return None
-    graph = load_label_graph(LABEL_GRAPH, verify)
-    _check_rows(graph.shape[0], "labels", LABEL_GRAPH, "label-graph")
+    graph = load_label_graph(_path("LABEL_GRAPH"), verify)
+    _check_rows(graph.shape[0], "labels", _path("LABEL_GRAPH"), "label-graph")
     return graph
 
 
 def _check_rows(num_rows: int, which: str, path: Path, command: str) -> None:
-    expected = read_manifest(DATASET, dataset.KIND, dataset.VERSION, verify=False)["meta"].get(f"num_{which}")
+    dataset_path = _path("DATASET")
+    expected = read_manifest(dataset_path, dataset.KIND, dataset.VERSION, verify=False)["meta"].get(f"num_{which}")
     if num_rows != expected:
         raise ArtifactError(
             "built from another data set", where=str(path), got=f"{num_rows} {which}",
-            expected=f"{expected}, as in {DATASET}", fix=f"run `unidec data {command}` again",
+            expected=f"{expected}, as in {dataset_path}", fix=f"run `unidec data {command}` again",
         )  # fmt: skip

@@ -26,9 +26,11 @@ from unidec.config import Params, with_settings
 from unidec.data.tokens import CHUNK_TEXTS, GPU_CHUNK_TOKENS
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
+from unidec.methods.assembly import additions
 from unidec.model.encoder import TextEncoder, transformer_options
-from unidec.model.label_tree import num_clusters
 from unidec.model.losses import BY_COLUMNS
+from unidec.model.pool import num_clusters
+from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
@@ -42,6 +44,7 @@ Phase = Literal["always", "step", "refresh", "index"]
 Free = Mapping[Place, int | None]
 Settings = dict[str, bool | int | str]  # key path -> value
 PLACES: dict[Place, str] = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
+SPACE: dict[Place, str] = PLACES | {"disk": "disk space"}
 PHASES: dict[Phase, str] = {"always": "all the time", "step": "a training step", "refresh": "clustering and mining",
                             "index": "validation and indexing"}  # fmt: skip
 STATE = ("encoder and heads", "token table", "classifier rows")
@@ -105,8 +108,7 @@ class Sizes:
 def empty_encoder(name: str) -> Any:
     """A transformer on torch's device "meta", whose weights take no memory.
 
-    Args:
-        name: a folder or name that `resolve_encoder` finds, or one of `KNOWN`.
+    `name` is a folder or name that `resolve_encoder` finds, or one of `KNOWN`.
 
     Raises:
         ArtifactError: there is no such encoder. ConfigError: its config.json is not a transformer's.
@@ -120,13 +122,12 @@ def empty_encoder(name: str) -> Any:
         with torch.device("meta"):
             return AutoModel.from_config(config, **transformer_options(config))
     except (OSError, ValueError) as error:
-        raise ConfigError("not a transformer's config.json", where=file, got=str(error)[:200]) from error
+        fix = "save it with AutoModel.save_pretrained"
+        raise ConfigError("not a transformer's config.json", where=file, got=str(error)[:200], fix=fix) from error
 
 
 @dataclass(frozen=True)
-class Amount:
-    """An amount of memory: its purpose, where it is held, and in which phase."""
-
+class Amount:  # of memory: its purpose, where it is held, and in which phase
     name: str
     place: Place
     num_bytes: int
@@ -177,11 +178,14 @@ class Plan:
                 for place, phase, size in peaks]  # fmt: skip
 
     @property
-    def fix(self) -> str:
-        """How to make the training fit, for an error message."""
-        if self.advice is None:
-            return "a larger machine: no known setting fits"
-        return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.advice.items())
+    def missing(self) -> str:
+        """How much is missing where: "1.20 GiB more disk space"."""
+        bytes_of = {place: self.peak(place)[1] / (1 - MARGIN) - (self.free[place] or 0) for place in self.shortages}
+        return " and ".join(f"{gib(size)} more {SPACE[place]}" for place, size in bytes_of.items())
+
+    def settings(self, form: str) -> list[str]:
+        """The settings of `advice` in this form, such as "--set {}={}"."""
+        return [form.format(key, str(value).lower()) for key, value in (self.advice or {}).items()]
 
     def as_dict(self) -> dict[str, object]:
         """The plan for JSON; the peak of a place is its phase and bytes."""
@@ -208,7 +212,10 @@ class Plan:
                 lines.append(f"{name}: {gib(needed)}{f' of {gib(free)} free' if free else ''}, {PHASES[phase]}")
             amounts.sort(key=lambda amount: -amount.num_bytes)
             lines += [f"  {amount.name:<32}{gib(amount.num_bytes):>12}" for amount in amounts[:5]]
-        return lines + (["does not fit: " + "; ".join(self.short), f"fix: {self.fix}"] if self.short else ["fits"])
+        if not self.short:
+            return [*lines, "fits"]
+        fix = " ".join(self.settings("--set {}={}")) or f"{self.missing}: no known setting fits"
+        return [*lines, f"does not fit: {'; '.join(self.short)}", f"fix: {fix}"]
 
 
 def gib(num_bytes: float) -> str:
@@ -232,17 +239,13 @@ class Formulas:
         with torch.device("meta"):
             copied = deepcopy(transformer) if encoder.has_transformer else None  # TextEncoder freezes layers in place
             settings = encoder.model_copy(update={"bag_words": 0})
-            empty = UniDEC(settings, model, 1, TextEncoder(settings, copied, 1, self.config.hidden_size))
-        self.width, weights = empty.encoder.width, empty.named_parameters()
-        # `empty` has one label; weights with a row per cluster of labels grow with the number of labels
-        cluster_rows = {"auxiliary": num_clusters(sizes.num_labels, max(model.auxiliary, 1))}
+            phi = TextEncoder(settings, copied, 1, self.config.hidden_size)
+            no_rows = Placement(num_rows=0)  # the tables are counted by rows
+            empty = UniDEC(settings, model, sizes.num_labels, phi, no_rows, add=additions)
+        self.width = empty.encoder.width
         self.levels = [num_clusters(sizes.num_labels, size) for size in model.levels]
-        for level, rows in enumerate(self.levels):
-            cluster_rows |= {f"tree.classifiers.{level}.{part}": rows for part in ("weight", "bias")}
         self.dense = [  # name, number of values, whether it is trained
-            (name, p.numel() * cluster_rows.get(name, 1), p.requires_grad)
-            for name, p in weights
-            if not name.endswith(_TABLES)
+            (name, p.numel(), p.requires_grad) for name, p in empty.named_parameters() if not name.endswith(_TABLES)
         ]
         self.trains_bag = encoder.kind != "transformer" and not encoder.frozen
         layers = self.config.num_hidden_layers if encoder.trainable_layers < 0 else encoder.trainable_layers
@@ -471,30 +474,25 @@ def check_fits(params: Params, free: Free | None = None) -> None:
     reusable = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
     plan = plan_memory(params, None, {"disk": available_disk(paths.RUNS) + reusable, **(free or {})}, True)
     if plan.short:
-        raise ConfigError(
-            "the training does not fit into memory", where="unidec plan", got="; ".join(plan.short),
-            expected=f"at most {1 - MARGIN:.0%} of the free memory",
-            fix=f"{plan.fix}; `unidec plan` shows the amounts, run.check_memory: false skips this check",
-        )  # fmt: skip
+        lacking = " and ".join(SPACE[place] for place in plan.shortages)
+        advice = " or ".join(filter(None, [plan.missing, ", ".join(plan.settings("{}: {}"))]))
+        what = f"the training does not fit: too little {lacking}"
+        limit = f"at most {1 - MARGIN:.0%} of what is free"
+        fix = f"{advice}; `unidec plan` lists the amounts, run.check_memory: false skips this check"
+        raise ConfigError(what, where=str(paths.RUNS.absolute()), got="; ".join(plan.short), expected=limit, fix=fix)
 
 
 def plan_command(
     params: Params, labels: int | None, queries: int | None, tokens: int | None, device: str | None
 ) -> Plan:
-    """The plan of `unidec plan`.
-
-    Args:
-        labels, queries, tokens: sizes of another data set; None: those of data/dataset.
-        device: memory of another GPU, such as "16GiB"; None: this machine's memory.
-    """
+    """The plan of `unidec plan`, for another data set with these sizes or (None) data/dataset, and for another GPU with
+    this memory, such as "16GiB", or (None) this machine."""
     sizes = Sizes.given(labels, queries, tokens) if labels and queries and tokens else None
     if sizes is None and (labels or queries or tokens):
-        raise ConfigError("sizes of other data require all three", where="unidec plan",
-                          expected="--labels, --queries, --tokens")  # fmt: skip
+        raise ConfigError("sizes are missing", where="unidec plan", expected="all of --labels, --queries and --tokens")
     try:
         free: Free = {"device": int(TypeAdapter(ByteSize).validate_python(device))} if device else {}
     except ValidationError as error:
-        raise ConfigError(
-            "not a size of memory", where="--device-memory", got=device, expected="e.g. 16GiB, 141GB"
-        ) from error
+        expected = "a size such as 16GiB or 141GB"
+        raise ConfigError("not a size of memory", where="--device-memory", got=device, expected=expected) from error
     return plan_memory(params if sizes else effective(params), sizes, free)

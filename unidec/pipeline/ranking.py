@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from unidec.config import Params
+from unidec.cores import thread_pool
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
@@ -26,7 +26,6 @@ from unidec.progress import progress
 from unidec.retrieval.candidates import Candidates, Ranked, candidate_keys, votes_alone
 from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.retrieval.neighbours import Neighbours, Vote
-from unidec.retrieval.query_encoder import usable_cores
 from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
 from unidec.retrieval.sparse import PairScores
 from unidec.retrieval.words import WordSpace
@@ -211,9 +210,9 @@ class Ranking:
             votes = neighbours.votes(features[block], num)
             labels[block] = votes_alone(votes, K, pair_keys(self.filter_pairs[block])).rows
 
-        with ThreadPoolExecutor(usable_cores()) as threads:
+        with thread_pool() as threads:
             starts = range(0, len(labels), QUERIES_AT_ONCE)
-            list(progress(threads.map(rank, starts), total=len(starts), desc="votes alone", unit="block"))
+            list(progress(threads.map(rank, starts), total=len(starts), desc="rank by votes", unit="block"))
         return self.metrics_of(labels)
 
 
@@ -335,7 +334,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     index, num_queries = params.index, len(ranking.rows)
     objective = index.objective
     if num_queries < LEAST_QUERIES:
-        why = f"{num_queries} validation queries, {LEAST_QUERIES} are needed; the blend of the scores ranks"
+        why = f"{num_queries} validation queries, {LEAST_QUERIES} are needed; the weighted sum of the scores ranks"
         print(f"no fusion: {why}", file=sys.stderr)  # stdout is for the printed result
         return blend
     propensity = (params.data.propensity_a, params.data.propensity_b)
@@ -363,7 +362,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     tail = max(tail for tail, metrics in by_tail.items() if metrics[objective] >= best - TAIL_TOLERANCE)
     metrics = by_tail[tail]
     if metrics[objective] <= blend.metrics[objective]:
-        why = f"{objective} {metrics[objective]:.2f}, by the blend {blend.metrics[objective]:.2f}"
+        why = f"{objective} {metrics[objective]:.2f}, by the weighted sum of the scores {blend.metrics[objective]:.2f}"
         print(f"no fusion: {why}", file=sys.stderr)
         return blend
     gain = {name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()}

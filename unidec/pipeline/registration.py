@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unidec.config import Params
 from unidec.data.storage import folder_sha256
@@ -21,6 +22,10 @@ from unidec.tracking.registry import register as register_bundle
 from unidec.tracking.run import Tracker, run_tags
 from unidec.tracking.store import open_client, tracking_uri
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
 
 @dataclass(frozen=True)
 class Registration:
@@ -32,21 +37,21 @@ class Registration:
     run: str | None
 
 
-def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> Registration:
+def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Registration:
     """Register a bundle under the alias `challenger`. A bundle that is registered already keeps its version.
 
     The version's tags about DVC's artifacts are read from dvc.lock now, so call this after `dvc commit`.
 
     Args:
         params: all parameters.
-        bundle: outputs/bundle, which is added to the MLflow run that trained it; or a folder of `refresh_labels` or
-            `change_labels`, which gets a separate run.
+        bundle: None: outputs/bundle, which is added to the MLflow run that trained it; or a folder of `refresh_labels`
+            or `change_labels`, which gets a separate run.
 
     Raises:
         ConfigError: another folder, or a bundle with other labels whose source is not registered.
         ArtifactError: the bundle is damaged, or the tracking store's artifact folder is gone.
     """
-    path, name = Path(bundle), params.tracking.model_name
+    path, name = Path(bundle or paths.BUNDLE), params.tracking.model_name
     info = read_info(path)
     relabelled = "refreshed" in info.card
     if not relabelled and path.resolve() != paths.BUNDLE.resolve():
@@ -70,7 +75,10 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> R
         tracker = tracker_of_model()
         metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
         facts["metrics"] = {"test": headline(metrics.get("test", {}))}
-        if find_version(client, name, folder_sha256(paths.BUNDLE)) is None:
+        known = find_version(client, name, folder_sha256(paths.BUNDLE))
+        if known is not None:
+            _answer_later(client, known, tags)
+        else:
             # only for a new version: an existing one keeps the records of its training
             origin = provenance.artifact_tags(params.data.path) | start_tags()
             lock = provenance.lock_sha256()
@@ -96,6 +104,17 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
             fix="register that bundle first, or change the labels of models:/NAME@ALIAS",
         )  # fmt: skip
     return str(version.version)
+
+
+def _answer_later(client: MlflowClient, version: ModelVersion, tags: dict[str, str]) -> None:
+    """Record which code made a version of which that was unknown, once git answers."""
+    if not provenance.unknown_code(version.tags) or provenance.unknown_code(tags):
+        return
+    known = {key: tags[key] for key in provenance.CODE_TAGS if key in tags}
+    for key, tag in known.items():
+        client.set_model_version_tag(version.name, version.version, key, tag)
+    for key in version.tags.keys() & set(provenance.CODE_TAGS) - known.keys():
+        client.delete_model_version_tag(version.name, version.version, key)
 
 
 def _counts(info: BundleInfo) -> dict[str, int]:

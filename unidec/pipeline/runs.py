@@ -32,6 +32,7 @@ class RunInfo:
             None without a checkpoint.
         checkpoint: name of the newest one. checkpoint_age: in seconds. mlflow_run: id.
         unfinished: training can resume, and no process is training it.
+        trial: name of the folder in runs/own/ of a training with other parameters than params.yaml; None: no trial.
     """
 
     name: str
@@ -43,22 +44,27 @@ class RunInfo:
     checkpoint_age: float | None
     mlflow_run: str | None
     unfinished: bool
+    trial: str | None = None
 
 
-def run_folders(root: Path = paths.RUNS) -> list[Path]:
+def run_folders(root: Path | None = None) -> list[Path]:
     """Folders of runs, the most recently written first."""
-
-    def written(path: Path) -> float:
-        inside = [path, path / "checkpoints", path / "history.jsonl"]
-        return max(entry.stat().st_mtime for entry in inside if entry.exists())
-
+    root = paths.RUNS if root is None else root
     found = [path for path in root.glob("[!.]*") if any((path / n).exists() for n in ("checkpoints", "tracking.json"))]
-    return sorted(found, key=written, reverse=True)
+    return sorted(found, key=_written, reverse=True)
+
+
+def _written(folder: Path) -> float:
+    inside = [folder, folder / "checkpoints", folder / "history.jsonl"]
+    return max(entry.stat().st_mtime for entry in inside if entry.exists())
 
 
 def list_runs() -> list[RunInfo]:
-    """All runs of the project, the most recently written first."""
-    return list(map(run_info, run_folders()))
+    """All runs of the project and of its trials, the most recently written first."""
+    found = run_folders()
+    for trial in sorted(paths.TRIALS.glob("*")):
+        found += run_folders(trial / paths.RUNS)
+    return [run_info(folder) for folder in sorted(found, key=_written, reverse=True)]
 
 
 def run_info(run_dir: Path) -> RunInfo:
@@ -79,6 +85,7 @@ def run_info(run_dir: Path) -> RunInfo:
     return RunInfo(
         run_dir.name, status, state.get("epoch"), epochs, state.get("step"), checkpoint.name if checkpoint else None,
         age(checkpoint) if checkpoint else None, tracked.get("run_id"), status not in ("running", "finished"),
+        run_dir.parts[-3] if run_dir.is_relative_to(paths.TRIALS) else None,
     )  # fmt: skip
 
 
@@ -88,7 +95,8 @@ def rows_of(infos: list[RunInfo]) -> tuple[list[str], list[list[str]]]:
     for info in infos:
         saved = f"{duration(info.checkpoint_age)} ago" if info.checkpoint_age is not None else "none yet"
         epoch = f"{info.epoch or 0} of {info.epochs or '?'}"
-        rows.append([info.name, info.state, epoch, str(info.step or 0), saved, info.mlflow_run or ""])
+        name = f"{info.name} (trial {info.trial})" if info.trial else info.name
+        rows.append([name, info.state, epoch, str(info.step or 0), saved, info.mlflow_run or ""])
     return ["run", "state", "epoch", "step", "checkpoint", "MLflow run"], rows
 
 
@@ -108,7 +116,7 @@ def choose_run(name: str) -> Path:
     Raises:
         ConfigError: there is none, or several.
     """
-    infos = list_runs()
+    infos = [run_info(folder) for folder in run_folders()]
     found = [info for info in infos if info.name.startswith(name)] if name else [i for i in infos if i.unfinished][:1]
     if len(found) != 1:
         what = "several runs begin with this" if found else "no such run" if name else "no unfinished run to resume"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unidec.config import Params, leaves
 from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
-from unidec.pipeline import paths
+from unidec.pipeline import paths, seen
 from unidec.pipeline.lock import replaces_inputs
 from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from unidec.training.start import Start
 
 Kind = Literal["auto", "warm", "cold"]
-START = Path("data/start.json")
 FIX = "retrain.start: cold"
+TRAINED_ON = "was trained on"
 COLD = {"kind": "cold"}  # the content of data/start.json for a training from scratch
 
 
@@ -67,15 +67,15 @@ def read_start() -> WarmStart | None:
     Raises:
         ArtifactError: the file is damaged.
     """
-    if not START.is_file():
+    if not paths.START.is_file():
         return None
     try:
-        content = json.loads(START.read_bytes())
+        content = json.loads(paths.START.read_bytes())
         return None if content == COLD else WarmStart.model_validate(content)
     except ValueError as error:  # of json, UTF-8 or pydantic
         got, fix = str(error).partition("\n")[0], f"restore it from git, or write {json.dumps(COLD)}"
-        raise ArtifactError("the file that names the model to start from cannot be read", where=str(START), got=got,
-                            fix=fix) from error  # fmt: skip
+        raise ArtifactError("the file that names the model to start from cannot be read", where=str(paths.START),
+                            got=got, fix=fix) from error  # fmt: skip
 
 
 def effective(params: Params) -> Params:
@@ -145,8 +145,9 @@ def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
     start, reason = (None, "as requested") if kind == "cold" else _from_champion(params, kind == "auto")
     if kind == "warm" and start is None:
         fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
+        fix += f", or accept it: {seen.ACCEPT}" if TRAINED_ON in reason else ""
         raise ConfigError("no warm start is possible", where="retrain.start", got=reason, fix=fix)
-    write_bytes_atomic(START, json.dumps(_content(start), indent=2).encode() + b"\n")
+    write_bytes_atomic(paths.START, json.dumps(_content(start), indent=2).encode() + b"\n")
     return ChosenStart(**_content(start), reason=reason)
 
 
@@ -170,13 +171,60 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
     if unfit := unfit + ["model.dim"] * (config["model"]["dim"] != params.model.dim):
         return None, f"the champion, {version}, has another {_listed(unfit)}"
     generation = int(config.get("start", {}).get("generation", 0))
+    words, is_refused = _leak(params, bundle / "model")
+    if is_refused:
+        return None, f"the champion, {version}, {words}"
     if auto and (changed := _changed_parameters(params, bundle)):
         return None, f"other parameters than the champion's, {version}: {_listed(changed)}"
     if auto and 0 < params.retrain.cold_every <= generation:
         return None, f"{generation} warm starts in a row (retrain.cold_every)"
     sha256 = champion.tags["bundle.sha256"]
     start = WarmStart(model=name, version=str(champion.version), bundle_sha256=sha256, generation=generation + 1)
-    return start, f"the champion, {version}"
+    return start, f"the champion, {version}" + (f", which {words}" if words else "")
+
+
+def _leak(params: Params, model: Path) -> tuple[str, bool]:
+    """What a model in a folder has seen of the test split ("": nothing beyond what may be), and whether a training must
+    not start from it."""
+    if not paths.DATASET.is_dir():
+        return "", False
+    dataset = paths.open_dataset()
+    counted, num = seen.leak_in_words(seen.of_model(model), dataset)
+    is_refused = seen.leaks(num, dataset, params.validation)
+    is_told = num > params.validation.test_texts_in_train * len(dataset.rows("test"))
+    return (f"{TRAINED_ON} {counted}" if is_told else ""), is_refused
+
+
+def first_model(params: Params) -> Path | None:
+    """Folder of the model that training starts from, by data/start.json or `encoder.start`; None: from scratch."""
+    if params.encoder.start:
+        return Path(params.encoder.start)
+    start = open_start()
+    return None if start is None else start.model
+
+
+def check_start(params: Params) -> list[str]:
+    """Check that the model which training starts from was not trained on the test queries of the current data.
+
+    The start is chosen before; since then, the data may have changed.
+
+    Returns:
+        a sentence if such a start is accepted (`validation.test_texts_in_train_severity`), else nothing.
+
+    Raises:
+        ConfigError: the model was trained on test queries, so that the figures of a new model would be worthless.
+        ArtifactError: the model is missing or damaged.
+    """
+    model = first_model(params)
+    words, is_refused = ("", False) if model is None else _leak(params, model)
+    if is_refused:
+        where = str(params.encoder.start or paths.START)
+        raise ConfigError(
+            "a training cannot start from a model that knows the test queries", where=where,
+            got=f"the model {words}", expected=f"at most {params.validation.test_texts_in_train:.1%}",
+            fix=f"start from scratch (make train ARGS=\"--force --start cold\"), or accept it: {seen.ACCEPT}",
+        )  # fmt: skip
+    return [f"the model that training starts from {words}"] if words else []
 
 
 def _listed(keys: list[str], most: int = 4) -> str:

@@ -28,9 +28,10 @@ from unidec.pipeline.launch import LAUNCHER, Job, Launcher
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
-from unidec.pipeline.start import effective, open_start, read_start, run_identity, start_tags
-from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
-from unidec.tracking.run import Tracker, reconcile_runs
+from unidec.pipeline.seen import write_record
+from unidec.pipeline.start import check_start, effective, first_model, open_start, read_start, run_identity, start_tags
+from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash, unknown_code
+from unidec.tracking.run import TRIAL_TAG, Tracker, reconcile_runs, run_tags
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures, Report, RoundReport, fit
@@ -143,21 +144,23 @@ class Run:
             trained = dataset.rows("train")
             size = min(data.validation_sample, len(trained))
             rows = np.sort(np.random.default_rng(data.split_seed).choice(trained, size, replace=False))
-        ranking = Ranking.of_model(trainer.model, dataset, rows, self.params.optim.precision)
+        label_vectors = trainer.label_vectors()
+        precision = self.params.optim.precision
+        ranking = Ranking.of_model(trainer.model, dataset, rows, precision, vectors=label_vectors)
         metrics = validation_metrics(ranking, self.params)
         validation_seconds = time.perf_counter() - begin
         before = [line for line in read_json_lines(self.folder / ROUNDS) if line["epoch"] < self.epoch]
         last = before[-1] if before else {}
         steps = self.step - int(last.get("step", 0))
-        seconds = max(self._trained.train_seconds, trainer.seconds - last.get("trained_seconds", 0.0))
+        seconds = max(self._trained.train_seconds, trainer.at.seconds - last.get("trained_seconds", 0.0))
         round_begin = (self.epoch - 1) // self.epochs_a_round * self.epochs_a_round
         refresh = _refresh_report(self.folder, round_begin)
         work = sum(line.get("refresh", {}).get("work_seconds", 0.0) for line in [*before, {"refresh": refresh}])
         report = replace(
             self._trained, epoch=self.epoch, finished=self.finished, step=self.step, steps=steps,
-            train_seconds=seconds, trained_seconds=trainer.seconds, steps_per_s=steps / max(seconds, 1e-9),
+            train_seconds=seconds, trained_seconds=trainer.at.seconds, steps_per_s=steps / max(seconds, 1e-9),
             round=-(-self.epoch // self.epochs_a_round), validation=metrics, validation_seconds=validation_seconds,
-            refresh=refresh, seconds=seconds + validation_seconds, work_seconds=trainer.work_seconds + work,
+            refresh=refresh, seconds=seconds + validation_seconds, work_seconds=trainer.at.work_seconds + work,
         )  # fmt: skip
         tracker = Tracker.resume(self.folder)
         tracker.log(self.step, {f"validation/{name}": value for name, value in headline(metrics).items()})
@@ -169,9 +172,10 @@ class Run:
 
     def export(self) -> str:
         """Write the model and the records of its training to outputs/model, and release the trainer's memory."""
-        start, trainer = read_start(), self.trainer
+        start, trainer, first = read_start(), self.trainer, first_model(self.params)
         with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
-            trainer.model.save_into(out, {"start": start.model_dump()} if start else None)
+            trainer.export(out, {"start": start.model_dump()} if start else None)
+            write_record(out, paths.open_dataset(False), self.params.tokens.text, first)
             for name in (HISTORY, ROUNDS):
                 if (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out.path / name)
@@ -206,11 +210,11 @@ def start_run(
         track: log to MLflow; if False, the run's records are only in its folder.
 
     Raises:
-        ConfigError: the training does not fit into memory, or the run to resume was started with other data,
-            parameters, tokenizer or code: all keys that differ are listed.
+        ConfigError: the training does not fit into memory or on the disk, or the run to resume was started with
+            other data, parameters, tokenizer or code: all keys that differ are listed.
     """
     params, start = effective(params), read_start()
-    open_start()  # a model that is missing or damaged is reported now
+    leak = check_start(params)  # also reports a model that is missing or damaged
     identity = run_identity(params)
     folder = runs.choose_run(resume) if resume is not None else paths.RUNS / files_sha256(identity)[:16]
     checkpoint, state, _ = newest_state(folder)
@@ -225,7 +229,7 @@ def start_run(
     if start:
         run.lines.append(f"starts from {start.model} version {start.version}, warm start number {start.generation}")
     run.lines += [
-        *(f"accepted: {line}" for line in accepted),
+        *(f"accepted: {line}" for line in [*accepted, *leak]),
         _progress_line(run, checkpoint),
         *(f"MLflow run of {name} ended as KILLED: its process is gone" for name in ended),
     ]
@@ -294,15 +298,15 @@ def work(name: str, trainer: Trainer) -> Report:
     if name == "train_round":
         return _train(trainer)
     if not trainer.refresh_due:
-        begin = trainer.epoch - trainer.epoch % trainer.settings.pool.refresh
+        begin = trainer.at.epoch - trainer.at.epoch % trainer.settings.pool.refresh
         return {} if name == "cluster" else _refresh_report(trainer.run_dir, begin)
     if name == "cluster":
-        return {"epoch": trainer.epoch, **trainer.cluster()}
-    report = {"epoch": trainer.epoch, **trainer.refresh()}
+        return {"epoch": trainer.at.epoch, **trainer.cluster()}
+    report = {"epoch": trainer.at.epoch, **trainer.refresh()}
     if trainer.ranks.is_first:
         write_json(trainer.run_dir / REFRESH, report)
         figures = {f"refresh/{name}": float(report[key]) for key, name in _REFRESH_METRICS.items() if key in report}
-        Tracker.resume(trainer.run_dir).log(trainer.step, figures)
+        Tracker.resume(trainer.run_dir).log(trainer.at.step, figures)
     return report
 
 
@@ -312,10 +316,10 @@ def _train(trainer: Trainer) -> RoundReport:
         return trainer.train_round()
     tracker = Tracker.resume(trainer.run_dir)
     # also in the checkpoint: if the folder's tracking.json is lost, training resumes in the same MLflow run
-    trainer.notes |= {"mlflow_run_id": tracker.run_id}
+    trainer.at.notes |= {"mlflow_run_id": tracker.run_id}
     report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)))
     memory = memory_used()
-    tracker.log(trainer.step, {f"memory/{name}": value for name, value in memory.items()})
+    tracker.log(trainer.at.step, {f"memory/{name}": value for name, value in memory.items()})
     tracker.flush()
     return replace(report, memory=memory)
 
@@ -350,10 +354,22 @@ def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> 
     }  # fmt: skip
     data = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
     data |= {key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")}
-    name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run.folder.name[:6]}"
+    name = f"{dataset.name} {params.recipe or params.model.heads} {_how(experiment, run.folder)}"
     logged = model_params(flatten(params), read_start() is not None)
     tags = {key: tag for key, tag in tags.items() if tag}
+    if reason := unknown_code(tags):
+        run.lines.append(f"git does not answer, so the gate will refuse the model: {reason}")
     Tracker(params.tracking.experiment).start(run.folder, logged, tags, data, name, run_id)
+
+
+def _how(experiment: str, folder: Path) -> str:
+    """What the end of an MLflow run's name says: the experiment of DVC, or which command trained, and the run."""
+    run = folder.name[:6]
+    if experiment:
+        return experiment
+    if trial := run_tags().get(TRIAL_TAG):
+        return f"trial {trial[:200]} {run}"
+    return f"dvc repro {run}" if os.environ.get("DVC_STAGE") else run
 
 
 def _progress_line(run: Run, checkpoint: Path | None) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from unidec.data.raw import is_blank
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction
@@ -104,19 +105,26 @@ class Answerer:
         return cls(bundle, open_encoder(bundle, runtime, threads))
 
     def check(self, request: Request, where: str = "request") -> None:
-        """Raise a DataError if the text, k, tail, min_score or head is invalid for this bundle."""
+        """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid for this bundle."""
         if not isinstance(request.text, str):
-            raise DataError("a text is needed", where=f"{where}.text", got=type(request.text).__name__)
+            raise DataError(
+                "the text is not a string", where=f"{where}.text", got=type(request.text).__name__, expected="a string"
+            )
         try:
             request.text.encode()
         except UnicodeEncodeError as error:
-            raise DataError("the text is not valid Unicode", where=f"{where}.text", got=str(error)) from error
+            fix = "replace lone surrogates"
+            raise DataError("the text is not valid Unicode", where=f"{where}.text", got=str(error), fix=fix) from error
+        if is_blank(request.text):
+            expected = "a text with something to read"
+            raise DataError("the text is blank", where=f"{where}.text", got=repr(request.text)[:80], expected=expected)
         if request.k < 1:
             raise DataError("k is out of range", where=f"{where}.k", got=request.k, expected="at least 1")
         if not math.isfinite(request.tail):
-            raise DataError("a number is needed", where=f"{where}.tail", got=request.tail)
+            raise DataError("not a number", where=f"{where}.tail", got=request.tail, expected="a finite number")
         if request.min_score is not None and math.isnan(request.min_score):
-            raise DataError("a number is needed", where=f"{where}.min_score", got=request.min_score)
+            got, expected = request.min_score, "a number, or none"
+            raise DataError("not a number", where=f"{where}.min_score", got=got, expected=expected)
         space = self.bundle.info.space
         heads = SPACES if space == "both" else ("both", space)
         if request.head not in heads:
@@ -126,14 +134,22 @@ class Answerer:
             )  # fmt: skip
 
     def answer(self, requests: Sequence[Request]) -> list[Prediction]:
-        """Labels of each request, best first, ties ordered by label row; raises DataError, which names the request."""
+        """Labels of each request, best first, ties ordered by label row; raises DataError, which names the request.
+
+        Requests of more than one batch are encoded by length, so that there is little padding.
+        """
         for place, request in enumerate(requests):
             self.check(request, f"request {place}")
-        predictions: list[Prediction] = []
+        order = list(range(len(requests)))
+        if len(requests) > BATCH:
+            order.sort(key=lambda place: len(requests[place].text))
+        predictions: dict[int, Prediction] = {}
         for start in range(0, len(requests), BATCH):
-            batch = requests[start : start + BATCH]
-            predictions += self._answer(batch, self.encoder.encode([request.text for request in batch]))
-        return predictions
+            places = order[start : start + BATCH]
+            batch = [requests[place] for place in places]
+            found = self._answer(batch, self.encoder.encode([request.text for request in batch]))
+            predictions |= zip(places, found, strict=True)
+        return [predictions[place] for place in range(len(requests))]
 
     def table(
         self, frame: Any, k: int = 5, *, allow: Sequence[str] = (), deny: Sequence[str] = (),

@@ -273,7 +273,9 @@ def check_names(root: Path, files: Iterable[str]) -> None:
     for name in sorted(names - _FILES - _OLD - _VECTORS - NEIGHBOURS):
         if not name.startswith("model/") or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")):
             raise ArtifactError(
-                "the file does not belong in a bundle", where=str(root / name), fix="do not use this bundle"
+                "the file does not belong in a bundle",
+                where=str(root / name),
+                fix="restore the bundle from a copy that you trust",
             )
 
 

@@ -16,7 +16,6 @@ trees over labels. Here one network (`network.py`) serves all labels, and also u
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +23,11 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 from scipy.sparse import csr_matrix
 
+from unidec.cores import thread_pool
 from unidec.data.propensity import inverse_propensity
 from unidec.retrieval.candidates import Ranked, allowed_keys, best_of, candidate_keys
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.network import Floats, Network, Number
-from unidec.retrieval.query_encoder import usable_cores
 from unidec.retrieval.scoring_space import pair_scores, query_vectors
 from unidec.retrieval.sparse import SparseRows
 from unidec.retrieval.word_scores import WORD_FEATURES, WordScorer
@@ -156,7 +155,7 @@ class LabelEvidence:
             excluded_keys = excluded_keys[(excluded_keys >= 0) & (excluded_keys < step * self.num_labels)]
             return self._read(de_BD[block], clf_BD[block], words_BF[block], found_BC[block], excluded_keys, allowed)
 
-        with ThreadPoolExecutor(usable_cores()) as threads:
+        with thread_pool() as threads:
             parts = list(threads.map(read_block, range(0, len(found_BC), step)))
         query_P = np.concatenate([part.query_P + i * step for i, part in enumerate(parts)])
         names = ("label_P", "feature_PX", "votes_P")

@@ -9,7 +9,6 @@ Legend: N queries, P pairs of a query and a candidate, C most candidates of a qu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unidec.cores import thread_pool
 from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
 from unidec.retrieval.fusion import Evidence, Fusion
 from unidec.retrieval.network import LIMIT, Floats, Network
-from unidec.retrieval.query_encoder import usable_cores
 from unidec.retrieval.sparse import PairScores
 from unidec.retrieval.word_scores import Rows, WordScorer
 
@@ -67,7 +66,6 @@ def fit_fusion(
     without_XP = np.zeros(x_PX.shape[::-1], dtype=np.float32)
 
     def fit(fold: int) -> _Network:
-        torch.set_num_threads(1)  # of this thread: parallel folds are faster than parallel operations
         network = _Network(x_PX.shape[1], HIDDEN, torch.Generator().manual_seed(seed + fold))
         queries = pairs.with_positive(np.flatnonzero(fold_N != fold))
         num_steps = min(MOST_STEPS, int(STEPS_PER_QUERY * len(queries)))
@@ -81,10 +79,8 @@ def fit_fusion(
                 without_P[in_fold_P] = network(fold_PX * mask_X).numpy()
         return network
 
-    num_threads = torch.get_num_threads()
-    with ThreadPoolExecutor(min(FOLDS, usable_cores())) as threads:
+    with thread_pool(FOLDS) as threads:  # parallel folds are faster than parallel operations
         networks = list(threads.map(fit, range(FOLDS)))
-    torch.set_num_threads(num_threads)  # of threads that start later
     fusion = Fusion(**pairs.network_fields(networks), propensity=propensity, words=by_words)
     return Fitted(fusion, held_out_P, without_XP)
 
@@ -116,7 +112,7 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
         return (query_P + start) * num_labels + label_P, scores.features(query_P, label_P)
 
     starts = range(0, num, step)
-    with ThreadPoolExecutor(usable_cores()) as threads:
+    with thread_pool() as threads:
         results = progress(threads.map(read, starts), total=len(starts), desc="words of training queries", unit="block")
         key_P, feature_PX = (np.concatenate(part) for part in zip(*results, strict=True))
     pairs = _Training.of(key_P // num_labels, feature_PX, truth.at(key_P) > 0, num)

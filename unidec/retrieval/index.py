@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from unidec.cores import num_threads
 from unidec.data.storage import write_file
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
@@ -66,7 +67,7 @@ def faiss_threads(threads: int) -> Iterator[None]:
     """Sets the number of threads of faiss calls in this thread; 0 keeps faiss's own number."""
     faiss = faiss_module()
     before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(threads or before)
+    faiss.omp_set_num_threads(num_threads(threads) if threads else before)
     try:
         yield
     finally:

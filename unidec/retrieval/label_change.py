@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ import pyarrow as pa
 import scipy.sparse as sp
 from scipy.sparse import csr_matrix
 
+from unidec.data.lookalike import Known, difference, visible
+from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import read_manifest
-from unidec.data.table_file import read_rows
+from unidec.data.table_file import columns_missing, no_text, read_rows
 from unidec.data.tokens import encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.retrieval.bundle import Bundle
@@ -33,10 +36,12 @@ from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, Facts, K
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import LabelRows, unit_rows
+from unidec.sections import RawBounds
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
+ID_COLUMNS = ("id", "uid", "label_id")  # accepted names of the column of ids; the first one is shown
 MOST_SHOWN = 10  # problems listed in one message
 NEAREST = 3
 TEXT_SHARE = 0.6
@@ -100,7 +105,8 @@ class LabelChange:
         titles = texts if titles is None else titles
         if not len(uids) or not len(uids) == len(texts) == len(titles):
             got = f"{len(uids)} uids, {len(texts)} texts, {len(titles)} titles"
-            raise DataError("labels need a uid, a text and a title each, and there must be at least one", got=got)
+            expected = "a uid, a text and a title of each label, and at least one label"
+            raise DataError("no labels, or parts of them are missing", got=got, expected=expected)
         ((most_frequent, count),) = Counter(uids).most_common(1)
         if count > 1:
             raise DataError("a label uid occurs twice", got=most_frequent, fix="give each label its own uid")
@@ -169,6 +175,7 @@ def _check_edit(bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str],
     """Raise a DataError that lists every problem of an edit."""
     edits = [("add", label) for label in add] + [("remove", LabelText(uid, "")) for uid in remove]
     problems: list[str] = []
+    known_labels: Known | None = None
     first_edit: dict[str, str] = {}
     for kind, label in edits + [("update", label) for label in update]:
         uid, known, problem = label.uid, label.uid in bundle.row_of, ""
@@ -179,7 +186,7 @@ def _check_edit(bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str],
         elif kind == "add" and known:
             problem = f"{uid!r} is in the bundle already: `unidec labels update` changes it"
         elif kind != "add" and not known:
-            problem = f"no label {uid!r}"
+            problem = _no_label(uid, known_labels := known_labels or Known(bundle.row_of))
         elif kind != "remove" and not label.text.strip():
             problem = f"{uid!r} has no text to be found by"
         first_edit.setdefault(uid, kind)
@@ -193,38 +200,68 @@ def _check_edit(bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str],
         )  # fmt: skip
 
 
+def _no_label(uid: str, known: Known) -> str:
+    """That there is no such label, and which one looks alike."""
+    other = known.like(uid)
+    if other is None:
+        return f"no label {uid!r}"
+    words, fix = difference(uid, other)
+    return f"no label {visible(uid)}; there is {visible(other)}, which differs in {words}; {fix}"
+
+
 def _listing(problems: Sequence[str]) -> str:
     """The first problems, one per line, and the number of further ones."""
     more = f"\n  and {len(problems) - MOST_SHOWN:,} more" if len(problems) > MOST_SHOWN else ""
     return "\n    ".join(["", *problems[:MOST_SHOWN]]) + more
 
 
-def read_labels(path: Path) -> list[LabelText]:
-    """Read labels from a file with the columns uid, text and, if another text is to be shown, title.
+def read_labels(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> list[LabelText]:
+    """Read labels from a file with the columns id, text and, if another text is to be shown, title.
 
     Args:
-        path: .csv, .tsv, .jsonl (also with .gz) or .parquet.
+        path: .csv, .tsv, .jsonl (also with .gz) or .parquet. The column of ids may also be called uid or label_id.
+        bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: as `read_rows`; also if rows lack a uid or text, with a list of all these rows by line.
+        DataError: as `read_rows`; also if rows lack an id or text, with a list of all these rows by line.
     """
     labels, problems = [], []
-    for line, row in read_rows(path, ("uid", "text", "title")):
-        uid, text, title = row.get("uid"), row.get("text"), row.get("title") or ""
+    for line, row in read_rows(path, (*ID_COLUMNS, "text", "title"), partial(_check_header, path), bounds):
+        where = f"{path}:{line}"
+        name = _id_column(where, list(row))
+        uid, text, title = row.get(name or ""), row.get("text"), row.get("title") or ""
         uid, text = str(uid) if type(uid) is int else uid, title if text is None else text
-        if not isinstance(uid, str):
-            problems.append(f"{path}:{line}: no uid in {', '.join(map(str, row))[:80] or 'an empty row'}")
+        if uid is None:
+            names = ", ".join(map(str, row))[:80] or "an empty row"
+            problems.append(f"{where}: no {ID_COLUMNS[0]} in {names}")
+        elif not isinstance(uid, str):
+            problems.append(f"{where}: an id that is not a text: {uid!r}"[:200] + f"; {no_text(uid)}")
         elif not isinstance(text, str) or not isinstance(title, str):
-            problems.append(f"{path}:{line}: not a text: {(text, title)!r}"[:200])
+            problems.append(f"{where}: not a text: {(text, title)!r}"[:200])
         else:
             labels.append(LabelText(uid, text, title, f"{path.name}:{line}"))
     if problems or not labels:
         raise DataError(
             "not a file of labels; nothing was written", where=str(path),
             got=_listing(problems) if problems else "no rows",
-            expected="a header and the columns uid and text, and title where another text is shown",
+            expected="a header and the columns id and text, and title where another text is shown",
         )  # fmt: skip
     return labels
+
+
+def _id_column(where: str, names: Sequence[str]) -> str | None:
+    """Name of the column of ids; None if there is none. Raises a DataError if there are two."""
+    found = [name for name in ID_COLUMNS if name in names]
+    if len(found) > 1:
+        got, fix = " and ".join(found), f"keep one, {ID_COLUMNS[0]}"
+        raise DataError("more than one column of ids", where=where, got=got, fix=fix)
+    return found[0] if found else None
+
+
+def _check_header(path: Path, names: list[str]) -> None:
+    where = f"{path}:1"
+    if _id_column(where, names) is None:
+        raise columns_missing(where, names, ID_COLUMNS[:1], "id, text [, title]")
 
 
 def with_labels(

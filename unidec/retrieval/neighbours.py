@@ -301,6 +301,11 @@ class Neighbours:
         return vector_bytes + 4 * self.labels_ML.nnz + self.titles.nbytes
 
 
+def read_titles(folder: Path, num_queries: int) -> pa.ChunkedArray:
+    """The texts of the training queries that vote in a bundle; an ArtifactError if they are damaged."""
+    return read_texts_table(folder / "neighbours" / "queries.arrow", QUERY_SCHEMA, num_queries)["title"]
+
+
 def read_neighbours(
     folder: Path,
     sizes: tuple[int, int, int, int],

@@ -21,6 +21,8 @@ from typing import IO
 
 import pyarrow as pa
 
+from unidec.cores import num_threads
+from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.shards import Work, alone, cuts, shards_folder
 from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
 from unidec.errors import ArtifactError, DataError
@@ -30,6 +32,7 @@ from unidec.retrieval.bundle import PREDICTION_SCHEMA, Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.retrieval.query_encoder import Runtime, open_encoder
 from unidec.retrieval.text_file import read_texts
+from unidec.sections import RawBounds
 
 QUERIES_A_SHARD = 1 << 16  # seconds for a bag of tokens, a few minutes for a transformer on one core
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")
@@ -61,15 +64,18 @@ class FileRequest:
     column: str | None = None
     batch_size: int = 256
     device: str = "cpu"
-    runtime: Runtime = "torch"
+    runtime: Runtime = "auto"
 
 
-def predict_file(bundle: Bundle, request: FileRequest, shards: int | None = None) -> int:
+def predict_file(
+    bundle: Bundle, request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS
+) -> int:
     """Predict all queries of a file in this process; if it is killed, the same call resumes with the missing shards.
 
     Args:
         bundle: the request's bundle, loaded.
         shards: number of shards; None: one for each 65,536 queries.
+        bounds: limits of the input, and how quotes in it are read.
 
     Returns:
         The number of queries.
@@ -79,7 +85,7 @@ def predict_file(bundle: Bundle, request: FileRequest, shards: int | None = None
         ArtifactError: another process writes this output, or it cannot be written.
     """
     with alone(shards_folder(request.output)):
-        work = begin_predictions(request, shards)
+        work = begin_predictions(request, shards, bounds)
         if request.runtime != "torch":
             bundle.encoder = open_encoder(bundle, request.runtime)
         missing = work.missing()
@@ -90,11 +96,11 @@ def predict_file(bundle: Bundle, request: FileRequest, shards: int | None = None
     return work.num_rows
 
 
-def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
+def begin_predictions(request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS) -> Work:
     """Copy the texts and write the plan; finished shards of the same prediction are kept.
 
     Raises:
-        DataError: unknown format, missing column, unreadable text, or k below 1.
+        DataError: unknown format, missing column, unreadable or blank text, or k below 1.
         ArtifactError: the bundle is damaged. All its hashes are checked here; workers do not check them again.
     """
     source, target, bundle = (Path(os.path.abspath(p)) for p in (request.input, request.output, request.bundle))
@@ -106,20 +112,20 @@ def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
         raise DataError("k is out of range", got=request.k, expected="at least 1")
     read_manifest(bundle, KIND, VERSION)
     folder, sha256 = shards_folder(target), folder_sha256(bundle)
-    num_rows = _copy_texts(source, request.column, folder / TEXTS, request.batch_size)
+    texts = read_texts(source, request.column, bounds)
+    num_rows = _copy_texts(texts, folder / TEXTS, request.batch_size)
     count = max(1, -(-num_rows // QUERIES_A_SHARD)) if shards is None else shards
     settings = asdict(request) | {"bundle": str(bundle), "input": str(source), "output": str(target)}
     facts = {name: settings[name] for name in ("k", "runtime", "batch_size")}
     facts |= {"texts": file_sha256(folder / TEXTS), "bundle": sha256, "columns": PREDICTION_SCHEMA.names}
-    bounds = cuts(num_rows, count, request.batch_size)
-    return Work.begin(folder, facts, settings | {"bundle_sha256": sha256}, bounds)
+    parts = cuts(num_rows, count, request.batch_size)
+    return Work.begin(folder, facts, settings | {"bundle_sha256": sha256}, parts)
 
 
-def _copy_texts(source: Path, column: str | None, target: Path, batch_size: int) -> int:
-    """Copy the texts of a file into an Arrow file, one record batch per encoded batch; returns the number of texts."""
+def _copy_texts(texts: Iterator[str], target: Path, batch_size: int) -> int:
+    """Copy texts into an Arrow file, one record batch per encoded batch; returns the number of texts."""
     num_rows, schema = 0, pa.schema([("text", pa.large_string())])
-    texts, bar = read_texts(source, column), progress(desc="read", unit="text")
-    with bar, write_file(target) as file, pa.ipc.new_file(file, schema) as writer:
+    with progress(desc="read", unit="text") as bar, write_file(target) as file, pa.ipc.new_file(file, schema) as writer:
         while batch := list(islice(texts, batch_size)):
             writer.write_batch(pa.record_batch([pa.array(batch, pa.large_string())], schema=schema))
             num_rows += len(batch)
@@ -142,8 +148,8 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
     if threads:
         import torch
 
-        torch.set_num_threads(threads)
-        faiss_module().omp_set_num_threads(threads)
+        torch.set_num_threads(num_threads(threads))
+        faiss_module().omp_set_num_threads(num_threads(threads))
     write_shard(work, number)
 
 

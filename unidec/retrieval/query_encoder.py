@@ -9,16 +9,16 @@ Legend: B texts, F tokens of all texts, V tokens of the vocabulary, D width of a
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
+from unidec.cores import num_threads
 from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, length_chunks, load_tokenizer
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
@@ -26,6 +26,7 @@ from unidec.model.words import with_words
 from unidec.retrieval.words import WordSpace
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
+RUNTIMES = get_args(Runtime)
 CHUNK_TEXTS = 8  # texts that a transformer encodes together; measured: benchmarks/results/query-path.md
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
@@ -80,11 +81,6 @@ class ModelEncoder:
         return _encoded(tokens, tokenizer, self._words, de_BD, clf_BD)
 
 
-def usable_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class FastEncoder:
     """Encodes queries without torch; arguments and errors are those of `open_encoder`.
 
@@ -94,8 +90,8 @@ class FastEncoder:
 
     def __init__(self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1) -> None:
         if about.encoder.kind == "inception":
-            what, fix = "only torch encodes queries with an inception encoder", "serve.runtime: auto or torch"
-            raise ConfigError(what, where="serve.runtime", got="onnx", fix=fix)
+            what, fix = "only torch encodes queries with an inception encoder", "runtime: auto or torch"
+            raise ConfigError(what, where="runtime", got="onnx", fix=fix)
         # loaded once: the bundle's folder may be replaced while this encoder is in use
         self._tokenizer, self._words = load_tokenizer(about.tokenizer_folder, about.max_length), words
         self._parts: list[Part] = []
@@ -160,13 +156,15 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
         runtime: "torch": the model itself. "onnx": onnxruntime for the transformer, numpy for the rest. "onnx-int8":
             likewise, with the transformer's linear layers in 8 bits. "auto": "onnx-int8" on a CPU; torch on a GPU, or
             if the graph or onnxruntime is missing. All but "torch" encode a bag of tokens in numpy.
-        threads: threads of one call; 0: one for each core that this process may use.
+        threads: threads of one call; 0: see `cores.num_threads`.
 
     Raises:
-        ConfigError: "onnx" or "onnx-int8" if the bundle has no graph or onnxruntime is not installed.
+        ConfigError: no such runtime; "onnx" or "onnx-int8" if the bundle has no graph or onnxruntime is not installed.
         ArtifactError: weights are damaged, or do not match the model's configuration or tokenizer.
     """
-    threads, about = threads or usable_cores(), bundle.about
+    if runtime not in RUNTIMES:
+        raise ConfigError("no such runtime", where="runtime", got=runtime, expected=", ".join(RUNTIMES))
+    threads, about = num_threads(threads), bundle.about
     if runtime != "torch" and (runtime != "auto" or str(getattr(about, "device", "cpu")) == "cpu"):
         try:
             config = about if isinstance(about, ModelConfig) else ModelConfig.read(bundle.path / "model")
@@ -192,19 +190,19 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
         import onnxruntime  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError(
-            f"onnxruntime cannot be used: {error}", where="serve.runtime",
-            fix="pip install 'unidec-xmc[serve]', or serve.runtime: torch",
+            f"onnxruntime cannot be used: {error}", where="runtime",
+            fix="pip install 'unidec-xmc[serve]', or runtime: torch",
         ) from error  # fmt: skip
     if not graph.is_file():
         raise ConfigError(
             "this bundle has no ONNX graph of its transformer", where=str(graph),
-            fix="write the bundle again with this version (unidec index build), or serve.runtime: torch",
+            fix="write the bundle again with this version (unidec index build), or runtime: torch",
         )  # fmt: skip
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3  # errors only: its warnings are about shapes that it infers itself
-    # threads spin during a call, which is faster than waking them up, and sleep between calls
-    options.add_session_config_entry("session.force_spinning_stop", "1")
+    for pool in ("intra_op", "inter_op"):  # threads that wait must not take cores from others
+        options.add_session_config_entry(f"session.{pool}.allow_spinning", "0")
     session = onnxruntime.InferenceSession(
         str(graph), options, providers=["CPUExecutionProvider"],
         disabled_optimizers=["SkipLayerNormFusion"],  # the fused operator takes three times as long

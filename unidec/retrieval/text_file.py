@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unidec.data.table_file import read_rows
+from unidec.data.line_file import readable_rows
+from unidec.data.lookalike import names_like
+from unidec.data.raw import is_blank
+from unidec.data.raw_lines import DEFAULT_BOUNDS
+from unidec.data.table_file import no_text, read_rows
 from unidec.errors import DataError
+from unidec.sections import RawBounds
 
 TEXT_COLUMNS = ("query", "text")
+LABEL_COLUMNS = ("labels", "label", "relevant")
+MOST_PLACES = 5  # blank texts that an error names
 
 
-def read_texts(path: Path, column: str | None) -> Iterator[str]:
+def read_texts(path: Path, column: str | None, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[str]:
     """Yield all texts of a file in order.
 
     Args:
         column: name of the text column; None: `query`, else `text`.
+        bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: as `read_rows`; also if the column is missing or a value is not text.
+        DataError: as `read_rows`; also if the column is missing or a value is not text. After the last text: some texts
+            are blank; the error names the first of them.
     """
     check = partial(text_column, column=column, where=str(path))
-    for line, row in read_rows(path, (column,) if column else TEXT_COLUMNS, check):
+    accepted = (column,) if column else TEXT_COLUMNS
+    for text, _ in _texts(read_rows(path, accepted, check, bounds), path, column):
+        yield text
+
+
+def _texts(
+    rows: Iterable[tuple[int, dict[str, Any]]], path: Path, column: str | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The text of each row, and the row. Raises DataError: as `read_texts`."""
+    blank: list[int] = []
+    for line, row in rows:
         name = text_column(list(row), column, f"{path}:{line}")
-        if not isinstance(row[name], str):
-            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(row[name])[:80])
-        yield row[name]
+        text = row[name]
+        if not isinstance(text, str):
+            fix = no_text(text)
+            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(text)[:80], fix=fix)
+        if is_blank(text):
+            blank.append(line)
+        yield text, row
+        del row  # the next one is read before this name is set again, and may be large
+    if blank:
+        raise _blank_texts(path, blank)
+
+
+def _blank_texts(path: Path, lines: Sequence[int]) -> DataError:
+    places = ", ".join(f"{path.name}:{line}" for line in lines[:MOST_PLACES])
+    more = len(lines) - MOST_PLACES
+    got = f"{len(lines):,} blank: {places}" + (f" and {more:,} more" if more > 0 else "")
+    return DataError(
+        "texts without anything to read", where=f"{path}:{lines[0]}", got=got,
+        expected="a text in every row", fix="remove these rows, or fill in their texts",
+    )  # fmt: skip
 
 
 def text_column(names: Sequence[str], column: str | None, where: str) -> str:
@@ -37,9 +73,10 @@ def text_column(names: Sequence[str], column: str | None, where: str) -> str:
     for name in accepted:
         if name in names:
             return name
+    fix = names_like(names, accepted) or "rename the column, or name it: --column NAME"
     raise DataError(
-        "the file has no column of queries", where=where, got=", ".join(map(str, names))[:300] or "no columns",
-        expected=" or ".join(accepted), fix="rename the column, or name it: --column NAME",
+        "the file has no column of queries", where=where, got=", ".join(map(str, names[:50]))[:300] or "no columns",
+        expected=" or ".join(accepted), fix=fix,
     )  # fmt: skip
 
 
@@ -56,7 +93,7 @@ class Window:
         return Window([self.texts[row] for row in rows], labels)
 
 
-def read_window(path: Path, column: str | None = None) -> Window:
+def read_window(path: Path, column: str | None = None, bounds: RawBounds = DEFAULT_BOUNDS) -> Window:
     """Read a file of queries and their correct labels.
 
     Args:
@@ -64,11 +101,20 @@ def read_window(path: Path, column: str | None = None) -> Window:
             list of uids, or (always in .csv and .tsv) uids separated by white space. In a file of `serve.feedback`,
             each row has a "label" and whether it is "relevant"; rows of one query are merged, and the last judgement
             of a label counts.
+        bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: the file or column is missing, or a value is neither text nor labels.
+        DataError: the file or column is missing, or a value is neither text nor labels. Lines of a .jsonl file that
+            were cut off are skipped with a warning.
     """
-    texts, rows = list(read_texts(path, column)), [row for _, row in read_rows(path, ["labels", "label", "relevant"])]
+    check = partial(text_column, column=column, where=str(path))
+    accepted = (column,) if column else TEXT_COLUMNS
+    numbered = readable_rows(path, (*accepted, *LABEL_COLUMNS), check, bounds)
+    texts: list[str] = []
+    rows: list[dict[str, Any]] = []
+    for text, row in _texts(numbered, path, column):
+        texts.append(text)
+        rows.append({key: row[key] for key in LABEL_COLUMNS if key in row})
     if rows and all(isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows):
         judgements: dict[str, dict[str, bool]] = {}
         for text, row in zip(texts, rows, strict=True):

@@ -8,30 +8,36 @@ Returning to the previous version is a swap in memory. The registry is only read
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from unidec.data.storage import remove_folder, write_json
-from unidec.errors import ArtifactError, ConfigError, UnidecError, without_credentials
+from unidec.addresses import without_credentials
+from unidec.data.storage import remove_folder
+from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.machine import available_host, give_back
 from unidec.retrieval.probe import Probe, probe_bundle
 from unidec.sections import Serve
 from unidec.serving.engine import Engine, Identity, Service
-from unidec.tracking.fetch import COPIES, Address, fetch_bundle, parse_address
+from unidec.tracking.fetch import (
+    COPIES,
+    Address,
+    RegistryAway,
+    fetch_bundle,
+    last_known,
+    note_known,
+    on_a_line,
+    parse_address,
+    registered_version,
+    words_of,
+)
 from unidec.tracking.store import quiet_mlflow, tracking_uri
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 RETRY_SECONDS = 600.0  # before a refused version is retried: memory or disk space may be free by then
 KEEP_FREE = 256 << 20  # bytes of memory that loading leaves free
@@ -40,10 +46,6 @@ PROBE_SECONDS, PROBE_BYTES_A_SECOND = 60.0, 20e6  # time limit of a probe: a min
 _MAX_REASON = 600  # characters
 
 log = logging.getLogger(__name__)
-
-
-class RegistryAway(UnidecError):
-    """The registry did not answer in time; it may answer later."""
 
 
 class Registry:
@@ -55,7 +57,6 @@ class Registry:
 
     def __init__(self, address: Address, copies: Path, uri: str) -> None:
         self.address, self.copies, self.uri = address, copies, uri
-        self._client: MlflowClient | None = None
         quiet_mlflow()  # before its first import, which takes seconds: in `find`, not here
 
     def find(self) -> Identity:
@@ -65,17 +66,9 @@ class Registry:
             ConfigError: there is no such model, alias or version; it lists those that exist.
             RegistryAway: no answer.
         """
-        from mlflow.exceptions import MlflowException
-
-        from unidec.tracking.promotion import known_version
         from unidec.tracking.registry import HASH_TAG
-        from unidec.tracking.store import open_client
 
-        try:
-            self._client = self._client or open_client(self.uri)
-            found = known_version(self._client, self.address.name, self.address.alias or self.address.version or "")
-        except (MlflowException, OSError) as error:
-            raise RegistryAway("the registry does not answer", where=self.uri, got=_named(error)) from error
+        found = registered_version(self.uri, self.address)
         sha256, data = found.tags.get(HASH_TAG, ""), found.tags.get("dataset.sha256")
         return Identity(sha256, self.address.name, str(found.version), self.address.alias, data)
 
@@ -86,8 +79,6 @@ class Registry:
             ArtifactError: it is larger than the free memory, damaged, or not what its tag names.
             RegistryAway: no answer.
         """
-        from mlflow.exceptions import MlflowException
-
         from unidec.tracking.registry import tracking_to
 
         address = f"models:/{self.address.name}/{version.version}"
@@ -101,10 +92,13 @@ class Registry:
                     got=f"{stored / 1e6:,.0f} MB", expected=f"at most {max_bytes / 1e6:,.0f} MB",
                 )  # fmt: skip
             return fetch_bundle(address, self.copies, uri=self.uri).resolve()
-        except (MlflowException, OSError) as error:
+        except UnidecError:
+            raise
+        except Exception as error:  # whatever a registry or its files make a library raise
             with contextlib.suppress(ConfigError):
                 self.find()  # raises if the registry is the cause, not this version
-            raise ArtifactError("the version cannot be fetched", where=address, got=_named(error)) from error
+            fix = "check the network and the store's files"
+            raise ArtifactError("the version cannot be fetched", where=address, got=_named(error), fix=fix) from error
 
 
 def _stored_bytes(address: str, enough: int) -> int:
@@ -166,10 +160,9 @@ class Follower:
         self.found: Future[None] = Future()
         self.first: Future[Identity] = Future()
         self._copies = Path(root) / COPIES
-        uri = tracking_uri(root) if self.address else ""
-        self._note = self._copies / f".served-{hashlib.sha256(f'{uri} {source}'.encode()).hexdigest()[:12]}.json"
+        self._uri = tracking_uri(root) if self.address else ""
         if registry is None and self.address is not None:
-            registry = Registry(self.address, self._copies, uri)
+            registry = Registry(self.address, self._copies, self._uri)
         self._registry, self._probe, self._load = registry, probe, load
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
@@ -200,7 +193,6 @@ class Follower:
         try:
             engine = self._first_engine()
             self._serve(engine)
-            self._note_served(engine.identity)
         except Exception as error:
             self.first.set_exception(error)
             return
@@ -214,7 +206,7 @@ class Follower:
             try:
                 self._poll()
             except UnidecError as error:
-                problem = f"{_on_a_line(error)}; still serving {self._current()}"[:_MAX_REASON]
+                problem = f"{on_a_line(error)}; still serving {self._current()}"[:_MAX_REASON]
                 if self._state["problem"] is None:  # once, not at each poll
                     log.warning("%s", problem)
                 self._state["problem"] = problem
@@ -227,29 +219,27 @@ class Follower:
         if self._registry is None:
             self.found.set_result(None)
             return self._load_engine(None, Path(self.source))
-        noted, version = self._last_served(), None
+        noted = last_known(self._copies, self._uri, self.source)
+        version: Identity | None = None
         try:
             version = self._look(self._registry)
             self.found.set_result(None)
-            probed = noted is not None and noted.sha256 != version.sha256  # the very first version does not replace any
-            return self._new_engine(self._registry, version, probed)
+            # the very first version does not replace any
+            probed = noted is not None and noted["sha256"] != version.sha256
+            engine = self._new_engine(self._registry, version, probed)
         except UnidecError as error:
-            if noted is None or (version is not None and noted.sha256 == version.sha256):
+            if noted is None or (version is not None and noted["sha256"] == version.sha256):
                 raise
             if version is not None and not isinstance(error, RegistryAway):
                 self._refuse(version, error)
             if version is None:
                 self.found.set_result(None)
-            log.warning("serving version %s, as before the restart: %s", noted.version, _on_a_line(error))
-            return self._load_engine(noted, self._copies / noted.sha256[:16])
-
-    def _last_served(self) -> Identity | None:
-        try:
-            noted = Identity(**json.loads(self._note.read_text(encoding="utf-8")))
-            is_there = re.fullmatch("[0-9a-f]+", noted.sha256) and (self._copies / noted.sha256[:16]).is_dir()
-            return noted if is_there else None
-        except (OSError, ValueError, TypeError):
-            return None
+            why = f"{on_a_line(error)}; serving {words_of(noted, self.source)}"
+            self._state["problem"] = why[:_MAX_REASON]
+            log.warning("%s", why)
+            return self._load_engine(_identity(noted), self._copies / noted["sha256"][:16])
+        self._note_served(engine.identity)
+        return engine
 
     def _look(self, registry: Registry) -> Identity:
         """The version that the address names now.
@@ -311,7 +301,7 @@ class Follower:
     def _note_served(self, identity: Identity) -> None:
         if self.address is not None:
             try:
-                write_json(self._note, asdict(identity))
+                note_known(self._copies, self._uri, self.source, asdict(identity))
             except (ArtifactError, OSError) as error:  # a read-only folder: a restart then needs the registry
                 log.warning("the served version could not be recorded for a restart: %s", error)
 
@@ -350,7 +340,7 @@ class Follower:
 
     def _refuse(self, version: Identity, error: Exception) -> None:
         why = without_credentials(str(error) if isinstance(error, UnidecError) else _named(error))[:_MAX_REASON]
-        log.warning("version %s is refused, still serving %s: %s", version.version, self._current(), _on_a_line(why))
+        log.warning("version %s is refused, still serving %s: %s", version.version, self._current(), on_a_line(why))
         self._state |= {"refused": _shown(version) | {"why": why}, "refusals": self._state["refusals"] + 1}
         self._refused = self._clean_at = time.monotonic()
 
@@ -374,16 +364,18 @@ class Follower:
         return f"version {identity.version}" if identity.version else f"bundle {identity.sha256[:16]}"
 
 
+def _identity(noted: dict[str, Any]) -> Identity:
+    """The version of a note, whichever release wrote it."""
+    known = {one.name for one in fields(Identity)} & noted.keys()
+    return Identity(**{"sha256": "", **{name: noted[name] for name in known}})
+
+
 def _num_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
 def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
-
-
-def _on_a_line(error: object) -> str:
-    return "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def _shown(identity: Identity) -> dict[str, str | None]:

@@ -5,6 +5,7 @@ Labels have few values: routes are those of `app.py` or "other"; a model's facts
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))  # the dual encoder's is a cosine; all parts: up to about 3
 
 
+_PAGE_SHARE = 0.05  # of the time may go into making the page: whoever asks often gets the same one again
+
+
 class _Live(NamedTuple):
     collect: Callable[[], Iterable[Any]]
 
@@ -34,6 +38,7 @@ class Metrics:
     """The server's counters; `registry` takes further collectors."""
 
     def __init__(self) -> None:
+        self._page, self._page_until = b"", 0.0
         disable_created_metrics()  # else a timestamp beside every counter
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
@@ -77,8 +82,13 @@ class Metrics:
         self.registry.register(_Live(current))
 
     def page(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self.registry)
+        """The text that Prometheus reads; some milliseconds old if it was asked for before."""
+        begun = time.monotonic()
+        if begun >= self._page_until:
+            self._page = generate_latest(self.registry)
+            took = time.monotonic() - begun
+            self._page_until = begun + took / _PAGE_SHARE
+        return self._page
 
 
 def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:

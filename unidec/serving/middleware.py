@@ -1,7 +1,7 @@
 """Checks before every route: the host name, the API key, a body's size and time; errors as JSON; request metrics.
 
-Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. uvicorn's own options (`run.py`)
-bound heads, broken HTTP and the number of connections; slow clients are left to a reverse proxy.
+Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. `connection.py` bounds what is
+not a whole request yet: heads, pieces of bodies, slow and idle clients.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unidec.sections import Serve
+from unidec.serving.connection import HEAD_BYTES, large_head
 from unidec.serving.errors import ClientGone, RequestError
 from unidec.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 BODY = "unidec.body"  # key of the scope under which a route finds the request's body
-HEAD_BYTES = 65_536  # of a request
+MAX_HEADERS = 200
+MAX_PARAMETERS = 50  # of a query string; FastAPI's time is quadratic in them
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
@@ -89,12 +91,7 @@ class Guard:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
-            expected, fix = f"at most {HEAD_BYTES} bytes", "send fewer headers"
-            raise RequestError(431, "large_head", "the head is too large", expected=expected, fix=fix, close=True)
-        if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
-            what, fix = "both Transfer-Encoding and Content-Length", "leave one out"
-            raise RequestError(400, "broken_http", what, where="headers", fix=fix, close=True)
+        _check_head(scope, headers)
         if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
             raise RequestError(
                 421, "wrong_host", "this server does not accept that host name", where="header Host",
@@ -137,7 +134,7 @@ class Guard:
         except TimeoutError:
             raise RequestError(
                 408, "slow_body", "the body did not arrive in time", where="body", got=f"{len(body)} bytes",
-                expected=f"all of it within {self.seconds:g} s", fix="send it at once", close=True,
+                expected=f"all of it within {self.seconds:g} s", fix="send the whole body within the limit", close=True,
             ) from None  # fmt: skip
         return bytes(body)
 
@@ -153,6 +150,29 @@ class Guard:
         if path in self.routes:
             return path
         return next((route for route in ("/labels/", "/page/") if path.startswith(route)), "other")
+
+
+def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
+    """Refuse a head that is too large, or that another program may read as a different request."""
+    num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+    if num_bytes > HEAD_BYTES or len(scope["headers"]) > MAX_HEADERS:
+        raise large_head(f"at most {HEAD_BYTES} bytes and {MAX_HEADERS} headers")
+    num_parameters = scope["query_string"].count(b"&") + 1
+    if num_parameters > MAX_PARAMETERS:
+        raise RequestError(
+            400, "large_target", "too many parameters", where="query string", got=f"{num_parameters}",
+            expected=f"at most {MAX_PARAMETERS}", fix="GET /openapi.json lists the parameters of each path",
+        )  # fmt: skip
+    num_hosts = sum(name == b"host" for name, _ in scope["headers"])
+    wrong = ""
+    if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
+        wrong = "both Transfer-Encoding and Content-Length"
+    elif num_hosts > 1:
+        wrong = "more than one Host"
+    elif num_hosts == 0 and scope["http_version"] == "1.1":
+        wrong = "no Host"
+    if wrong:
+        raise RequestError(400, "broken_http", wrong, where="headers", fix="send exactly one", close=True)
 
 
 @functools.lru_cache(256)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import orjson
 from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
 
+from unidec.data.line_file import append_line
 from unidec.errors import DataError
 from unidec.retrieval.answer import Request as Asked
 from unidec.sections import Serve
@@ -244,13 +244,11 @@ def _no_such_label(uid: str) -> RequestError:
 
 
 def _append(path: str, line: bytes, most: int) -> None:
-    """Append a line, in one write, to a file that only its owner reads; a RequestError if it would exceed `most`."""
+    """Append a whole line to a file that only its owner reads; a RequestError if it was not, e.g. the disk is full."""
     got, fix = f"{most} bytes at most", "move the file away after reading it, or raise serve.feedback_bytes"
     try:
-        with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            if os.fstat(file.fileno()).st_size + len(line) <= most:
-                file.write(line)
-                return
+        if append_line(path, line, most):
+            return
     except OSError as error:
         got, fix = error.strerror or str(error), "make room, or name another file: serve.feedback"
     raise RequestError(507, "feedback", "the feedback was not saved", where="serve.feedback", got=got, fix=fix)
@@ -270,7 +268,7 @@ def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
 def _not_answerable(error: DataError) -> RequestError:
     return RequestError(
         422, "wrong_value", error.what, where=(error.where or "body").removeprefix("request."), got=error.got or "",
-        expected=error.expected or "", fix=error.fix or "ask for what this model has: GET /card",
+        expected=error.expected or "", fix=error.fix or "see GET /card for what this model has",
     )  # fmt: skip
 
 

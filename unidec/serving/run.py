@@ -1,7 +1,8 @@
 """`unidec serve`: one process, uvicorn's event loop, and a thread for the model.
 
-It listens at once (/healthz answers, /readyz returns 503) and loads meanwhile. On SIGTERM or Ctrl-C new connections are
-refused, requests on open ones are answered for `DRAIN_SECONDS` more, exit code 0; a second Ctrl-C ends it at once.
+It listens at once (/healthz answers, /readyz returns 503) and loads meanwhile. On SIGTERM, Ctrl-C or SIGHUP (its
+terminal was closed) new connections are refused, requests on open ones are answered for `DRAIN_SECONDS` more, exit code
+0; a second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after this time
 BACKLOG = 2048
 DRAIN_SECONDS = 2.0  # after SIGTERM: open connections may send requests for this time
+OTHER_FILES = 512  # open files besides connections: the model's, the registry's, the log
 SWITCH_SECONDS = 0.001  # Python's switch interval: the event loop waits no longer than this for the model's thread
-_NEEDED = ("uvicorn", "prometheus_client", "orjson", "cachetools")
+_NEEDED = ("uvicorn", "httptools", "prometheus_client", "orjson", "cachetools")
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
     service.metrics.watch(lambda: follow_metrics(follower.state()))
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
+    _allow_files(settings.max_connections)
     with _listen(settings) as listener:
         follower.start()  # it loads while this thread imports the server
         try:
@@ -81,11 +84,39 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
             follower.first.add_done_callback(loaded)
             for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sets its own, and re-raises at its end
                 signal.signal(number, lambda *_: None)
+            _end_at_hangup(server)
             server.run(sockets=[listener])
         finally:
             follower.stop()
     if follower.first.done() and (error := follower.first.exception()) is not None:
         raise error
+
+
+def _end_at_hangup(server: uvicorn.Server) -> None:
+    """End the server in order at SIGHUP, unless whoever started it ignores that signal (nohup)."""
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hangup is None or signal.getsignal(hangup) == signal.SIG_IGN:
+        return
+
+    def end(*_: Any) -> None:
+        server.should_exit = True
+
+    signal.signal(hangup, end)
+
+
+def _allow_files(num_connections: int) -> None:
+    """Raise the limit of open files, as far as the system allows: each connection is one."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + OTHER_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning("only %d open files are allowed: raise `ulimit -Hn`, or lower serve.max_connections", hard)
 
 
 def _require() -> None:
@@ -121,11 +152,11 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
 
 def server_options(settings: Serve) -> dict[str, Any]:
-    """Options of `uvicorn.Config`. h11 bounds the size of a head that does not end."""
-    from unidec.serving.middleware import HEAD_BYTES
+    """Options of `uvicorn.Config`."""
+    from unidec.serving.connection import Connection
 
     return {
-        "http": "h11", "h11_max_incomplete_event_size": HEAD_BYTES, "limit_concurrency": settings.max_connections + 1,
+        "http": Connection, "limit_concurrency": settings.max_connections,
         "ws": "none", "lifespan": "on", "log_config": None, "access_log": False, "proxy_headers": False,
         "server_header": False, "date_header": False, "backlog": BACKLOG, "timeout_keep_alive": KEEP_ALIVE_SECONDS,
         "timeout_graceful_shutdown": int(settings.timeout_seconds) + 5,

@@ -10,8 +10,10 @@ import re
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import PydanticCustomError
 
+from unidec.data.raw import is_blank
 from unidec.sections import Serve
 from unidec.serving.errors import RequestError, wrong_values
 
@@ -45,7 +47,8 @@ FEEDBACK_EXAMPLE = {"query": "editor for plain text", "label": "L7", "relevant":
 
 def request_models(settings: Serve) -> RequestModels:
     """The models with a server's limits."""
-    text: Any = Annotated[str, Field(max_length=settings.max_query_chars, pattern=r"[^\s\x85]")]
+    written = Field(max_length=settings.max_query_chars, pattern=r"[^\s\x85]")
+    text: Any = Annotated[str, written, AfterValidator(_not_blank)]
     queries: Any = Annotated[list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)]
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
     k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
@@ -77,6 +80,13 @@ def request_models(settings: Serve) -> RequestModels:
         model("ExplainRequest", shared, query=(text, Field(description="text to label"))),
         model("FeedbackRequest", {}, query=(text, ...), label=(Uid, Field(description="uid")), relevant=(bool, ...)),
     )
+
+
+def _not_blank(text: str) -> str:
+    """Invisible characters alone are no text; the pattern in the schema covers white space."""
+    if is_blank(text):
+        raise PydanticCustomError("blank", "a text with something to read")
+    return text
 
 
 def _whole(value: Any) -> Any:

@@ -1,29 +1,46 @@
-"""Registered bundle -> folder: fetches `models:/name@alias` or `models:/name/version` and checks its hash."""
+"""Registered bundle -> folder: fetches `models:/name@alias` or `models:/name/version` and checks its hash.
+
+What an address named last is noted beside the copies: while the registry does not answer, that version is used.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import logging
 import os
 import re
 import shutil
+import sqlite3
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from unidec.errors import ArtifactError, ConfigError
+from unidec.addresses import without_credentials
+from unidec.data.storage import lock_file, write_json
+from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import answers, open_client, quiet_mlflow, store_errors, tracking_uri
+from unidec.tracking.store import answers, open_client, quiet_mlflow, sqlite_path, store_errors, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.entities.model_registry import ModelVersion
 
 COPIES = Path("runs/bundles")  # of registered bundles, by hash; may be deleted at any time
+LOCK_SECONDS = 5.0  # how long another program may lock an SQLite registry
+log = logging.getLogger(__name__)
 _URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
 _SCHEME = re.compile(r"[A-Za-z]\w+:")  # two letters or more: not a drive of Windows
+
+
+class RegistryAway(ArtifactError):
+    """The registry does not answer, or what it answers cannot be read; it may be back later."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +92,115 @@ def fetch_bundle(source: str | os.PathLike[str], folder: str | os.PathLike[str],
 
 
 def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
-    """`fetch_bundle` for a command: a registry that does not answer is an ArtifactError with a fix."""
-    if parse_address(source) is None:
+    """`fetch_bundle` for a command or `unidec.load`: while the registry does not answer, the version that it named last
+    for this address, with a warning."""
+    address = parse_address(source)
+    if address is None:
         return Path(source)
-    quiet_mlflow()
-    from mlflow.exceptions import MlflowException
-
+    copies, uri = Path(folder), tracking_uri()
     try:
-        return fetch_bundle(source, folder)
-    except MlflowException as error:
-        raise ArtifactError(
-            "the registry does not answer", where=tracking_uri(), got=str(error).splitlines()[0][:300],
-            fix=f"check MLFLOW_TRACKING_URI; bundles that were fetched before are in {folder}",
-        ) from error  # fmt: skip
+        version = registered_version(uri, address)
+        with _errors_of(uri):
+            found = _fetch(version, copies, uri)
+    except RegistryAway as error:
+        noted = last_known(copies, uri, source)
+        if noted is None:
+            raise
+        log.warning("%s; using %s", on_a_line(error), words_of(noted, source))
+        found = copies / noted["sha256"][:16]
+        if not _is_whole(found, noted["sha256"]):
+            raise
+    else:
+        sha256 = version.tags.get(HASH_TAG, "")
+        facts = {"sha256": sha256, "name": address.name, "version": str(version.version), "alias": address.alias}
+        with contextlib.suppress(ArtifactError, OSError):  # a read-only folder
+            note_known(copies, uri, source, facts)
+    return found
+
+
+def registered_version(uri: str, address: Address) -> ModelVersion:
+    """The version that an address names now.
+
+    Raises:
+        ConfigError: there is no such model, version or alias. RegistryAway: no answer, or none that can be read.
+    """
+    quiet_mlflow()
+    problem = _problem(uri)
+    if problem:
+        raise _away(uri, problem)
+    with _errors_of(uri):
+        try:
+            client = open_client(uri)
+        except ArtifactError as error:  # of another version of MLflow
+            raise RegistryAway(error.what, where=error.where, fix=error.fix) from error
+        return known_version(client, address.name, address.which)
+
+
+@contextlib.contextmanager
+def _errors_of(uri: str) -> Iterator[None]:
+    """Whatever a registry that is away or damaged makes MLflow, its database or a parser raise is a RegistryAway."""
+    try:
+        yield
+    except UnidecError:
+        raise
+    except Exception as error:
+        raise _away(uri, f"{type(error).__name__}: {error}") from error
+
+
+def _away(uri: str, got: str) -> RegistryAway:
+    lines = without_credentials(got).splitlines()
+    fix = "check MLFLOW_TRACKING_URI and the server, or restore the database; a bundle's folder needs no registry"
+    what = "the registry does not answer"
+    return RegistryAway(what, where=without_credentials(uri), got=lines[0][:300] if lines else "", fix=fix)
+
+
+def _problem(uri: str) -> str:
+    """Why a store cannot be read, found within seconds (MLflow itself tries for a minute); "" if nothing was found."""
+    database = sqlite_path(uri)
+    if database is None:
+        return "" if answers(uri, LOCK_SECONDS) else "no answer"
+    if not database.is_file():  # nothing was registered yet
+        return ""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", LOCK_SECONDS, uri=True)) as opened:
+            opened.execute("SELECT name FROM sqlite_master").fetchall()
+    except sqlite3.Error as error:
+        return f"{error}"
+    return ""
+
+
+def _note(copies: Path, uri: str, source: str) -> Path:
+    return copies / f".served-{hashlib.sha256(f'{uri} {source}'.encode()).hexdigest()[:12]}.json"
+
+
+def note_known(copies: Path, uri: str, source: str, facts: Mapping[str, Any]) -> None:
+    """Note which version an address names: "sha256" and "version", and further facts.
+
+    Raises:
+        ArtifactError, OSError: it cannot be written.
+    """
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(_note(copies, uri, source), {**facts, "at": at})
+
+
+def last_known(copies: Path, uri: str, source: str) -> dict[str, Any] | None:
+    """What `note_known` noted last, if the bundle's copy is there; its files are not checked."""
+    try:
+        noted = json.loads(_note(copies, uri, source).read_text(encoding="utf-8"))
+        is_hash = re.fullmatch("[0-9a-f]+", noted["sha256"])
+        return noted if is_hash and (copies / noted["sha256"][:16]).is_dir() else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def words_of(noted: Mapping[str, Any], source: str) -> str:
+    """The noted version in words: its number, and when the registry named it."""
+    return f"version {noted.get('version')}, which {source} named at {noted.get('at', 'an unknown time')}"
+
+
+def on_a_line(error: object) -> str:
+    """An error's message without line breaks."""
+    return "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
@@ -143,12 +256,11 @@ def _test_metrics(run: Run, dataset_sha256: str) -> dict[str, float]:
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
     """A version's bundle, from its local copy or the registry; safe from several processes at once."""
-    from filelock import FileLock
-
     sha256 = version.tags.get(HASH_TAG, "")
     target = folder / (sha256[:16] or f"{version.name}-{version.version}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f".{target.name}.lock"):
+    if _is_whole(target, sha256):  # without a lock: the folder may be read-only
+        return target
+    with lock_file(folder / f".{target.name}.lock"):
         if not _is_whole(target, sha256):
             with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
                 stored = download(f"models:/{version.name}/{version.version}", sha256, scratch)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,17 @@ from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
 from unidec.tracking.fetch import parse_address
 from unidec.tracking.promotion import aliases, all_versions, known_version
-from unidec.tracking.provenance import COMMIT_TAG, DIFFERS_TAG, DIRTY_TAG, DVC_TAG, LOCK_TAG
+from unidec.tracking.provenance import (
+    COMMIT_TAG,
+    DIFFERS_TAG,
+    DIRTY_TAG,
+    DVC_TAG,
+    LOCK_COMMIT_TAG,
+    LOCK_TAG,
+    unknown_code,
+)
 from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.restore import restore_point
 from unidec.tracking.run import metric_name
 from unidec.tracking.store import UnlessMissing, open_client, tracking_uri
 
@@ -32,7 +41,6 @@ SHORTEST = 6  # minimum hexadecimal digits of an abbreviated hash
 METRICS = ("nDCG@5", "PSP@5")
 COLUMNS = ("version", "aliases", *METRICS, "data", "start", "code", "gate", "registered")
 DATASET_TAG = "dataset.sha256"
-LOCK_COMMIT_TAG = "git.lock_commit"  # set by the flow: the commit that has this version's dvc.lock
 _HASH = re.compile(rf"[0-9a-f]{{{SHORTEST},64}}(\.dir)?")
 
 
@@ -41,11 +49,13 @@ class Version:
     """A registered version and its inputs. Missing facts are None or empty.
 
     Attributes:
-        registered: ISO time. dataset: "name", "sha256". code: "commit", "dirty", "lock_commit". run: MLflow's id.
+        registered: ISO time. dataset: "name", "sha256". code: "commit", "dirty", "lock_commit",
+            and "unknown" if git did not answer: why. run: MLflow's id.
         artifacts: DVC's hashes by path. differs: paths whose content differs from dvc.lock.
         restore: commands that check out its project.
         prefect, gate, promoted, rolled_back, start: tags with these prefixes.
         metrics: only from `list_versions`: the gate's, else the MLflow run's.
+        missing: only from `lineage`: what the commit in `restore` lacks, in words.
     """
 
     model: str
@@ -66,6 +76,7 @@ class Version:
     rolled_back: dict[str, str]
     start: dict[str, str]
     metrics: dict[str, float] | None = None
+    missing: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -95,10 +106,10 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     versions.pop(version.tags.get(HASH_TAG, ""), None)
     named = aliases(client, version.name)
 
-    found = [_about(version, named)]
+    found = [_restorable(version, named)]
     # each version once, so that circular references end
     while (sha256 := found[-1].start.get("bundle.sha256")) and sha256 in versions:
-        found.append(_about(versions.pop(sha256), named))
+        found.append(_restorable(versions.pop(sha256), named))
     return found
 
 
@@ -136,12 +147,22 @@ def list_versions(model_name: str) -> list[Version]:
     return [replace(_about(version, named), metrics=_metrics(client, version)) for version in versions]
 
 
+def _restorable(version: ModelVersion, named: Mapping[str, str]) -> Version:
+    """A version with the commit of this repository that restores it best."""
+    about = _about(version, named)
+    point = restore_point(version.tags, about.run)
+    return replace(about, restore=_restore(version, point.commit), missing=point.missing)
+
+
+def _restore(version: ModelVersion, commit: str | None) -> list[str]:
+    folder = f"../{version.name}-{version.version}".replace(" ", "-")
+    return [f"git worktree add {folder} {commit}", f"cd {folder} && dvc pull"] if commit else []
+
+
 def _about(version: ModelVersion, named: Mapping[str, str]) -> Version:
     tags = version.tags
-    commit = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
-    folder = f"../{version.name}-{version.version}"
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000, UTC)
-    dirty = tags.get(DIRTY_TAG) == "true"
+    dirty, unknown = tags.get(DIRTY_TAG) == "true", unknown_code(tags)
 
     def part(of: str) -> dict[str, str]:
         return {name.removeprefix(f"{of}."): tags[name] for name in sorted(tags) if name.startswith(f"{of}.")}
@@ -153,12 +174,13 @@ def _about(version: ModelVersion, named: Mapping[str, str]) -> Version:
         registered=registered.isoformat(timespec="seconds"),
         bundle_sha256=tags.get(HASH_TAG),
         dataset={"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
-        code={"commit": tags.get(COMMIT_TAG), "dirty": dirty, "lock_commit": tags.get(LOCK_COMMIT_TAG)},
+        code={"commit": tags.get(COMMIT_TAG), "dirty": dirty, "lock_commit": tags.get(LOCK_COMMIT_TAG)}
+        | ({"unknown": unknown} if unknown else {}),
         lock_sha256=tags.get(LOCK_TAG),
         artifacts=_artifacts(tags),
         differs=[path for path in tags.get(DIFFERS_TAG, "").split(", ") if path],
         run=version.run_id or None,
-        restore=[f"git worktree add {folder} {commit}", f"cd {folder} && dvc pull"] if commit else [],
+        restore=_restore(version, tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)),
         prefect=part("prefect"), gate=part("gate"), promoted=part("promoted"), rolled_back=part("rolled_back"),
         start={"kind": "cold"} | part("start"),
     )  # fmt: skip
@@ -212,10 +234,12 @@ def as_lines(found: Sequence[Version]) -> list[str]:
     own, *parents = found
     origin, code, data = own.start.get("bundle.sha256"), own.code, own.dataset
     changes = " + uncommitted changes" if code["dirty"] else ""
+    code_words = f"{code['commit'] or 'no commit'}{changes}" if code["commit"] or changes else None
+    code_words = f"unknown: {code['unknown']}" if "unknown" in code else code_words
     committed = f", in commit {code['lock_commit']}" if code["lock_commit"] else ""
     facts = {
         "bundle": own.bundle_sha256,
-        "code": code["commit"] and f"{code['commit']}{changes}",
+        "code": code_words,
         "dvc.lock": own.lock_sha256 and own.lock_sha256 + committed,
         "data set": data["sha256"] and f"{data['name'] or ''} {data['sha256']}".strip(),
         **own.artifacts,
@@ -227,6 +251,7 @@ def as_lines(found: Sequence[Version]) -> list[str]:
         "promoted": _words(own.promoted),
         "rolled back": _words(own.rolled_back),
         "restore with": "; ".join(own.restore),
+        "but it lacks": "; ".join(own.missing),
     }
     named = f" ({', '.join(own.aliases)})" if own.aliases else ""
     width = max(len(name) for name, value in facts.items() if value)
@@ -250,7 +275,7 @@ def rows_of(versions: Sequence[Version]) -> list[list[str]]:
             found.version, " ".join(found.aliases), *metrics,
             f"{data['name'] or ''} {(data['sha256'] or '')[:8]}".strip(),
             f"{start['kind']} {start.get('version', '')}".strip(),
-            str(code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
+            "unknown" if "unknown" in code else str(code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
             "rolled back" if found.rolled_back else _verdict(found.gate), found.registered[:16],
         ])  # fmt: skip
     return rows

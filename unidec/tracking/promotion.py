@@ -18,8 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unidec.addresses import without_credentials
 from unidec.config import nearest
+from unidec.data.storage import lock_file
 from unidec.errors import ConfigError, Refused
+from unidec.tracking.provenance import is_clean
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
 from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri, user
 
@@ -40,7 +43,7 @@ class Promotion:
     """The new champion (`version`) and the `previous` one.
 
     Attributes:
-        dirty: the version was made with uncommitted changes; None after a rollback.
+        dirty: the version was made with uncommitted changes, or git did not answer; None after a rollback.
         forced: it was promoted despite `hindrances`; None after a rollback.
         changed: it was not already the champion; None after a rollback.
     """
@@ -87,10 +90,11 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     known = [*sorted(named), *numbers[:_LISTED]]
     if not numbers:
         known = [model.name for model in client.search_registered_models(max_results=_LISTED)]
-        what, near = "no such model, or it has no version yet", nearest(model_name, known)
+        what = "no such model, or it has no version yet" if known else "it has no model yet"
+        near = nearest(model_name, known)
     raise ConfigError(
         f"not in the registry: {what}", where=f"models:/{model_name}", got=str(which),
-        expected=f"one of {', '.join(known)}" if known else "no model is registered",
+        expected=f"one of {', '.join(known)}" if known else None,
         fix=f"nearest: {near}" if near not in (None, model_name) else
         "`unidec models list` lists versions and aliases; `unidec models register` registers outputs/bundle",
     )  # fmt: skip
@@ -155,7 +159,7 @@ def promote(model_name: str, which: str | int = CHALLENGER, *, force: bool = Fal
         version = known_version(client, model_name, which)
         now = aliases(client, model_name)
         number, champion = str(version.version), now.get(CHAMPION)
-        dirty, before = version.tags.get("git.dirty") == "true", now.get(PREVIOUS)
+        dirty, before = not is_clean(version.tags), now.get(PREVIOUS)
         done = Promotion(model=model_name, version=number, dirty=dirty, previous=before, forced=False, changed=False)
         if number == champion:
             return done
@@ -227,16 +231,16 @@ def _move(
 @contextlib.contextmanager
 def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
     """Lock out other promotions of this model on this machine; yields a client, and whether `recover` completed one."""
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
     uri = tracking_uri()
     client = open_client(uri)
     database = sqlite_path(uri)
     folder = database.parent if database else Path("runs")
-    folder.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(f"{uri} {model_name}".encode()).hexdigest()[:12]
-    try:  # the system releases the lock if its process dies, so it never becomes stale
-        with FileLock(folder / f".promotion-{name}.lock", timeout=LOCK_SECONDS), tracking_to(uri):
+    lock = folder / f".promotion-{name}.lock"
+    try:
+        with lock_file(lock, timeout=LOCK_SECONDS), tracking_to(uri):
             yield client, recover(client, model_name)
     except Timeout as error:
         raise Refused("another promotion is under way", where=str(error.lock_file), fix="retry later") from error
@@ -244,4 +248,4 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
 
 def _record(what: str, reason: str) -> dict[str, str]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {f"{what}.at": now, f"{what}.by": user(), f"{what}.reason": reason}
+    return {f"{what}.at": now, f"{what}.by": user(), f"{what}.reason": without_credentials(reason)}

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from unidec.config import OPERATIONS, load_params
 from unidec.data.storage import file_sha256
 from unidec.errors import ConfigError
+from unidec.tracking.repository import GitError, ask, git, head, is_inside
 from unidec.tracking.store import user
 from unidec.version import __version__
 
@@ -30,7 +30,10 @@ RECORDS = ("dvc.lock", "params.yaml", "data/start.json")
 """Files that together with a commit record how a model was made; its MLflow run keeps copies from that time."""
 RECORDS_FOLDER = "made_of"
 DVC_TAG, DIFFERS_TAG, LOCK_TAG = "dvc.", "dvc.differs", "dvc.lock.sha256"
+LOCK_COMMIT_TAG = "git.lock_commit"  # set by the flow: the commit that has this version's dvc.lock
 COMMIT_TAG, DIRTY_TAG, CHANGED_TAG = "mlflow.source.git.commit", "git.dirty", "git.changed"
+UNKNOWN_TAG = "git.unknown"  # why git does not tell commit or changes
+CODE_TAGS = (COMMIT_TAG, DIRTY_TAG, CHANGED_TAG, UNKNOWN_TAG)
 
 PARAMS = "params.yaml"  # among what changed: compared by its values, with those of its recipe
 _CODE = ("unidec", "flows")
@@ -50,27 +53,59 @@ def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None
 
     Returns:
         "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: file -> hash of its content, for
-        `uncommitted`), "dvc.lock.sha256", "unidec.version", "mlflow.source.name", "mlflow.user".
+        `uncommitted`), "git.unknown" (why git does not tell these), "dvc.lock.sha256", "unidec.version",
+        "mlflow.source.name", "mlflow.user".
     """
     tags = {"unidec.version": __version__, "mlflow.source.name": "flows/train.py", "mlflow.user": user()}
-    project = _project(root)
-    if commit := git(project, "rev-parse", "HEAD"):
-        tags[COMMIT_TAG] = commit
-        changed = _changed_files(project, commit)
-        if changed is not None:
-            made = made_with and _parameters_sha256(made_with, project)
-            if made and made != _committed_sha256(project, commit):
-                changed[PARAMS] = made
-            tags[DIRTY_TAG] = "true" if changed else "false"
-            text = json.dumps(changed, sort_keys=True)
-            if changed and len(text) <= _LONGEST_TAG:
-                tags[CHANGED_TAG] = text
+    tags |= _git_tags(_project(root), made_with)
     lock = lock_sha256(root)
     return tags | ({LOCK_TAG: lock} if lock else {})
 
 
-def uncommitted(tags: Mapping[str, str], root: Path | str = ".") -> list[str]:
-    """Files that made a version (by its tags, see `code_tags`) and differ from the commit that is checked out."""
+def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, str]:
+    """The tags of `CODE_TAGS`; {} without a repository. A repository without a commit has everything uncommitted."""
+    if not is_inside(project):
+        return {}
+    tags: dict[str, str] = {}
+    try:
+        commit = head(project)
+        if commit is None:
+            return {DIRTY_TAG: "true", CHANGED_TAG: json.dumps({"every file": ""})}
+        tags[COMMIT_TAG] = commit
+        changed = _changed_files(project, commit)
+    except GitError as error:
+        return tags | {UNKNOWN_TAG: error.what}
+    made = made_with and _parameters_sha256(made_with, project)
+    if made and made != _committed_sha256(project, commit):
+        changed[PARAMS] = made
+    tags[DIRTY_TAG] = "true" if changed else "false"
+    text = json.dumps(changed, sort_keys=True)
+    if changed and len(text) <= _LONGEST_TAG:
+        tags[CHANGED_TAG] = text
+    return tags
+
+
+def unknown_code(tags: Mapping[str, str]) -> str:
+    """Why it is unknown which code made a version (by its tags); "" if it is known, or there was no repository."""
+    was_asked = COMMIT_TAG in tags and DIRTY_TAG not in tags  # by an older version of unidec
+    return tags.get(UNKNOWN_TAG) or ("git did not list the changes" if was_asked else "")
+
+
+def is_clean(tags: Mapping[str, str]) -> bool:
+    """Whether a version was made without uncommitted changes, or outside a repository."""
+    return tags.get(DIRTY_TAG) != "true" and not unknown_code(tags)
+
+
+def changed_between(root: Path | str, first: str, second: str, *more: str) -> list[str]:
+    """Files of the code, and `more`, that differ between two commits; those that were added do not count."""
+    words = ("--diff-filter=a", first, second, "--", *_CODE, *more)
+    found = git(_project(root), "diff", "--name-only", "--relative", "-z", *words)
+    return ["files that git does not list"] if found is None else [name for name in found.split("\0") if name]
+
+
+def uncommitted(tags: Mapping[str, str], root: Path | str = ".", at: str = "HEAD") -> list[str]:
+    """Files that made a version (by its tags, see `code_tags`) and differ from a commit, by default the one that is
+    checked out."""
     if tags.get(DIRTY_TAG) != "true":
         return []
     try:
@@ -79,14 +114,14 @@ def uncommitted(tags: Mapping[str, str], root: Path | str = ".") -> list[str]:
         return ["changes that were not recorded"]
     project, commit = _project(root), tags.get(COMMIT_TAG, "")
     # files added since did not exist when the version was made
-    words = ("--diff-filter=a", commit, "HEAD", "--", *_CODE)
+    words = ("--diff-filter=a", commit, at, "--", *_CODE)
     since = git(project, "diff", "--name-only", "--relative", "-z", *words)
     if since is None:
         return sorted(changed)
     made = changed.pop(PARAMS, None) or _committed_sha256(project, commit)
     left = {name for name in since.split("\0") if name and name not in changed}
-    left |= {name for name, blob in changed.items() if (git(project, "rev-parse", f"HEAD:./{name}") or "") != blob}
-    return sorted(left | ({PARAMS} if made != _committed_sha256(project, "HEAD") else set()))
+    left |= {name for name, blob in changed.items() if (git(project, "rev-parse", f"{at}:./{name}") or "") != blob}
+    return sorted(left | ({PARAMS} if made != _committed_sha256(project, at) else set()))
 
 
 def _project(root: Path | str) -> Path:
@@ -95,11 +130,9 @@ def _project(root: Path | str) -> Path:
     return next((folder for folder in (root, *root.parents[:3]) if (folder / "params.yaml").is_file()), root)
 
 
-def _changed_files(project: Path, commit: str) -> dict[str, str] | None:
-    """Tracked files that differ from the commit -> git's hash of their content, "" where deleted; None without git."""
-    found = git(project, "diff", "--name-only", "--relative", "-z", commit, "--", *_CODE)
-    if found is None:
-        return None
+def _changed_files(project: Path, commit: str) -> dict[str, str]:
+    """Tracked files that differ from the commit -> git's hash of their content, "" where deleted."""
+    found = ask(project, "diff", "--name-only", "--relative", "-z", commit, "--", *_CODE)
     names = [name for name in found.split("\0") if name]
     there = [name for name in names if (project / name).is_file()]
     hashes = (git(project, "hash-object", "--", *there) or "").split() if there else []
@@ -164,14 +197,6 @@ def md5_of(path: Path) -> str | None:
     names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     listed = [{"md5": _file_md5(path / name), "relpath": name} for name in names]
     return hashlib.md5(json.dumps(listed, sort_keys=True).encode(), usedforsecurity=False).hexdigest() + ".dir"
-
-
-def git(root: Path | str, *words: str) -> str | None:
-    """A git command's output; None if it failed: no git, no repository, an unknown commit."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(root), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
-    return None
 
 
 def _lock(root: Path | str) -> dict[str, Any]:

@@ -35,6 +35,9 @@ class _Calls:
     def predict(self, context, model_input, params=None):
         """The `k` best labels of each query, best first.
 
+        Args:
+            model_input: DataFrame with a column `query`; what MLflow makes of dicts and lists is one too.
+
         Raises:
             MlflowException: a parameter is out of range, or a query is not a string; a server answers 400.
         """
@@ -46,7 +49,9 @@ class _Calls:
             options["k"] = k = int(options.get("k", 5))
             if not 1 <= k <= MAX_K:
                 raise ConfigError("k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}")
-            return self._answerer.table(model_input, **options)
+            # MLflow turns {"query": ["a", "b"]} into one row that holds the list
+            queries = model_input.explode("query", ignore_index=True)
+            return self._answerer.table(queries, **options)
         except (ConfigError, DataError) as error:
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import tempfile
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
+from unidec.addresses import without_credentials
+from unidec.data.storage import MANIFEST, lock_file, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
+from unidec.tracking.once import create_once
+from unidec.tracking.relocation import ARTIFACTS
 from unidec.tracking.store import import_mlflow, open_client, sqlite_path, tracking_uri
 from unidec.version import PACKAGE, __version__
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Experiment, Run
+    from mlflow.entities import Experiment, LoggedModel, Run
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.models import ModelSignature
 
@@ -29,6 +33,11 @@ _SERVING = (  # what a loaded bundle needs of our dependencies; versions come fr
     "mlflow", "faiss-cpu", "onnx", "onnxruntime",
 )  # fmt: skip
 
+# variables that would lead MLflow's fluent calls to another store, experiment or run
+_DIVERTING = (
+    "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME",
+    "MLFLOW_ACTIVE_MODEL_ID",
+)  # fmt: skip
 _DESCRIPTION = "UniDEC bundles: encoder, heads, classifier, label index"
 _FIX = "delete that version in the MLflow UI and register again; no alias has moved"
 
@@ -56,13 +65,12 @@ def register(
         ArtifactError: the bundle is damaged, the registry holds another one under its hash, or the store's folder of
             files no longer exists.
     """
-    from filelock import FileLock
     from mlflow.exceptions import MlflowException
 
     bundle_path, uri = Path(bundle_path).absolute(), tracking_uri()
     sha256 = checked_sha256(bundle_path)
     client = open_client(uri)
-    with FileLock(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
+    with lock_file(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
         try:
             client.create_registered_model(model_name, description=_DESCRIPTION)
         except MlflowException as error:
@@ -70,11 +78,13 @@ def register(
                 raise
         version = find_version(client, model_name, sha256)
         if version is None:
-            all_tags = {HASH_TAG: sha256, "unidec.version": __version__, **(tags or {})}
+            own = {HASH_TAG: sha256, "unidec.version": __version__}
+            all_tags = own | {key: without_credentials(tag) for key, tag in (tags or {}).items()}
             run = client.get_run(run_id) if run_id else None
             check_artifacts(client.get_experiment(run.info.experiment_id if run else "0"), uri)
             model_id, run_id = _log_model(client, bundle_path, run, all_tags)
-            version = client.create_model_version(
+            create = functools.partial(
+                client.create_model_version,
                 model_name,
                 source=f"models:/{model_id}",
                 run_id=run_id,
@@ -82,6 +92,7 @@ def register(
                 description=model_card(card or {}, sha256),
                 model_id=model_id,
             )
+            version = create_once(lambda: find_version(client, model_name, sha256), create)
         verify_version(model_name, version.version, sha256)
         if client.get_registered_model(model_name).aliases.get("challenger") != str(version.version):
             client.set_registered_model_alias(model_name, "challenger", str(version.version))
@@ -110,7 +121,7 @@ def model_card(card: Mapping[str, Any], sha256: str) -> str:
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
     lines += ["", *(f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list)))]
     lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
-    return "\n".join([*lines, "", f"Bundle sha256: `{sha256}`"])
+    return without_credentials("\n".join([*lines, "", f"Bundle sha256: `{sha256}`"]))
 
 
 def signature() -> ModelSignature:
@@ -146,7 +157,7 @@ def serving_requirements() -> list[str]:
 
 
 def check_artifacts(experiment: Experiment | None, uri: str) -> None:
-    """Refuse to write to the former folder of an SQLite store that was moved.
+    """Refuse to write to a folder that was chosen for an experiment and is gone: MLflow would create it.
 
     Raises:
         ArtifactError: the experiment's files are not next to the store, but in a folder that no longer exists.
@@ -158,9 +169,9 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
     if path is None or address.scheme != "file" or folder.is_relative_to(path.parent) or folder.parent.is_dir():
         return
     raise ArtifactError(
-        "the tracking store keeps its files in a folder that no longer exists: was the project's folder moved?",
-        where=str(path), got=str(folder), expected=str(path.parent / "artifacts"),
-        fix="move it back, or replace its address in the database: docs/servers.md, 'Moving a store'",
+        "the experiment keeps its files in a folder that no longer exists",
+        where=str(path), got=str(folder), expected=str(path.parent / ARTIFACTS),
+        fix="mount or move it back, or replace its address in the database: docs/servers.md, 'Moving a store'",
     )  # fmt: skip
 
 
@@ -168,16 +179,30 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
     """Logs the model under its run, whose status stays what it was. Returns model id and run id."""
     import mlflow
 
+    sha256 = tags[HASH_TAG]
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # MLflow's use of pandas, and its advice to write type hints
         if run is not None:
             stack.callback(client.update_run, run.info.run_id, status=run.info.status)
-        own = mlflow.start_run(run_id=run.info.run_id) if run else mlflow.start_run(run_name="register")
-        active = stack.enter_context(own).info.run_id
+        own = run or create_once(lambda: _own_run(client, sha256), lambda: _new_run(client, sha256))
+        active = stack.enter_context(mlflow.start_run(run_id=own.info.run_id)).info.run_id
         steps = [m.step for m in client.get_run(active).data.to_proto().metrics if m.key.startswith("training/")]
-        info = mlflow.pyfunc.log_model(
+        place, params = own.info.experiment_id, own.data.params
+        earlier = _logged_model(client, place, active, sha256)
+        if earlier is not None and earlier.status == "READY":  # an attempt that was killed after it
+            _link_test_metrics(client, active, earlier.model_id)
+            return earlier.model_id, active
+        if earlier is not None:  # killed inside it: MLflow cannot complete a model
+            client.delete_logged_model(earlier.model_id)
+        model = create_once(
+            lambda: _logged_model(client, place, active, sha256),
+            lambda: client.create_logged_model(place, "bundle", active, dict(tags), params),
+        )
+        mlflow.pyfunc.log_model(
             name="bundle",
+            model_id=model.model_id,
             python_model=str(PACKAGE / "tracking" / "pyfunc.py"),
             artifacts={"bundle": str(bundle_path)},
             code_paths=[str(PACKAGE)],
@@ -185,12 +210,28 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
             # no input example: MLflow would load the whole model to run it, and the signature is given
             model_config={"runtime": "auto", "threads": 0},
             pip_requirements=serving_requirements(),
-            metadata={HASH_TAG: tags[HASH_TAG]},
-            tags=dict(tags),
+            metadata={HASH_TAG: sha256},
             step=max([1, *steps]),  # its figures become the model's; those without a step: `_link_test_metrics`
         )
-    _link_test_metrics(client, active, info.model_id)
-    return info.model_id, active
+    _link_test_metrics(client, active, model.model_id)
+    return model.model_id, active
+
+
+def _new_run(client: MlflowClient, sha256: str) -> Run:
+    """A run for a bundle of which it is unknown what trained it."""
+    return client.create_run("0", tags={HASH_TAG: sha256}, run_name="register")
+
+
+def _own_run(client: MlflowClient, sha256: str) -> Run | None:
+    """The run that an earlier call of `_new_run` created."""
+    wanted = f"tags.`{HASH_TAG}` = '{sha256}' and attributes.run_name = 'register'"
+    return next(iter(client.search_runs(["0"], wanted)), None)
+
+
+def _logged_model(client: MlflowClient, experiment: str, run_id: str, sha256: str) -> LoggedModel | None:
+    """The model that an earlier attempt began to log for this bundle."""
+    wanted = f"tags.`{HASH_TAG}` = '{sha256}' and source_run_id = '{run_id}'"
+    return next(iter(client.search_logged_models([experiment], wanted)), None)
 
 
 def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:
@@ -214,7 +255,10 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
     """
     import mlflow
 
-    path = mlflow.artifacts.download_artifacts(address, dst_path=folder and str(folder))
+    try:
+        path = mlflow.artifacts.download_artifacts(address, dst_path=folder and str(folder))
+    except OSError as error:
+        raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX) from error
     stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
     got = checked_sha256(stored[0].parent) if len(stored) == 1 else "no bundle"
     if got != sha256:
@@ -241,11 +285,10 @@ def verify_version(model_name: str, version: str | int, sha256: str) -> None:
 def tracking_to(uri: str) -> Iterator[Any]:
     """MLflow with its process-wide store set to `uri` (fluent calls use no other), and restored afterwards."""
     mlflow = import_mlflow()
-    environment = os.environ.get("MLFLOW_TRACKING_URI")
+    kept = {name: os.environ.pop(name) for name in _DIVERTING if name in os.environ}
     mlflow.set_tracking_uri(uri)
     try:
         yield mlflow
     finally:
         mlflow.set_tracking_uri(None)  # removes the variable too, which it had written
-        if environment is not None:
-            os.environ["MLFLOW_TRACKING_URI"] = environment
+        os.environ.update(kept)

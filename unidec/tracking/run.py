@@ -8,6 +8,7 @@ failed attempt, the store is not tried again for a hundred times as long as that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -20,9 +21,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from unidec.addresses import without_credentials
 from unidec.data.storage import write_json
-from unidec.errors import without_credentials
-from unidec.tracking.store import answers, experiment_id, open_client, tracking_uri, ui_url
+from unidec.tracking.once import create_once
+from unidec.tracking.store import answers, experiment_id, open_client, store_errors, tracking_uri, ui_url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -34,8 +36,10 @@ STATE, LOGGED, UNSENT = "tracking.json", "tracking.jsonl", "tracking-files"
 RUN_TAGS = "UNIDEC_RUN_TAGS"
 """Environment variable with tags (JSON) of every run started in this process, set by its parent process:
 `mlflow.parentRunId` nests the run below another one; `mlflow.runName` names it."""
+TRIAL_TAG = "trial"
+"""Tag of a training with other parameters than params.yaml: which, such as optim.epochs=3."""
 _PARAMS_A_BATCH, _METRICS_A_BATCH, _VALUE_LIMIT, _DIGEST_LIMIT = 100, 1000, 6000, 36  # MLflow's limits
-_KEY_TAG = "unidec.run_key"
+_KEY_TAG, _TWIN_TAG = "unidec.run_key", "unidec.twin_of"
 _EVERY = 10.0  # seconds between two flushes of a training
 _SECONDS_APART = 5.0  # tolerance: the clock that start times are computed from may have been adjusted
 _TIMES = 100  # a failed attempt is repeated after this multiple of its duration
@@ -81,15 +85,15 @@ class Tracker:
         """
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        outer = {key: without_credentials(tag) for key, tag in run_tags().items()}
+        outer = run_tags()
         old = tracking_state(self._run_dir)
         self._note(
             experiment=self.experiment,
             run_name=outer.pop("mlflow.runName", None) or run_name or self._run_dir.name,
             run_key=old.get("run_key") or uuid.uuid4().hex,
             run_id=old.get("run_id", run_id),
-            params={key: str(value)[:_VALUE_LIMIT] for key, value in params_flat.items()},
-            tags=dict(tags or {}) | outer,
+            params={key: without_credentials(str(value))[:_VALUE_LIMIT] for key, value in params_flat.items()},
+            tags={key: without_credentials(str(tag)) for key, tag in (dict(tags or {}) | outer).items()},
             dataset=dict(dataset) if dataset else None,
             begun=old.get("begun") or _now_ms(),
             status=None,
@@ -172,7 +176,7 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run."""
-        self._add(tags={key: str(value) for key, value in tags.items()})
+        self._add(tags={key: without_credentials(str(value)) for key, value in tags.items()})
         self.flush()
 
     def _add(self, **entry: Any) -> None:
@@ -216,10 +220,11 @@ class Tracker:
     def _connect(self) -> None:
         client = open_client(self.uri)
         place = experiment_id(client, self.uri, self.experiment)
-        run = self._find_run(client, place)
-        if run is None:
-            tags = {**self._state["tags"], _KEY_TAG: self._state["run_key"]}
-            run = client.create_run(place, self._state["begun"], tags, self._state["run_name"])
+        tags = {**self._state["tags"], _KEY_TAG: self._state["run_key"]}
+        run = create_once(
+            lambda: self._find_run(client, place),
+            lambda: client.create_run(place, self._state["begun"], tags, self._state["run_name"]),
+        )
         if run.info.run_id != self.run_id:  # another store gets the whole history
             self._note(sent=0)
         self._note(run_id=run.info.run_id, experiment_id=place)
@@ -230,10 +235,32 @@ class Tracker:
 
     def _find_run(self, client: MlflowClient, place: str) -> Run | None:
         """The run started before: by its key, even if the reply to its creation was lost; or by a checkpoint's id."""
-        for wanted in (f"tags.`{_KEY_TAG}` = '{self._state['run_key']}'", f"attributes.run_id = '{self.run_id}'"):
-            if found := client.search_runs([place], wanted, max_results=1):
-                return found[0]
+        for wanted in (_with_key(self._state["run_key"]), f"attributes.run_id = '{self.run_id}'"):
+            if found := client.search_runs([place], wanted, order_by=["attributes.start_time ASC"]):
+                return next((run for run in found if run.info.run_id == self.run_id), found[0])
         return None
+
+    def twins(self) -> list[str]:
+        """Ids of other runs with this run's key that were never ended; [] if the store does not answer.
+
+        They come from replies of the server that were lost after it had created a run.
+        """
+        place = self._state.get("experiment_id")
+        if not place or not self.run_id or not answers(self.uri):
+            return []
+        with contextlib.suppress(*store_errors()):
+            wanted = f"{_with_key(self._state['run_key'])} and attributes.status = 'RUNNING'"
+            found = open_client(self.uri).search_runs([place], wanted)
+            return [run.info.run_id for run in found if run.info.run_id != self.run_id]
+        return []
+
+    def end_twins(self) -> int:
+        """End `twins` as KILLED, with a tag that names this run; returns their number."""
+        twins, client = self.twins(), open_client(self.uri)
+        for run_id in twins:
+            client.set_tag(run_id, _TWIN_TAG, str(self.run_id))
+            client.set_terminated(run_id, status="KILLED")
+        return len(twins)
 
     def _describe(self, client: MlflowClient, run: Run) -> None:
         """Send parameters, tags and data set that the run does not have yet (MLflow's parameters never change)."""
@@ -301,6 +328,11 @@ class Tracker:
         """Update the folder's tracking.json, keeping what other trackers of this run wrote meanwhile."""
         self._state = self._state | tracking_state(self._run_dir) | changes
         write_json(self._run_dir / STATE, self._state, mode=0o600)
+
+
+def _with_key(run_key: str) -> str:
+    """MLflow's filter for runs with this key."""
+    return f"tags.`{_KEY_TAG}` = '{run_key}'"
 
 
 def this_process() -> dict[str, Any]:

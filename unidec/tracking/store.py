@@ -7,7 +7,9 @@ any other. A DVC experiment in a temporary copy of the checkout uses the checkou
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -19,15 +21,23 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
-from unidec.errors import ArtifactError, UnidecError, missing_package, without_credentials
+from unidec.addresses import parse, without_credentials
+from unidec.data.storage import lock_file
+from unidec.errors import ArtifactError, ConfigError, UnidecError, missing_package
+from unidec.surroundings import reach_local_servers
+from unidec.tracking.relocation import artifacts_uri, follow_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _SQLITE = "sqlite:///"
+_VARIABLES = "environment_variables.py"  # of MLflow
+_SCHEMES = frozenset(("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc"))
+_DATABASE_ATTEMPTS = 3  # MLflow's own 10 take minutes
+_LONGEST_REASON = 400
 VIEW = "unidec"
 """A shared view of the table of runs: MLflow shows it at `.../runs?viewStateShareKey=unidec`."""
 _COLUMNS = ("test/P_at_1", "test/PSP_at_5", "test/R_at_100", "training/minutes")
@@ -46,6 +56,9 @@ _QUIET = {
 }
 
 
+log = logging.getLogger(__name__)
+
+
 def quiet_mlflow() -> None:
     """Turns telemetry, long retries and migration logs off; call it before the first `import mlflow`.
 
@@ -54,10 +67,35 @@ def quiet_mlflow() -> None:
     """
     if (found := importlib.util.find_spec("mlflow")) is None or found.origin is None:
         raise missing_package(ModuleNotFoundError(name="mlflow"))
+    _drop_invalid_variables()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "mlflow.pyfunc"):
+    reach_local_servers()
+    for name in ("alembic", "mlflow.system_metrics", "mlflow.pyfunc"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.ERROR)  # a line for each attempt
+
+
+@functools.cache
+def _drop_invalid_variables() -> None:
+    """Ignore variables of MLflow with values that it does not accept: it would fail in the middle of its work."""
+    if not any(name.startswith("MLFLOW_") for name in os.environ):
+        return
+    package = importlib.util.find_spec("mlflow")
+    assert package is not None and package.origin is not None
+    # the file alone: importing the package reads some of them
+    spec = importlib.util.spec_from_file_location("_mlflow_variables", Path(package.origin).with_name(_VARIABLES))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for variable in vars(module).values():
+        if not isinstance(variable, module._EnvironmentVariable) or not variable.defined:
+            continue
+        try:
+            variable.get()
+        except ValueError as error:
+            log.warning("ignored in the environment: %s", error)
+            variable.unset()
 
 
 def import_mlflow() -> Any:
@@ -74,15 +112,31 @@ def tracking_uri(root: Path | str = ".") -> str:
 
     User and password of a server's address move to MLflow's variables for them, so that MLflow's messages do not show
     them. Those of a database address are kept: see `without_credentials`.
+
+    Raises:
+        ConfigError: not the address of a store.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow/mlflow.db"
-    address = urlsplit(uri)
-    if address.scheme in ("http", "https") and address.username:
-        os.environ.setdefault("MLFLOW_TRACKING_USERNAME", unquote(address.username))
-        os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", unquote(address.password or ""))
-        os.environ["MLFLOW_TRACKING_URI"] = uri = without_credentials(uri)
+    address = parse(uri)
+    if address.scheme in ("http", "https") and address.user:
+        os.environ.setdefault("MLFLOW_TRACKING_USERNAME", address.user)
+        os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", address.password)
+        os.environ["MLFLOW_TRACKING_URI"] = uri = address.without_user()
+    is_known = address.scheme.partition("+")[0] in _SCHEMES | _plugins()
+    if not is_known and "MLFLOW_ALLOW_FILE_STORE" not in os.environ:
+        raise ConfigError(
+            "not the address of a tracking store", where="MLFLOW_TRACKING_URI", got=uri,
+            expected="http://127.0.0.1:5000, postgresql://..., mysql://..., or sqlite:///mlflow/mlflow.db",
+            fix="correct it, or unset it to use mlflow/mlflow.db",
+        )  # fmt: skip
     path = sqlite_path(uri, root)
     return uri if path is None else f"{_SQLITE}{path}"
+
+
+@functools.cache
+def _plugins() -> frozenset[str]:
+    """Schemes of addresses that plugins of MLflow add."""
+    return frozenset(entry.name for entry in importlib.metadata.entry_points(group="mlflow.tracking_store"))
 
 
 def project_folder() -> Path:
@@ -104,7 +158,7 @@ def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
 
 def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
     """Address of a run's page: on `UNIDEC_MLFLOW_UI`, else the tracking server; None if there is neither."""
-    base = without_credentials(os.environ.get("UNIDEC_MLFLOW_UI") or uri).rstrip("/")
+    base = parse(os.environ.get("UNIDEC_MLFLOW_UI") or uri).without_user().rstrip("/")
     return f"{base}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}" if base.startswith("http") else None
 
 
@@ -113,13 +167,13 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
 
     A server must answer a request, with any status; a database must accept a connection; a file always counts.
     """
-    address = urlsplit(uri)
+    address = parse(uri)
     port = {"postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
     try:
         if address.scheme in ("http", "https"):
             urlopen(Request(uri, method="HEAD"), timeout=seconds).close()
-        elif address.hostname and port:
-            socket.create_connection((address.hostname, address.port or port), seconds).close()
+        elif address.host and port:
+            socket.create_connection((address.host, address.port or port), seconds).close()
     except HTTPError:
         return True
     except (OSError, HTTPException, ValueError) as error:
@@ -130,23 +184,30 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
 def prepare_store(uri: str | None = None) -> str:
     """Create an SQLite store if it does not exist, safely from several processes; returns the absolute address.
 
+    A store that was copied or moved with its project is first separated from the original's files.
+
     MLflow's first start is a race (several processes migrate the same empty file, and a kill half-way leaves one that
     no later start can use), so it happens under a file lock, on a temporary file that is renamed when complete.
     """
     uri = uri or tracking_uri()
     path = sqlite_path(uri)
-    if path is None or (path.is_file() and path.stat().st_size > 0):
+    if path is None:
         return uri
-    from filelock import FileLock
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}-lock"):  # the system releases it if its process dies, so it never becomes stale
-        if not (path.is_file() and path.stat().st_size > 0):
+    if _is_there(path):
+        if follow_database(path):
+            log.warning("%s was copied or moved with its project: its files are now in %s", path, path.parent)
+        return uri
+    with lock_file(Path(f"{path}-lock")):  # the system releases it if its process dies, so it never becomes stale
+        if not _is_there(path):
             temporary = path.with_name(f"{path.name}-new")
             temporary.unlink(missing_ok=True)
-            _create_store(temporary, (path.parent / "artifacts").as_uri())
+            _create_store(temporary, artifacts_uri(path))
             os.replace(temporary, path)
     return f"{_SQLITE}{path}"
+
+
+def _is_there(database: Path) -> bool:
+    return database.is_file() and database.stat().st_size > 0
 
 
 def _create_store(database: Path, artifacts: str) -> None:
@@ -161,13 +222,17 @@ def open_client(uri: str) -> MlflowClient:
     """A client of the store at `uri`; an SQLite store is created first.
 
     Raises:
-        ArtifactError: the database belongs to another version of MLflow.
+        ArtifactError: the database belongs to another version of MLflow. MlflowException: the store does not answer.
     """
     quiet_mlflow()
     prepare_store(uri)
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
+    from mlflow.store.db import utils
 
+    utils.MAX_RETRY_COUNT = _DATABASE_ATTEMPTS
+    if not answers(uri):
+        raise MlflowException(f"{without_credentials(uri)} does not answer: check MLFLOW_TRACKING_URI")
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except MlflowException as error:
@@ -178,6 +243,23 @@ def open_client(uri: str) -> MlflowClient:
             f"copy it, then: mlflow db upgrade {uri}",
         )
         raise ArtifactError(what, where=str(sqlite_path(uri) or uri), fix=fix) from error
+
+
+def check_store() -> None:
+    """Check the tracking store before long work whose result it has to take.
+
+    Raises:
+        ConfigError: it does not answer, or not as MLflow's server does.
+    """
+    uri = tracking_uri()
+    try:
+        open_client(uri).search_experiments(max_results=1)
+    except store_errors() as error:
+        if isinstance(error, UnidecError):
+            raise
+        fix = "start the server, or correct MLFLOW_TRACKING_URI; unset, it is mlflow/mlflow.db"
+        got = " ".join(str(error).split())[:_LONGEST_REASON]
+        raise ConfigError("the tracking store cannot be used", where=uri, got=got, fix=fix) from error
 
 
 def store_errors() -> tuple[type[Exception], ...]:
@@ -216,5 +298,5 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         return found.experiment_id
     with contextlib.suppress(MlflowException):  # another process was first
         tags = {f"mlflow.sharedViewState.{VIEW}": json.dumps(_VIEW_STATE)}
-        return client.create_experiment(name, path and (path.parent / "artifacts").as_uri(), tags)
+        return client.create_experiment(name, path and artifacts_uri(path), tags)
     return client.get_experiment_by_name(name).experiment_id

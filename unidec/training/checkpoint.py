@@ -137,7 +137,7 @@ class CheckpointWriter:
             for name, digest in written.items():
                 if file_sha256(path / name) != digest:
                     what = "damaged file: the bytes read back from the disk differ from those written"
-                    raise ArtifactError(what, where=str(path / name))
+                    raise ArtifactError(what, where=str(path / name), fix="check the disk")
             if self.ranks.is_first:
                 read_manifest(path, KIND, VERSION, verify=False)
         except ArtifactError:
@@ -225,7 +225,8 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
         state = json.loads((path / "state.json").read_bytes())
         counters = {key: int(state[key]) for key in ("epoch", "step")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactError("invalid state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
+        what, fix = "invalid state of a checkpoint", "delete the checkpoint: the one before it is used"
+        raise ArtifactError(what, where=str(path / "state.json"), got=repr(error), fix=fix) from error
     refresh_sha256 = state.get("refresh")
     if verify and refresh_sha256 is not None and not _has_refresh(run_dir, refresh_sha256):
         what = "the refresh of the checkpoint's round is missing or damaged"
@@ -266,7 +267,7 @@ def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
 def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, str]:
     """Write a rank's rows, and return the file's hash by name. A table that every rank holds completely is written by
     the first rank only."""
-    # a table of one row cannot be told from a complete one; writing it twice does no harm
+    # a table of one row cannot be distinguished from a complete one; writing it twice does no harm
     parts = {t: part for t, part in checkpoint.rows.items() if rank == 0 or part.held < part.num_rows or part.held == 1}
     tensors = {f"{table}/{name}": x for table, part in parts.items() for name, x in part.tensors.items()}
     ranges = {table: [part.first_row, part.held, part.num_rows] for table, part in parts.items()}

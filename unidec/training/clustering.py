@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unidec.errors import DataError
-from unidec.model.label_tree import num_clusters
+from unidec.model.pool import num_clusters
 from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 

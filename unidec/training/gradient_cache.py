@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unidec.data.tokens import Tokens, length_chunks
+from unidec.model.batch import TextChunks
 from unidec.model.encoder import EncoderInput, InputBuilder, TextEncoder
 from unidec.model.pairs import to_device
 from unidec.model.row_table import RowTable
@@ -30,21 +30,6 @@ from unidec.training.precision import random_state, restore_random_state
 
 TextParts = list[tuple[str, Tokens, np.ndarray]]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
-
-
-@dataclass(frozen=True)
-class TextChunks:
-    """The texts of a step in chunks of texts with similar lengths; no chunk mixes queries and labels.
-
-    Attributes:
-        num_texts: B.
-        chunks: for each chunk (positions int64 [C] among the step's texts, encoder input).
-        unique_U: int64, distinct token ids of all texts, ascending; None without a bag.
-    """
-
-    num_texts: int
-    chunks: tuple[tuple[Tensor, EncoderInput], ...]
-    unique_U: Tensor | None = None
 
 
 def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.device) -> TextChunks:

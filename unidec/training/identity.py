@@ -77,8 +77,9 @@ def run_identity(
 
 @functools.cache  # the code that this process runs, even if a file is edited meanwhile
 def code_sha256() -> str:
-    """sha256 of the modules `unidec.model` and `unidec.training`."""
-    files = [*(PACKAGE / "model").rglob("*.py"), *(PACKAGE / "training").rglob("*.py")]
+    """sha256 of the modules `unidec.model`, `unidec.methods` and `unidec.training`."""
+    folders = [PACKAGE / name for name in ("model", "methods", "training")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
     return files_sha256({file.relative_to(PACKAGE).as_posix(): file_sha256(file) for file in files})
 
 

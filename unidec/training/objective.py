@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unidec.model.additions import Methods
+from unidec.model.batch import Prepared
 from unidec.model.full_bce import full_bce
 from unidec.model.losses import UNSCALED, loss_options, symmetric_loss
 from unidec.model.pairs import PoolTargets
-from unidec.model.unidec import UniDEC, related_texts
+from unidec.model.unidec import UniDEC
 from unidec.sections import Loss
-from unidec.training.batches import Prepared
 from unidec.training.distributed import Ranks
-from unidec.training.mixup import Mix
 
 
 class Objective:
@@ -31,21 +32,26 @@ class Objective:
 
     Args:
         seed: decides the random numbers that a loss draws.
+        methods: what the recipe's methods change and add.
         autocast: returns the context in which heads and products compute.
-        num_kept: number of clusters that each level of a label tree keeps (`pool.shortlist`); 0: all.
     """
 
     def __init__(
         self,
         settings: Loss,
-        seed: int,
         model: UniDEC,
+        methods: Methods,
+        *,
+        seed: int,
         ranks: Ranks,
         autocast: Callable[[], AbstractContextManager[Any]],
-        num_kept: int = 0,
     ):
-        self.settings, self.seed, self.model, self.ranks, self.autocast = settings, seed, model, ranks, autocast
-        self.num_kept = num_kept
+        self.settings = settings
+        self.model = model
+        self.methods = methods
+        self.seed = seed
+        self.ranks = ranks
+        self.autocast = autocast
 
     def losses(self, x_BW: Tensor, batch: Prepared, step: int) -> dict[str, Tensor]:
         """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).
@@ -55,83 +61,71 @@ class Objective:
             step: number of the step in the run; with the seed it decides random numbers.
 
         Returns:
-            0-d losses: "loss_de" and "loss_clf" of the heads that the model has, "loss_levels" of its label tree.
+            0-d losses: "loss_de" and "loss_clf" of the heads that the model has, then those that methods add.
         """
-        settings, both = self.settings, self.model.heads == "both"
-        mix = batch.mix if self.model.training else None
-        if mix is not None:
-            x_BW = mix.vectors(x_BW)
+        heads, balance = self.model.heads, self.settings.balance
+        for change in self.methods.changes if self.model.training else ():
+            x_BW, batch = change.apply(x_BW, batch)
         losses = {}
-        if self.model.heads != "clf":
-            losses["loss_de"] = (settings.balance if both else 1.0) * self._de_loss(x_BW, batch, step, mix)
-        if self.model.heads != "de":
-            losses["loss_clf"] = (1.0 - settings.balance if both else 1.0) * self._clf_loss(x_BW, batch, step, mix)
-        if self.model.tree is not None:
-            losses["loss_levels"] = self._level_loss(x_BW[: batch.num_own_queries], batch, step)
+        if heads != "clf":
+            losses["loss_de"] = (balance if heads == "both" else 1.0) * self._de_loss(x_BW, batch, step)
+        if heads != "de":
+            losses["loss_clf"] = (1.0 - balance if heads == "both" else 1.0) * self._clf_loss(x_BW, batch, step)
+        for method in self.methods.losses:
+            head_loss = partial(self._head_loss, self._scales()[1], step)
+            losses[method.name] = method.loss(x_BW[: batch.counts.own_queries], batch, head_loss)
         return losses
 
-    def _level_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
-        """The losses of a label tree, summed over its levels: the classifier's loss, query to label, on the clusters
-        whose parents are kept (CascadeXML, a loss for each resolution)."""
-        assert self.model.tree is not None
-        with self.autocast():
-            scores = self.model.tree(x_BW, self.num_kept, [(level.row_P, level.col_P) for level in batch.levels])
-        kind, scale = self.settings.clf, self.model.log_scale.exp()[1]
-        levels = zip(scores, batch.levels, strict=True)
-        return torch.stack([self.loss(kind, score_BC, scale, level, 1.0, step) for score_BC, level in levels]).sum()
+    def _head_loss(self, scale: Tensor, step: int, score_BS: Tensor, targets: PoolTargets) -> Tensor:
+        """The classifier's loss, query to label, 0-d, of scores that a method computed."""
+        return self.loss(self.settings.clf, score_BS, scale, targets, forward=1.0, step=step)
 
-    def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
+    def _scales(self) -> Tensor:
+        """1 / tau of the dual encoder and of the classifier, [2]."""
+        return self.model.log_scale.exp()
+
+    def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
         """L_D: queries against the texts of the labels."""
-        num_queries, settings, targets = batch.num_own_queries, self.settings, batch.targets
+        num_queries, targets = batch.counts.own_queries, batch.targets
         with self.autocast():
             de_BD = self.model.de(x_BW, batch.own_labels)
-        query_BD, scale = self._queries(de_BD[:num_queries], self.model.log_scale.exp()[0], batch, targets)
+        query_BD, scale = self._queries(de_BD[:num_queries], self._scales()[0], batch, targets)
         label_SD = self._labels(de_BD[num_queries:], self.ranks.sizes(len(batch.pool.pool_S)), targets)
         similarity_BS = self._products(query_BD, label_SD)
-        return self._mixed(settings.de, similarity_BS, scale, targets, settings.de_forward, step, mix)
+        forward = self.settings.de_forward
+        return self.loss(self.settings.de, similarity_BS, scale, targets, forward=forward, step=step)
 
-    def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int, mix: Mix | None) -> Tensor:
+    def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
         """L_C + clf_bce * BCE: queries against the classifier's rows."""
-        model, settings, targets = self.model, self.settings, batch.clf_targets
-        query_BW, text_SW = x_BW[: batch.num_own_queries], x_BW[batch.num_own_queries :]
+        model, settings, targets = self.model, self.settings, batch.clf.targets
+        num_queries = batch.counts.own_queries
         with self.autocast():
-            own_BD = model.clf(query_BW)
-        query_BD, scale = self._queries(own_BD, model.log_scale.exp()[1], batch, targets)
-        assert model.table is not None
-        own_SD = F.dropout(model.table.gather(batch.clf_labels), model.settings.clf_dropout, model.training)
-        row_SD = self._labels(own_SD, batch.clf_sizes, targets)
-        if model.settings.clf_residual:  # trains on one rank only, which encodes all of the pool's texts
-            text_SW = text_SW if batch.clf_places is None else text_SW[batch.clf_places]
-            with self.autocast():
-                text_SD, text_ND = model.text_rows(text_SW).tensor_split([len(row_SD)])
-            if not model.settings.clf_queries:
-                text_ND = text_SD
-            related_SD = (
-                None if batch.related is None else related_texts(text_ND, *batch.related, num_labels=len(row_SD))
-            )
-            row_SD = model.residual_rows(text_SD, row_SD, related_SD)
-        bias_S1 = None
-        if model.bias is not None:
-            bias_S1 = self._labels(model.bias.gather(batch.clf_labels), batch.clf_sizes, targets)
-        if settings.clf == "bce" and batch.clf_labels is None:  # over all labels: without all logits in memory
+            own_BD = model.clf(x_BW[:num_queries])
+        query_BD, scale = self._queries(own_BD, self._scales()[1], batch, targets)
+        row_SD, bias_S1 = self._rows(x_BW[num_queries:], batch)
+        if settings.clf == "bce" and batch.clf.ids is None:  # over all labels: without all logits in memory
             with self.autocast():
                 return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise)
         logit_BS = self._products(query_BD, row_SD)
         if bias_S1 is not None:
             logit_BS = logit_BS + bias_S1.T
-        loss = self._mixed(settings.clf, logit_BS, scale, targets, settings.clf_forward, step, mix)
+        loss = self.loss(settings.clf, logit_BS, scale, targets, forward=settings.clf_forward, step=step)
         if settings.clf_bce > 0:
-            loss = loss + settings.clf_bce * self._mixed("bce", logit_BS, scale, targets, 1.0, step, mix)
+            bce = self.loss("bce", logit_BS, scale, targets, forward=1.0, step=step)
+            loss = loss + settings.clf_bce * bce
         return loss
 
-    def _mixed(
-        self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int,
-        mix: Mix | None,
-    ) -> Tensor:  # fmt: skip
-        """`loss`, for mixed queries the weighted sum over the targets of `mix`."""
-        shares = [(1.0, targets)] if mix is None else mix.targets(targets)
-        losses = [(share, self.loss(kind, similarity_BS, scale, shared, forward, step)) for share, shared in shares]
-        return losses[0][1] if len(losses) == 1 else torch.stack([share * loss for share, loss in losses]).sum()
+    def _rows(self, text_TW: Tensor, batch: Prepared) -> tuple[Tensor, Tensor | None]:
+        """The classifier's rows [S, D] and biases [S, 1] of the labels that this rank compares with the queries."""
+        model, clf = self.model, batch.clf
+        assert model.table is not None
+        own_SD = F.dropout(model.table.gather(clf.ids), model.settings.clf_dropout, model.training)
+        table_SD = self._labels(own_SD, clf.sizes, clf.targets)
+        with self.autocast():
+            row_SD = self.methods.rows.rows(table_SD, text_TW, batch)
+        if model.bias is None:
+            return row_SD, None
+        return row_SD, self._labels(model.bias.gather(clf.ids), clf.sizes, clf.targets)
 
     def _queries(self, own_BD: Tensor, scale: Tensor, batch: Prepared, targets: PoolTargets) -> tuple[Tensor, Tensor]:
         """The queries of all ranks, and the scale, both with full gradients on every rank."""
@@ -149,15 +143,21 @@ class Objective:
             return (query_BD @ row_SD.T).to(query_BD.dtype)
 
     def loss(
-        self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int
+        self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, *, forward: float, step: int
     ) -> Tensor:
-        """The loss `kind` of a head, 0-d.
+        """The loss `kind` of a head, 0-d; the weighted sum over a mixture of targets.
 
         Args:
             similarity_BS: cosines or scores before the temperature.
             scale: 1 / tau, 0-d.
             forward: weight of query -> label.
         """
+        if targets.mixture:
+            losses = [
+                share * self.loss(kind, similarity_BS, scale, part, forward=forward, step=step)
+                for share, part in targets.mixture
+            ]
+            return torch.stack(losses).sum()
         settings = self.settings
         options: dict[str, Any] = loss_options(kind, settings)
         if settings.reduction == "pol":  # draws one of the sampled positives

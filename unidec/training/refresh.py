@@ -24,7 +24,7 @@ import torch
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
 from unidec.model.faiss_library import faiss_module
-from unidec.model.label_tree import LabelTree, num_clusters
+from unidec.model.pool import PoolSampler, num_clusters
 from unidec.model.search import exact_search, labels_that_fit, query_block
 from unidec.params import TrainingSettings
 from unidec.progress import progress
@@ -34,7 +34,6 @@ from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures
 from unidec.training.precision import autocast_type
 from unidec.training.sampler import (
-    PoolSampler,
     clustered_batches,
     draws_pools,
     queries_a_batch,
@@ -169,6 +168,7 @@ def make_refresh(
     sampler: PoolSampler,
     clusters: Clusters,
     label_vectors: Callable[[], np.ndarray],
+    *,
     device: torch.device,
     ranks: Ranks = ALONE,
     shortlist: Callable[[], tuple[np.ndarray, Figures]] | None = None,
@@ -180,7 +180,7 @@ def make_refresh(
         clusters: from `make_clusters`.
         label_vectors: returns vectors float32 [L, D], with several ranks this rank's part of them; called only if
             needed.
-        shortlist: returns the result of `shortlist_labels`, which replaces the nearest labels.
+        shortlist: returns labels and figures that replace the nearest labels (`unidec.model.additions.Shortlister`).
     """
     begin, pool, (refresh, query_ND, report) = time.perf_counter(), settings.pool, clusters
     if not _mines(settings):
@@ -270,48 +270,6 @@ def mine_hard_negatives(
         same = (shortlist[rows][:, :, None] == expected[:, None]) & (expected >= 0)[:, None]
         report["recall"] = float(same.sum() / max((expected >= 0).sum(), 1))
     return shortlist, report
-
-
-@torch.no_grad()
-def shortlist_labels(
-    tree: LabelTree,
-    cluster_L: np.ndarray,
-    encode: Callable[[np.ndarray], torch.Tensor],
-    rows_n: np.ndarray,
-    relevance: sp.csr_matrix,
-    num_kept: int,
-) -> tuple[np.ndarray, Figures]:
-    """The classifier's shortlist of each training query (CascadeXML, SyncXML): the labels of the `num_kept` clusters of
-    the finest level that a label tree ranks highest, among clusters whose parents it keeps. It may contain positives.
-
-    Args:
-        cluster_L: int64 [L], each label's cluster of the finest level.
-        encode: returns the encoder's outputs [n, W] of rows. rows_n: int64 [n], data set rows, each once.
-        relevance: csr [N, L].
-
-    Returns:
-        labels by data set row, those of the best cluster first, int32 [N, H], padded with -1; and figures: `queries`,
-        `positives_found` (share of the queries' positives in the clusters), `seconds`.
-    """
-    begin_time, num_kept = time.perf_counter(), min(num_kept, tree.counts[-1])
-    size_C = np.bincount(cluster_L, minlength=tree.counts[-1])
-    order_L, member_CM = np.argsort(cluster_L, kind="stable"), np.full((len(size_C), size_C.max()), -1, dtype=np.int32)
-    member_CM[cluster_L[order_L], np.arange(len(order_L)) - (np.cumsum(size_C) - size_C)[cluster_L[order_L]]] = order_L
-    shortlist = np.full((relevance.shape[0], num_kept * member_CM.shape[1]), -1, dtype=np.int32)
-    num_positives, num_found, was_training = 0, 0, tree.training
-    for begin in range(0, len(rows_n), _BLOCKS * BLOCK):
-        some = rows_n[begin : begin + _BLOCKS * BLOCK]
-        x_BW = encode(some)  # may set its model, and so the tree, to training mode again
-        cluster_BK = tree.eval()(x_BW, num_kept)[-1].topk(num_kept, dim=1).indices.cpu().numpy()
-        shortlist[some] = member_CM[cluster_BK].reshape(len(some), -1)
-        positive = relevance[some].tocoo()
-        num_positives += positive.nnz
-        num_found += int((cluster_BK[positive.row] == cluster_L[positive.col][:, None]).any(1).sum())
-    tree.train(was_training)
-    return shortlist, {
-        "queries": len(rows_n), "positives_found": num_found / max(num_positives, 1),
-        "seconds": time.perf_counter() - begin_time,
-    }  # fmt: skip
 
 
 def faiss_search(label: torch.Tensor) -> Search:

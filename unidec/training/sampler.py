@@ -1,214 +1,23 @@
-"""Draws batches of queries, and for each batch the pool of labels on which its losses are computed (UniDEC, Algorithm
-1).
+"""Divides the training queries into batches, and reads from the settings which labels each head sees.
 
-Legend: B queries in a batch, S pool labels, P positive pairs in the pool, F filter pairs in the pool, H mined hard
-negatives of a query, Q entries of some rows of a CSR matrix, C candidates, N all queries, L all labels.
-
-No random state is kept: every draw is seeded by (seed, epoch, step), so a resumed run needs only the two counters.
+No random state is kept: every draw is seeded by the seed and the epoch, so a resumed run needs only the counters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import scipy.sparse as sp
 
+from unidec.model.pool import num_clusters, step_rng
 from unidec.sections import Loss, Model, Pool
 
-# streams of random numbers: different uses in the same (epoch, step) get different numbers
-_POOL, _RANDOM_BATCHES, _CLUSTER_ORDER = 0, 1, 2
-
-
-def _rng(seed: int, epoch: int, step: int, stream: int) -> np.random.Generator:
-    return np.random.default_rng([seed % 2**63, epoch, step, stream])
-
-
-@dataclass(frozen=True)
-class PoolBatch:
-    """A batch: its queries, its pool of labels, and the pairs between them as positions (sparse COO, row-major order).
-
-    Attributes:
-        rows_B: int64, data set rows of the queries, in batch order.
-        pool_S: int64, label ids, each once, ascending.
-        positive_row_P, positive_col_P: int64, positions in the batch and in the pool of all true positives in the pool
-            (P_i ∩ L_B, sampled or not).
-        sampled_P: bool, whether the label was sampled as a positive of this query.
-        relevance_P: float32, stored relevance of the pair.
-        num_positives_B: int64, |P_i|, positives of the query in the pool or not.
-        ignored_row_F, ignored_col_F: int64, positions of the filter pairs that are not positives; they are not used as
-            negatives.
-    """
-
-    rows_B: np.ndarray
-    pool_S: np.ndarray
-    positive_row_P: np.ndarray
-    positive_col_P: np.ndarray
-    sampled_P: np.ndarray
-    relevance_P: np.ndarray
-    num_positives_B: np.ndarray
-    ignored_row_F: np.ndarray
-    ignored_col_F: np.ndarray
-
-
-def row_entries(matrix: sp.csr_matrix, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Entries of some rows of a CSR matrix: batch positions int64 [Q], labels int64 [Q], values [Q]."""
-    chosen = matrix[rows_B]
-    return np.repeat(np.arange(len(rows_B)), np.diff(chosen.indptr)), chosen.indices.astype(np.int64), chosen.data
-
-
-def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Whether each key is among the ascending `sorted_keys`."""
-    if not len(sorted_keys):
-        return np.zeros(keys.shape, dtype=bool)
-    place = np.searchsorted(sorted_keys, keys)
-    return sorted_keys[np.minimum(place, len(sorted_keys) - 1)] == keys
-
-
-class PoolSampler:
-    """Draws the pool of a batch: sampled positives, hard negatives, and the pairs among queries and pool labels.
-
-    For each query up to `beta` positives are drawn without replacement, uniformly or in proportion to label weights,
-    and up to `eta` hard negatives uniformly from its shortlist, without its positives and filter pairs. A pool with a
-    size limit (spec, detail 5) takes sampled positives first, then hard negatives, then with `fill` further positives;
-    within each group the labels that are most frequent in the batch first, ties at random.
-
-    Args:
-        relevance, filter_pairs: csr [N, L] in canonical format: positives, and pairs that must not become negatives.
-        size: most labels of a pool; 0: no limit.
-        fill: add the other positives of the batch's queries, as far as the size limit allows.
-        weight_L: float [L], finite and above 0: the probability that a positive is drawn next, among those of the query
-            that are left, is proportional to it (inverse propensities: tail labels more often); None: uniform.
-    """
-
-    def __init__(
-        self,
-        relevance: sp.csr_matrix,
-        filter_pairs: sp.csr_matrix,
-        *,
-        beta: int,
-        eta: int,
-        size: int,
-        seed: int,
-        fill: bool = False,
-        weight_L: np.ndarray | None = None,
-    ) -> None:
-        self.relevance, self.filter_pairs, self.num_labels = relevance, filter_pairs, relevance.shape[1]
-        self.beta, self.eta, self.size, self.seed, self.weight_L = beta, eta, size, seed, weight_L
-        self.fill = fill
-
-    def batch(
-        self,
-        rows_B: np.ndarray,
-        *,
-        epoch: int,
-        step: int,
-        shortlist_NH: np.ndarray | None = None,
-        up_to: int = 0,
-    ) -> PoolBatch:
-        """Draw the pool of some queries at a step; the same arguments always return the same batch.
-
-        Args:
-            rows_B: int [B], data set rows.
-            epoch, step: from 0; the step is unique within its epoch.
-            shortlist_NH: int32 [N, H], mined labels by data set row, padded with -1; None: no hard negatives.
-            up_to: add uniformly drawn labels until the pool has about this many, whatever the size limit; L or more:
-                the pool is all labels.
-        """
-        rows_B = np.asarray(rows_B, dtype=np.int64)
-        rng = _rng(self.seed, epoch, step, _POOL)
-        row_Q, label_Q, relevance_Q = row_entries(self.relevance, rows_B)
-        filter_row_Q, filter_label_Q, _ = row_entries(self.filter_pairs, rows_B)
-        count_B = np.bincount(row_Q, minlength=len(rows_B))
-        sampled_Q = self._sample_positives(row_Q, label_Q, count_B, rng)
-        if up_to >= self.num_labels:
-            pool_S = np.arange(self.num_labels)
-        else:
-            banned_Q = np.concatenate([row_Q, filter_row_Q]) * self.num_labels
-            banned_Q += np.concatenate([label_Q, filter_label_Q])
-            hard_C = self._sample_hard(rows_B, shortlist_NH, banned_Q, rng)
-            further_C = label_Q[~sampled_Q] if self.fill else label_Q[:0]
-            pool_S = self._choose_pool((label_Q[sampled_Q], hard_C, further_C), rng)
-            if up_to > len(pool_S):
-                others_C = rng.choice(self.num_labels, up_to - len(pool_S), replace=False, shuffle=False)
-                pool_S = np.union1d(pool_S, others_C)
-        in_pool_Q = contains(pool_S, label_Q)
-        # a filter pair that is a positive counts as a positive
-        ignored_Q = contains(pool_S, filter_label_Q) & ~contains(
-            row_Q * self.num_labels + label_Q, filter_row_Q * self.num_labels + filter_label_Q
-        )
-        return PoolBatch(
-            rows_B=rows_B,
-            pool_S=pool_S,
-            positive_row_P=row_Q[in_pool_Q],
-            positive_col_P=np.searchsorted(pool_S, label_Q[in_pool_Q]),
-            sampled_P=sampled_Q[in_pool_Q],
-            relevance_P=relevance_Q[in_pool_Q].astype(np.float32, copy=False),
-            num_positives_B=count_B,
-            ignored_row_F=filter_row_Q[ignored_Q],
-            ignored_col_F=np.searchsorted(pool_S, filter_label_Q[ignored_Q]),
-        )
-
-    def _sample_positives(
-        self, row_Q: np.ndarray, label_Q: np.ndarray, count_B: np.ndarray, rng: np.random.Generator
-    ) -> np.ndarray:
-        """Mask of at most beta entries of each row, drawn without replacement, bool [Q].
-
-        With weights, the entries of a row are ordered by exponential random times whose rates are the weights: each
-        next entry is one of the remaining ones with a probability proportional to its weight (Efraimidis and Spirakis,
-        2006).
-        """
-        draw_Q = rng.random(len(row_Q))
-        if self.weight_L is None:
-            # row number + random fraction: one sort shuffles the entries of each row and keeps the rows in order
-            order_Q = np.argsort(row_Q + draw_Q)
-        else:
-            order_Q = np.lexsort((-np.log1p(-draw_Q) / self.weight_L[label_Q], row_Q))
-        rank_Q = np.arange(len(row_Q)) - (np.cumsum(count_B) - count_B)[row_Q]
-        sampled_Q = np.zeros(len(row_Q), dtype=bool)
-        sampled_Q[order_Q[rank_Q < self.beta]] = True
-        return sampled_Q
-
-    def _sample_hard(
-        self, rows_B: np.ndarray, shortlist_NH: np.ndarray | None, banned_Q: np.ndarray, rng: np.random.Generator
-    ) -> np.ndarray:
-        """Labels sampled as hard negatives, at most eta for each row, int64 [C]. `banned_Q` are pairs that must not be
-        sampled, as row * L + label."""
-        if shortlist_NH is None or self.eta == 0 or shortlist_NH.shape[1] == 0:
-            return np.empty(0, dtype=np.int64)
-        label_BH = shortlist_NH[rows_B].astype(np.int64)
-        row_B1 = np.arange(len(rows_B))[:, None]
-        # lists from mining contain no banned pairs, but those from `shortlist_labels` may
-        allowed_BH = (label_BH >= 0) & ~contains(np.sort(banned_Q), row_B1 * self.num_labels + label_BH)
-        key_BH = np.where(allowed_BH, rng.random(label_BH.shape), 2.0)
-        if self.eta < label_BH.shape[1]:
-            pick_BE = np.argpartition(key_BH, self.eta - 1, axis=1)[:, : self.eta]
-            label_BH, allowed_BH = label_BH[row_B1, pick_BE], allowed_BH[row_B1, pick_BE]
-        return label_BH[allowed_BH]
-
-    def _choose_pool(self, groups: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-        """Label ids of the pool, ascending: group after group, each cut to the remaining size."""
-        if self.size == 0:
-            return np.unique(np.concatenate(groups))
-        pool_S = np.empty(0, dtype=np.int64)
-        for group in groups:
-            label_C, frequency_C = np.unique(group, return_counts=True)
-            new_C = ~contains(pool_S, label_C)
-            label_C, frequency_C = label_C[new_C], frequency_C[new_C]
-            room = self.size - len(pool_S)
-            if len(label_C) > room:
-                # random ties: in the order of label ids the same labels would be left out of every batch
-                best_C = np.lexsort((rng.random(len(label_C)), -frequency_C))[:room]
-                label_C = label_C[best_C]
-            pool_S = np.sort(np.concatenate([pool_S, label_C]))
-        return pool_S
+_RANDOM_BATCHES, _CLUSTER_ORDER = 1, 2  # streams of random numbers; `unidec.model.pool` has another
 
 
 def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
     """ceil(n / batch_size) batches of shuffled rows, int64, whose sizes differ by at most one."""
-    shuffled = _rng(seed, epoch, 0, _RANDOM_BATCHES).permutation(np.asarray(rows, dtype=np.int64))
+    shuffled = step_rng(seed, epoch, 0, _RANDOM_BATCHES).permutation(np.asarray(rows, dtype=np.int64))
     return np.array_split(shuffled, -(-len(rows) // batch_size))
 
 
@@ -222,6 +31,14 @@ def queries_a_batch(pool: Pool, num_rows: int) -> int:
     return -(-num_rows // 2**depth)
 
 
+def steps_an_epoch(pool: Pool, num_rows: int) -> int:
+    """Number of batches in an epoch."""
+    batch_size = queries_a_batch(pool, num_rows)
+    if pool.batches == "clustered":
+        return num_clusters(num_rows, batch_size)
+    return -(-num_rows // batch_size)
+
+
 def clustered_batches(
     order: np.ndarray, offsets: np.ndarray, seed: int, epoch: int, num_batches: int
 ) -> list[np.ndarray]:
@@ -233,7 +50,7 @@ def clustered_batches(
             by at most one if the clusters' sizes do.
     """
     order, offsets = np.asarray(order, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
-    clusters = _rng(seed, epoch, 0, _CLUSTER_ORDER).permutation(len(offsets) - 1)
+    clusters = step_rng(seed, epoch, 0, _CLUSTER_ORDER).permutation(len(offsets) - 1)
     groups = list(clusters[:, None])
     if num_batches < len(clusters):
         # in turn, larger clusters first: each batch gets an even share of large and small ones

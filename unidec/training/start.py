@@ -19,6 +19,7 @@ from unidec.data.storage import load_array
 from unidec.data.tensor_file import open_tensors
 from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError
+from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.model.arrays import CLASSIFIER, WEIGHTS
 from unidec.model.row_table import RowTable
 from unidec.model.unidec import START_BLOCK, UniDEC
@@ -94,8 +95,7 @@ def cluster_labels(model: UniDEC, label_LD: np.ndarray, size: int, seed: int, ra
     order_L, offsets, _ = balanced_clusters(label_LD, size, seed, model.device, ranks)
     cluster_L = np.empty(len(label_LD), dtype=np.int64)
     cluster_L[order_L] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    assert model.label_cluster is not None
-    model.label_cluster.copy_(torch.from_numpy(cluster_L))
+    model.get_buffer(LABEL_CLUSTER).copy_(torch.from_numpy(cluster_L))
 
 
 @torch.no_grad()
@@ -104,7 +104,9 @@ def take_rows(
     start: Start,
     uids: pa.Array | pa.ChunkedArray,
     encode: Callable[[np.ndarray], Tensor],
+    *,
     keep: float = 1.0,
+    holds_text: bool = False,
 ) -> None:
     """Initialise the classifier's rows and biases from those of the start with the same label uid.
 
@@ -112,8 +114,7 @@ def take_rows(
     The embedding is scaled to unit length, or to the mean length of the reused rows if that is shorter: longer rows of
     new labels would outrank learnt ones. A label that the start does not have begins with its embedding alone, whatever
     `model.clf_init` is. Biases are mixed likewise, with the mean of the reused biases in place of the embedding. The
-    free vectors of a residual classifier are these rows minus the text part. The computation runs in blocks, wherever
-    the table lives.
+    computation runs in blocks, wherever the table lives.
 
     Source: shrinking learnt weights (Ash and Adams 2020, On Warm-Starting Neural Network Training), here towards the
     label's text instead of random weights.
@@ -123,6 +124,7 @@ def take_rows(
         uids: uids of the L labels.
         encode: returns the encoder's outputs [n, W] of label rows, int64 [n].
         keep: share of the start's rows.
+        holds_text: whether a row contains its label's embedding, which its row of the table then lacks.
 
     Raises:
         ArtifactError: the start's rows and uids differ in number.
@@ -153,11 +155,11 @@ def take_rows(
     rest = np.where(source_L[own] >= 0, 1.0 - keep, 1.0)
     if model.bias is not None:
         _add(model.bias, own, torch.from_numpy(bias * rest)[:, None])
-    share = length * rest - model.settings.clf_residual
+    share = length * rest - holds_text
     own, share = own[share != 0], share[share != 0]
     was_training = model.training
     model.eval()
-    for begin in progress(range(0, len(own), START_BLOCK), desc="rows from texts", unit="block"):
+    for begin in progress(range(0, len(own), START_BLOCK), desc="classifier rows from label texts", unit="block"):
         some = own[begin : begin + START_BLOCK]
         texts_BD = model.text_rows(encode(some))
         _add(table, some, torch.from_numpy(share[begin : begin + START_BLOCK])[:, None].to(texts_BD) * texts_BD)

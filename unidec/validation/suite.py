@@ -27,16 +27,18 @@ import numpy as np
 import pandas as pd
 
 from unidec.data.dataset import XMCDataset
-from unidec.data.profile import spaced, text_facts
-from unidec.data.raw import SPLITS
+from unidec.data.profile import spaced
 from unidec.data.storage import swap_folder, write_json
 from unidec.evaluation.drift import Check as DriftCheck
 from unidec.evaluation.figures import Chart, bar_chart
 from unidec.evaluation.page import render
 from unidec.sections import Validation
+from unidec.validation.frames import TITLES, Reading, label_frame, pair_frame, query_frame, text_counts
 
 CHANGE_TABLE = "data_change"
 MAX_SAMPLES = 20
+MEAN = "expect_column_mean_to_be_between"
+MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 SHOWN_CHARS = 200  # length to which the text of a sample is cut
 CHARACTER_TEXTS = 20_000  # number of evenly spaced texts whose characters are counted
 _EXTERNAL = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
@@ -53,6 +55,7 @@ class Check:
             larger share.
         what: description of such rows.
         warned_share: with severity "error", a share above this one is already a warning.
+        mean: the column itself holds shares, and their mean is compared.
     """
 
     key: str
@@ -62,6 +65,7 @@ class Check:
     maximum: float | None
     what: str
     warned_share: float = 0.0
+    mean: bool = False
 
 
 CHECKS = (
@@ -70,10 +74,16 @@ CHECKS = (
           "test queries with the text of a training query (leak)"),
     Check("queries_without_positives", "queries", "num_positives", 1, None, "queries without positives"),
     Check("empty_texts", "labels", "text_length", 1, None, "empty texts"),
-    Check("labels_without_training_points", "labels", "num_train_points", 1, None, "labels without training points",
+    Check("labels_without_training_points", "labels", "num_train_queries", 1, None, "labels without training queries",
           warned_share=0.1),
     Check("label_texts_given_twice", "labels", "labels_with_this_text", 1, 1, "labels with the text of another label",
           warned_share=0.01),
+    Check("label_texts_given_twice", "labels", "labels_with_these_tokens", 0, 0,
+          "labels with another text, but the same tokens, as another label", warned_share=0.01),
+    Check("unknown_tokens", "queries", "unknown_tokens", None, None,
+          "tokens of a query that the tokenizer does not know", warned_share=0.01, mean=True),
+    Check("unknown_tokens", "labels", "unknown_tokens", None, None,
+          "tokens of a label that the tokenizer does not know", warned_share=0.01, mean=True),
     Check("filtered_positives", "pairs", "filtered", 0, 0, "positives that are also filter pairs", warned_share=0.01),
 )  # fmt: skip
 
@@ -85,6 +95,7 @@ def validate_dataset(
     limits: Validation | None = None,
     find: Find | None = None,
     change: Mapping[str, Any] | None = None,
+    reading: Reading = TITLES,
 ) -> dict[str, Any]:
     """Check a stored data set and write the verdict.
 
@@ -96,30 +107,34 @@ def validate_dataset(
         find: locates rows in the raw files; None: samples have only their row in the data set. Called only for critical
             failures, because it reads all raw files again.
         change: change since the champion's data, for index.html; see `pipeline.drift_check.champion_change`.
+        reading: how the model reads the texts; empty, duplicate and leaked texts are those that it reads as such.
 
     Returns:
-        {"success" (no critical expectation failed), "name", "dataset_sha256", "rows", "failed", "warnings",
-        "expectations"}. An expectation has at most 20 samples {"row", "uid", "value"} (pairs: "query" and "label"
-        instead of "row"), with "at" (`file:line`) if `find` located it.
+        {"success" (no critical expectation failed), "name", "dataset_sha256", "text" (`tokens.text`), "rows", "failed",
+        "warnings", "expectations"}. An expectation has at most 20 samples {"row", "uid", "value"} (pairs: "query" and
+        "label" instead of "row"), with "at" (`file:line`) if `find` located it.
 
     Raises:
         ArtifactError: the data set is missing or damaged. A failed check raises no error.
     """
     dataset = XMCDataset.open(dataset_path)
-    tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset), "pairs": _pair_frame(dataset)}
+    queries, labels = query_frame(dataset, reading), label_frame(dataset, reading)
+    tables = {"queries": queries, "labels": labels, "pairs": pair_frame(dataset)}
     with swap_folder(out_path) as out:
-        suites = partial(_expectations, limits or Validation())
+        checks = [check for check in CHECKS if check.column in tables[check.table]]
+        suites = partial(_expectations, limits or Validation(), checks, advice(labels, reading))
         checked = run_checkpoint("dataset", tables, suites, out / "docs" if docs else None)
         results = [_result(table, item, dataset, tables[table]) for table, item in checked]
         rows = {name: len(frame) for name, frame in tables.items()}
         if find is not None:
             _add_places(results, find)
-        verdict = _verdict({"name": dataset.name, "dataset_sha256": dataset.sha256, "rows": rows}, results)
+        facts = {"name": dataset.name, "dataset_sha256": dataset.sha256, "text": reading.text, "rows": rows}
+        verdict = _verdict(facts, results)
         write_json(out / "result.json", verdict)
         shown = {
-            "texts": _texts(results, dataset),
-            "charts": distributions(dataset, tables),
-            "facts": _repeated(tables),
+            "texts": _texts(results, dataset, reading),
+            "charts": distributions(dataset, tables, reading),
+            "facts": text_counts(dataset, reading, queries, labels),
             "change": change,
         }
         (out / "index.html").write_text(render("validation", verdict=verdict, docs=docs, **shown), encoding="utf-8")
@@ -153,19 +168,23 @@ def _add_places(results: list[dict[str, Any]], find: Find) -> None:
                     sample["at"] = place_by_uid[sample["uid"]]
 
 
-def distributions(dataset: XMCDataset, tables: dict[str, pd.DataFrame]) -> list[Chart | None]:
+def distributions(
+    dataset: XMCDataset, tables: dict[str, pd.DataFrame], reading: Reading = TITLES
+) -> list[Chart | None]:
     """Charts in percent: text lengths, labels per query, queries per label, characters by script."""
     queries, labels = tables["queries"], tables["labels"]
     rows = {"queries": np.arange(len(queries)), "labels": np.arange(len(labels))}
     texts = {"queries": dataset.query_texts, "labels": dataset.label_texts}
-    scripts = {which: _scripts("".join(texts[which](spaced(rows[which], CHARACTER_TEXTS)))) for which in texts}
+    scripts = {
+        which: _scripts("".join(texts[which](spaced(rows[which], CHARACTER_TEXTS), reading.text))) for which in texts
+    }
     names = sorted({name for share in scripts.values() for name in share}, key=lambda n: -scripts["queries"].get(n, 0))
     columns = [(which, [share.get(name, 0.0) for name in names]) for which, share in scripts.items()]
     lengths = {"queries": queries["text_length"], "labels": labels["text_length"]}
     return [
         _histogram("Text length", lengths, "characters per text"),
         _histogram("Labels per query", {"queries": queries["num_positives"]}, "labels per query"),
-        _histogram("Label frequency", {"labels": labels["num_train_points"]}, "training queries per label"),
+        _histogram("Label frequency", {"labels": labels["num_train_queries"]}, "training queries per label"),
         bar_chart(
             "Characters by script", names, columns, "percent of the characters", x_label="white space not counted"
         ),
@@ -195,64 +214,38 @@ def _scripts(text: str) -> dict[str, float]:
     return {name: 100 * count / max(found.total(), 1) for name, count in found.most_common(8) if count}
 
 
-def _repeated(tables: dict[str, pd.DataFrame]) -> dict[str, int]:
-    """Numbers of duplicate texts."""
-    return {
-        "queries with the text of another query": int((tables["queries"]["queries_with_this_text"] > 1).sum()),
-        "test queries with the text of a training query": int((tables["queries"]["text_in_train"] == 1).sum()),
-        "labels with the text of another label": int((tables["labels"]["labels_with_this_text"] > 1).sum()),
-    }
-
-
-def _texts(results: list[dict[str, Any]], dataset: XMCDataset) -> dict[tuple[str, Any, Any], str]:
+def _texts(results: list[dict[str, Any]], dataset: XMCDataset, reading: Reading) -> dict[tuple[str, Any, Any], str]:
     """Texts of the samples by (table, row, label); of a pair, row is the query and the text "query → label"."""
     found = {}
     for table, sample in ((result["table"], sample) for result in results for sample in result["samples"]):
         row, label = sample.get("row", sample.get("query")), sample.get("label")
-        parts = dataset.label_texts([row]) if table == "labels" else dataset.query_texts([row])
-        parts = parts + (dataset.label_texts([label]) if label is not None else [])
+        texts_of = dataset.label_texts if table == "labels" else dataset.query_texts
+        parts = texts_of([row], reading.text)
+        parts = parts + (dataset.label_texts([label], reading.text) if label is not None else [])
         found[table, row, label] = " → ".join(part[:SHOWN_CHARS] for part in parts)
     return found
 
 
-def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
-    text_N, length_N = text_facts(dataset, "queries", "title+content")
-    split_N = np.asarray(dataset.split_N)
-    _, group_N, count_N = np.unique(text_N, return_inverse=True, return_counts=True)
-    in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
-    tested_N = (split_N == SPLITS.index("test")) & (length_N > 0)  # column text_length covers empty texts
-    return pd.DataFrame({
-        "uid": dataset.queries["uid"].to_pandas(),
-        "split": np.asarray(SPLITS, dtype=object)[split_N],
-        "text_length": length_N,
-        "num_positives": np.diff(dataset.relevance.indptr),
-        "queries_with_this_text": np.where(length_N > 0, count_N[group_N], 1),
-        "text_in_train": np.where(tested_N, in_train_N.astype(np.float64), np.nan),
-    })  # fmt: skip
+def advice(labels: pd.DataFrame, reading: Reading) -> dict[str, str]:
+    """What to do about each column of tokens, by the column's name."""
+    if reading.tokenizer is None:
+        return {}
+    unknown = (
+        f"the tokenizer of encoder.name: {reading.encoder} does not fit these texts; use an encoder of their language, "
+        f"or a multilingual one such as {MULTILINGUAL}; with encoder.kind: bag, only its tokenizer is used"
+    )
+    equal = labels[labels["labels_with_these_tokens"] > 0]
+    causes = {
+        unknown: int((equal["unknown_tokens"] > 0).sum()),
+        f"raise tokens.max_length above {reading.max_length}: these texts are cut": int(equal["cut"].sum()),
+    }
+    cause, count = max(causes.items(), key=lambda item: item[1])
+    if not count:
+        cause = "the tokenizer ignores what these texts differ in, such as case or accents: reword them, or use another"
+    return {"unknown_tokens": unknown, "labels_with_these_tokens": cause}
 
 
-def _label_frame(dataset: XMCDataset) -> pd.DataFrame:
-    text_L, length_L = text_facts(dataset, "labels", "title+content")
-    _, group_L, count_L = np.unique(text_L, return_inverse=True, return_counts=True)
-    return pd.DataFrame({
-        "uid": dataset.labels["uid"].to_pandas(),
-        "text_length": length_L,
-        "num_train_points": np.bincount(dataset.relevance[dataset.rows("train")].indices, minlength=dataset.num_labels),
-        "labels_with_this_text": np.where(length_L > 0, count_L[group_L], 1),
-    })  # fmt: skip
-
-
-def _pair_frame(dataset: XMCDataset) -> pd.DataFrame:
-    filters, matrix = dataset.filter_pairs, dataset.relevance
-    rows_of = [np.repeat(np.arange(dataset.num_queries), np.diff(m.indptr)) for m in (matrix, filters)]
-    query_P, label_P = rows_of[0], np.asarray(matrix.indices, dtype=np.int64)
-    filtered_P = np.isin(query_P * dataset.num_labels + label_P, rows_of[1] * dataset.num_labels + filters.indices)
-    relevance_P = np.asarray(matrix.data, dtype=np.float64)
-    facts = {"query": query_P, "label": label_P, "relevance": relevance_P, "filtered": filtered_P.astype(np.int64)}
-    return pd.DataFrame(facts)
-
-
-def _expectations(limits: Validation) -> dict[str, list[Any]]:
+def _expectations(limits: Validation, checks: Sequence[Check], fixes: Mapping[str, str]) -> dict[str, list[Any]]:
     import great_expectations.expectations as gxe
 
     def rule(kind: str, what: str, severity: str = "critical", **bounds: Any) -> Any:
@@ -264,12 +257,17 @@ def _expectations(limits: Validation) -> dict[str, list[Any]]:
         levels = {"error": [(bound, "critical")], "warn": [(bound, "warning")], "off": []}[severity]
         if severity == "error" and check.warned_share < bound:
             levels.append((check.warned_share, "warning"))
-        return [
-            rule("ColumnValuesToBeBetween", f"{check.what}: {_at_most(share)}", level, column=check.column,
-                 min_value=check.minimum, max_value=check.maximum, mostly=1 - share,
-                 meta={"key": f"validation.{check.key}"})
-            for share, level in levels
-        ]  # fmt: skip
+        meta = {"key": f"validation.{check.key}", "fix": fixes.get(check.column, "")}
+        return [limited(check, share, level, meta) for share, level in levels]
+
+    def limited(check: Check, share: float, level: str, meta: dict[str, str]) -> Any:
+        options = {"column": check.column, "meta": meta}
+        if check.mean:
+            what = f"{check.what}: {_at_most(share)} on average"
+            return rule("ColumnMeanToBeBetween", what, level, max_value=share, **options)
+        what = f"{check.what}: {_at_most(share)}"
+        bounds = {"min_value": check.minimum, "max_value": check.maximum, "mostly": 1 - share}
+        return rule("ColumnValuesToBeBetween", what, level, **bounds, **options)
 
     def uids() -> list[Any]:
         return [
@@ -293,7 +291,7 @@ def _expectations(limits: Validation) -> dict[str, list[Any]]:
         table: [
             rule("TableRowCountToBeBetween", f"the table of {table} is not empty", min_value=1),
             *rules,
-            *(one for check in CHECKS if check.table == table for one in graded(check)),
+            *(one for check in checks if check.table == table for one in graded(check)),
         ]
         for table, rules in rules_by_table.items()
     }
@@ -307,11 +305,15 @@ def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> 
     config, found = item.expectation_config, item.result
     kwargs = {key: value for key, value in config.kwargs.items() if key not in ("batch_id", "result_format")}
     rows = found.get("partial_unexpected_index_list") or []
+    if config.type == MEAN:  # Great Expectations names no rows: the worst ones
+        worst = frame[kwargs["column"]].nlargest(MAX_SAMPLES)
+        rows = worst[worst > 0].index.tolist()
     return {
         "table": table,
         "type": config.type,
         "description": config.description or config.type,
         "key": (config.meta or {}).get("key"),
+        "fix": (config.meta or {}).get("fix") or "",
         "kwargs": kwargs,
         "severity": str(getattr(config.severity, "value", config.severity)),
         "success": bool(item.success),
@@ -338,10 +340,13 @@ def _sentence(result: dict[str, Any]) -> str:
     text = f"{result['table']}: {result['description']}"
     if result["unexpected_count"]:
         text += f"; found {result['unexpected_count']:,} of {result['element_count']:,}"
+    elif result["type"] == MEAN and result["observed"] is not None:
+        text += f"; found {result['observed']:.1%}"
     elif result["observed"] is not None:
         text += f"; found {result['observed']}"
     if result["samples"]:
         text += f"; for example {', '.join(map(_place, result['samples'][:3]))}"
+    text += f"; {result['fix']}" if result["fix"] else ""
     return text + (f"; bound: {result['key']}" if result["key"] else "")
 
 

@@ -29,13 +29,17 @@ STOCK = {
 
 @pytest.mark.parametrize("name", STOCK)
 @pytest.mark.parametrize("head", ["de", "clf"])
-def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head) -> None:
+def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head, capfd, caplog) -> None:
     from sentence_transformers import SentenceTransformer
 
     bundle = world(**STOCK[name], clf_bias=True)
     told = export_sentence_transformers(bundle, tmp_path / "out", head=head)
     assert not list((tmp_path / "out").rglob("*.py"))
+    capfd.readouterr()
+    caplog.clear()
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
+    said = "".join(capfd.readouterr()) + caplog.text
+    assert "pooler" not in said and "MISSING" not in said and "UNEXPECTED" not in said, said
     got = model.encode(world.real.TEXTS)
     expected = world.real.queries(scored_by(bundle.info, head), *world.real.one_by_one(bundle, world.real.TEXTS))
     assert got.dtype == np.float32 and got.shape == expected.shape == (7, told["width"])

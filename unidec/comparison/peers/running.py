@@ -83,7 +83,8 @@ def features(
     rows: dict[str, NDArray[np.int64]] = {name: dataset.rows(name) for name in splits}
     train, test = rows["train"], rows["test"]
     if not len(train) or not len(test):
-        raise DataError("an empty split", where=str(dataset.path), got=f"train: {len(train)}, test: {len(test)}")
+        got, expected = f"train: {len(train)}, test: {len(test)}", "training and test queries"
+        raise DataError("an empty split", where=str(dataset.path), got=got, expected=expected)
     if not len(rows["validation"]):
         del rows["validation"]
     texts = {name: list(dataset.query_texts(own, text)) for name, own in rows.items()}
@@ -134,7 +135,9 @@ def _scripted(name: str, settings: Mapping[str, Any], width: int) -> tuple[NDArr
         facts = json.loads((OUT / "facts.json").read_text(encoding="utf-8"))
         labels = top_rows(sp.csr_matrix(sp.load_npz(OUT / "test.npz")), width)
     except (OSError, ValueError) as error:
-        raise TrainingError(f"{name} left no predictions", where=str(LOG.absolute()), got=str(error)[:200]) from error
+        what = f"the peer {name} ended without readable predictions"
+        fix = "read this log, then run it again"
+        raise TrainingError(what, where=str(LOG.absolute()), got=str(error)[:200], fix=fix) from error
     shutil.rmtree(OUT)
     return labels, facts
 
@@ -176,7 +179,8 @@ def run_script(command: Sequence[str], threads: int) -> None:
     with open(LOG, "wb") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False).returncode
     if code:
-        raise TrainingError("the peer's script failed", where=str(LOG), got=f"exit code {code}: {last_lines(LOG)}")
+        got, fix = f"exit code {code}: {last_lines(LOG)}", "read this log, then run it again"
+        raise TrainingError("the peer's script failed", where=str(LOG.absolute()), got=got, fix=fix)
 
 
 def last_lines(log: Path) -> str:

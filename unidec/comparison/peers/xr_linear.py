@@ -54,7 +54,7 @@ class XRLinear:
 
 
 def tree(task: Task) -> Any:
-    """The clusters of labels, the same in each trial; made anew, for a training's seconds hold them."""
+    """The clusters of labels, the same in each trial; made again, as they are part of a training's seconds."""
     features = LabelEmbeddingFactory.create(task.y_train, task.x_train, Z=task.x_labels, method="pifa_lf_concat")
     return Indexer.gen(features, indexer_type="hierarchicalkmeans", threads=task.threads, seed=task.seed)
 

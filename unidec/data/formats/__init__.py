@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from unidec.data.formats import tables, xmc
+from unidec.data.formats import folder, tables, xmc
 from unidec.data.formats.files import Lines, Source, rows_of
 from unidec.data.raw import RawData, hold_out, make_slice
+from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import file_sha256
-from unidec.data.table_file import DEFAULT_BOUNDS
 from unidec.errors import DataError
 from unidec.sections import Data, RawBounds
 
-__all__ = ["LAYOUTS", "RawData", "find_rows", "make_slice", "read_raw", "read_section"]
+__all__ = [
+    "LAYOUTS",
+    "RawData",
+    "check_folder",
+    "find_rows",
+    "from_memory",
+    "make_slice",
+    "read_raw",
+    "read_section",
+]
 
 LAYOUTS = xmc.LAYOUTS | tables.LAYOUTS
 
@@ -55,6 +66,23 @@ def read_section(data: Data, bounds: RawBounds) -> RawData:
     return read_raw(data.path, data.format, test_share=data.test_share, split_seed=data.split_seed, bounds=bounds)
 
 
+def from_memory(queries: Any, labels: Any, pairs: Any, bounds: RawBounds = DEFAULT_BOUNDS) -> RawData:
+    """A data set given in Python, after the checks of raw files; arguments as for `memory.read_given`.
+
+    Raises:
+        DataError: as `read_raw`, with positions in place of lines; or no training query has a label.
+    """
+    from unidec.data.formats import memory  # imports pandas
+
+    source = memory.Given(bounds)
+    raw = memory.read_given(source, queries, labels, pairs)
+    _check(source, raw)
+    source.stop()
+    if not raw.relevance["train"].nnz:
+        raise DataError("no training query has a label", where="pairs", expected="a pair of a training query")
+    return raw
+
+
 def find_rows(
     data: Data, bounds: RawBounds, files: Mapping[str, str], queries: Sequence[str], labels: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
@@ -80,14 +108,40 @@ def _places(table: pa.Table, uids: Sequence[str], file: str, lines: Lines) -> di
     return {uid: f"{file}:{line}" for (uid, _), line in zip(known, at.tolist(), strict=True)}
 
 
+def check_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of `data.path`. Raises DataError: there is no such folder, or this user cannot read it."""
+    root = Path(path)
+    fix = "set data.path to the folder with the raw files"
+    if root.is_dir() and os.access(root, os.R_OK | os.X_OK):
+        return root
+    if root.is_dir():
+        what, got = "the folder cannot be read", f"user id {os.getuid()}"
+        fix = "run as its owner, or give it to this user (chown -R)"
+    elif root.exists():
+        what, got = "not a folder", None
+    else:
+        what, got = "no such folder", None
+        if Path(f"{root}.dvc").is_file():
+            fix = f"dvc pull {root}.dvc"
+        elif siblings := difflib.get_close_matches(root.name, _folders(root.parent), n=1):
+            fix += f"; nearest: {root.parent / siblings[0]}"
+    raise DataError(what, where=str(root), got=got, fix=fix)
+
+
+def _folders(parent: Path) -> list[str]:
+    try:
+        return [path.name for path in parent.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+
+
 def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple[Source, RawData]:
     """Read and check all files of a folder."""
-    root = Path(path)
-    if not root.is_dir():
-        raise DataError("no such folder", where=str(root), fix="set data.path to the folder with the raw files")
+    root = check_folder(path)
     layout = _detect(root) if format == "auto" else format
     if layout not in LAYOUTS:
-        raise DataError("unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]))
+        fix = "a folder of .csv, .tsv, .jsonl or .parquet tables has the layout tables"
+        raise DataError("unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]), fix=fix)
     source = Source(root, bounds)
     raw = LAYOUTS[layout].read(source)
     _check(source, raw)
@@ -96,13 +150,19 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
 
 
 def _detect(root: Path) -> str:
-    source = Source(root)
-    fitting = [name for name, layout in LAYOUTS.items() if all(source.find(*names) for names in layout.needs)]
+    try:
+        files = sorted(path.name for path in root.iterdir())
+    except OSError as error:
+        fix = "grant the permission to read it"
+        raise DataError("the folder cannot be read", where=str(root), got=error.strerror, fix=fix) from error
+    fitting = [name for name, layout in LAYOUTS.items() if all(folder.present(root, part) for part in layout.needs)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise DataError("files of more than one layout", where=str(root), got=", ".join(fitting), fix="set data.format")
-    names = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "an empty folder"
+    for part in itertools.chain.from_iterable(layout.needs for layout in LAYOUTS.values()):
+        folder.find(root, part)  # raises an error if the file is there in another form
+    names = ", ".join(files[:12]) or "an empty folder"
     layouts = "".join(f"\n    {name}: {layout.expected}" for name, layout in LAYOUTS.items())
     raise DataError(
         "no layout fits the files of this folder",

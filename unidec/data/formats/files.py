@@ -21,8 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix, load_npz
 
+from unidec.data.formats import folder
 from unidec.data.raw import RawData
-from unidec.data.table_file import DEFAULT_BOUNDS, Report, check_unpacked, decode, in_blocks, read_lines
+from unidec.data.raw_lines import DEFAULT_BOUNDS, Report, check_unpacked, decode, read_lines
+from unidec.data.table_file import in_blocks
 from unidec.errors import DataError
 from unidec.sections import RawBounds
 
@@ -42,15 +44,20 @@ class Source:
     Attributes:
         count: number of errors of each kind.
         samples: the first errors of each kind as `file:line`.
+        fixes: how to correct some of these errors.
         read: the files that were read, by relative path.
         queries_at: by split, the file of its queries and the `Lines` of its rows.
         labels_at: the file of the labels and the `Lines` of its rows.
+        fix: what to do about errors.
     """
+
+    fix = "correct or remove these lines; nothing was written"
 
     def __init__(self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
         self.root, self.bounds = root, bounds
         self.count: Counter[str] = Counter()
         self.samples: dict[str, list[str]] = {}
+        self.fixes: list[str] = []
         self.read: dict[str, Path] = {}
         self.queries_at: dict[str, tuple[str, Lines]] = {}
         self.labels_at: tuple[str, Lines] = ("", next_line)
@@ -60,8 +67,13 @@ class Source:
         self.count[kind] += 1
         samples = self.samples.setdefault(kind, [])
         if len(samples) < MAX_SAMPLES:
-            text = str(detail)[:120]
+            text = str(detail)[:200]
             samples.append(f"{file}:{line}" + (f" ({text})" if text else ""))
+
+    def advise(self, fix: str) -> None:
+        """Record how to correct an error, once."""
+        if fix not in self.fixes:
+            self.fixes.append(fix)
 
     def note_rows(self, kind: str, at: tuple[str, Lines], rows: np.ndarray, detail: str, *columns: Any) -> None:
         """Record an error for each of these rows of a file; `detail` is a format string for the columns' values."""
@@ -85,13 +97,16 @@ class Source:
             f"the raw data cannot be used: {len(self.count)} kind(s) of error",
             where=str(self.root),
             got="\n    ".join(report),
-            fix="correct or remove these lines; nothing was written",
+            fix="\n    ".join([*self.fixes, self.fix]),
         )
 
     def find(self, *names: str) -> Path | None:
-        """Path of the first of these names that exists, with or without .gz; None if there is none."""
-        paths = (self.root / f"{name}{suffix}" for name in names for suffix in ("", ".gz"))
-        return next((path for path in paths if path.is_file()), None)
+        """Path of the file with one of these names, with or without .gz; None if there is none.
+
+        Raises:
+            DataError: there are two, or what is there is not a file that can be read.
+        """
+        return folder.find(self.root, names)
 
     def need(self, *names: str) -> Path:
         """Like `find`, but raises a DataError that lists the names if there is no such file."""

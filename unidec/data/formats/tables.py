@@ -8,10 +8,11 @@ BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -19,20 +20,37 @@ import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import Layout, Lines, Pairs, Source, rows_of
+from unidec.data.lookalike import Known, difference, names_like, plain, visible
 from unidec.data.raw import SPLITS, RawData, text_table
-from unidec.data.table_file import Report, in_blocks, read_rows
+from unidec.data.table_file import columns_missing, no_text, read_rows
 from unidec.errors import DataError
 
+MOST_ROWS, MOST_CHARS = 4096, 16 << 20  # rows and characters in memory as Python objects
 QUERIES, LABELS, PAIRS, FILTERS = (
     [f"{stem}.{kind}" for kind in ("csv", "tsv", "parquet", "jsonl")]
     for stem in ("queries", "labels", "pairs", "filters")
 )
+QUERY_COLUMNS = ("id", "text"), ("content", "split")  # needed, optional
+LABEL_COLUMNS = ("id", "text"), ("content",)
+PAIR_COLUMNS = ("query_id", "label_id"), ("relevance", "split")
 QRELS = {split: f"qrels/{stem}.tsv" for split, stem in (("train", "train"), ("validation", "dev"), ("test", "test"))}
+
+
+class GivenPairs(Protocol):
+    """Pairs before their look-up: a `Table`, or a matrix (`memory.PairMatrix`)."""
+
+    @property
+    def at(self) -> tuple[str, Lines]: ...
+
+    @property
+    def columns(self) -> dict[str, pa.ChunkedArray]: ...
+
+    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs: ...
 
 
 @dataclass(frozen=True)
 class Table:
-    """A file that was read.
+    """A file, or a table in memory, that was read.
 
     Attributes:
         at: its name and the `Lines` of its rows.
@@ -56,7 +74,9 @@ class Table:
         for what, column, table in (("query", query, queries), ("label", label, labels)):
             rows.append(rows_of(self.columns[column], table["uid"]))
             unknown = np.flatnonzero(rows[-1] < 0)
-            source.note_rows(f"pair with an unknown {what}", self.at, unknown, "uid {}", self.columns[column])
+            if len(unknown):
+                uids = self.columns[column].take(pa.array(unknown)).to_pylist()
+                _note_unknown(source, self.at, what, dict(zip(unknown.tolist(), uids, strict=True)), table["uid"])
         return Pairs(source, self.at, rows[0], rows[1], value_P, by_uid=True, are_filters=are_filters)
 
     def texts(self, source: Source, what: str, columns: Sequence[str] = ("id", "text", "content")) -> pa.Table:
@@ -70,9 +90,22 @@ class Table:
 
 
 def _read_tables(source: Source) -> RawData:
-    labels = read_table(source, source.need(*LABELS), ("id", "text"), ("content",))
-    queries = read_table(source, source.need(*QUERIES), ("id", "text"), ("content", "split"))
-    pairs = read_table(source, source.need(*PAIRS), ("query_id", "label_id"), ("relevance", "split"))
+    labels = read_table(source, source.need(*LABELS), *LABEL_COLUMNS)
+    queries = read_table(source, source.need(*QUERIES), *QUERY_COLUMNS)
+    pairs = read_table(source, source.need(*PAIRS), *PAIR_COLUMNS)
+    path = source.find(*FILTERS)
+    filters = None if path is None else read_table(source, path, PAIR_COLUMNS[0])
+    return join_tables(source, queries, labels, pairs, filters)
+
+
+def join_tables(
+    source: Source, queries: Table, labels: Table, pairs: GivenPairs, filters: Table | None = None
+) -> RawData:
+    """The data set of these tables: pairs are looked up by uid, and each query belongs to one split.
+
+    Raises:
+        DataError: the tables have errors. Errors in the pairs are recorded in the source.
+    """
     source.stop()  # uids cannot be looked up in tables with errors
     source.labels_at, label_texts, query_texts = (
         labels.at,
@@ -83,8 +116,7 @@ def _read_tables(source: Source) -> RawData:
     split_N = _splits(queries, pairs, positives.query_P, source)
     relevance = positives.matrix((query_texts.num_rows, label_texts.num_rows))
     filter_pairs = csr_matrix(relevance.shape, dtype=bool)
-    if (path := source.find(*FILTERS)) is not None:
-        filters = read_table(source, path, ("query_id", "label_id"))
+    if filters is not None:
         filter_pairs = filters.pairs(source, query_texts, label_texts, are_filters=True).matrix(relevance.shape)
     return _by_split(source, (queries.at, query_texts), label_texts, relevance, filter_pairs, split_N)
 
@@ -143,43 +175,125 @@ def read_table(
         DataError: a needed column is missing, a column is given twice, or the file cannot be read. Errors in single
             rows are recorded in the source.
     """
-    name, report, wanted = source.name(path), source.report(path), (*needed, *optional)
-    line_blocks, present = [np.zeros(0, np.int64)], set(needed)
-    tables = [pa.table({column: pa.array([], pa.large_string()) for column in wanted})]
 
     def check(names: list[str]) -> None:
-        missing = [column for column in needed if column not in names]
-        twice = sorted({column for column in names if names.count(column) > 1})
-        if missing or twice:
-            what = f"columns missing: {', '.join(missing)}" if missing else f"columns given twice: {', '.join(twice)}"
-            expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
-            raise DataError(what, where=f"{path}:1", got=", ".join(names)[:300], expected=expected)
+        check_columns(names, needed, optional, f"{path}:1")
 
-    for block in in_blocks(read_rows(path, wanted, check, source.bounds, report)):
-        for line, row in block:
-            look(row, line)
-            present |= row.keys()
-        columns = [_column(block, column, column in needed, report) for column in wanted]
-        line_blocks.append(np.asarray([line for line, _ in block]))
-        tables.append(pa.table(columns, wanted))
+    rows = read_rows(path, (*needed, *optional), check, source.bounds, source.report(path))
+    return table_of(rows, source.name(path), source, (needed, optional), look=look)
+
+
+def check_columns(names: Sequence[str], needed: Sequence[str], optional: Sequence[str], where: str) -> None:
+    """Raise a DataError if a needed column is missing, or a column is given twice."""
+    count = Counter(names)
+    missing = [column for column in needed if column not in count]
+    twice = sorted(column for column in count if count[column] > 1)
+    expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
+    if missing:
+        raise columns_missing(where, names, missing, expected)
+    if twice:
+        what = f"columns given twice: {', '.join(twice)[:300]}"
+        raise DataError(what, where=where, got=", ".join(names[:50])[:300], expected=expected)
+
+
+def table_of(
+    rows: Iterable[tuple[int, dict[str, Any]]],
+    name: str,
+    source: Source,
+    columns: tuple[Sequence[str], Sequence[str]],
+    *,
+    look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
+) -> Table:
+    """The table of these rows, each with its line; `columns` are the needed and the optional ones of `read_table`."""
+    needed, optional = columns
+    wanted = (*needed, *optional)
+    block = _Block(source, name, needed, wanted)
+    tables, present = [block.take()], set(needed)
+    for line, row in rows:
+        look(row, line)
+        present.update(column for column in optional if column in row)
+        block.add(line, row)
+        if block.is_full():
+            tables.append(block.take())
+        del row  # the next one is read before this name is set again, and may be large
+    tables.append(block.take())
     table = pa.concat_tables(tables)
     columns_present = {column: table[column] for column in wanted if column in present}
-    return Table((name, np.concatenate(line_blocks).__getitem__), columns_present, table.num_rows)
+    return Table((block.name, np.concatenate(block.lines).__getitem__), columns_present, table.num_rows)
 
 
-def _column(block: list[tuple[int, dict[str, Any]]], name: str, needed: bool, report: Report) -> pa.Array:
-    """One column of these rows as large_string. A value that is not a string or number, or a needed value that is
-    missing, is reported and becomes ""."""
-    texts = []
-    for line, row in block:
-        value = row.get(name)
-        if value is not None and type(value) not in (str, int, float):
-            report(f"{name} is not a text", line, type(value).__name__)
-            value = None
-        elif value is None and needed and row:  # an empty row was already reported: it is not a JSON object
-            report(f"no {name}", line, str(row)[:80])
-        texts.append("" if value is None else str(value))
-    return pa.array(texts, pa.large_string())
+class _Block:
+    """Rows of a file as lists of texts by column; `take` makes them a table.
+
+    Attributes:
+        lines: arrays of the lines of all rows taken.
+    """
+
+    def __init__(self, source: Source, name: str, needed: Sequence[str], wanted: Sequence[str]) -> None:
+        self.source, self.name, self.needed = source, name, needed
+        self.texts: dict[str, list[str]] = {column: [] for column in wanted}
+        self.lines: list[np.ndarray] = []
+        self._new_lines: list[int] = []
+        self._size = 0
+
+    def add(self, line: int, row: dict[str, Any]) -> None:
+        """Add a row."""
+        for column, texts in self.texts.items():
+            text = self._text(row.get(column), column, line, row)
+            texts.append(text)
+            self._size += len(text)
+        self._new_lines.append(line)
+
+    def is_full(self) -> bool:
+        return self._size > MOST_CHARS or len(self._new_lines) >= MOST_ROWS
+
+    def take(self) -> pa.Table:
+        """The rows as a table of large_string; they are forgotten."""
+        columns = [pa.array(texts, pa.large_string()) for texts in self.texts.values()]
+        table = pa.table(columns, list(self.texts))
+        self.lines.append(np.asarray(self._new_lines, dtype=np.int64))
+        self.texts = {column: [] for column in self.texts}
+        self._new_lines, self._size = [], 0
+        return table
+
+    def _text(self, value: Any, column: str, line: int, row: dict[str, Any]) -> str:
+        """A value as text. One that is not a string or number, or a needed value that is missing, is noted and "".
+
+        NaN, which pandas writes for a missing value, is a missing value.
+        """
+        if type(value) is str:
+            return value
+        if type(value) in (int, float) and value == value:
+            return str(value)
+        if value is not None and type(value) is not float:
+            self.source.note(f"{column} is not a text", self.name, line, type(value).__name__)
+            self.source.advise(no_text(value))
+        elif column in self.needed and row:  # an empty row was already noted: it is not a JSON object
+            self._note_missing(column, line, row)
+        return ""
+
+    def _note_missing(self, column: str, line: int, row: dict[str, Any]) -> None:
+        names = list(map(str, row))
+        self.source.note(f"no {column}", self.name, line, ", ".join(names[:10])[:80])
+        if column not in row and (fix := names_like(names, [column])):
+            self.source.advise(fix)
+
+
+def _note_unknown(
+    source: Source, at: tuple[str, Lines], what: str, uids: dict[int, str], known: pa.ChunkedArray
+) -> None:
+    """Record pairs with an unknown uid (by row), each with the known uid that it looks like, and the difference."""
+    lookalikes, differences = Known(known.to_pylist()), Counter[tuple[str, str]]()
+    details: dict[int, str] = {}
+    for row, uid in uids.items():
+        details[row] = plain(uid)
+        other = lookalikes.like(uid)
+        if other is not None:
+            details[row] = f"{visible(uid)}; there is a {what} {visible(other)}"
+            differences[difference(uid, other)] += 1
+    source.note_rows(f"pair with an unknown {what}", at, np.fromiter(uids, np.int64, len(uids)), "uid {}", details)
+    for (words, fix), count in differences.items():
+        source.advise(f"{count:,} unknown {what} uid(s) differ from a known one only in {words}; {fix}")
 
 
 def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
@@ -190,10 +304,16 @@ def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, 
     source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(empty | ~np.isin(rows, first)), "{}", uids)
 
 
-def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -> np.ndarray:
+def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Source) -> np.ndarray:
     """Split of each query (object [N]): from the queries' column "split", else from the pairs', else "train"."""
     if "split" in queries.columns:
-        return _split_names(queries, source)
+        split_N = _split_names(queries, source)
+        if "split" in pairs.columns:
+            known_P = np.flatnonzero(query_P >= 0)
+            differ = known_P[_split_names(pairs, source)[known_P] != split_N[query_P[known_P]]]
+            kind = "pair in another split than its query"
+            source.note_rows(kind, pairs.at, differ, "query {}", pairs.columns["query_id"])
+        return split_N
     split_N = np.full(queries.num_rows, "train", dtype=object)
     if "split" in pairs.columns:
         split_P = _split_names(pairs, source)
@@ -205,7 +325,7 @@ def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -
     return split_N
 
 
-def _split_names(table: Table, source: Source) -> np.ndarray:
+def _split_names(table: Table | GivenPairs, source: Source) -> np.ndarray:
     names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"])).to_numpy(zero_copy_only=False)
     unknown = np.flatnonzero(~np.isin(names.astype(str), SPLITS))
     source.note_rows("split that is not train, validation or test", table.at, unknown, "{!r}", names)

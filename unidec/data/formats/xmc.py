@@ -28,6 +28,7 @@ from unidec.data.formats.files import (
 )  # fmt: skip
 from unidec.data.formats.tables import check_uids, read_table
 from unidec.data.raw import RawData, row_uids, text_table
+from unidec.errors import DataError
 
 SHORT = {"train": "trn", "test": "tst"}
 Queries = tuple[pa.Table, tuple[str, Lines], Pairs]
@@ -35,27 +36,43 @@ Queries = tuple[pa.Table, tuple[str, Lines], Pairs]
 
 
 def _read(
-    source: Source, labels: pa.Table, files: Sequence[str], read_split: Callable[[Path, str, int], Queries]
-) -> RawData:
+    source: Source, labels: pa.Table, files: Sequence[str], read_split: Callable[[Path, str, int], Queries],
+    pairs: Sequence[str] = (),
+) -> RawData:  # fmt: skip
     """Training and test queries, with their pairs and filter pairs.
 
     Args:
         files: possible names of the files of queries, with {} for trn or tst.
         read_split: reads the queries of a split from its file, its short name and the number of queries before it.
+        pairs: possible names of the files of pairs, with {}, if they are not in the files of queries.
+
+    Raises:
+        DataError: a file is missing: the training queries, or the test queries of pairs.
     """
     queries, relevance, filters, first = {}, {}, {}, 0
     for split, short in SHORT.items():
         names = _named(files, short)
+        filter_names = (f"filter_labels_{split}.txt", f"{short}_filter_labels.txt")
         path = source.need(*names) if split == "train" else source.find(*names)
         if path is None:
+            _check_no_pairs(source, names, [*filter_names, *_named(pairs, short)])
             continue
-        queries[split], source.queries_at[split], pairs = read_split(path, short, first)
+        queries[split], source.queries_at[split], positives = read_split(path, short, first)
         shape = (queries[split].num_rows, labels.num_rows)
-        relevance[split] = pairs.matrix(shape)
-        path = source.find(f"filter_labels_{split}.txt", f"{short}_filter_labels.txt")
+        relevance[split] = positives.matrix(shape)
+        path = source.find(*filter_names)
         filters[split] = read_filter_text(source, path).matrix(shape) if path else csr_matrix(shape, dtype=bool)
         first += shape[0]
     return RawData(source.root.name, queries, labels, relevance, filters)
+
+
+def _check_no_pairs(source: Source, queries: Sequence[str], pairs: Sequence[str]) -> None:
+    """Raise a DataError if there are pairs although these files of queries do not exist."""
+    for name in pairs:
+        path = source.find(name)
+        if path is not None:
+            expected, fix = " or ".join(queries), "add the queries, or remove this file"
+            raise DataError("pairs of queries that are missing", where=str(path), expected=expected, fix=fix)
 
 
 def _named(patterns: Sequence[str], short: str) -> list[str]:
@@ -123,7 +140,7 @@ def _read_lines(source: Source, labels: Sequence[str], queries: Sequence[str], p
         return table, at, read_pairs(source, path, (table.num_rows, label_texts.num_rows))
 
     label_texts, source.labels_at = texts(source.need(*labels), 0)
-    return _read(source, label_texts, queries, read_split)
+    return _read(source, label_texts, queries, read_split, pairs)
 
 
 def _text_layout(expected: str, labels: Sequence[str], queries: Sequence[str], pairs: Sequence[str]) -> Layout:

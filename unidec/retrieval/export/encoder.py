@@ -226,6 +226,7 @@ def export_sentence_transformers(
     with write_folder(folder, SENTENCE_TRANSFORMERS, VERSION, {"bundle_sha256": bundle.sha256, **facts(score)}) as out:
         pipeline = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot")
         pipeline.save(str(out.path), create_model_card=False)
+        _keep_load_options(out.path, _load_options(encoder.transformer))
         write_readme(out.path, bundle, score)
     names = [type(module).__name__ for module in modules]
     return {"head": score.space, "width": score.width, "modules": names, "output": str(folder)}
@@ -284,5 +285,17 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         transformer.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        pooler = {"add_pooling_layer": False} if hasattr(transformer, "pooler") else {}
-        return Transformer(folder, max_seq_length=model.max_length, model_kwargs=pooler)
+        options = _load_options(model.encoder.transformer)
+        return Transformer(folder, max_seq_length=model.max_length, model_kwargs=options)
+
+
+def _load_options(encoder: Any) -> dict[str, bool]:
+    """Options with which `transformers` loads the weights as they are: without a pooler, which no encoder here has."""
+    return {"add_pooling_layer": False} if hasattr(encoder.transformer, "pooler") else {}
+
+
+def _keep_load_options(folder: Path, options: dict[str, bool]) -> None:
+    """The library reads these options from its file when it loads the folder, but does not write them."""
+    file = folder / "sentence_bert_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    write_json(file, settings | {"model_args": options})

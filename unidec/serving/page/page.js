@@ -2,7 +2,7 @@
 
 import { Refused, get, post, useKey } from "./api.js";
 import { Picker } from "./picker.js";
-import { count, element, facts, legend, marks, meaning, number, row, same, scale, served, why } from "./view.js";
+import { count, element, facts, fusedScale, legend, marks, meaning, number, row, same, scale, served, why } from "./view.js";
 
 const PAUSE_MS = 90; // after the last key
 const LONGEST_MS = 350; // while typing continues
@@ -126,18 +126,19 @@ async function ask() {
 
 // The weights of this ranking: a head chosen alone has weight 1, the others none.
 const weights = () => (answer.body.head ? { [answer.body.head]: 1 } : card.weights);
+const fused = () => card.fused && !answer.body.head;
 
 function show(found, milliseconds) {
   answer = found;
   alertShown(null);
   const held = document.activeElement?.closest?.("#labels li")?.dataset.uid;
-  const range = scale(found.labels, weights());
+  const range = fused() ? fusedScale(found.labels) : scale(found.labels, weights());
   same(list, found.labels.map((label, place) => row(label, place, weights(), range)));
   if (card.feedback) for (const [place, label] of found.labels.entries()) list.children[place].append(marks(label, judged.get(judgedKey(label.uid))));
-  $("meaning").textContent = found.labels.length ? meaning(found.labels) : "";
+  $("meaning").textContent = found.labels.length ? meaning(found.labels, fused()) : "";
   list.classList.remove("old");
   $("start").hidden = true;
-  same($("legend"), found.labels.length ? legend(weights()) : []);
+  same($("legend"), found.labels.length ? legend(weights(), fused()) : []);
   $("legend").hidden = !found.labels.length;
   $("status").textContent = summary(found, milliseconds);
   code(found.body);

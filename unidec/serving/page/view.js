@@ -35,7 +35,22 @@ export function scale(labels, weights) {
   return { low, high };
 }
 
-function bar(label, weights, { low, high }) {
+// A learnt fusion ranks by its own score, a logit, not by the sum of the parts: one bar, its share of the best label's.
+const chance = (logit) => 1 / (1 + Math.exp(-logit));
+export const fusedScale = (labels) => ({ best: Math.max(1e-9, ...labels.map(({ score }) => chance(score))) });
+
+function fusedBar(label, { best }) {
+  const piece = element("i", { class: "fused" });
+  piece.style.left = "0%";
+  piece.style.width = `${(100 * chance(label.score)) / best}%`;
+  return element("span", { class: "bar", "aria-hidden": "true" }, piece);
+}
+
+function bar(label, weights, range) {
+  return range.best === undefined ? partsBar(label, weights, range) : fusedBar(label, range);
+}
+
+function partsBar(label, weights, { low, high }) {
   const chart = element("span", { class: "bar", "aria-hidden": "true" });
   const percent = (x) => `${(100 * x) / (high - low)}%`;
   const zero = -low;
@@ -87,11 +102,19 @@ export function marks(label, relevant) {
 }
 
 // What the figures beside a label mean.
-export const meaning = (labels) => (labels.some(({ probability }) => Number.isFinite(probability))
-  ? "Score: ranks the labels of a query. Percent: the probability that the label is right, measured on validation labels with such a score."
-  : "Score: ranks the labels of a query; it is not a probability.");
+export function meaning(labels, fused) {
+  const figures = labels.some(({ probability }) => Number.isFinite(probability))
+    ? "Score: ranks the labels of a query. Percent: the probability that the label is right, measured on validation labels with such a score."
+    : "Score: ranks the labels of a query; it is not a probability.";
+  const bars = fused
+    ? "Bar: the score of the learnt fusion, relative to the first label; a label's parts are shown when it is opened."
+    : "Bar: what each part adds to the score.";
+  return `${figures} ${bars}`;
+}
 
-export const legend = (weights) => PARTS.filter(({ name }) => weights[name]).map(({ name, title }) =>
+export const legend = (weights, fused) => (fused ? [element("li", {}, element("i", { class: "fused" }), "learnt fusion of all parts")] : partsLegend(weights));
+
+const partsLegend = (weights) => PARTS.filter(({ name }) => weights[name]).map(({ name, title }) =>
   element("li", {}, element("i", { class: name }), weights[name] === 1 ? title : `${title} × ${short(weights[name])}`));
 
 const short = (value) => String(Number(value.toPrecision(3)));
@@ -111,8 +134,8 @@ function sum(label, weights, fused) {
     element("td", {}, number(part)), element("td", {}, `× ${short(weight)}`), element("td", {}, number(adds))));
   const head = ["part", "value", "weight", "adds"].map((name) => element("th", { scope: "col" }, name));
   const line = (name, shown) => element("tr", {}, element("th", { scope: "row", colspan: "3" }, name), element("td", {}, shown));
-  const blend = fused ? [line("blend", number(all.reduce((total, { adds }) => total + adds, 0)))] : [];
-  const score = line(fused ? "score: the learnt fusion of the blend, ranks, votes, shared words and frequency" : "score", number(label.score));
+  const blend = fused ? [line("weighted sum", number(all.reduce((total, { adds }) => total + adds, 0)))] : [];
+  const score = line(fused ? "score: the learnt fusion of the weighted sum, ranks, votes, shared words and frequency" : "score", number(label.score));
   const likely = Number.isFinite(label.probability) ? [line(LIKELY, percent(label.probability))] : [];
   return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows), element("tfoot", {}, ...blend, score, ...likely));
 }
@@ -169,7 +192,7 @@ export function facts(card) {
   add("data", data?.sha256?.slice(0, 12), data?.sha256);
   add("labels", count(card.num_labels));
   add("trained on", data?.rows?.train ? `${count(data.rows.train)} queries` : null);
-  add("voters", card.num_neighbours ? `${count(card.num_neighbours)} queries` : null);
+  add("queries for votes", card.num_neighbours ? `${count(card.num_neighbours)} queries` : null);
   add("query text", card.text);
   add("recipe", card.recipe);
   add("encoder", card.encoder);

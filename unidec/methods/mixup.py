@@ -8,18 +8,22 @@ Source: Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization", section 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unidec.model.additions import Drawn
+from unidec.model.batch import Prepared
 from unidec.model.pairs import PoolTargets, rows_at, to_device
+from unidec.model.pool import PoolBatch
 from unidec.sections import Loss
-from unidec.training.sampler import PoolBatch
+
+_STREAM = 0x6D6978  # separates these random numbers from others of a step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mix:
     """How a step's queries are mixed.
 
@@ -38,34 +42,55 @@ class Mix:
     def vectors(self, x_BW: Tensor) -> Tensor:
         """The encoder's outputs x_BW, with queries replaced by mixtures."""
         count = len(self.other_B)
-        mixed_BW = self.own_B1 * x_BW[:count] + (1 - self.own_B1) * rows_at(x_BW, self.other_B)
+        other_BW = rows_at(x_BW, self.other_B)
+        mixed_BW = self.own_B1 * x_BW[:count] + (1 - self.own_B1) * other_BW
         return torch.cat([mixed_BW, x_BW[count:]])
 
-    def targets(self, targets: PoolTargets) -> list[tuple[float, PoolTargets]]:
-        """(weight, targets) of the losses whose weighted sum is the loss of mixed queries."""
+    def targets(self, targets: PoolTargets) -> PoolTargets:
+        """Targets with the mixture whose weighted sum of losses is the loss of mixed queries."""
         if self.partner_B is None:
-            return [(1.0, targets)]
-        return [(self.share, targets), (1 - self.share, targets.of_rows(self.partner_B))]
+            return targets
+        of_partner = targets.of_rows(self.partner_B)
+        return replace(targets, mixture=((self.share, targets), (1 - self.share, of_partner)))
 
 
-def draw_mix(settings: Loss, pool: PoolBatch, seed: tuple[int, ...], device: torch.device) -> Mix:
+class MixUp:
+    """Mixes the queries of each step in training."""
+
+    name = "mixup"
+
+    def __init__(self, settings: Loss):
+        self.settings = settings
+
+    def draw(self, drawn: Drawn) -> Mix:
+        rng = np.random.default_rng((drawn.seed, drawn.epoch, drawn.step, _STREAM))
+        return draw_mix(self.settings, drawn.pool, rng, drawn.device)
+
+    def apply(self, x_BW: Tensor, batch: Prepared) -> tuple[Tensor, Prepared]:
+        mix: Mix = batch.added[self.name]
+        clf = replace(batch.clf, targets=mix.targets(batch.clf.targets))
+        return mix.vectors(x_BW), replace(batch, targets=mix.targets(batch.targets), clf=clf)
+
+
+def draw_mix(settings: Loss, pool: PoolBatch, rng: np.random.Generator, device: torch.device) -> Mix:
     """Draw the mixtures of a step's queries. One share for all is drawn from Beta(`mixup_alpha`, `mixup_alpha`).
 
     "queries": each query is mixed with a random query of the batch; its loss is the loss on its own labels times the
     share, plus the loss on the other query's labels times the rest. "labels": each query is mixed with the text of a
     random one of its sampled positives; its loss is unchanged, since it has that label. A query without a positive in
     the pool is not mixed.
-
-    Args:
-        seed: decides the random numbers.
     """
-    draw, count = np.random.default_rng(seed), len(pool.rows_B)
-    share, partner_B = float(draw.beta(settings.mixup_alpha, settings.mixup_alpha)), None
+    count = len(pool.rows_B)
+    share = float(rng.beta(settings.mixup_alpha, settings.mixup_alpha))
+    partner_B: Tensor | None = None
     if settings.mixup == "queries":
-        other_B = draw.permutation(count)
-        partner_B, own_B = to_device(other_B, device), np.full(count, share)
+        other_B = rng.permutation(count)
+        partner_B = to_device(other_B, device)
+        own_B = np.full(count, share)
     else:
-        sampled, other_B = draw.permutation(np.flatnonzero(pool.sampled_P)), np.arange(count)
+        sampled = rng.permutation(np.flatnonzero(pool.sampled_P))
+        other_B = np.arange(count)
         other_B[pool.positive_row_P[sampled]] = count + pool.positive_col_P[sampled]  # the last one of a row counts
         own_B = np.where(other_B < count, 1.0, share)
-    return Mix(share, partner_B, to_device(other_B, device), to_device(own_B.astype(np.float32)[:, None], device))
+    own_B1 = to_device(own_B.astype(np.float32)[:, None], device)
+    return Mix(share=share, partner_B=partner_B, other_B=to_device(other_B, device), own_B1=own_B1)

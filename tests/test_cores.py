@@ -1,0 +1,167 @@
+"""Cores that this process may use, and pools of threads of that size, which survive a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.sparse import csr_matrix
+
+import unidec
+from unidec import cores
+from unidec.config import leaves
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Any:
+    """A function that writes files of a system with many cores, and returns its root."""
+
+    def write(groups: str, **files: str) -> Path:
+        (tmp_path / "proc" / "self").mkdir(parents=True)
+        (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
+        for name, text in files.items():
+            path = tmp_path / "sys" / "fs" / "cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+V1 = {"cpu/docker/1/cpu.cfs_period_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota", "usable"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5, 2),  # version 2 in a container
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5, 1),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None, 8),
+        ("0::/\n", {"cpu.max": "1600000 100000\n"}, 16.0, 8),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3.0, 3),  # of a level above
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "20000 10000"}, 2.0, 2),
+        ("0::/kubepods/x\n", {"cpu.max": "100000 100000"}, 1.0, 1),  # the path is that of the host
+        ("3:cpu,cpuacct:/docker/1\n", {"cpu,cpuacct/docker/1/cpu.cfs_quota_us": "250000\n",
+                                       "cpu,cpuacct/docker/1/cpu.cfs_period_us": "100000\n"}, 2.5, 3),
+        ("1:cpu:/docker/1\n0::/\n", V1 | {"cpu/cpu.cfs_quota_us": "400000"}, 4.0, 4),  # version 1, path of the host
+        ("1:cpu:/docker/1\n", V1 | {"cpu/docker/1/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_quota_us": "-1"}, None, 8),
+        ("5:cpuset:/x\n", {"cpuset/x/cpu.max": "100000 100000"}, None, 8),  # of another controller
+        ("0::/\n", {"cpu.max": "nonsense\n"}, None, 8),
+        ("0::/\n", {}, None, 8),
+    ],
+)  # fmt: skip
+def test_the_quota_of_a_container(container, monkeypatch, groups, files, quota, usable):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    root = container(groups, **files)
+    assert cores.cpu_quota(root) == quota and cores.usable_cores(root) == usable
+
+
+def test_a_system_without_control_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5})
+    assert cores.cpu_quota(tmp_path) is None and cores.usable_cores(tmp_path) == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores.usable_cores(tmp_path) == os.cpu_count()
+
+
+SIZES = """
+import os, sys
+import unidec
+from unidec import cores
+cores.one_thread_of_blas()
+import numpy, torch
+from threadpoolctl import threadpool_info
+blas = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+print(cores.usable_cores(), cores.num_threads(), torch.get_num_threads(), *blas, os.environ["OMP_WAIT_POLICY"])
+"""
+
+
+def sizes(*command: str, **variables: str) -> list[str]:
+    clean = {name: value for name, value in os.environ.items() if "_THREADS" not in name and "OMP_" not in name}
+    command = (*command, sys.executable, "-c", SIZES)
+    done = subprocess.run(command, env=clean | variables, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_pools_have_the_size_of_the_affinity_or_of_the_users_variable():
+    one = str(min(os.sched_getaffinity(0)))
+    assert sizes("taskset", "-c", one) == ["1", "1", "1", "1", "PASSIVE"]
+    given = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "2"}
+    assert sizes(**given)[1:] == ["1", "1", "2", "ACTIVE"]
+
+
+def test_pools_do_not_nest():
+    import torch
+    from threadpoolctl import threadpool_info
+
+    def inside(_number: int) -> tuple[int, set[int]]:
+        pools = threadpool_info()
+        return torch.get_num_threads(), {pool["num_threads"] for pool in pools if pool["user_api"] == "blas"}
+
+    before, pools = torch.get_num_threads(), threadpool_info()
+    torch.set_num_threads(2)
+    try:
+        with cores.thread_pool(3) as threads:
+            assert list(threads.map(inside, range(6))) == [(1, {1})] * 6
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert [pool["num_threads"] for pool in threadpool_info()] == [pool["num_threads"] for pool in pools]
+
+
+FORK = """
+import multiprocessing, os, sys, time
+import torch
+import unidec
+
+models = {runtime: unidec.load(sys.argv[1], runtime) for runtime in ("torch", "auto")}
+texts = [f"garden query w{number}" for number in range(300)]
+answers = {runtime: model.predict(texts, 3) for runtime, model in models.items()}
+(torch.randn(1000, 1000) @ torch.randn(1000, 1000)).relu().sum()  # starts threads of OpenMP
+
+
+def same(runtime, others):  # but for rounding: sums are those of one thread
+    pairs = zip(sum(answers[runtime], []), sum(others, []), strict=True)
+    return all(abs(label.score - other.score) < 1e-4 for label, other in pairs)
+
+
+def child(number):
+    runtime = ("torch", "auto")[number % 2]
+    again = unidec.load(sys.argv[1], runtime)
+    return same(runtime, models[runtime].predict(texts, 3)) and same(runtime, again.predict(texts, 3))
+
+
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(pool.map_async(child, range(4)).get(timeout=60))
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_models_answer_in_forked_processes(tiny_raw, tiny_bert, helper, tmp_path):
+    tiny = helper("tiny_training").tiny_params(tiny_bert, **{"optim.epochs": 1, "encoder.kind": "both"})
+    queries, labels = tiny_raw.queries["train"]["title"].to_pylist(), tiny_raw.labels["title"].to_pylist()
+    pairs = csr_matrix(tiny_raw.relevance["train"])
+    model = unidec.fit(queries, labels, pairs, params=dict(leaves(tiny)), folder=tmp_path)
+    command = [sys.executable, "-W", "ignore", "-c", FORK, str(model.folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[True, True, True, True]\n", done.stderr
+
+
+def test_a_fork_without_threads_keeps_its_pools():
+    code = """
+import os
+from unidec import cores
+before = cores.num_threads()
+if os.fork() == 0:
+    os._exit(0 if cores.num_threads() == before else 3)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0\n", done.stderr

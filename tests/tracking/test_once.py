@@ -1,0 +1,120 @@
+"""Replies of a real tracking server that are lost after it acted: nothing is created twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import unidec.tracking.run as tracking
+from unidec.data.storage import write_folder
+from unidec.pipeline import doctor
+from unidec.tracking import registry
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import open_client
+
+CREATIONS = ("runs/create", "logged-models ", "model-versions/create", "registered-models/create", "experiments/create")
+
+
+@pytest.fixture(scope="module")
+def server(helper, tmp_path_factory):
+    with helper("mlflow_server").MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server:
+        yield server
+
+
+@pytest.fixture
+def way(helper, server, monkeypatch, tmp_path):
+    way = helper("mlflow_server").Way(server.port)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
+    monkeypatch.setattr(tracking, "_ask_again", {})
+    monkeypatch.chdir(tmp_path)
+    yield way
+    way.close()
+
+
+def creates(request: bytes) -> bool:
+    line = request.split(b"\r\n", 1)[0]
+    return line.startswith(b"POST") and any(f"{name}".encode() in line for name in CREATIONS)
+
+
+def everything(server, experiment):
+    """Runs, logged models and versions in the store."""
+    client = open_client(server.uri)
+    place = client.get_experiment_by_name(experiment).experiment_id
+    return client.search_runs([place]), client.search_logged_models([place]), client.search_model_versions("")
+
+
+def train_and_register(name):
+    tracker = Tracker(name)
+    tracker.start(Path("runs/one"), {"seed": 0}, {"git.dirty": "false"})
+    for step in range(20):
+        tracker.log(step, {"training/loss": 1.0 / (step + 1)})
+        tracker.flush()
+    with write_folder(Path("bundle"), "bundle", 1) as out:
+        (out.path / "labels.json").write_text(json.dumps([name]))
+    version = registry.register(Path("bundle"), tracker.run_id, name)
+    tracker.finish()
+    return tracker, version
+
+
+@pytest.mark.filterwarnings("ignore:Operation with range")
+def test_each_reply_to_a_creation_is_lost_once(server, way):
+    asked = set()
+
+    def first_of_its_kind(request: bytes) -> bool:
+        kind = request.split(b" HTTP", 1)[0]
+        is_first = creates(request) and kind not in asked
+        asked.add(kind)
+        return is_first
+
+    way.fault, way.lost = "some", first_of_its_kind
+    tracker, version = train_and_register("first-lost")
+    way.fault = ""
+    runs, models, versions = everything(server, "first-lost")
+    assert [run.info.run_id for run in runs] == [tracker.run_id] and runs[0].info.status == "FINISHED"
+    assert len(models) == 1 and models[0].status.name == "READY"
+    assert [found.version for found in versions if found.name == "first-lost"] == [str(version)]
+    assert sum(creates(kind + b" HTTP") for kind in asked) >= 4, asked
+    assert not tracker.twins()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Operation with range")
+def test_a_seventh_of_all_replies_is_lost(server, way, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
+    dice = random.Random(3)
+    way.fault, way.lost = "some", lambda _request: dice.random() < 0.15
+    for number in itertools.count():
+        try:
+            tracker, _ = train_and_register("seventh")
+            break
+        except Exception:  # as a flow retries
+            assert number < 5
+    tracker.finish()
+    way.fault = ""
+    tracker.flush()
+    runs, models, versions = everything(server, "seventh")
+    assert len(runs) == 1 and len(models) == 1 and runs[0].info.status == "FINISHED"
+    assert len([found for found in versions if found.name == "seventh"]) == 1
+
+
+def test_the_doctor_ends_twins(server, way):
+    """Of an older version of unidec, or of a server that acted after it was given up."""
+    tracker = Tracker("twins")
+    run_id = tracker.start(Path("runs/one"), {"seed": 0})
+    client = open_client(server.uri)
+    run = client.get_run(run_id)
+    key = {"unidec.run_key": run.data.tags["unidec.run_key"]}
+    twins = {client.create_run(run.info.experiment_id, tags=key).info.run_id for _ in range(2)}
+    assert Tracker.resume(Path("runs/one")).run_id == run_id
+    assert Tracker("twins").start(Path("runs/one"), {"seed": 0}) == run_id, "the run itself is continued"
+    tracker.finish()
+    found = [one for one in doctor.examine() if "further runs" in one.what]
+    assert len(found) == 1 and found[0].fixable and all(twin in found[0].what for twin in twins)
+    assert doctor.exit_code(doctor.examine()) == 1
+    doctor.examine(fix=True)
+    assert {client.get_run(twin).info.status for twin in twins} == {"KILLED"}
+    assert client.get_run(run_id).info.status == "FINISHED" and doctor.examine() == []

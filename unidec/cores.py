@@ -1,0 +1,192 @@
+"""The processor cores that this process may use, and the sizes of all pools of threads.
+
+The pools are those of OpenMP (torch, faiss, scikit-learn), BLAS (numpy, scipy), onnxruntime and our own threads. Three
+rules: they have as many threads as there are usable cores; waiting threads sleep, as spinning ones take the cores that
+others wait for; and a pool does not start another one.
+
+`import unidec` calls `prepare`, which sets the variables that OpenMP and BLAS read when they are loaded, here and in
+child processes. Variables that the user has set are kept: OMP_NUM_THREADS is the size of every pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+_SYSTEM = Path("/")
+_POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+_WAIT, _SIZE, _BLAS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+_torch_was_first = "torch" in sys.modules  # loaded before `prepare`
+_set_here: set[str] = set()  # variables that `prepare` has set
+_had_threads = False  # of the parent, when this process was forked
+_is_forked = False  # from a process with threads: its pools have lost them, and would wait for them without end
+
+
+def usable_cores(system: Path = _SYSTEM) -> int:
+    """Number of cores that this process may use: those of its affinity, limited by the quota of its control groups
+    (container), rounded up.
+
+    Args:
+        system: root of the file system.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(system)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def cpu_quota(system: Path = _SYSTEM) -> float | None:
+    """Cores' worth of time that the control groups of this process allow, the smallest of all levels; None: no limit.
+
+    Read are cpu.max of version 2, and cpu.cfs_quota_us and cpu.cfs_period_us of version 1.
+    """
+    try:
+        groups = (system / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    quotas: list[float | None] = []
+    for line in groups:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "" or "cpu" in controllers.split(","):
+            quotas += map(_quota_of, _levels(system / "sys" / "fs" / "cgroup", controllers, path))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _levels(mounted: Path, controllers: str, path: str) -> list[Path]:
+    """Folders of a control group and of those that contain it. In a container, the path may be one of the host."""
+    names = ("", "unified") if controllers == "" else (controllers, "cpu")
+    inside = Path(path.lstrip("/"))
+    folders = []
+    for root in dict.fromkeys(mounted / name for name in names):
+        folders += [root / level for level in (inside, *inside.parents)]
+    return folders
+
+
+def _quota_of(folder: Path) -> float | None:
+    """The quota of one control group in cores; None without one."""
+    try:
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def prepare() -> None:
+    """Set the variables of OpenMP and BLAS that are not set: threads sleep while they wait, and are no more than the
+    usable cores. OpenMP reads them when it is loaded, so this runs before."""
+    cores = usable_cores()
+    wanted = {_WAIT: "PASSIVE"}
+    if cores < (os.cpu_count() or 1):
+        wanted |= dict.fromkeys(_POOLS, os.environ.get(_SIZE, str(cores)))
+    for name, value in wanted.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            _set_here.add(name)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+def one_thread_of_blas() -> None:
+    """Let numpy multiply in one thread, unless the user has set their number; only before numpy is loaded.
+
+    It multiplies small matrices of one query each, for which more threads are slower, and take cores from torch, the
+    encoder and the search.
+    """
+    if _BLAS not in os.environ or _BLAS in _set_here:
+        os.environ[_BLAS] = "1"
+
+
+def num_threads(wanted: int = 0) -> int:
+    """Size of a pool of threads: `wanted`; for 0, OMP_NUM_THREADS or else the usable cores.
+
+    In a forked process it is 1: the pools of its parent exist there without their threads.
+    """
+    if _is_forked:
+        return 1
+    if wanted > 0:
+        return wanted
+    given = os.environ.get(_SIZE, "").partition(",")[0]
+    if given.isdigit() and int(given) > 0 and _SIZE not in _set_here:
+        return int(given)
+    return usable_cores()
+
+
+@contextlib.contextmanager
+def training_pools() -> Iterator[None]:
+    """The sizes of loaded pools for a training, inside the block: torch has `num_threads`, BLAS one.
+
+    If OpenMP was loaded before `prepare` could set its variables, its threads spin. Torch then gets only as many as
+    there are idle cores now.
+    """
+    import torch
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    threads, before = num_threads(), torch.get_num_threads()
+    if _spins():
+        threads = max(1, min(threads, round(usable_cores() - os.getloadavg()[0])))
+    torch.set_num_threads(threads)
+    try:
+        with threadpool_limits(1, "blas"):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def thread_pool(most: int | None = None) -> Iterator[ThreadPoolExecutor]:
+    """Threads of our own, at most `most`. In each of them, and in BLAS, libraries use a single thread."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from threadpoolctl import threadpool_limits
+
+    size = num_threads() if most is None else min(most, num_threads())
+    torch: Any = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 0
+    try:
+        with threadpool_limits(1, "blas"), ThreadPoolExecutor(size, initializer=_single_threaded) as threads:
+            yield threads
+    finally:
+        if torch:  # a thread's own number is also that of threads which start later
+            torch.set_num_threads(before)
+
+
+def _spins() -> bool:
+    """Whether waiting threads of torch spin: it was loaded before `prepare`, and the user has not set the policy."""
+    return _torch_was_first and _WAIT in _set_here
+
+
+def _single_threaded() -> None:
+    """Let OpenMP, as the calling thread uses it through torch and faiss, have no other threads."""
+    torch: Any = sys.modules.get("torch")
+    faiss: Any = sys.modules.get("faiss")
+    if hasattr(torch, "set_num_threads"):  # not while it is being imported
+        torch.set_num_threads(1)
+    if hasattr(faiss, "omp_set_num_threads"):
+        faiss.omp_set_num_threads(1)
+
+
+def _before_fork() -> None:
+    global _had_threads
+    try:
+        _had_threads = len(os.listdir("/proc/self/task")) > 1
+    except OSError:  # not Linux
+        _had_threads = True
+
+
+def _after_fork() -> None:
+    global _is_forked
+    if _had_threads or _is_forked:
+        _is_forked = True
+        _single_threaded()

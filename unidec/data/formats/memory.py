@@ -1,0 +1,333 @@
+"""Queries, labels and pairs that are given in Python: lists, mappings, tables and matrices.
+
+They become tables of the layout `tables`, with the same checks and look-ups as its files. What could be read in two
+ways, or only in part, is refused. Errors name positions, counted from 0.
+
+Legend: P pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from scipy.sparse import coo_matrix, issparse
+
+from unidec.data.formats.files import Lines, Pairs, Source
+from unidec.data.formats.tables import (
+    LABEL_COLUMNS,
+    PAIR_COLUMNS,
+    QUERY_COLUMNS,
+    Table,
+    check_columns,
+    join_tables,
+    table_of,
+)
+from unidec.data.raw import RawData
+from unidec.data.raw_lines import DEFAULT_BOUNDS
+from unidec.errors import DataError
+from unidec.sections import RawBounds
+
+_NAME = "memory"  # of a data set that was not read from files
+_IDS = ("id", "query_id", "label_id")
+_TABLES = "a list, a mapping of uid to text, or a table of pandas, polars, pyarrow or datasets"
+_PAIRS = "a list of (query, label) or (query, label, relevance), a table with these columns, or a sparse matrix"
+_MISSING = "the text is missing or empty"
+_AMBIGUOUS = "csr_matrix(pairs) for a matrix; [tuple(pair) for pair in pairs.tolist()] for pairs"
+
+
+class Given(Source):
+    """The errors found in data from memory."""
+
+    fix = "correct these rows (positions count from 0); nothing was trained"
+
+    def __init__(self, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
+        super().__init__(Path(_NAME), bounds)
+
+
+@dataclass(frozen=True)
+class PairMatrix:
+    """Pairs as a matrix [queries, labels], whose rows and columns are in the order of the tables.
+
+    Attributes:
+        at: its name and the row of each pair.
+        matrix: all stored entries; explicit zeros are no pairs.
+        columns: it has none.
+    """
+
+    at: tuple[str, Lines]
+    matrix: coo_matrix
+    columns: dict[str, pa.ChunkedArray] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Any) -> PairMatrix:
+        """From a sparse or a dense matrix; repeated entries are kept, and found as pairs that are given twice."""
+        matrix = coo_matrix(given)
+        return cls(("pairs", lambda row_P: matrix.row[row_P]), matrix)
+
+    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs:
+        """The entries as pairs."""
+        shape = (queries.num_rows, labels.num_rows)
+        if self.matrix.shape != shape:
+            raise DataError("pairs have the wrong shape", where="pairs", got=self.matrix.shape, expected=shape)
+        if self.matrix.dtype.kind not in "biuf":
+            got, expected = self.matrix.dtype, "numbers of at least 0"
+            raise DataError("the matrix does not hold numbers", where="pairs", got=got, expected=expected)
+        value_P = self.matrix.data.astype(np.float64)
+        stored = value_P != 0
+        row_P, label_P = self.matrix.row[stored], self.matrix.col[stored]
+        at = (self.at[0], lambda place_P: row_P[place_P])
+        return Pairs(source, at, row_P, label_P, value_P[stored])
+
+
+def read_given(source: Given, queries: Any, labels: Any, pairs: Any) -> RawData:
+    """Read a data set from memory.
+
+    Args:
+        source: records the errors in single rows.
+        queries, labels: texts, see `text_table_of`. pairs: see `pairs_of`.
+
+    Raises:
+        DataError: the data is none of the supported kinds, a column is missing or unknown, or a table has errors.
+    """
+    query_table = text_table_of(source, queries, "queries", QUERY_COLUMNS)
+    label_table = labels if isinstance(labels, Table) else text_table_of(source, labels, "labels", LABEL_COLUMNS)
+    found = pairs_of(source, pairs, (query_table.num_rows, label_table.num_rows))
+    return join_tables(source, query_table, label_table, found)
+
+
+def known_labels(uids: pa.Array, titles: pa.Array) -> Table:
+    """The labels of a model as a table."""
+    columns = {"id": uids, "text": titles}
+    chunked = {name: pa.chunked_array([column]).cast(pa.large_string()) for name, column in columns.items()}
+    return Table(("labels", np.asarray), chunked, len(uids))
+
+
+def listed(given: Any, what: str) -> list[Any]:
+    """The values of a list, tuple, array, Series or column, in order.
+
+    Raises:
+        DataError: a single text, or something without an order or with more than one dimension.
+    """
+    if isinstance(given, str | bytes):
+        raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
+    if isinstance(given, np.ndarray) and given.ndim != 1:
+        got, expected = f"an array of shape {given.shape}", "one dimension"
+        raise DataError("expected a list of texts", where=what, got=got, expected=expected)
+    if isinstance(given, np.ndarray | pd.Series | pd.Index):
+        return list(given.tolist())
+    if isinstance(given, pa.Array | pa.ChunkedArray):
+        return list(given.to_pylist())
+    if isinstance(given, Sequence):
+        return list(given)
+    if hasattr(given, "to_list") and not hasattr(given, "columns"):  # a Series of polars
+        return list(given.to_list())
+    kind = type(given).__name__
+    raise DataError("expected a list of texts", where=what, got=kind, expected="a list", fix=f"list({what})")
+
+
+def text_table_of(source: Given, given: Any, what: str, columns: tuple[Sequence[str], Sequence[str]]) -> Table:
+    """Texts as a table.
+
+    Args:
+        given: a list (the uid of an entry is its position); a mapping of uid to text; a Series (its index holds the
+            uids); or a table with column `text` and, unless its index holds the uids, `id`.
+        what: "queries" or "labels".
+        columns: the needed and the optional ones.
+    """
+    named = _columns_of(given, what)
+    if named is None:
+        named = _id_and_text(given, what)
+    elif "id" not in [name for name, _ in named]:
+        num_rows = len(named[0][1]) if named else 0
+        uids = _index_uids(given.index, what) if isinstance(given, pd.DataFrame) else list(range(num_rows))
+        named = [("id", uids), *named]
+    elif isinstance(given, pd.DataFrame):
+        _refuse_named_index(given, what)
+    table = _table(source, what, named, columns)
+    if not table.num_rows:
+        raise DataError("no texts given", where=what, expected="at least one text")
+    return table
+
+
+def pairs_of(source: Given, given: Any, shape: tuple[int, int]) -> Table | PairMatrix:
+    """Pairs as a table, or a matrix.
+
+    Args:
+        given: a table with columns query_id, label_id and optionally relevance and split; a list of tuples (query,
+            label) or (query, label, relevance); or a matrix [queries, labels], sparse or dense.
+        shape: numbers of queries and labels.
+    """
+    if issparse(given):
+        return PairMatrix.of(given)
+    if isinstance(given, np.ndarray):
+        return _array_of_pairs(source, given, shape)
+    named = _columns_of(given, "pairs")
+    if named is None:
+        return _list_of_pairs(source, given, shape[0])
+    if isinstance(given, pd.DataFrame):
+        _refuse_named_index(given, "pairs")
+    return _table(source, "pairs", named, PAIR_COLUMNS)
+
+
+def _columns_of(given: Any, what: str) -> list[tuple[str, list[Any]]] | None:
+    """Names and values of a table's columns, in order; None if it is not a table."""
+    if isinstance(given, pd.DataFrame):
+        return [(str(name), given.iloc[:, place].tolist()) for place, name in enumerate(given.columns)]
+    names: Any = getattr(given, "column_names", getattr(given, "columns", None))
+    if names is None:
+        return None
+    if isinstance(given, pa.RecordBatch) or hasattr(given, "__arrow_c_stream__"):
+        table = pa.table(given)
+        return [(name, table.column(place).to_pylist()) for place, name in enumerate(table.column_names)]
+    if isinstance(names, list) and hasattr(given, "__len__") and hasattr(given, "__getitem__"):  # of datasets
+        return [(name, list(given[name])) for name in names]
+    fix = "give the table itself, in memory: .collect() (polars), .compute() (dask), one split (datasets)"
+    raise DataError("a table that cannot be read", where=what, got=type(given).__name__, expected=_TABLES, fix=fix)
+
+
+def _id_and_text(given: Any, what: str) -> list[tuple[str, list[Any]]]:
+    """Columns of a Series, a mapping or a list of texts."""
+    if isinstance(given, pd.Series):
+        return [("id", _index_uids(given.index, what)), ("text", given.tolist())]
+    if isinstance(given, Mapping):
+        return [("id", list(given)), ("text", list(given.values()))]
+    texts = listed(given, what)
+    return [("id", list(range(len(texts)))), ("text", texts)]
+
+
+def _index_uids(index: pd.Index, what: str) -> list[Any]:
+    if isinstance(index, pd.MultiIndex):
+        names = ", ".join(map(str, index.names))
+        fix = f"{what}.reset_index(), with one column `id`"
+        raise DataError("an index of several levels cannot hold the uids", where=what, got=names, fix=fix)
+    return list(index.tolist())
+
+
+def _refuse_named_index(frame: pd.DataFrame, what: str) -> None:
+    """Raise a DataError for an index that holds a column, which would not be read."""
+    names = [str(name) for name in frame.index.names if name is not None]
+    if names or isinstance(frame.index, pd.MultiIndex):
+        fix = f"{what}.reset_index() if it is needed, else {what}.reset_index(drop=True)"
+        raise DataError("the index would not be read", where=what, got=", ".join(names) or "several levels", fix=fix)
+
+
+def _list_of_pairs(source: Given, given: Any, num_queries: int) -> Table:
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence | Set):
+        fix = "list(pairs)" if isinstance(given, Iterator) else None
+        raise DataError("pairs cannot be read", where="pairs", got=type(given).__name__, expected=_PAIRS, fix=fix)
+    entries = list(given)
+    lengths = {len(entry) if isinstance(entry, tuple | list | np.ndarray) else 0 for entry in entries}
+    if not lengths <= {2, 3} or len(lengths) > 1:
+        wrong = next(n for n, entry in enumerate(entries) if not _is_pair(entry, lengths))
+        got = repr(entries[wrong])[:80]
+        raise DataError("not a pair", where=f"pairs, position {wrong}", got=got, expected=_PAIRS)
+    if entries and len(entries) == num_queries and not any(isinstance(entry, tuple) for entry in entries):
+        what = "ambiguous: as many lists as queries may be pairs, or the labels of each query"
+        got = f"{len(entries)} lists of {len(entries[0])}"
+        raise DataError(what, where="pairs", got=got, fix="[tuple(pair) for pair in pairs] for pairs")
+    names = ("query_id", "label_id", "relevance")
+    columns = [list(column) for column in zip(*entries, strict=True)] or [[], []]
+    return _table(source, "pairs", list(zip(names, columns, strict=False)), PAIR_COLUMNS)
+
+
+def _is_pair(entry: Any, lengths: set[int]) -> bool:
+    """Whether an entry has the form of the others, or of a pair if these have several forms."""
+    expected = {2} if lengths >= {2, 3} else {2, 3}
+    return isinstance(entry, tuple | list | np.ndarray) and len(entry) in expected
+
+
+def _array_of_pairs(source: Given, given: np.ndarray, shape: tuple[int, int]) -> Table | PairMatrix:
+    """An array is a matrix by its shape, or a list of pairs if it holds ids in two or three columns."""
+    kind = given.dtype.kind
+    is_matrix = kind in "biuf" and given.shape == shape
+    is_pairs = kind in "iuUO" and given.ndim == 2 and given.shape[1] in (2, 3)
+    if is_matrix and is_pairs:
+        what = "ambiguous: an array of this shape may be a matrix of queries and labels, or a list of pairs"
+        raise DataError(what, where="pairs", got=given.shape, fix=_AMBIGUOUS)
+    if is_matrix:
+        return PairMatrix.of(given)
+    if not is_pairs:
+        got, expected = f"{given.dtype} {given.shape}", f"{shape}, or whole numbers or texts in two columns"
+        raise DataError("pairs have the wrong shape", where="pairs", got=got, expected=expected)
+    return _list_of_pairs(source, list(map(tuple, given.tolist())), shape[0])
+
+
+def _table(
+    source: Given, what: str, named: list[tuple[str, list[Any]]], columns: tuple[Sequence[str], Sequence[str]]
+) -> Table:
+    """The table of these columns, after the checks of a file's header and rows."""
+    names = [name for name, _ in named]
+    check_columns(names, *columns, where=what)
+    allowed = tuple(itertools.chain(*columns))
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        fix = f"remove them: {what}[[{', '.join(repr(name) for name in names if name in allowed)}]]"
+        expected = ", ".join(allowed)
+        raise DataError("unknown columns", where=what, got=", ".join(unknown)[:300], expected=expected, fix=fix)
+    lengths = {name: len(values) for name, values in named}
+    if len(set(lengths.values())) > 1:
+        got = ", ".join(f"{name}: {length:,}" for name, length in lengths.items())
+        raise DataError("columns of different lengths", where=what, got=got, expected="one length")
+    values = [column for _, column in named]
+    rows = _rows(source, what, names, zip(*values, strict=True))
+    return table_of(rows, what, source, columns)
+
+
+def _rows(
+    source: Given, what: str, names: Sequence[str], rows: Iterable[tuple[Any, ...]]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Position and cells of each row. A cell of a wrong type is recorded, and empty."""
+    for place, values in enumerate(rows):
+        row = {}
+        for name, given in zip(names, values, strict=True):
+            value = _plain(given)
+            fault = _fault(name, value)
+            if fault:
+                source.note(fault, what, place, repr(given)[:80])
+                value = ""
+            row[name] = value
+        yield place, row
+
+
+def _plain(value: Any) -> Any:
+    """A cell as Python's own type; None if it is missing."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is pd.NA or value is pd.NaT or (isinstance(value, float) and math.isnan(value)):
+        return None
+    return str(value) if isinstance(value, str) else value  # without subclasses of str
+
+
+def _fault(name: str, value: Any) -> str | None:
+    """What is wrong with a cell, by the column's name; None if nothing is."""
+    if name == "text" and (value is None or (isinstance(value, str) and not value.strip())):
+        return _MISSING
+    if isinstance(value, str) and not _is_unicode(value):
+        return f"{name} is not valid Unicode"
+    if value is None:
+        return None  # an id, a relevance or a split that is missing is found by the checks of all tables
+    if name in _IDS:
+        if isinstance(value, float):
+            return f"{name} is a float: 7.0 is not the id 7 (pandas makes floats of ids beside missing values: Int64)"
+        is_valid = isinstance(value, str | int) and not isinstance(value, bool)
+        return None if is_valid else f"{name} is neither a text nor a whole number"
+    if name == "relevance":
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if is_valid else "relevance is not a number"
+    return None if isinstance(value, str) else f"{name} is not a text"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

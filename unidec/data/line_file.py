@@ -1,0 +1,88 @@
+"""Files to which lines are appended while others read them: a line is whole, or it is not there.
+
+A disk that is full, or a kill, may leave a part of a line. The next line begins on a line of its own, and readers skip
+the part and name it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unidec.data.raw_lines import DEFAULT_BOUNDS, refuse
+from unidec.data.table_file import ending, read_rows
+from unidec.errors import DataError
+from unidec.sections import RawBounds
+
+log = logging.getLogger(__name__)
+
+
+def append_line(path: str | os.PathLike[str], line: bytes, max_bytes: int) -> bool:
+    """Append a line that ends in a line feed, durably; several processes may do so. A new file is only its owner's.
+
+    Returns:
+        False: the file would exceed `max_bytes`, and is unchanged.
+
+    Raises:
+        OSError: it was not appended; the file is as before.
+    """
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        size = os.fstat(file).st_size
+        is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        data = b"\n" + line if is_torn else line
+        if size + len(data) > max_bytes:
+            return False
+        _write_whole(file, data, size)
+        return True
+    finally:
+        os.close(file)
+
+
+def _write_whole(file: int, data: bytes, size: int) -> None:
+    """Write all of it, or cut the file back to its size."""
+    try:
+        if os.write(file, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(file)
+    except OSError:
+        os.ftruncate(file, size)
+        raise
+
+
+def readable_rows(
+    path: Path,
+    columns: Sequence[str],
+    check: Callable[[list[str]], object] = lambda _names: None,
+    bounds: RawBounds = DEFAULT_BOUNDS,
+) -> list[tuple[int, dict[str, Any]]]:
+    """All rows of a table file, as `read_rows`. Lines of a .jsonl file that were cut off, so that they are no JSON
+    object, are skipped with a warning.
+
+    Raises:
+        DataError: as `read_rows`; no line can be read.
+    """
+    raise_at = refuse(path)
+    skipped: dict[int, DataError] = {}
+
+    def skip(what: str, line: int, got: object) -> None:
+        try:
+            raise_at(what, line, got)
+        except DataError as error:
+            if ending(path) != ".jsonl":
+                raise
+            skipped.setdefault(line, error)
+
+    # a row is reported, if at all, before it is yielded
+    rows = [(line, row) for line, row in read_rows(path, columns, check, bounds, skip) if line not in skipped]
+    if skipped and not rows:
+        raise next(iter(skipped.values()))
+    for line, error in skipped.items():
+        log.warning("%s:%d is skipped: %s, %s", path, line, error.what, error.got)
+    return rows

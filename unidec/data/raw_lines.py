@@ -1,0 +1,117 @@
+"""Reads the lines of an input file, plain or packed with gzip, within bounds; refuses whatever is not a file.
+
+An error in a line is passed to a `Report`, which records it or raises.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from unidec.errors import DataError
+from unidec.sections import RawBounds
+
+Report = Callable[[str, int, object], None]
+"""Called for each error in a file with a description, the line (1-based) and the offending value."""
+
+ALWAYS_UNPACKED = 64 << 20  # unpacked bytes that are allowed for every compressed file
+BOM = b"\xef\xbb\xbf"
+DEFAULT_BOUNDS = RawBounds()
+NOT_UTF8 = "text that is not UTF-8"
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
+def check_file(path: Path) -> None:
+    """Raise a DataError unless `path` is a file, or a link to one, that may be read."""
+    where = str(path)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError as error:
+        if not path.is_symlink():
+            raise DataError("no such file", where=where, fix="check the path") from error
+        fix = "correct the link, or remove it"
+        raise DataError("a link to a missing file", where=where, got=f"-> {os.readlink(path)}", fix=fix) from error
+    except OSError as error:
+        fix = "correct or remove it, or grant the permission to read it"
+        raise DataError("the file cannot be read", where=where, got=error.strerror, fix=fix) from error
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise DataError(f"{kind} instead of a file", where=where, fix="replace it by a regular file, or remove it")
+    if not os.access(path, os.R_OK):
+        raise DataError("no permission to read the file", where=where, fix=f"chmod u+r {path}")
+
+
+def refuse(path: Path) -> Report:
+    """A `Report` that raises a DataError for the first error."""
+
+    def report(what: str, line: int, got: object) -> None:
+        fix = "save the file as UTF-8" if what == NOT_UTF8 else None
+        raise DataError(what, where=f"{path}:{line}", got=str(got)[:200], fix=fix)
+
+    return report
+
+
+def decode(line: bytes, number: int, report: Report) -> str:
+    """Decode UTF-8; invalid bytes are reported and replaced."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        report(NOT_UTF8, number, f"byte {error.start + 1} is {line[error.start]:#04x}")
+        return line.decode("utf-8", "replace")
+
+
+def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
+    """Raise a DataError if `num_bytes`, the unpacked size of a file, exceeds `max_unpack_ratio` times its size."""
+    size = path.stat().st_size
+    if num_bytes > max(ALWAYS_UNPACKED, bounds.max_unpack_ratio * size):
+        raise DataError(
+            "the unpacked size of a compressed file is too large",
+            where=str(path),
+            got=f"{size:,} bytes unpack to {num_bytes:,} or more",
+            expected=f"at most {bounds.max_unpack_ratio} times its size",
+            fix="check the file; increase raw.max_unpack_ratio if it is valid",
+        )
+
+
+def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple[int, bytes]]:
+    """Number (1-based) and bytes of each line, without line feed and byte order mark; .gz files are unpacked.
+
+    Raises:
+        DataError: a line is longer than `bounds.max_row_bytes`, or the file cannot be read, is a damaged gzip file, or
+            exceeds the allowed unpacked size.
+    """
+    packed = path.suffix.lower() == ".gz"
+    total = number = 0
+    try:
+        with gzip.open(path, "rb") if packed else open(path, "rb") as file:
+            if file.read(len(BOM)) != BOM:
+                file.seek(0)
+            while line := file.readline(bounds.max_row_bytes + 2):
+                total, number = total + len(line), number + 1
+                if packed and total > ALWAYS_UNPACKED:
+                    check_unpacked(path, total, bounds)
+                line = line.removesuffix(b"\n")
+                if len(line) > bounds.max_row_bytes:
+                    raise row_too_long(path, number, bounds)
+                yield number, line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError("damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
+    except OSError as error:
+        fix = "check the file and its permissions"
+        raise DataError("the file cannot be read", where=str(path), got=error.strerror or error, fix=fix) from error
+
+
+def row_too_long(path: Path, number: int, bounds: RawBounds, hint: str = "") -> DataError:
+    """The error for a row beyond `bounds.max_row_bytes`."""
+    return DataError(
+        f"a row of more than {bounds.max_row_bytes:,} bytes{hint}",
+        where=f"{path}:{number}",
+        fix="shorten the row, or increase raw.max_row_bytes if the row is valid",
+    )

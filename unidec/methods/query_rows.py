@@ -1,0 +1,60 @@
+"""Training queries' texts in classifier rows (GraphSAGE: Hamilton et al. 2017): a row is its label's text, a free
+vector and the mean of the label's queries.
+
+Legend: S labels of a batch, L labels, n training queries, E pairs of a label and a query drawn for it, M queries drawn.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import scipy.sparse as sp
+
+from unidec.methods.residual_rows import RelatedPairs
+from unidec.model.additions import Drawn
+from unidec.model.pairs import to_device
+
+_STREAM = 0x717279  # separates these random numbers from others of a step
+
+
+class QueryTexts:
+    """The texts of a label's training queries; a step draws some, the export takes the mean of all.
+
+    Args:
+        has_LN: csr [L, n], 1 where a training query has the label.
+        query_rows: int64 [n], data set rows of the training queries.
+        num_drawn: most queries that a step draws for a label.
+    """
+
+    source: ClassVar = "queries"
+    gate_start: ClassVar = 1.0  # a row starts as a plain sum
+
+    def __init__(self, has_LN: sp.csr_matrix, query_rows: np.ndarray, num_drawn: int):
+        self.related_LN = has_LN
+        self.query_rows = query_rows
+        self.num_drawn = num_drawn
+
+    def draw(self, drawn: Drawn) -> tuple[RelatedPairs, np.ndarray]:
+        """Draw queries for each label. Those of the batch are excluded: otherwise a label's row would contain the text
+        that it is compared with."""
+        pairs = self.related_LN[drawn.clf_pool.pool_S].tocoo()
+        row_E, query_E = pairs.row, self.query_rows[pairs.col]
+        rng = np.random.default_rng((drawn.seed, drawn.epoch, drawn.step, _STREAM))
+        draw_E = rng.random(len(row_E))
+        draw_E[np.isin(query_E, drawn.clf_pool.rows_B)] = 2.0
+        order = np.lexsort((draw_E, row_E))
+        row_E, query_E, draw_E = row_E[order], query_E[order], draw_E[order]
+        place_E = np.arange(len(row_E)) - np.searchsorted(row_E, row_E)  # among the label's queries
+        chosen_E = (place_E < self.num_drawn) & (draw_E < 1)
+        rows_M, text_E = np.unique(query_E[chosen_E], return_inverse=True)
+        label_E = row_E[chosen_E].astype(np.int64)
+        related = RelatedPairs(
+            label_E=to_device(label_E, drawn.device),
+            text_E=to_device(text_E.astype(np.int64), drawn.device),
+            weight_E=to_device(np.ones(len(label_E), dtype=np.float32), drawn.device),
+        )
+        return related, rows_M
+
+    def rows(self, places: np.ndarray) -> np.ndarray:
+        return self.query_rows[places]

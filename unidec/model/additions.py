@@ -1,0 +1,190 @@
+"""What the method of a single paper may add: the interfaces by which model, batches, objective and trainer call it.
+
+A method may change how the classifier's rows are made (`Rows`), add a loss (`FurtherLoss`) or change a batch
+(`Change`). `Additions` are the parts that it adds to a model. The methods are in `unidec.methods`, which also chooses
+those that a recipe names; the core knows none of them.
+
+Legend: B queries of a batch, S labels that a head scores, L labels, M further queries, D width of a head, W width of
+the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor, nn
+
+from unidec.model.batch import Prepared
+from unidec.model.pairs import PoolTargets
+from unidec.model.pool import PoolBatch
+from unidec.sections import Model
+
+Part = nn.Module | nn.Parameter | Tensor
+TextInput = Callable[[str, np.ndarray], Tensor]  # source and rows int64 [n] -> the encoder's outputs [n, W]
+HeadLoss = Callable[[Tensor, PoolTargets], Tensor]  # scores [B, S] and targets -> the classifier's loss, 0-d
+Classifier = tuple[np.ndarray | None, np.ndarray | None]
+Shortlist = tuple[np.ndarray, dict[str, float]]  # labels by data set row, int32 [N, H], and figures
+NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+def _no_parts(_width: int) -> dict[str, Part]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Additions:
+    """What methods add to a model; here nothing.
+
+    Attributes:
+        num_rows: rows of the classifier's table; None: one for each label.
+        parts: returns, for the width of the encoder, weights that train and buffers by name. They become attributes of
+            the model and part of its state.
+        label_vectors: changes the dual encoder's vectors of labels before they are scaled: (the model, vectors float32
+            [S, D], labels int64 [S]) -> float32 [S, D].
+    """
+
+    num_rows: int | None = None
+    parts: Callable[[int], dict[str, Part]] = _no_parts
+    label_vectors: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
+
+
+Add = Callable[[Model, int], Additions]  # section `model` and number of labels -> what is added
+
+
+def add_nothing(_settings: Model, _num_labels: int) -> Additions:
+    """No additions: a model with no method."""
+    return Additions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A batch as it was drawn on the host.
+
+    Attributes:
+        pool, clf_pool: queries and labels of the dual encoder's loss, and of the classifier's.
+        encoded: int64, labels whose texts are encoded, ascending.
+        seed: of the run; epoch, step: of the batch. Together they decide random numbers.
+        device: where a method puts its tensors.
+    """
+
+    pool: PoolBatch
+    clf_pool: PoolBatch
+    encoded: np.ndarray
+    seed: int
+    epoch: int
+    step: int
+    device: torch.device
+
+
+class Rows:
+    """How the classifier's rows are made; here each label has a row of the table.
+
+    Attributes:
+        holds_text: whether a row contains the vector of its label's text, so that its row of the table starts at 0.
+    """
+
+    name: ClassVar = "rows"
+    holds_text: ClassVar[bool] = False
+
+    def draw(self, drawn: Drawn) -> tuple[Any, np.ndarray]:
+        """What `rows` needs for a batch, and data set rows of further queries to encode, int64 [M]."""
+        return None, NO_ROWS
+
+    def rows(self, table_SD: Tensor, text_TW: Tensor, batch: Prepared) -> Tensor:
+        """The classifier's rows in a step, [S, D].
+
+        Args:
+            table_SD: the labels' rows of the table.
+            text_TW: the encoder's outputs of the batch's labels, then of the further queries.
+        """
+        return table_SD
+
+    def exported(self) -> Classifier:
+        """Rows float32 [L, D] and biases float32 [L] as they are exported; None: the table's."""
+        return None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """How a trained model is exported: as an ordinary one, without what only training needs.
+
+    Attributes:
+        classifier: rows float32 [L, D] and biases float32 [L]; None: the model's table and biases as they are.
+        settings: values of section `model` that the export has instead of the training's.
+        without: parts of the model that are left out.
+    """
+
+    classifier: Classifier = (None, None)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    without: Collection[str] = ()
+
+
+AS_TRAINED = Exported()
+
+
+class Drawing(Protocol):
+    """A method with a part of its own in each batch, `batch.added[name]`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def draw(self, drawn: Drawn) -> Any:
+        """Its part of a batch."""
+
+
+class FurtherLoss(Drawing, Protocol):
+    """A loss beside those of the heads; `name` is its key in the figures of a step."""
+
+    def loss(self, query_BW: Tensor, batch: Prepared, head_loss: HeadLoss) -> Tensor:
+        """The loss, 0-d, from the encoder's outputs of the queries; `head_loss` is the classifier's."""
+
+
+class Change(Drawing, Protocol):
+    """A change of a step's batch."""
+
+    def apply(self, x_BW: Tensor, batch: Prepared) -> tuple[Tensor, Prepared]:
+        """The encoder's outputs and the batch, changed."""
+
+
+class Shortlister(Protocol):
+    """Chooses the labels from which hard negatives are drawn, in place of the nearest ones."""
+
+    def shortlist(
+        self, encode: Callable[[np.ndarray], Tensor], rows_n: np.ndarray, relevance: sp.csr_matrix
+    ) -> Shortlist:
+        """Labels by data set row, int32 [N, H], padded with -1; and figures.
+
+        Args:
+            encode: returns the encoder's outputs [n, W] of training rows. rows_n: int64 [n], all training rows.
+            relevance: csr [N, L].
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Methods:
+    """The methods of a training.
+
+    Attributes:
+        reads_labels: whether the dual encoder's vectors of labels depend on the labels, not on their texts alone.
+        export: returns how the model is exported.
+        shortlister: None: hard negatives are the nearest labels.
+    """
+
+    rows: Rows
+    losses: Sequence[FurtherLoss] = ()
+    changes: Sequence[Change] = ()
+    reads_labels: bool = False
+    export: Callable[[], Exported] = Exported
+    shortlister: Shortlister | None = None
+
+    def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
+        """What the methods need for a batch, by their names; and rows of further queries to encode, int64 [M]."""
+        of_rows, further = self.rows.draw(drawn)
+        drawing: list[Drawing] = [*self.losses, *self.changes]
+        added = {method.name: method.draw(drawn) for method in drawing}
+        return {self.rows.name: of_rows, **added}, further

@@ -1,0 +1,218 @@
+"""Marks of the server's page as data for the next training: the ingested data set with them, as new tables.
+
+A mark *relevant* becomes a pair, a mark *not relevant* a filter pair. Splits stay as they are: marks on held-out
+queries are not used, and a query that is new trains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unidec.config import Params
+from unidec.data.dataset import XMCDataset
+from unidec.data.line_file import readable_rows
+from unidec.data.raw import SPLITS
+from unidec.data.storage import swap_folder
+from unidec.errors import ConfigError, DataError
+from unidec.pipeline import paths
+
+FILES = ("queries.jsonl", "labels.jsonl", "pairs.jsonl", "filters.jsonl")
+NEW = "feedback-"  # begins the ids of queries that come from marks
+_COLUMNS = ("query", "label", "relevant", "at")
+_NAMED = 20  # labels that no label of the data set has
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Whether a label is relevant for a query, by a person's judgement; `at`: the time, "" if unknown."""
+
+    query: str
+    label: str
+    relevant: bool
+    at: str
+
+
+@dataclass
+class FromFeedback:
+    """What became of the marks.
+
+    Attributes:
+        marks: judgements that count, one for each query and label; `repeated`: earlier ones that a later one replaced.
+        pairs, filter_pairs: added. removed: pairs, and filter pairs, that the marks contradict.
+        queries: new training queries.
+        unchanged: marks that say what the data says.
+        test, validation: marks on queries of that split; not used.
+        only_negative: marks on new queries without a relevant label; nothing is learnt from them, so not used.
+        unknown: marks of labels that the data set does not have; not used. unknown_labels: the first of them.
+        output: folder of the tables.
+    """
+
+    marks: int = 0
+    repeated: int = 0
+    pairs: int = 0
+    filter_pairs: int = 0
+    removed: int = 0
+    queries: int = 0
+    unchanged: int = 0
+    test: int = 0
+    validation: int = 0
+    only_negative: int = 0
+    unknown: int = 0
+    unknown_labels: list[str] = field(default_factory=list)
+    output: str = ""
+
+
+def from_feedback(params: Params, files: Sequence[Path], output: Path) -> FromFeedback:
+    """Write data/dataset with the marks of these files as tables, in a new folder or one of an earlier call.
+
+    The same marks again change nothing, also if the tables were ingested meanwhile. Lines that were cut off are skipped
+    with a warning.
+
+    Raises:
+        DataError: a file is no file of marks. ConfigError: the folder holds something else. ArtifactError: there is no
+            data set, or the folder cannot be written.
+    """
+    _check_output(output)
+    dataset = paths.open_dataset()
+    read = [mark for file in files for mark in read_marks(file)]
+    last = _last_of_each(read)
+    result = FromFeedback(marks=len(last), repeated=len(read) - len(last), output=str(output))
+    tables = _Tables(dataset, params.tokens.text, result)
+    for query, marks in _by_query(last).items():
+        tables.take(query, marks)
+    with swap_folder(output) as folder:
+        tables.write(folder)
+    return result
+
+
+def read_marks(path: Path) -> list[Mark]:
+    """The marks of a file of `serve.feedback`, in its order.
+
+    Raises:
+        DataError: a row is no mark.
+    """
+    marks = []
+    for line, row in readable_rows(path, _COLUMNS):
+        query, label, relevant = row.get("query"), row.get("label"), row.get("relevant")
+        is_mark = isinstance(label, str) and isinstance(relevant, bool)
+        if not is_mark or not isinstance(query, str) or not query.strip():
+            expected = '{"query": "a text", "label": "a uid", "relevant": true}'
+            fix = "name a file that `unidec serve --feedback` wrote"
+            raise DataError("not a mark", where=f"{path}:{line}", got=str(row)[:200], expected=expected, fix=fix)
+        marks.append(Mark(query, str(label), bool(relevant), str(row.get("at") or "")))
+    return marks
+
+
+def same_text(text: str) -> str:
+    """What two texts have in common that differ in case and white space only."""
+    return " ".join(text.lower().split())
+
+
+def _check_output(folder: Path) -> None:
+    other = sorted({path.name for path in folder.iterdir()} - set(FILES)) if folder.is_dir() else []
+    if folder.is_file() or other:
+        raise ConfigError(
+            "the folder holds something else", where=str(folder), got=", ".join(other[:5]) or "a file",
+            expected="a new folder, or one that this command wrote", fix="name another one: --output FOLDER",
+        )  # fmt: skip
+
+
+def _last_of_each(marks: Iterable[Mark]) -> list[Mark]:
+    """The latest mark of each query and label."""
+    last: dict[tuple[str, str], Mark] = {}
+    for mark in sorted(marks, key=lambda mark: mark.at):
+        last[same_text(mark.query), mark.label] = mark
+    return list(last.values())
+
+
+def _by_query(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
+    found: dict[str, list[Mark]] = {}
+    for mark in marks:
+        found.setdefault(same_text(mark.query), []).append(mark)
+    return found
+
+
+class _Tables:
+    """The rows of the tables: those of a data set, changed by marks."""
+
+    def __init__(self, dataset: XMCDataset, text: Any, result: FromFeedback) -> None:
+        self.dataset, self.result = dataset, result
+        self.uids, self.label_uids = dataset.query_uids(), dataset.label_uids()
+        self.labels = frozenset(self.label_uids)
+        self.split_of = dict(zip(self.uids, (SPLITS[number] for number in dataset.split_N), strict=True))
+        self.new: dict[str, str] = {}  # uid -> text
+        self.pairs = self._pairs_of(dataset.relevance)
+        self.filters = self._pairs_of(dataset.filter_pairs)
+        self.uids_of: dict[str, dict[str, None]] = {}  # text -> uids, in their order
+        for shown in ("title", text):
+            for uid, one in zip(self.uids, dataset.query_texts(text=shown), strict=True):
+                self.uids_of.setdefault(same_text(one), {})[uid] = None
+
+    def _pairs_of(self, matrix: Any) -> dict[tuple[str, str], float]:
+        found = matrix.tocoo()
+        rows = zip(found.row.tolist(), found.col.tolist(), found.data.tolist(), strict=True)
+        return {(self.uids[row], self.label_uids[column]): float(value) for row, column, value in rows}
+
+    def take(self, query: str, marks: Sequence[Mark]) -> None:
+        """Apply the marks of one query."""
+        result, known = self.result, [mark for mark in marks if mark.label in self.labels]
+        unknown = [mark.label for mark in marks if mark.label not in self.labels]
+        result.unknown += len(unknown)
+        room = _NAMED - len(result.unknown_labels)
+        result.unknown_labels += [uid for uid in dict.fromkeys(unknown) if uid not in result.unknown_labels][:room]
+        uids = list(self.uids_of.get(query, {}))
+        splits = {self.split_of[uid] for uid in uids}
+        if "test" in splits:
+            result.test += len(known)
+        elif "validation" in splits:
+            result.validation += len(known)
+        elif uids:
+            self._change(uids, known)
+        elif not any(mark.relevant for mark in known):
+            result.only_negative += len(known)
+        else:
+            uid = NEW + hashlib.sha256(query.encode()).hexdigest()[:16]
+            self.new[uid] = " ".join(marks[-1].query.split())
+            result.queries += 1
+            self._change([uid], known)
+
+    def _change(self, uids: Sequence[str], marks: Iterable[Mark]) -> None:
+        result = self.result
+        for mark in marks:
+            here, there = (self.pairs, self.filters) if mark.relevant else (self.filters, self.pairs)
+            keys = [(uid, mark.label) for uid in uids]
+            missing = [key for key in keys if key not in here]
+            wrong = [key for key in keys if there.pop(key, None) is not None]
+            here |= dict.fromkeys(missing, 1.0)
+            result.removed += len(wrong)
+            result.unchanged += not missing and not wrong
+            if mark.relevant:
+                result.pairs += len(missing)
+            else:
+                result.filter_pairs += len(missing)
+
+    def write(self, folder: Path) -> None:
+        """Write the four tables."""
+        queries, labels = self.dataset.queries.to_pylist(), self.dataset.labels.to_pylist()
+        texts = [(row["uid"], row["title"], row["content"], self.split_of[row["uid"]]) for row in queries]
+        texts += [(uid, text, "", "train") for uid, text in sorted(self.new.items())]
+        rows: dict[str, list[Mapping[str, Any]]] = {
+            "queries.jsonl": [_row(("id", "text", "content", "split"), cells) for cells in texts],
+            "labels.jsonl": [{"id": row["uid"], "text": row["title"], "content": row["content"]} for row in labels],
+            "pairs.jsonl": [
+                _row(("query_id", "label_id", "relevance"), (*key, value)) for key, value in sorted(self.pairs.items())
+            ],
+            "filters.jsonl": [_row(("query_id", "label_id"), key) for key in sorted(self.filters)],
+        }
+        for name, lines in rows.items():
+            with (folder / name).open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def _row(names: Sequence[str], cells: Sequence[Any]) -> Mapping[str, Any]:
+    return dict(zip(names, cells, strict=True))

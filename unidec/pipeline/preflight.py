@@ -1,0 +1,128 @@
+"""Checks before any work: settings and surroundings on which a run would otherwise fail minutes or hours later.
+
+Nothing is written, and no network is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from unidec.config import Params
+from unidec.data.formats import check_folder
+from unidec.data.storage import read_manifest
+from unidec.errors import ArtifactError, DataError, UnidecError, missing_package
+from unidec.model.sources import PACKAGED, check_positions, resolve_encoder
+from unidec.pipeline import paths
+from unidec.pipeline.data import source_files
+from unidec.tracking.store import sqlite_path, tracking_uri
+from unidec.user import check_writable
+
+ALL_STEPS = ("ingest", "tokens", "train", "index", "evaluate")
+# what a stage imports, which `pip install unidec-xmc` alone does not bring
+_PACKAGES = {
+    "validate": ("great_expectations",),
+    "train": ("mlflow",),
+    "index": ("faiss",),
+    "evaluate": ("sklearn", "matplotlib"),
+    "register": ("mlflow",),
+}
+_WRITTEN = (Path("data"), paths.RUNS, Path("outputs"), Path(".prefect"), Path(".dvc"))
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def check_before_work(params: Params, steps: Collection[str] = ALL_STEPS) -> None:
+    """Check what these steps need and can be checked before them; every problem is listed.
+
+    Raises:
+        UnidecError: the problems; its class and exit code are those of the first one.
+    """
+    found = [error for check in _checks(params, steps) if (error := _error_of(check)) is not None]
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        listed = "\n".join(str(error) for error in found)
+        raise type(found[0])(f"{len(found)} problems\n{listed}")
+
+
+def _checks(params: Params, steps: Collection[str]) -> Iterator[Callable[[], None]]:
+    yield lambda: _check_packages(steps)
+    yield _check_written
+    if "ingest" in steps:
+        yield lambda: check_source(params)
+    if "tokens" in steps:
+        yield lambda: _check_encoder(params)
+    if "train" in steps:
+        yield lambda: _check_start(params)
+        yield lambda: _check_devices(params)
+
+
+def _error_of(check: Callable[[], None]) -> UnidecError | None:
+    try:
+        check()
+    except UnidecError as error:
+        return error
+    return None
+
+
+def check_source(params: Params) -> None:
+    """Check that the raw files are where section `source`, or else `data.path`, says. Raises DataError: they are not,
+    or this user cannot read them."""
+    if params.source.kind == "none":
+        check_folder(params.data.path)
+        return
+    files = source_files(params.source)
+    for path in files.values():
+        if not os.access(path, os.R_OK):
+            fix = "mount or export it, or correct section source"
+            raise DataError("cannot be read", where=str(path), got=f"user id {os.getuid()}", fix=fix)
+
+
+def _check_encoder(params: Params) -> None:
+    name = params.encoder.name
+    is_packaged = name.removeprefix("sentence-transformers/") in PACKAGED
+    is_on_hub = not (is_packaged or Path(name).is_dir()) and _HUB_NAME.fullmatch(name) is not None
+    if is_on_hub and os.environ.get("HF_HUB_OFFLINE") != "1":
+        return  # the stage `tokens` downloads it
+    folder = resolve_encoder(name)
+    if params.encoder.has_transformer:
+        length = params.tokens.max_length
+        check_positions(folder, min(length, params.encoder.transformer_tokens or length))
+
+
+def _check_start(params: Params) -> None:
+    from unidec.pipeline.start import effective
+
+    effective(params)  # reads data/start.json
+    if params.encoder.start:
+        try:
+            read_manifest(params.encoder.start, "model", verify=False)
+        except ArtifactError as error:
+            fix = 'give the folder of an exported model, or encoder.start: ""'
+            raise ArtifactError(
+                "no model to start from", where="encoder.start", got=params.encoder.start, expected=error.what, fix=fix
+            ) from error
+
+
+def _check_devices(params: Params) -> None:
+    if params.device != "cuda" and params.run.devices == 1:
+        return  # importing torch takes seconds
+    from unidec.pipeline.launch import check_devices
+
+    check_devices(params)
+
+
+def _check_packages(steps: Collection[str]) -> None:
+    needed = dict.fromkeys(name for step in steps for name in _PACKAGES.get(step, ()))
+    for name in needed:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of this name is no package
+            raise missing_package(ModuleNotFoundError(name=name))
+
+
+def _check_written() -> None:
+    database = sqlite_path(tracking_uri())
+    check_writable([*_WRITTEN, *([database.parent] if database is not None else [])])

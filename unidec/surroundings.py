@@ -1,0 +1,128 @@
+"""The environment of unidec's programs: variables, terminals and streams of other tools must not break their work.
+
+`settle` is called first, before slow imports; it does nothing when another program imports this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import sys
+import warnings
+from typing import Any, TextIO
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+_THREADS = tuple(f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM"))
+_SIZES = ("COLUMNS", "LINES")
+
+
+class Output:
+    """A stream that outlives its reader: what cannot be written is dropped, and `failure` keeps the first error.
+
+    A reader that left (`| head`) is no failure.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.failure: OSError | None = None
+        self._is_closed = False
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        self._attempt(lambda: self.stream.write(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write texts, or drop them."""
+        self._attempt(lambda: self.stream.writelines(lines))
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, action: Any) -> None:
+        if self._is_closed:
+            return
+        try:
+            action()
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self._is_closed = True
+            if isinstance(error, OSError) and error.errno != errno.EPIPE:
+                self.failure = error
+            self._discard()
+
+    def _discard(self) -> None:
+        """Let Python's own flush at the end of the process succeed."""
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.stream.fileno())
+            os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def settle() -> None:
+    """Make this process, and those that it starts, independent of its surroundings."""
+    _open_standard_streams()
+    _no_warning_is_an_error()
+    _drop_invalid_numbers()
+    reach_local_servers()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or isinstance(stream, Output):
+            continue
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # what the terminal's encoding cannot show
+        setattr(sys, name, Output(stream))
+
+
+def reach_local_servers() -> None:
+    """Reach servers on this machine without a proxy."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = [host.strip() for host in os.environ.get(name, "").split(",") if host.strip()]
+        missing = [host for host in LOCAL_HOSTS if host not in known]
+        if known != ["*"] and missing:
+            os.environ[name] = ",".join([*known, *missing])
+
+
+def output_failure() -> OSError | None:
+    """Why the output could not be written; None if it was, or if its reader left."""
+    sys.stdout.flush()
+    return sys.stdout.failure if isinstance(sys.stdout, Output) else None
+
+
+def _open_standard_streams() -> None:
+    """Streams that the caller closed (`>&-`) lead nowhere; otherwise the next file that is opened would get their
+    number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+
+
+def _no_warning_is_an_error() -> None:
+    """PYTHONWARNINGS=error would end work at the first warning of any library."""
+    asked = [rule for rule in os.environ.get("PYTHONWARNINGS", "").split(",") if rule]
+    kept = [rule for rule in asked if not "error".startswith(rule.partition(":")[0].strip().lower() or "-")]
+    if kept != asked:
+        os.environ["PYTHONWARNINGS"] = ",".join(kept)
+        filters: Any = warnings.filters
+        filters[:] = [entry for entry in filters if entry[0] != "error"]
+
+
+def _drop_invalid_numbers() -> None:
+    for name in _THREADS:
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*|", os.environ.get(name, "")):
+            del os.environ[name]
+    for name in _SIZES:
+        if not re.fullmatch(r"\d+|", os.environ.get(name, "")):
+            del os.environ[name]

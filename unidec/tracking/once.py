@@ -1,0 +1,55 @@
+"""Creations on a server whose replies may get lost: each is sent once, and looked for before it is sent again.
+
+MLflow itself repeats every request whose reply is lost. A server that has acted already would then create twins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_ATTEMPTS = 5
+_PAUSE_S = 0.2  # doubled after each attempt: the server may still be at work
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_UNCLEAR = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
+
+
+def create_once(find: Callable[[], T | None], create: Callable[[], T]) -> T:
+    """What `find` finds, or else what `create` creates.
+
+    Raises:
+        MlflowException: the server refuses, or does not answer several times.
+    """
+    from mlflow.exceptions import MlflowException
+
+    for attempt in range(_ATTEMPTS):
+        found = find()
+        if found is not None:
+            return found
+        try:
+            with _without_retries():
+                return create()
+        except (MlflowException, OSError) as error:
+            is_unclear = getattr(error, "error_code", _UNCLEAR[0]) in _UNCLEAR
+            if not is_unclear or attempt == _ATTEMPTS - 1:
+                raise
+        time.sleep(_PAUSE_S * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+@contextlib.contextmanager
+def _without_retries() -> Iterator[None]:
+    """MLflow sends each request once."""
+    before = os.environ.get(_RETRIES)
+    os.environ[_RETRIES] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_RETRIES]
+        if before is not None:
+            os.environ[_RETRIES] = before

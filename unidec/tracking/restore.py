@@ -1,0 +1,68 @@
+"""The commit from which a version can be restored: the one that holds its dvc.lock, and best also its code.
+
+A version's own commit is the one that was checked out while it was made. What the training wrote (dvc.lock) and what
+was not committed then is in a later commit, or in none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unidec.tracking.provenance import (
+    COMMIT_TAG,
+    DIRTY_TAG,
+    LOCK_COMMIT_TAG,
+    LOCK_TAG,
+    PARAMS,
+    RECORDS_FOLDER,
+    changed_between,
+    uncommitted,
+)
+from unidec.tracking.repository import GitError, contents, git, is_inside
+
+LOCK = "dvc.lock"
+_MOST_COMPARED = 50  # commits with the same dvc.lock whose code is compared
+
+
+@dataclass(frozen=True)
+class RestorePoint:
+    """The best commit for a version, None without one, and what of the version it lacks, in words."""
+
+    commit: str | None
+    missing: list[str]
+
+
+def restore_point(tags: Mapping[str, str], run_id: str | None, root: Path | str = ".") -> RestorePoint:
+    """The oldest commit of any branch with the version's dvc.lock and code; else with its dvc.lock; else its own."""
+    own, lock = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG), tags.get(LOCK_TAG)
+    if own is None or not lock or not is_inside(root):
+        return RestorePoint(own, [])
+    if git(root, "cat-file", "-e", f"{own}^{{commit}}") is None:  # of another clone
+        return RestorePoint(own, [])
+    try:
+        found = contents(root, LOCK)
+    except GitError:
+        return RestorePoint(own, [])
+    holders = [commit for commit, text in found if hashlib.sha256(text).hexdigest() == lock]
+    if own in holders:
+        holders = [own, *(commit for commit in holders if commit != own)]
+    for commit in holders[:_MOST_COMPARED]:
+        if not _code_that_differs(tags, commit, root):
+            return RestorePoint(commit, [])
+    commit, missing = (holders or [own])[0], []
+    if not holders:
+        kept = f"; MLflow run {run_id} keeps it as {RECORDS_FOLDER}/{LOCK}" if run_id else ""
+        missing.append(f"its {LOCK} is in no commit here{kept}")
+    if files := _code_that_differs(tags, commit, root):
+        missing.append(f"other code or parameters than it was made with: {', '.join(files[:5])}")
+    return RestorePoint(commit, missing)
+
+
+def _code_that_differs(tags: Mapping[str, str], commit: str, root: Path | str) -> list[str]:
+    """Files of the code, and params.yaml, that made a version and differ in a commit."""
+    if tags.get(DIRTY_TAG) == "true":
+        return uncommitted(tags, root, commit)
+    return changed_between(root, tags.get(COMMIT_TAG, ""), commit, PARAMS)

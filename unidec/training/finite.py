@@ -1,0 +1,62 @@
+"""Checks that losses and gradients are finite, without a wait of the host in each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncheckedStep:
+    """A step that the host has not checked yet: rows of some of its queries, its losses (0-d), and whether a loss or
+    gradient of this or an earlier unchecked step was not finite (0-d, 1 or 0)."""
+
+    epoch: int
+    step: int
+    some_rows: np.ndarray
+    losses: dict[str, Tensor]
+    failed: Tensor
+
+
+class FiniteChecks:
+    """Notes steps on the device, and finds the first that failed.
+
+    On a GPU the host checks only when it logs or writes a checkpoint; until then `failed` stops all updates from the
+    first step on that is not finite.
+
+    Attributes:
+        each_step: whether the host checks after each step.
+        failed: float32 0-d, 1 after a step that failed, else 0.
+    """
+
+    def __init__(self, device: torch.device):
+        self.each_step = device.type == "cpu"
+        self.failed = torch.zeros((), device=device)
+        self._steps: list[UncheckedStep] = []
+
+    def note(self, epoch: int, step: int, some_rows: np.ndarray, losses: dict[str, Tensor], value: Tensor) -> None:
+        """Note a step.
+
+        Args:
+            value: 0-d, finite if all losses and gradients are.
+        """
+        self.failed = torch.maximum(self.failed, (~torch.isfinite(value)).float())
+        self._steps.append(
+            UncheckedStep(epoch=epoch, step=step, some_rows=some_rows, losses=losses, failed=self.failed)
+        )
+
+    @property
+    def stops_update(self) -> Tensor | None:
+        """What the optimisers take as `failed`; None if the host has checked the step."""
+        return None if self.each_step else self.failed
+
+    def first_failure(self) -> UncheckedStep | None:
+        """The first step since the last call whose loss or gradient was not finite; waits for the device."""
+        steps, self._steps = self._steps, []
+        if not steps or not bool(self.failed):
+            return None
+        self.failed = torch.zeros_like(self.failed)
+        return next(step for step in steps if bool(step.failed))

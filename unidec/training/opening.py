@@ -1,0 +1,245 @@
+"""Opens a training: a new model or the newest checkpoint's, the methods that the recipe names, batches and optimisers.
+
+Legend: L labels, D width of a head.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import read_json_lines, write_bytes_atomic
+from unidec.data.tokens import TokenCache
+from unidec.errors import ArtifactError
+from unidec.methods.assembly import additions, changed_pairs, chosen_methods, rows_of
+from unidec.model.additions import Rows
+from unidec.model.frozen import cached_inputs
+from unidec.model.row_table import Placement
+from unidec.model.sources import resolve_encoder
+from unidec.model.unidec import UniDEC
+from unidec.params import TrainingSettings
+from unidec.training.batches import Batches, TrainingTexts, inverse_propensities, query_pairs
+from unidec.training.checkpoint import Checkpoint, load_checkpoint
+from unidec.training.distributed import Ranks
+from unidec.training.encoding import Encoding
+from unidec.training.gradients import Gradients
+from unidec.training.identity import check_same, run_identity
+from unidec.training.objective import Objective
+from unidec.training.optim import Optimisers
+from unidec.training.precision import autocast_type, choose_device, restore_random_state
+from unidec.training.sampler import steps_an_epoch
+from unidec.training.start import Start, cluster_labels, start_bag, take_model, take_rows
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Input of a training: a data set, its token caches, and if needed the label graph, csr [L, L]: soft targets of
+    label texts for `pool.gandalf`, relations between labels for `model.clf_graph`."""
+
+    dataset: XMCDataset
+    query_tokens: TokenCache
+    label_tokens: TokenCache
+    label_graph: sp.csr_matrix | None = None
+
+    @property
+    def tokens(self) -> dict[str, TokenCache]:
+        """The token caches by source."""
+        return {"queries": self.query_tokens, "labels": self.label_tokens}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a training runs: its folder, the folder of the caches of frozen results, and its processes."""
+
+    run_dir: Path
+    cache_dir: Path
+    ranks: Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """The parts of a training.
+
+    Attributes:
+        identity: of the run (`unidec.training.identity`).
+        state: of the checkpoint from which it resumes; {} for a new run.
+    """
+
+    model: UniDEC
+    encoding: Encoding
+    batches: Batches
+    objective: Objective
+    optimisers: Optimisers
+    gradients: Gradients
+    identity: dict[str, str]
+    state: dict[str, Any]
+
+
+def open_training(
+    settings: TrainingSettings,
+    data: TrainingData,
+    place: Place,
+    accept: Collection[str],
+    start: Start | None,
+) -> Opened:
+    """Open a training; arguments and errors as of `Trainer`."""
+    ranks = place.ranks
+    model = _new_model(settings, data, place)
+    texts = TrainingTexts(data.tokens)
+    pairs = changed_pairs(query_pairs(data.dataset), settings.pool, data.label_graph)
+    if start is not None:  # changes weights on which the caches of frozen results depend
+        take_model(model, start)
+    else:
+        start_bag(model, texts.parts(pairs.rows))
+    encoding = _encoding(settings, model, texts, place)
+    rows = rows_of(model, data.dataset, data.label_graph, encoding.outputs)
+    steps = steps_an_epoch(settings.pool, len(pairs.rows))
+    optimisers = Optimisers(model, settings.optim, steps, seed=settings.seed)
+    identity = run_identity(
+        settings.everything,
+        data.dataset,
+        data.query_tokens,
+        data.label_tokens,
+        start=start.sha256 if start is not None else None,
+        label_graph=data.label_graph,
+    )
+    checkpoint = _newest(model, place, identity, accept)
+    if checkpoint is not None:
+        _restore(checkpoint, model, optimisers, place.run_dir)
+    else:
+        _start_rows(settings, encoding, data, rows, start)
+        if size := settings.model.labels_a_cluster:
+            label_LD = encoding.vectors("labels", np.arange(data.dataset.num_labels))
+            cluster_labels(model, label_LD, size, settings.seed, ranks)
+    state = checkpoint.state if checkpoint is not None else {}
+    if ranks.is_first:
+        _drop_later_lines(place.run_dir, state)
+    methods, pairs = chosen_methods(settings, model, rows, pairs, encoding.autocast)
+    batches = Batches(
+        settings,
+        texts,
+        pairs,
+        methods,
+        build=encoding.build,
+        device=encoding.device,
+        ranks=ranks,
+        inverse_L=inverse_propensities(settings, data.dataset),
+    )
+    objective = Objective(settings.loss, model, methods, seed=settings.seed, ranks=ranks, autocast=encoding.autocast)
+    return Opened(
+        model=model,
+        encoding=encoding,
+        batches=batches,
+        objective=objective,
+        optimisers=optimisers,
+        gradients=Gradients(model, optimisers, ranks, _parallel(model, batches, ranks)),
+        identity=identity,
+        state=state,
+    )
+
+
+def _new_model(settings: TrainingSettings, data: TrainingData, place: Place) -> UniDEC:
+    device = choose_device(settings.device)
+    torch.manual_seed(settings.seed)
+    num_labels = data.dataset.num_labels
+    begin, end = place.ranks.part(num_labels)
+    model = UniDEC.create(
+        settings.encoder,
+        settings.model,
+        num_labels,
+        resolve_encoder(settings.encoder.name),
+        data.query_tokens.vocab_size,
+        params=dict(settings.everything),
+        placement=Placement(
+            place=settings.run.table_place,
+            folder=place.run_dir / "table" / f"rank-{place.ranks.rank}",
+            first_row=begin,
+            num_rows=end - begin,
+            device=device,
+        ),
+        add=additions,
+    ).to(device)
+    model.encoder.recompute = settings.run.recompute
+    if settings.run.compile:
+        model.encoder.compile_transformer()
+    return model
+
+
+def _encoding(settings: TrainingSettings, model: UniDEC, texts: TrainingTexts, place: Place) -> Encoding:
+    device, ranks = model.device, place.ranks
+    amp = autocast_type(settings.optim.precision, device)
+    if not ranks.is_first:  # until the first rank has computed the caches
+        ranks.barrier()
+    build = cached_inputs(model.encoder, texts.tokens, place.cache_dir, device, amp)
+    if ranks.is_first:
+        ranks.barrier()
+    return Encoding(model, texts.tokens, build, device, amp)
+
+
+def _newest(model: UniDEC, place: Place, identity: dict[str, str], accept: Collection[str]) -> Checkpoint | None:
+    """The newest checkpoint of the run."""
+    tables = model.tables().items()
+    row_ranges = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
+
+    def check(state: dict[str, Any]) -> None:
+        check_same(state["identity"], identity, accept, str(place.run_dir))
+
+    checkpoint, rejected = load_checkpoint(place.run_dir, row_ranges, check)
+    for reason in rejected if place.ranks.is_first else ():
+        print(f"checkpoint skipped: {reason}")
+    return checkpoint
+
+
+def _restore(checkpoint: Checkpoint, model: UniDEC, optimisers: Optimisers, run_dir: Path) -> None:
+    prefix = "model."
+    weights = {key.removeprefix(prefix): x for key, x in checkpoint.dense.items() if key.startswith(prefix)}
+    try:
+        model.load_dense_state(weights)
+        optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
+    except (KeyError, RuntimeError) as error:
+        what, fix = "the checkpoint does not fit the model", "delete it, or the run's folder to start over"
+        raise ArtifactError(what, where=str(run_dir), got=str(error), fix=fix) from error
+    optimisers.load_dense_state(checkpoint.dense)
+    restore_random_state(checkpoint.dense, model.device)
+
+
+def _start_rows(
+    settings: TrainingSettings, encoding: Encoding, data: TrainingData, rows: Rows, start: Start | None
+) -> None:
+    """The classifier's first rows."""
+    if start is not None:
+        uids = data.dataset.labels["uid"]
+        take_rows(encoding.model, start, uids, encoding.label_outputs, keep=settings.keep, holds_text=rows.holds_text)
+    elif not rows.holds_text:  # otherwise the table starts at 0
+        encoding.model.start_table(encoding.label_outputs)
+
+
+def _parallel(model: UniDEC, batches: Batches, ranks: Ranks) -> torch.nn.Module | None:
+    """With several ranks: the wrapped encoder if a transformer trains."""
+    encoder = model.encoder
+    if ranks.alone or encoder.transformer is None or encoder.takes_vectors:
+        return None
+    no_texts = batches.build(batches.texts.parts(batches.rows[:0]))
+    return ranks.data_parallel(encoder, no_texts)
+
+
+def _drop_later_lines(run_dir: Path, state: dict[str, Any]) -> None:
+    """Remove the lines of the run's records that it will write again after the checkpoint of this state."""
+    last_step = int(state.get("step", 0)) - 1  # steps are numbered from 0
+    _keep_lines(run_dir / "history.jsonl", "step", last_step)
+    _keep_lines(run_dir / "rounds.jsonl", "epoch", int(state.get("epoch", 0)))
+
+
+def _keep_lines(path: Path, key: str, last: int) -> None:
+    """Keep the lines whose `key` is at most `last`."""
+    if path.is_file():
+        lines = [json.dumps(line) for line in read_json_lines(path) if line[key] <= last]
+        write_bytes_atomic(path, "".join(f"{line}\n" for line in lines).encode())
