@@ -103,7 +103,7 @@ def test_from_nothing_to_a_report(
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
     broken = unidec("--only", "mix", "--only", "kNN")
-    assert broken.returncode == 1 and "d/mix/0: failed: d/mix/0: cannot be started" in broken.stderr
+    assert broken.returncode == 1 and "the process of this run cannot be started" in broken.stderr
     assert "report: " in broken.stderr and "d\tkNN\t1" in broken.stdout and "Traceback" not in broken.stderr
     assert (place / "result.json").is_file()
 

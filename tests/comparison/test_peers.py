@@ -191,7 +191,7 @@ def test_a_script_that_fails_shows_the_end_of_its_log(own, tiny_dataset, folder)
         run_peer("own", tiny_dataset, SETTINGS)
     assert "peer.log" in str(error.value)
     own("print('nothing is written')")
-    with pytest.raises(TrainingError, match="left no predictions"):
+    with pytest.raises(TrainingError, match="ended without readable predictions"):
         run_peer("own", tiny_dataset, SETTINGS)
 
 

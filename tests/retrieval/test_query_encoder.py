@@ -111,7 +111,7 @@ def test_inception_is_encoded_by_torch_alone(bundled, caplog):
     model, about = bundled(kind="inception", inception_tokens=4, heads="clf")
     bundle = _bundle_of(model, about)
     for runtime in ("onnx", "onnx-int8"):
-        with pytest.raises(ConfigError, match=r"serve\.runtime: auto or torch"):
+        with pytest.raises(ConfigError, match=r"fix: runtime: auto or torch"):
             open_encoder(bundle, runtime)
     before = torch.get_num_threads()
     with caplog.at_level(logging.WARNING):

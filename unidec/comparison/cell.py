@@ -58,7 +58,7 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
                 stderr=subprocess.STDOUT, env=variables, process_group=0,
             )  # fmt: skip
     except OSError as error:
-        fix = "free memory or disk space, then run it again"
+        fix = "make its folder writable, free memory or disk space, then run it again"
         raise TrainingError("the process of this run cannot be started", where=step.name, got=error, fix=fix) from error
     while (code := process.poll()) is None:
         if stopping.wait(POLL_S):
