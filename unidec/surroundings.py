@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import sys
@@ -68,7 +69,7 @@ def settle() -> None:
     """Make this process, and those that it starts, independent of its surroundings."""
     _open_standard_streams()
     _no_warning_is_an_error()
-    _drop_invalid_numbers()
+    _drop_invalid_values()
     reach_local_servers()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -119,10 +120,13 @@ def _no_warning_is_an_error() -> None:
         filters[:] = [entry for entry in filters if entry[0] != "error"]
 
 
-def _drop_invalid_numbers() -> None:
+def _drop_invalid_values() -> None:
     for name in _THREADS:
         if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*|", os.environ.get(name, "")):
             del os.environ[name]
     for name in _SIZES:
         if not re.fullmatch(r"\d+|", os.environ.get(name, "")):
             del os.environ[name]
+    level = os.environ.get("MLFLOW_LOGGING_LEVEL", "INFO")
+    if level.upper() not in logging.getLevelNamesMapping():
+        del os.environ["MLFLOW_LOGGING_LEVEL"]

@@ -92,6 +92,7 @@ def work(
     """The project with its second data; what a test registers is its own."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(made / "mlflow.db", tmp_path)
+    shutil.copytree(made / "artifacts", tmp_path / "artifacts")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     for name in ("raw", "raw2", "bert"):
         (tmp_path / name).symlink_to(made / name)

@@ -28,7 +28,7 @@ from unidec.addresses import parse, without_credentials
 from unidec.data.storage import lock_file
 from unidec.errors import ArtifactError, ConfigError, UnidecError, missing_package
 from unidec.surroundings import reach_local_servers
-from unidec.tracking.relocation import artifacts_uri, follow_database
+from unidec.tracking.relocation import ARTIFACTS, artifacts_uri, follow_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -195,7 +195,8 @@ def prepare_store(uri: str | None = None) -> str:
         return uri
     if _is_there(path):
         if follow_database(path):
-            log.warning("%s was copied or moved with its project: its files are now in %s", path, path.parent)
+            own = path.parent / ARTIFACTS
+            log.warning("%s was copied or moved: its files are now in %s; copy them too if they are missing", path, own)
         return uri
     with lock_file(Path(f"{path}-lock")):  # the system releases it if its process dies, so it never becomes stale
         if not _is_there(path):
