@@ -89,7 +89,8 @@ def test_the_wheel_takes_one_name_and_brings_a_project(environment: Path, tmp_pa
 
 
 def test_without_a_dvc_repository_the_error_is_one_line(environment: Path, tmp_path: Path) -> None:
-    run(environment, tmp_path, "unidec", "init", "--project")
+    (tmp_path / "shop").mkdir()
+    run(environment, tmp_path, "unidec", "init", "--project", "--data-path", "shop")
     shutil.rmtree(tmp_path / ".dvc")
     said = run(environment, tmp_path, "python", "-m", "flows.train", code=2)
     assert "no DVC repository" in said and "unidec init --project" in said and "Traceback" not in said
