@@ -279,6 +279,7 @@ def test_config_show_prints_a_file_that_loads_to_the_same_values(run, tmp_path: 
 
 
 def test_config_check_and_keys(run) -> None:
+    Path(load_params("params.yaml").data.path).mkdir(parents=True)
     assert run("config", "check")[:2] == (0, "params.yaml: ok\n")
     _, out, _ = run("config", "keys")
     for key in known_keys():

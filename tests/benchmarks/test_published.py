@@ -270,7 +270,7 @@ def test_as_many_positives_as_published(stand_in, tmp_path):
 def test_a_stage_that_fails_ends_with_1(tmp_path, command, capsys):
     assert command("stand-in", "LF-WikiTitles-500K", "--share", 0.0001, "--encoder", str(tmp_path / "none")) == 1
     text = capsys.readouterr().out
-    assert "tokens failed: " in text and "encoder.name" in text
+    assert "validate failed: " in text and "encoder.name" in text
     assert text.splitlines()[-1].count("| - ") >= 5, "nothing after it ran"
 
 
@@ -278,7 +278,7 @@ def test_a_stage_that_fails_ends_with_1(tmp_path, command, capsys):
 def test_texts_longer_than_the_encoder_reads_end_before_they_are_tokenised(encoder_at_hand, tmp_path, command, capsys):
     work = tmp_path / "work"
     assert command("stand-in", "LF-Amazon-131K", "--share", 0.001, "--folder", work) == 1
-    assert "tokens failed: tokens.max_length: the transformer reads at most 64 tokens" in capsys.readouterr().out
+    assert "failed: tokens.max_length: the transformer reads at most 64 tokens" in capsys.readouterr().out
     assert not (work / "LF-Amazon-131K" / "data" / "tokens").exists()
 
 

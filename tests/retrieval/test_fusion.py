@@ -116,22 +116,23 @@ def test_labels_to_choose_from_do_not_change_what_is_read(fused):
 
 
 def test_a_bundle_ranks_by_network_and_tail(fused):
-    fusion, evidence = fused.info.fusion, read(fused, QUERIES, np.zeros(0, np.int64))
+    texts = [text or "?" for text in QUERIES]  # a blank text is refused
+    fusion, evidence = fused.info.fusion, read(fused, texts, np.zeros(0, np.int64))
     x = np.clip((evidence.feature_PX - np.array(fusion.mean)) / np.array(fusion.scale), -LIMIT, LIMIT)
     network = x @ fusion.linear + np.maximum(x @ np.array(fusion.hidden).T + fusion.hidden_bias, 0) @ fusion.out
     counts = np.asarray(fused.neighbours.labels_ML.sum(axis=0)).ravel().astype(int)
     rare = np.log(inverse_propensity(counts, fused.neighbours.num_queries, 0.55, 1.5))
     answerer = Answerer(fused, fused.encoder)
     for tail in (0.0, 2.0, -1.5):
-        found = answerer.answer([Request(text, k=12, tail=tail) for text in QUERIES])
+        found = answerer.answer([Request(text, k=12, tail=tail) for text in texts])
         for query, prediction in enumerate(found):
             here = evidence.query_P == query
             wanted = network[here] + tail * rare
             got = dict(zip(prediction.labels, prediction.scores, strict=True))
             np.testing.assert_allclose([got[uid] for uid in UIDS], wanted, rtol=1e-3, atol=1e-3)
             assert prediction.scores == sorted(prediction.scores, reverse=True)
-    allowed = answerer.answer([Request(text, k=2, allow=("L3", "L5", "L9")) for text in QUERIES])
-    every = answerer.answer([Request(text, k=12) for text in QUERIES])
+    allowed = answerer.answer([Request(text, k=2, allow=("L3", "L5", "L9")) for text in texts])
+    every = answerer.answer([Request(text, k=12) for text in texts])
     for few, many in zip(allowed, every, strict=True):
         kept = [(uid, score) for uid, score in zip(many.labels, many.scores, strict=True) if uid in ("L3", "L5", "L9")]
         assert few.labels == [uid for uid, _ in kept[:2]]
