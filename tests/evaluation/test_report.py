@@ -147,7 +147,7 @@ def test_what_could_be_reached_at_best_is_beside_each_figure():
     row = page.row("at best")
     assert row[1] == "100.00" and "41.25" in row
     assert "97.50" in page.row("at best, tail")
-    compared = page.row("R@10, tail (< 10)")  # the model, at best, the difference
+    compared = page.row("R@10, tail (< 10 queries)")  # the model, at best, the difference
     assert compared[1:3] == ["30.00", "97.50"]
     assert "at best" not in Page(render(dataclasses.replace(_full(), at_best={}))).words.lower()
 
