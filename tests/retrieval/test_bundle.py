@@ -184,6 +184,8 @@ def test_files_in_and_out(rng, tmp_path, ending, column, output):
     write_tiny_bundle(tmp_path / "b", rng)
     bundle = Bundle.load(tmp_path / "b")
     texts = ["red car", 'a "quoted", old\nhouse', "größer 🚗", "007", "NA", "1.50"]
+    if ending == ".tsv":  # a field of several lines would be refused, see raw.quotes
+        texts = [text.replace("\n", " ") for text in texts]
     source = tmp_path / f"queries{ending}"
     _write_queries(source, ending, texts, column)
     target = tmp_path / "new" / output
