@@ -340,6 +340,37 @@ def test_evaluate_uses_the_test_queries_and_the_trainings_propensities(model, da
         model.evaluate(data.queries, [(0, 0, -1)])
 
 
+def test_propensities_are_counted_over_the_training_queries_by_hand(data):
+    given = data.params | SMALL | {"index.knn_weight": 0.5, "data.propensity_a": 0.6, "data.propensity_b": 2.6}
+    model = unidec.fit(data.queries, data.labels, data.pairs, params=given)
+    num_train = len(data.queries)
+    factor = (np.log(num_train) - 1) * (2.6 + 1) ** 0.6
+    counts = [sum(label == col for _, col in data.pairs) for label in range(len(data.labels))]
+    weights = [1 + factor * (count + 2.6) ** -0.6 for count in counts]
+    reached = best = 0.0
+    for row, text in enumerate(data.queries):
+        relevant = [col for r, col in data.pairs if r == row]
+        found = [int(label.uid) for label in model.predict([text], 5)[0]]
+        reached += sum(weights[col] for col in found if col in relevant)
+        best += sum(sorted((weights[col] for col in relevant), reverse=True)[:5])
+    assert model.evaluate(data.queries, data.pairs)["PSP@5"] == pytest.approx(100 * reached / best)
+
+
+def test_a_forked_child_fits_and_predicts_as_its_parent(data, tmp_path):
+    code = """
+model = fit()
+answer = [[list(label) for label in labels] for labels in model.predict(given["queries"], 3)]
+child = os.fork()
+if child == 0:
+    inherited, own = model.predict(given["queries"], 3), fit().predict(given["queries"], 3)
+    as_lists = [[[list(label) for label in labels] for labels in found] for found in (inherited, own)]
+    os._exit(0 if as_lists == [answer, answer] else 1)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+"""
+    assert in_python(code, data, tmp_path) == "0\n"
+
+
 @pytest.mark.parametrize("texts", [pd.DataFrame({"text": ["q"]}), {"q": "a"}, {"q"}, iter(["q"]), np.array([["q"]])])
 def test_predict_refuses_what_is_not_a_list(model, texts):
     with pytest.raises(DataError, match="expected a list of texts"):
