@@ -7,6 +7,7 @@ variables, and `run` masks them in DVC's output.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -90,9 +91,15 @@ def check_repository() -> None:
         raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
     if matches_git(Path()):
         return
-    fix = "unidec init --project sets it"
     if not is_inside(Path()):
+        fix = "run `unidec init --project`, which sets it, or `git init`"
         raise ConfigError("DVC requires git, and there is none", where="core.no_scm (.dvc/config.local)", fix=fix)
+    _warn_of_unused_git()
+
+
+@functools.cache  # once in a process
+def _warn_of_unused_git() -> None:
+    fix = "unidec init --project removes it"
     log.warning("DVC does not use this folder's git repository: core.no_scm is set (%s)", fix)
 
 
