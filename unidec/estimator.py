@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from scipy.sparse import csr_matrix
 from sklearn.base import BaseEstimator
 from sklearn.linear_model import LogisticRegression
@@ -16,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 from unidec import api
 from unidec.config import load_params
 from unidec.data.formats.memory import listed
-from unidec.data.raw import hold_out
+from unidec.data.raw import hold_out, text_table
 from unidec.errors import DataError
 
 FEWEST_QUERIES = 50  # validation queries; with fewer, probabilities are fitted on all queries
@@ -76,9 +75,9 @@ class UniDECClassifier(BaseEstimator):
         self.classes_ = np.arange(len(names))
         self.model_ = api.fit(texts, names, truth, recipe=self.recipe, params=self.params, folder=self.folder)
         data = load_params(None, {"recipe": self.recipe, **(self.params or {})}).data
-        uids = pa.array([str(row) for row in range(len(texts))], pa.large_string())
+        queries = text_table([str(row) for row in range(len(texts))], texts)
         no_filters = csr_matrix(truth.shape, dtype=bool)
-        is_held_out = hold_out(uids, no_filters, data.validation_share, data.split_seed)  # as `fit` did
+        is_held_out = hold_out(queries, no_filters, data.validation_share, data.split_seed)  # as `fit` did
         self._calibrate(texts, truth, np.flatnonzero(is_held_out))
         return self
 

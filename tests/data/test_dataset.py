@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pacsv
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import XMCDataset, write_dataset
+from unidec.data.formats import read_raw
 from unidec.data.raw import RawData, hold_out, make_slice, text_table
 from unidec.errors import ArtifactError
 
@@ -121,7 +123,7 @@ def test_indices_out_of_range_are_refused_though_the_hashes_fit(tiny_dataset: XM
 
 def test_validation_split_keeps_families_together(slice_raw: RawData) -> None:
     pairs = slice_raw.filter_pairs["train"]
-    held = hold_out(slice_raw.queries["train"]["uid"].to_pylist(), pairs, 0.1, 3)
+    held = hold_out(slice_raw.queries["train"], pairs, 0.1, 3)
     assert abs(held.sum() - 200) <= 2
     dense = pairs.toarray()
     assert not (dense[held].any(axis=0) & dense[~held].any(axis=0)).any()
@@ -133,10 +135,12 @@ def test_hold_out_against_families_found_slowly(
     seed: int, rows: int, labels: int, density: float, share: float
 ) -> None:
     pairs = np.random.default_rng(seed).random((rows, labels)) < density
-    uids = [f"u{row}" for row in range(rows)]
-    held = hold_out(uids, csr_matrix(pairs), share, seed)
-    np.testing.assert_array_equal(held, hold_out(uids, csr_matrix(pairs), share, seed))
-    groups = families(pairs)
+    text_of = np.random.default_rng(seed + 1).integers(0, 2 * rows + 1, rows)
+    queries = text_table([f"u{row}" for row in range(rows)], [f"text {text}" for text in text_of])
+    held = hold_out(queries, csr_matrix(pairs), share, seed)
+    np.testing.assert_array_equal(held, hold_out(queries, csr_matrix(pairs), share, seed))
+    has_text = text_of[:, None] == np.arange(2 * rows + 1)
+    groups = families(np.hstack([pairs, has_text]))
     for group in groups:
         assert len({bool(held[query]) for query in group}) == 1
     assert held.sum() <= max(1, round(share * rows), min(map(len, groups), default=0))
@@ -149,11 +153,12 @@ def test_hold_out_against_families_found_slowly(
 def test_hold_out_depends_on_seed_and_uid_not_on_position() -> None:
     none = csr_matrix((200, 1), dtype=bool)
     uids = [f"u{row}" for row in range(200)]
-    held = hold_out(uids, none, 0.2, 0)
+    queries = text_table(uids, uids)
+    held = hold_out(queries, none, 0.2, 0)
     assert held.sum() == 40
-    assert (held != hold_out(uids, none, 0.2, 1)).any()
+    assert (held != hold_out(queries, none, 0.2, 1)).any()
     order = np.random.default_rng(0).permutation(200)
-    np.testing.assert_array_equal(hold_out([uids[i] for i in order], none, 0.2, 0), held[order])
+    np.testing.assert_array_equal(hold_out(queries.take(order), none, 0.2, 0), held[order])
 
 
 def test_a_validation_split_in_the_data_is_kept(tiny_raw: RawData, tmp_path: Path) -> None:
@@ -195,7 +200,8 @@ def test_held_out_families_are_not_larger_than_the_rest() -> None:
     sizes = np.repeat([1, 5], 400)
     family_N = np.repeat(np.arange(sizes.size), sizes)
     pairs = csr_matrix((np.ones(family_N.size, bool), (np.arange(family_N.size), family_N)))
-    held = hold_out([f"q{i}" for i in range(family_N.size)], pairs, 0.2, seed=3)
+    uids = [f"q{i}" for i in range(family_N.size)]
+    held = hold_out(text_table(uids, uids), pairs, 0.2, seed=3)
     drawn = np.unique(family_N[held])
     assert held.mean() == pytest.approx(0.2, abs=0.01)
     assert (sizes[drawn] == 5).mean() == pytest.approx(0.5, abs=0.12)  # 3 sigma of about 160 draws
@@ -204,5 +210,19 @@ def test_held_out_families_are_not_larger_than_the_rest() -> None:
 def test_no_family_dominates_what_is_held_out() -> None:
     family_N = np.concatenate([np.zeros(30, np.int64), np.arange(1, 1001)])
     pairs = csr_matrix((np.ones(family_N.size, bool), (np.arange(family_N.size), family_N)))
+    uids = [f"q{i}" for i in range(family_N.size)]
+    queries = text_table(uids, uids)
     for seed in range(20):
-        assert not hold_out([f"q{i}" for i in range(family_N.size)], pairs, 0.1, seed)[:30].any()
+        assert not hold_out(queries, pairs, 0.1, seed)[:30].any()
+
+
+def test_a_text_that_occurs_twice_is_in_one_split(tmp_path: Path) -> None:
+    """Otherwise a random test split would consist of training queries."""
+    rows = [{"id": str(row), "text": f"text {row // 2}"} for row in range(200)]
+    pairs = [{"query_id": row["id"], "label_id": "a"} for row in rows]
+    tables = {"queries": rows, "labels": [{"id": "a", "text": "label"}], "pairs": pairs}
+    for name, table in tables.items():
+        pacsv.write_csv(pa.Table.from_pylist(table), tmp_path / f"{name}.csv")
+    raw = read_raw(tmp_path)
+    texts = {split: set(queries["title"].to_pylist()) for split, queries in raw.queries.items()}
+    assert raw.queries["test"].num_rows == 40 and not texts["train"] & texts["test"]

@@ -141,7 +141,7 @@ def write_dataset(
     filter_pairs = stack([raw.filter_pairs[split] for split in order])
     split_N = np.concatenate([np.full(raw.queries[s].num_rows, SPLITS.index(s), dtype=np.uint8) for s in order])
     if "validation" not in raw.queries:
-        held = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], validation_share, split_seed)
+        held = hold_out(raw.queries["train"], raw.filter_pairs["train"], validation_share, split_seed)
         split_N[: held.size][held] = SPLITS.index("validation")
     meta = {
         "name": raw.name,

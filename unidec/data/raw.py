@@ -100,28 +100,25 @@ def stack(parts: Sequence[csr_matrix]) -> csr_matrix:
 LARGEST_FAMILY = 0.05  # maximum size of a family, as a share of the queries to hold out
 
 
-def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
+def hold_out(queries: pa.Table, filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
     """Choose about `share` of n queries to hold out: bool [n], True for queries that are held out.
 
-    Queries that share a filtered label, directly or through other queries, form a family (versions of one product,
-    parts of one package) and stay together, so that a held-out query is as new to the model as a test query. Families
-    are held out in the order of a hash of seed and uid, so that adding queries changes the split of few others. A
-    family is skipped if it would exceed the share, or if it is larger than `LARGEST_FAMILY` of the share, because
-    hundreds of similar queries would dominate every metric. At least one family is held out if share > 0 and there are
-    two families.
+    Queries with equal texts, and queries that share a filtered label, directly or through other queries, form a family
+    (one query asked twice, versions of one product, parts of one package) and stay together, so that a held-out query
+    is as new to the model as a test query. Families are held out in the order of a hash of seed and uid, so that adding
+    queries changes the split of few others. A family is skipped if it would exceed the share, or if it is larger than
+    `LARGEST_FAMILY` of the share, because hundreds of similar queries would dominate every metric. At least one family
+    is held out if share > 0 and there are two families.
     """
-    num_queries = len(uids)
+    num_queries = queries.num_rows
     if share <= 0 or num_queries < 2:
         return np.zeros(num_queries, dtype=bool)
-    family_N = _families(filter_pairs)
+    family_N = _families(queries, filter_pairs)
     num_families = int(family_N.max()) + 1
     size_F = np.bincount(family_N, minlength=num_families)
     prefix = f"{seed}|".encode()
-    hash_N = np.fromiter(
-        (int.from_bytes(hashlib.blake2b(prefix + str(u).encode(), digest_size=8).digest(), "big") for u in uids),
-        np.uint64,
-        num_queries,
-    )
+    hashes = (hashlib.blake2b(prefix + uid.encode(), digest_size=8) for uid in queries["uid"].to_pylist())
+    hash_N = np.fromiter((int.from_bytes(found.digest(), "big") for found in hashes), np.uint64, num_queries)
     # a family has the hash of one member: with the minimum over its members, large families would come first
     hash_F = hash_N[np.unique(family_N, return_index=True)[1]]
     target = max(1, round(share * num_queries))
@@ -156,15 +153,21 @@ def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
     )
 
 
-def _families(filter_pairs: csr_matrix) -> np.ndarray:
-    """Family of each query, int64 [n]: its connected component in the graph of queries and their filtered labels."""
-    num_queries, num_labels = filter_pairs.shape
-    if not filter_pairs.nnz:
-        return np.arange(num_queries)
+def _families(queries: pa.Table, filter_pairs: csr_matrix) -> np.ndarray:
+    """Family of each query, int64 [n]: its connected component in the graph of queries, their texts and their filtered
+    labels."""
     from scipy.sparse.csgraph import connected_components
 
+    num_queries, num_labels = filter_pairs.shape
+    separator = pa.scalar("\n", pa.large_string())
+    texts = pc.binary_join_element_wise(queries["title"], queries["content"], separator).combine_chunks()
+    text_N = pc.dictionary_encode(texts).indices.to_numpy()
+    first_text = num_queries + num_labels  # nodes: queries, then labels, then texts
     pairs = filter_pairs.tocoo()
-    edges = (np.ones(pairs.nnz, dtype=np.int8), (pairs.row, pairs.col.astype(np.int64) + num_queries))
-    graph = csr_matrix(edges, shape=(num_queries + num_labels,) * 2)
+    from_node = np.concatenate([pairs.row, np.arange(num_queries)])
+    to_node = np.concatenate([pairs.col.astype(np.int64) + num_queries, text_N.astype(np.int64) + first_text])
+    edges = (np.ones(from_node.size, dtype=np.int8), (from_node, to_node))
+    num_nodes = first_text + num_queries
+    graph = csr_matrix(edges, shape=(num_nodes, num_nodes))
     family = connected_components(graph, directed=False)[1][:num_queries]
     return np.unique(family, return_inverse=True)[1]

@@ -55,7 +55,7 @@ def read_raw(
     """
     source, raw = _read(path, format, bounds)
     if "test" not in raw.queries:
-        is_test = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], test_share, split_seed)
+        is_test = hold_out(raw.queries["train"], raw.filter_pairs["train"], test_share, split_seed)
         raw = raw.take({"test": np.flatnonzero(is_test), "train": np.flatnonzero(~is_test)})
     files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
     return replace(raw, name=source.root.resolve().name, files=files)
