@@ -140,7 +140,7 @@ def write_project(folder: Path) -> list[str]:
         for file in sorted(template.glob(pattern))
     }
     files |= {".dvc/config": _DVC_CONFIG, ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
-    files["data/start.json"] = '{"kind": "cold"}\n'
+    files["data/start.json"] = '{\n  "kind": "cold"\n}\n'
     missing = {name: text for name, text in files.items() if not (folder / name).exists()}
     for name, text in missing.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
