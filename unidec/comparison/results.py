@@ -7,6 +7,7 @@ Legend: n test queries, K labels per query.
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -60,8 +61,20 @@ def write_report(comparison: Comparison) -> Path:
     page = page_input(comparison, found, contrasts(comparison, found))
     comparison.root.mkdir(parents=True, exist_ok=True)
     write_comparison(comparison.root / "report.html", page)
-    write_json(comparison.root / "results.json", figures(page))
+    write_bytes_atomic(comparison.root / "results.json", in_lines(figures(page)))
     return comparison.root / "report.html"
+
+
+def in_lines(found: Mapping[str, Any]) -> bytes:
+    """Figures as JSON with a line per cell and per test: short, and a diff shows which of them changed."""
+    parts = []
+    for name, value in found.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) and value:
+            lines = [json.dumps(entry, ensure_ascii=False) for entry in value]
+            text = "[\n" + ",\n".join(lines) + "\n]"
+        parts.append(f'"{name}": {text}')
+    return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
 
 
 def figures(page: ComparisonInput) -> dict[str, Any]:
