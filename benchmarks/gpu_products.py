@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from gpu_bench import Bench, free_bytes, peak_bytes, seconds, start_peak, train, uniform
 from measure import Memory
-from plan import CASES
-from scale import GPU
 from scipy.sparse import csr_matrix
 from torch import Tensor
 
@@ -22,7 +20,7 @@ from unidec.config import Params
 from unidec.data.tokens import TokenCache
 from unidec.model.faiss_library import faiss_module
 from unidec.model.search import exact_search
-from unidec.pipeline.plan import MARGIN, Plan, plan_memory
+from unidec.pipeline.plan import MARGIN, Plan, Sizes, plan_memory
 from unidec.retrieval.index import LabelIndex, recall
 from unidec.training.refresh import mine_hard_negatives
 
@@ -31,6 +29,43 @@ TOKENS, LAYERS = 16, 6  # of a title, with padding; of DistilBERT
 TEST_QUERIES, ALL_LABELS = 970_237, 1_305_265  # of LF-AmazonTitles-1.3M
 LARGEST_SECONDS = 240  # that 450M rows take, most of it to make them
 MOST_TEXTS = 10**7  # whose tokens are made at their greatest length: more would not fit into the host's memory
+
+# LF-AmazonTitles-1.3M as UniDEC trains it (1,098 queries, pool of 3,000, 256 wide, 32 tokens, every layer of a
+# DistilBERT), and a table of 450 million labels, 64 wide (Query2Bid-450M of DePSL: batch 2,048, 12 tokens)
+ENCODER = {"name": "distilbert-base-uncased", "kind": "transformer", "trainable_layers": -1}
+AMAZON = {"encoder": ENCODER, "model": {"dim": 256}, "pool": {"batch_size": 1098, "size": 3000, "beta": 3, "eta": 6},
+          "tokens": {"max_length": 32}}  # fmt: skip
+# the classifier alone, random batches: nobody searches 450 million labels exactly every few epochs
+BID = {"encoder": ENCODER, "model": {"dim": 64, "heads": "clf", "clf_init": "normal", "clf_dtype": "bf16"},
+       "pool": {"batch_size": 2048, "size": 3000, "eta": 0, "batches": "random"}, "tokens": {"max_length": 12},
+       "index": {"space": "clf"}}  # fmt: skip
+
+# name: (parameters, sizes, the card's bytes)
+CASES: dict[str, tuple[dict[str, Any], Sizes, int]] = {
+    "1.3M labels, 48 GB": (AMAZON, Sizes.given(1_300_000, 2_248_619, 32, pairs=49_900_000), 48 * 10**9),
+    "1.3M labels, 16 GiB": (AMAZON, Sizes.given(1_300_000, 2_248_619, 32, pairs=49_900_000), 16 << 30),
+    "1.3M labels, 16 GiB, recomputed": (
+        {**AMAZON, "run": {"recompute": True}}, Sizes.given(1_300_000, 2_248_619, 32, pairs=49_900_000), 16 << 30,
+    ),
+    **{
+        f"450M labels, 141 GB, {state}": (
+            {**BID, "optim": {"clf_state": state}}, Sizes.given(450_000_000, 10_000_000, 12), 141 * 10**9,
+        )
+        for state in ("adagrad", "sgd", "adam")
+    },
+}  # fmt: skip
+PAPERS = {
+    "labels": 1_305_265, "train": 1_000_000, "batch": 1098, "pool": 3000, "dim": 256, "kind": "transformer",
+    "hidden": 768, "layers": 6, "max_length": 32,
+}  # fmt: skip
+MEASURED = {  # as sizes of `scale_step.py`
+    "papers-1.3M": PAPERS,
+    "papers-1.3M-recompute": PAPERS | {"recompute": True},
+    "rows-450M": PAPERS | {
+        "labels": 450_000_000, "batch": 2048, "pool": 4000, "dim": 64, "max_length": 12, "dtype": "bf16",
+        "state": "adagrad", "virtual": True,
+    },
+}  # fmt: skip
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
@@ -62,8 +97,8 @@ def _planned(case: str) -> Plan:
 
 
 def _measure_cell(bench: Bench, cell: str, planned: int, most: float | None) -> None:
-    """The peak of some steps of a cell of `scale.py gpu`, where the card and the time allow it."""
-    size = scale_step.SIZE | GPU[cell] | {"train": 140_544}
+    """The peak of some steps of a cell of `MEASURED`, where the card and the time allow it."""
+    size = scale_step.SIZE | MEASURED[cell] | {"train": 140_544}
     what = f"{size['labels']} labels, {size['batch']} queries, pool of {size['pool']}, {size['max_length']} tokens"
     large = size["labels"] > MOST_TEXTS
     missing = planned > (1 - MARGIN) * free_bytes(bench.device)

@@ -1,13 +1,10 @@
-"""How much memory a process takes (Linux), seconds of work without pauses, and where a benchmark ran."""
+"""How much memory a process takes (Linux), and where a benchmark ran."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -55,35 +52,6 @@ class Memory:
             "peak_mib": round((self.end["VmHWM"] - self.begin["VmRSS"]) / MIB, 1),
             "anonymous_mib": round((anonymous - self.begin["RssAnon"]) / MIB, 1),
         }
-
-
-class Clock:
-    """Seconds of work since it was made, without pauses; and when the next point of a curve is due.
-
-    Args:
-        every: seconds of work between two points at first; later a quarter of the seconds so far, if that is more.
-    """
-
-    GROWTH = 0.25
-
-    def __init__(self, every: float) -> None:
-        self.every, self._begin, self._last = every, time.perf_counter(), 0.0
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._begin
-
-    @property
-    def is_due(self) -> bool:
-        """Enough seconds have passed since the last pause."""
-        return self.seconds - self._last >= max(self.every, self.GROWTH * self._last)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[float]:
-        """What runs within does not count; gives the seconds so far."""
-        self._last, begin = self.seconds, time.perf_counter()
-        yield self._last
-        self._begin += time.perf_counter() - begin
 
 
 def machine() -> dict[str, Any]:

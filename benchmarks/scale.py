@@ -3,8 +3,6 @@
     python benchmarks/scale.py step     # training steps from 10^4 to 10^7 labels at a fixed pool
     python benchmarks/scale.py data     # ingest, tokens, propensities, label graph, clustering, mining
     python benchmarks/scale.py all      # both: about 11 minutes on two cores, 12 GiB of memory, 6 GB of disk
-    python benchmarks/scale.py gpu      # 1.3M labels in the papers' setting, 450M x 64 rows; needs a CUDA device
-    python benchmarks/scale.py gpu --dry                           # the same code, tiny, on the CPU
     python benchmarks/scale.py step --labels 1e4,1e5 --rounds 3    # a quick look
     python benchmarks/scale.py show     # the tables of the results that are there
 
@@ -58,20 +56,6 @@ FROM_RAW = (
 )
 STORED = ("store", "token_cache", "propensity", "label_graph", "sampler", "vectors", "mine")
 LARGEST_RAW, MOST_QUERIES = 1_000_000, 1_000_000
-PAPERS = {
-    "labels": 1_305_265, "train": 1_000_000, "batch": 1098, "pool": 3000, "dim": 256, "kind": "transformer",
-    "hidden": 768, "layers": 6, "max_length": 32, "steps": 300,
-}  # fmt: skip
-GPU = {
-    "papers-1.3M": PAPERS,
-    "papers-1.3M-recompute": PAPERS | {"recompute": True},
-    "papers-1.3M-recompute-bf16-adagrad": PAPERS | {"recompute": True, "dtype": "bf16", "state": "adagrad"},
-    "rows-450M": PAPERS | {
-        "labels": 450_000_000, "batch": 2048, "pool": 4000, "dim": 64, "max_length": 12, "dtype": "bf16",
-        "state": "adagrad", "virtual": True, "steps": 2000,
-    },
-}  # fmt: skip
-DRY = {"train": 400, "batch": 32, "pool": 128, "dim": 16, "hidden": 64, "layers": 1, "steps": 4, "device": "cpu"}
 
 
 class Results:
@@ -278,55 +262,6 @@ def _number(value: float) -> str:
     return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"
 
 
-# -- gpu --------------------------------------------------------------------------------------------------------------
-
-
-def measure_gpu(options: argparse.Namespace) -> None:
-    """The papers' largest public setting and a table of 450M rows on one card; `--dry` tiny, on the CPU."""
-    import torch
-
-    if not options.dry and not torch.cuda.is_available():
-        raise SystemExit(
-            "no CUDA device here, so there is nothing to measure; `gpu --dry` runs the same code small on the CPU, "
-            "benchmarks/results/scale.md has the arithmetic"
-        )
-    name = "scale_gpu_dry.json" if options.dry else "scale_gpu.json"
-    results = Results(options.output / name, options.again)
-    with work_folder(options.work) as work:
-        for cell, given in progress(list(GPU.items()), desc="gpu", unit="cell"):
-            if cell in results.cells or (options.cells and cell not in options.cells.split(",")):
-                continue
-            size = {"device": "cuda", "threads": options.threads, **given}
-            if options.dry:
-                size |= DRY | {"labels": min(given["labels"], 5000)}
-            steps = size.pop("steps")
-            worker = Worker(work / cell, size)
-            try:
-                worker.run(max(2, steps // 20))
-                answers = [worker.run(max(1, steps // 10)) for _ in range(10)]
-                step_ms = [float(np.median(answer["step_ms"])) for answer in answers]
-                results.add({cell: {
-                    **size, **worker.started, **worker.end(), "steps": 10 * max(1, steps // 10),
-                    "step_ms": round(statistics.median(step_ms), 2),
-                    "step_ms_by_round": [round(x, 2) for x in step_ms],
-                    "prepare_ms": round(float(np.median([a["prepare_ms"] for a in answers])), 2),
-                    "loss": answers[-1]["loss"], "pool_labels": answers[-1]["pool"],
-                }})  # fmt: skip
-            finally:
-                worker.close()
-    print(gpu_table(results.cells))
-
-
-def gpu_table(cells: dict[str, Any]) -> str:
-    head = ("cell", "labels", "d", "ms a step", "table+state MiB", "GPU peak MiB", "host anonymous MiB", "start s")
-    return table(head, [
-        (name, f"{cell['labels']:,}", cell["dim"], f"{cell['step_ms']:.1f}", f"{cell['table_and_state_mib']:,.0f}",
-         f"{cell['gpu_peak_mib']:,.0f}" if "gpu_peak_mib" in cell else "", f"{cell['anonymous_mib']:,.0f}",
-         f"{cell['start_seconds']:.0f}")
-        for name, cell in cells.items()
-    ])  # fmt: skip
-
-
 # -- all --------------------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +273,7 @@ def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
 
 def show(options: argparse.Namespace) -> None:
     """The tables of the results that are there."""
-    for name, make in (("step", step_table), ("data", data_table), ("gpu", gpu_table), ("gpu_dry", gpu_table)):
+    for name, make in (("step", step_table), ("data", data_table)):
         path = options.output / f"scale_{name}.json"
         if path.is_file():
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -351,7 +286,7 @@ def measure_all(options: argparse.Namespace) -> None:
     measure_data(options)
 
 
-COMMANDS = {"step": measure_steps, "data": measure_data, "gpu": measure_gpu, "all": measure_all, "show": show}
+COMMANDS = {"step": measure_steps, "data": measure_data, "all": measure_all, "show": show}
 
 
 def main() -> None:
@@ -363,8 +298,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="step: steps a turn (10)")
     parser.add_argument("--warm-up", type=int, default=50, help="step: steps before the clock starts (50)")
     parser.add_argument("--stages", help="data: some of the stages, such as propensity,mine")
-    parser.add_argument("--cells", help=f"gpu: of {', '.join(GPU)}")
-    parser.add_argument("--dry", action="store_true", help="gpu: tiny, on the CPU")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch (all cores)")
     parser.add_argument("--work", type=Path, help="folder for the data, kept for the next time (a temporary one)")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the JSON files")

@@ -1,8 +1,7 @@
-"""What `unidec serve` does over HTTP on this machine: latency, throughput, overload, start, memory, hostile requests.
+"""What `unidec serve` does over HTTP on this machine: latency, throughput, overload, start, hostile requests.
 
     python benchmarks/serving.py --bundle outputs/bundle --name minilm             # all of it, some six minutes
     python benchmarks/serving.py --bundle bag/bundle --name bag --modes latency,throughput --seconds 2
-    python benchmarks/serving.py --name memory --modes memory       # makes bundles of its own, 1.5 GB of disk
 
 Starts servers of its own on loopback and ends them; queries are the test split's titles of `--dataset`, then those with
 their words in another order, so that none comes twice: a run in which the server's cache answered is refused. What
@@ -39,14 +38,13 @@ from http_load import (
 )
 from measure import MIB, machine
 from served import Served
-from serving_memory import measure_memory
 
 from unidec.data.storage import write_json
 from unidec.sections import Serve
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-MODES = ("start", "latency", "throughput", "open", "overload", "hostile", "memory")
+MODES = ("start", "latency", "throughput", "open", "overload", "hostile")
 ONE_AT_A_TIME = ("serve.batch_queries=1",)
 HITS, SIZES = "unidec_cache_hits_total", "unidec_batch_queries"
 
@@ -268,7 +266,7 @@ def measure_hostile(options: argparse.Namespace, queries: Queries) -> dict[str, 
 
 MEASURES: dict[str, Callable[[argparse.Namespace, Queries], dict[str, Any]]] = {
     "start": measure_start, "latency": measure_latency, "throughput": measure_throughput, "open": measure_open,
-    "overload": measure_overload, "hostile": measure_hostile, "memory": measure_memory,
+    "overload": measure_overload, "hostile": measure_hostile,
 }  # fmt: skip
 
 
@@ -328,7 +326,6 @@ def main() -> None:
     parser.add_argument("--naive", action="store_true", help="throughput: also torch, one at a time")
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--hostile-turns", type=int, default=10, help="hostile: of 1,000 requests")
-    parser.add_argument("--labels", default="2e4,1e5", help="memory: sizes of the bundles that are made")
     options = parser.parse_args()
     modes = options.modes.split(",")
     if unknown := set(modes) - set(MODES):

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, task
+from prefect import Task, flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture, as_completed
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -32,14 +32,17 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows import lifecycle
 from unidec.comparison import results
 from unidec.comparison.cell import run_step
-from unidec.comparison.workspace import Step, load_comparison, select
+from unidec.comparison.chosen import write_chosen
+from unidec.comparison.tune import subject_of, tune_cell
+from unidec.comparison.workspace import Comparison, Step, load_comparison, matching, select
 from unidec.cores import num_threads
 from unidec.errors import UnidecError
-from unidec.progress import progress
+from unidec.progress import Progress, progress
 from unidec.tracking.run import RUN_TAGS
 from unidec.tracking.store import tracking_uri
 
 make = task(run_step, name="cell", task_run_name="{step.name}", cache_policy=NO_CACHE, persist_result=False)
+search = task(tune_cell, name="search", task_run_name="{subject.name}", cache_policy=NO_CACHE, persist_result=False)
 
 
 @flow(name="unidec-compare", description=__doc__, persist_result=False, validate_parameters=False)
@@ -62,7 +65,7 @@ def compare(
         jobs: parallel runs; times are comparable only with 1.
         folder: folder of the workspace, instead of runs/compare/<name>.
         metrics: JSON file to write the metrics of the last requested run to.
-        tune: run the trials of the file's `tuning` instead, and write the best for each cell.
+        tune: search the ranges of the file's `tuning` instead, and write the best settings of each cell.
         keep_results: do not rebuild results that another version of the code made.
 
     Returns:
@@ -73,12 +76,14 @@ def compare(
     """
     with lifecycle.at_work():
         comparison = load_comparison(file, overrides, folder, tune, keep_results)
-        steps = select(comparison, only)
-        outcomes = run_steps(steps, jobs, {"comparison": comparison.file.name} | ({"tuning": "trial"} if tune else {}))
-        runs = [step.name for step in steps if step.name in comparison.jobs]
+        tags = {"comparison": comparison.file.name}
         if tune:
-            chosen = results.write_chosen(comparison, steps, outcomes)
-            return lifecycle.finished({"chosen": str(chosen), "runs": runs})
+            searched = [key for key in comparison.jobs if key in matching(comparison, only)]
+            chosen = tune_cells(comparison, searched, jobs)
+            return lifecycle.finished({"chosen": str(chosen), "runs": searched})
+        steps = select(comparison, only)
+        outcomes = run_steps(steps, jobs, tags)
+        runs = [step.name for step in steps if step.name in comparison.jobs]
         page = results.write_report(comparison)
         print("\n".join("\t".join(row) for row in results.table(comparison)), flush=True)
         if metrics is not None and not outcomes[steps[-1].name]:
@@ -108,38 +113,85 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
     Raises:
         KeyboardInterrupt, TerminationSignal: after the children have written their checkpoints and ended.
     """
-    jobs = max(1, jobs)
     todo = [step for step in steps if not step.is_done()]
     needed = {need for step in todo for need in step.needs}
     todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]  # no unused data sets
     outcomes = {step.name: "" for step in steps}
-    threads = str(max(1, num_threads() // jobs))
-    shared = {
-        "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "MLFLOW_TRACKING_URI": tracking_uri("."),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-    }  # fmt: skip
+    shared = _environment(jobs)
     tags = json.loads(os.environ.get(RUN_TAGS, "{}")) | tags
-    stopping = threading.Event()
-    futures: dict[str, PrefectFuture[None]] = {}
-    bar = progress(total=len(todo), desc="compare", unit="run")
-    with bar, ThreadPoolTaskRunner(max_workers=jobs) as pool:
-        try:
-            for step in todo:
-                environment = shared | {RUN_TAGS: json.dumps(tags | {"mlflow.runName": step.name})}
-                inputs = {"step": step, "environment": environment, "stopping": stopping}
-                before = [futures[name] for name in step.needs if name in futures]
-                futures[step.name] = pool.submit(make, inputs, wait_for=before)
-            for _ in as_completed(list(futures.values())):
-                bar.update(1)
-        except BaseException:
-            stopping.set()
-            raise
+    inputs = {}
+    for step in todo:
+        environment = shared | {RUN_TAGS: json.dumps(tags | {"mlflow.runName": step.name})}
+        inputs[step.name] = {"step": step, "environment": environment}
+    with progress(total=len(todo), desc="compare", unit="run") as bar:
+        futures = _submitted(make, inputs, jobs, {step.name: step.needs for step in todo}, bar)
     for step in todo:
         if failed := [need for need in step.needs if outcomes[need]]:
             outcomes[step.name] = f"not run: needs {failed[0]}, which has no result"
         elif isinstance(error := futures[step.name].result(raise_on_failure=False), BaseException):
             outcomes[step.name] = f"failed: {error}"
     return outcomes
+
+
+def tune_cells(comparison: Comparison, searched: Sequence[str], jobs: int) -> Path:
+    """Searches the settings of cells, `jobs` at a time, and writes the best of each.
+
+    Args:
+        searched: keys of the cells' jobs.
+
+    Raises:
+        UnidecError: searches failed; the best settings of the others are written.
+        KeyboardInterrupt, TerminationSignal: after the trainings have written their checkpoints and ended.
+    """
+    tuning = comparison.file.tuning
+    assert tuning is not None
+    shared = _environment(jobs)
+    inputs = {key: {"subject": subject_of(comparison, key, shared), "trials": tuning.trials} for key in searched}
+    with progress(total=len(searched), desc="tune", unit="cell") as bar:
+        futures = _submitted(search, inputs, jobs, {}, bar)
+    results_of = {key: future.result(raise_on_failure=False) for key, future in futures.items()}
+    failures = [f"{key}: {error}" for key, error in results_of.items() if isinstance(error, BaseException)]
+    found = {comparison.jobs[key].cell: trials for key, trials in results_of.items() if isinstance(trials, list)}
+    path = write_chosen(comparison.path, comparison.file, found)
+    if failures:
+        head = f"{len(failures)} of {len(searched)} searches have no result"
+        raise UnidecError("\n".join([head, *failures, f"chosen: {path}"]))
+    return path
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    """Of the processes of `jobs` trainings at a time: threads, and where MLflow's store is."""
+    threads = str(max(1, num_threads() // max(1, jobs)))
+    waiting = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "MLFLOW_TRACKING_URI": tracking_uri("."),
+        "OMP_WAIT_POLICY": waiting,
+    }
+
+
+def _submitted(
+    work: Task[Any, Any],
+    inputs: dict[str, dict[str, Any]],
+    jobs: int,
+    needs: dict[str, tuple[str, ...]],
+    bar: Progress[Any],
+) -> dict[str, PrefectFuture[Any]]:
+    """Runs a task for each inputs, `jobs` at a time, each after those it needs; waits for all. Tasks get `stopping`."""
+    stopping = threading.Event()
+    futures: dict[str, PrefectFuture[Any]] = {}
+    with ThreadPoolTaskRunner(max_workers=max(1, jobs)) as pool:
+        try:
+            for name, given in inputs.items():
+                before = [futures[need] for need in needs.get(name, ()) if need in futures]
+                futures[name] = pool.submit(work, {**given, "stopping": stopping}, wait_for=before)
+            for _ in as_completed(list(futures.values())):
+                bar.update(1)
+        except BaseException:
+            stopping.set()
+            raise
+    return futures
 
 
 def in_words(done: dict[str, Any]) -> str:

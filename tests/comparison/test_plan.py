@@ -14,7 +14,7 @@ from unidec.config import Params, load_params, nested, recipe_names
 from unidec.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = sorted(path for path in (ROOT / "comparison").glob("*.yaml") if path.name not in ("matrix.yaml", "tune.yaml"))
+SHIPPED = sorted(path for path in (ROOT / "comparison").glob("*.yaml") if path.name != "tune.yaml")
 
 Write = Callable[[str], Path]
 
@@ -284,19 +284,3 @@ def test_shipped_comparisons_are_valid(path: Path, tmp_path: Path, monkeypatch: 
         recipes = {job.params.recipe for job in comparison.jobs.values() if job.kind in kinds}
         # unidec-long is unidec on another text and encoder, which a comparison says for all alike
         assert recipes == {name for name in recipe_names() if "gpu" not in name} - {"unidec-long"}
-
-
-def test_the_dvc_matrix_has_every_trained_cell_of_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    stage = yaml.safe_load((ROOT / "comparison" / "matrix.yaml").read_text())["stages"]["run"]
-    comparison = load_comparison("comparison/small.yaml")
-    trained = [job for job in comparison.jobs.values() if job.kind != "peer"]
-    assert set(stage["matrix"]["cell"]) == {slug(job.cell) for job in trained}
-    assert set(stage["matrix"]["seed"]) == set(comparison.file.seeds)
-    for cell in stage["matrix"]["cell"]:
-        found = [
-            comparison.jobs[step.name] for step in select(comparison, [f"*/{cell}/1"]) if step.name in comparison.jobs
-        ]
-        assert slug(found[-1].cell) == cell and {job.seed for job in found} == {1}
-    for dependency in stage["deps"]:
-        assert (ROOT / dependency).exists(), dependency

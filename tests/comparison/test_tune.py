@@ -19,7 +19,7 @@ import yaml
 from raw_files import write_raw
 
 from unidec.comparison import cell, tune
-from unidec.comparison.workspace import Step
+from unidec.comparison.workspace import Step, load_comparison
 from unidec.config import Params, load_params, to_yaml
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.raw import RawData
@@ -44,7 +44,8 @@ class Trainings:
 
     Attributes:
         trained: settings of each training that was started. tags: of the MLflow run of each step.
-        stop_at: number of the training at which SIGTERM comes, after a round. fails: whether a training fails.
+        stop_at: number of the training at which SIGTERM comes, or `stops` is set, after a round.
+        fails: whether a training fails.
     """
 
     def __init__(self, dataset: XMCDataset) -> None:
@@ -52,6 +53,7 @@ class Trainings:
         self.trained: list[tuple[float, float, int]] = []
         self.tags: list[dict[str, str]] = []
         self.stop_at = 0
+        self.stops: threading.Event | None = None
         self.fails: Callable[[Params], bool] = lambda params: False
 
     def __call__(self, step: Step, environment: dict[str, str], stopping: threading.Event) -> None:
@@ -76,9 +78,15 @@ class Trainings:
             lines.append(json.dumps(line) + "\n")
             (run_dir / "rounds.jsonl").write_text("".join(lines))
             if len(self.trained) == self.stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
+                if self.stops is None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    self.stops.set()
                 assert stopping.wait(30)
                 raise TrainingError("stopped", where=step.name)
+        if step.spec["keep"]:
+            (step.folder / "outputs" / "model").mkdir(parents=True)
+            write_json(step.folder / "outputs" / "model" / "manifest.json", {})
         write_json(step.folder / "result.json", result)
 
 
@@ -152,8 +160,10 @@ def quality_of(params: Params, settings: tuple[float, float, int]) -> float:
 def test_best_yaml_is_a_parameter_file_written_once_a_trial(
     params: Params, trainings: Trainings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, write = [], tune.Search._write_best
-    monkeypatch.setattr(tune.Search, "_write_best", lambda search: written.append(write(search)) or written[-1])
+    written, write = [], tune.Search.write_best
+    monkeypatch.setattr(
+        tune.Search, "write_best", lambda search, asked: written.append(write(search, asked)) or written[-1]
+    )
     found = tune.tune(params, "space.yaml", 3)
     assert len(written) == 3 and found == written[-1]
     assert tune.tune(params, "space.yaml", 3) == found and len(written) == 4  # nothing is left to try
@@ -218,6 +228,30 @@ def test_each_trial_is_a_run_below_the_searchs(
     assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {"best.yaml", "trials.md"}
     assert [tags["mlflow.runName"] for tags in trainings.tags] == ["space data", "space trial 0", "space trial 1"]
     assert all(tags["mlflow.parentRunId"] == parent.info.run_id for tags in trainings.tags)
+
+
+def test_the_search_of_a_comparisons_cell(params: Params, trainings: Trainings) -> None:
+    """It is stopped by its event, goes on where it was, and says what each trial changed."""
+    text = (
+        "name: t\ndata: {d: {path: raw}}\ncommon: {optim.epochs: 4, model.dropout: 0.1, pool.beta: 2}\n"
+        "tuning: {data: d, file: chosen.yaml, trials: 4, ranges: {pool.beta: [1, 2, 3]}}\n"
+        "cells:\n  a: {recipe: ngame}\n  b: {recipe: ngame-classifier, after: a, ranges: {lr: {low: 1, high: 2}}}\n"
+    )
+    Path("c.yaml").write_text(text)
+    comparison = load_comparison("c.yaml", tune=True)
+    subject = tune.subject_of(comparison, "d/b/0", {"SHARED": "1"})
+    trainings.stop_at, trainings.stops = 3, threading.Event()  # the first is that of `a`, which `b` starts from
+    with pytest.raises(TrainingError, match="stopped"):
+        tune.tune_cell(subject, 4, trainings.stops)
+    assert len(table("runs/compare/t/tuning/b")) == 1 + 1
+    trainings.stop_at = 0
+    found = tune.tune_cell(subject, 4, threading.Event())
+    assert trainings.trained[2] == trainings.trained[3] and len(trainings.trained) == 1 + 4 + 1
+    assert found[0] == ({}, pytest.approx(quality(subject.job.params, EPOCHS))) and len(found) == 4
+    assert all(changed.keys() <= {"pool.beta", "lr"} for changed, _ in found)
+    assert {tags["comparison"] for tags in trainings.tags} == {"t"}
+    again = tune.tune_cell(subject, 4, threading.Event())
+    assert again == found and len(trainings.trained) == 6
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

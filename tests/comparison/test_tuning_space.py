@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from unidec.comparison.tuning_space import holds, read_space
+from unidec.comparison.tuning_space import distributions, holds, read_space
 from unidec.config import Params, load_params
 from unidec.errors import ConfigError
 
-distributions = pytest.importorskip("optuna").distributions
+optuna = pytest.importorskip("optuna").distributions
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,12 +38,12 @@ def test_ranges_and_choices(params: Params) -> None:
         "optim.lr_bag: {low: 1e-4, high: 1e-2, log: true}\nmodel.dropout: {low: 0, high: 0.5}\n"
         "pool.eta: {low: 0, high: 4}\nloss.de: [ds, supcon]\npool.gandalf: [true, false]\n"
     )
-    assert read(text, params) == {
-        "optim.lr_bag": distributions.FloatDistribution(1e-4, 1e-2, log=True),
-        "model.dropout": distributions.FloatDistribution(0, 0.5),
-        "pool.eta": distributions.IntDistribution(0, 4),
-        "loss.de": distributions.CategoricalDistribution(["ds", "supcon"]),
-        "pool.gandalf": distributions.CategoricalDistribution([True, False]),
+    assert distributions(read(text, params)) == {
+        "optim.lr_bag": optuna.FloatDistribution(1e-4, 1e-2, log=True),
+        "model.dropout": optuna.FloatDistribution(0, 0.5),
+        "pool.eta": optuna.IntDistribution(0, 4),
+        "loss.de": optuna.CategoricalDistribution(["ds", "supcon"]),
+        "pool.gandalf": optuna.CategoricalDistribution([True, False]),
     }
 
 

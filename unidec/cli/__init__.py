@@ -109,7 +109,7 @@ def compare(
     jobs: Annotated[int, Option(help="parallel runs; times are comparable only with 1")] = 1,
     folder: Annotated[str | None, Option(help="folder of the results; default: runs/compare/<name>")] = None,
     metrics: Annotated[str | None, Option(help="JSON file to write the last run's metrics to")] = None,
-    tune: Annotated[bool, Option("--tune", help="run the trials of section `tuning`, and write the best")] = False,
+    tune: Annotated[bool, Option("--tune", help="search the ranges of section `tuning`, and write the best")] = False,
     keep_results: Annotated[
         bool, Option("--keep-results", help="do not rebuild results that another version of the code made")
     ] = False,

@@ -18,11 +18,11 @@ from pydantic import Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
 from unidec.comparison.peers import PEERS
+from unidec.comparison.tuning_space import RATES, applied, problems_of, unchanged
 from unidec.config import (
     Params,
     ParamsError,
     build_params,
-    leaves,
     nearest,
     problem,
     read_yaml,
@@ -68,15 +68,16 @@ class CellEntry(Section):
     after: str | None = Field(None, description="a cell from whose model this one starts")
     about: str = Field("", description="one line")
     set: Overrides = Field({}, description="parameters over those of the recipe, `common` and the data set")
-    trials: list[Overrides] | None = Field(None, description="trials of --tune, besides those of all cells")
+    ranges: Overrides | None = Field(None, description="ranges of --tune, besides those of all cells")
     seeds: Annotated[list[Seed], Field(min_length=1)] | None = Field(None, description="replace the file's seeds")
 
 
 class TuningEntry(Section):
-    """Equal tuning: every recipe cell is trained on one data set with each of its trials, the best is kept."""
+    """Equal tuning: a search on one data set with as many trials for every recipe cell, of which the best is kept."""
 
     data: str = Field(description="an entry of `data` that nothing else uses")
-    trials: list[Overrides] = Field(description="trials of every recipe cell; `lr: 2` doubles all learning rates")
+    trials: Count = Field(description="trials of every recipe cell, the first of them as it is")
+    ranges: Overrides = Field(description="ranges of every recipe cell; `lr` multiplies all learning rates")
     file: str = Field(description="YAML file of the chosen settings, relative to the working folder")
 
 
@@ -195,12 +196,13 @@ class Job:
     """One run: a cell on a data set with a seed; data, cell and seed as in the file.
 
     Attributes:
-        kind: a recipe, another cell's model with another index, a peer, or a trial of a tuning.
+        kind: a recipe, another cell's model with another index, a peer, or a trial of a search.
         params: all parameters; a peer uses those that it shares with the recipes (data, texts, encoder, epochs).
         settings: settings beyond the recipe and the common ones, and the cell that it builds on; for a trial, the
             settings that it tries.
         needs: key of the job whose model this one starts from or serves; "": none.
-        peer: name of the peer. trial: the settings that it tries, as text.
+        peer: name of the peer. trial: the settings that it tries, as text. ranges: of the search that it is the first
+            trial of.
     """
 
     data: str
@@ -213,6 +215,7 @@ class Job:
     needs: str = ""
     peer: str = ""
     trial: str = ""
+    ranges: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -227,14 +230,15 @@ def slug(name: str) -> str:
 
 def in_words(trial: Mapping[str, Any]) -> str:
     """{"lr": 2, "pool.beta": 3} -> "lr=2, pool.beta=3"; "" for the cell as it is."""
-    return ", ".join(f"{key}={value}" for key, value in flat(trial).items() if (key, value) != ("lr", 1))
+    settings = [(key, value) for key, value in flat(trial).items() if (key, value) != (RATES, 1)]
+    return ", ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in settings)
 
 
 @dataclass(frozen=True)
 class System:
     """A cell with the settings that it inherits; `given` holds each setting and where it was set.
 
-    `trials`: trials of its tuning, those of all cells first. `tuned_as`: the cell whose chosen settings it uses."""
+    `ranges`: of its tuning. `tuned_as`: the cell whose chosen settings it uses."""
 
     kind: Kind
     recipe: str = ""
@@ -242,7 +246,7 @@ class System:
     needs: str = ""
     given: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     seeds: Sequence[int] = ()
-    trials: Sequence[Overrides] = ()
+    ranges: Overrides = field(default_factory=dict)
     tuned_as: str = ""
 
 
@@ -264,7 +268,8 @@ class Planner:
         """Every job by its key, in the order of the file; seeds vary slowest.
 
         Args:
-            path: path of the file. choose: returns the chosen settings of tuned cells; None: plan the tuning's jobs.
+            path: path of the file. choose: returns the chosen settings of tuned cells; None: plan the first trial of
+                each search.
 
         Raises:
             ParamsError: every problem, with key path, line, what was expected and the nearest name.
@@ -274,12 +279,12 @@ class Planner:
             self._check_cell(name, cell)
             self.systems[name] = self._system(name, cell)
         tuning, systems = self.file.tuning, {name: system for name, system in self.systems.items() if system}
-        trials = self._trials(tuning, systems) if tuning else []
+        searches = self._searches(tuning, systems) if tuning else []
         own = [seed for system in systems.values() for seed in system.seeds]
         seeds = dict.fromkeys([*self.file.seeds, *own])
         if tuning and choose and not (self.problems or self.wrong_params):
             self.chosen = choose(systems)
-        jobs = trials if choose is None else [
+        jobs = searches if choose is None else [
             job
             for seed in seeds
             for data in self.file.data
@@ -293,29 +298,28 @@ class Planner:
             raise ParamsError(list(dict.fromkeys(self.problems)), str(path), "comparison file")
         return {job.key: job for job in jobs}
 
-    def _trials(self, tuning: TuningEntry, systems: Mapping[str, System]) -> list[Job]:
-        """The trials of every recipe cell, the same number for each; a cell that builds on another uses it untuned."""
-        before = len(self.problems)
+    def _searches(self, tuning: TuningEntry, systems: Mapping[str, System]) -> list[Job]:
+        """The first trial of the search of each recipe cell: the cell as it is. One that builds on another uses it
+        untuned."""
         self._check_name("tuning.data", "data set", tuning.data, self.file.data)
-        recipes = {name: system for name, system in systems.items() if system.kind == "recipe"}
-        most = max((len(system.trials) for system in recipes.values()), default=0)
-        if {} not in tuning.trials:
-            self._add("tuning.trials", "the trial {}, each cell as it is, is missing", tuning.trials)
-        for name, system in recipes.items():
-            key, words = f"cells.{name}.trials", {in_words(trial) for trial in system.trials}
-            if len(system.trials) < most:
-                self._add(key, "fewer trials than other cells", len(system.trials), str(most))
-            elif len(words) < most:
-                self._add(key, "duplicate trials", sorted(words), f"{most} different ones")
-            for rate in (trial.get("lr", 1) for trial in system.trials):
-                if type(rate) not in (int, float) or rate <= 0:
-                    self._add(key, "lr multiplies all learning rates", rate, "a number above 0")
-        return [
-            job
-            for name, system in (recipes.items() if len(self.problems) == before else ())
-            for trial in system.trials
-            if (job := self._job(tuning.data, name, system, self.file.seeds[0], trial)) is not None
-        ]
+        found = []
+        for name, system in systems.items() if tuning.data in self.file.data else ():
+            job = self._job(tuning.data, name, system, self.file.seeds[0]) if system.kind == "recipe" else None
+            if job is not None:
+                self._check_ranges(name, system.ranges, job.params)
+                found.append(replace(job, kind="trial", settings={}, ranges=system.ranges))
+        return found
+
+    def _check_ranges(self, cell: str, ranges: Overrides, params: Params) -> None:
+        shared = self.file.tuning.ranges if self.file.tuning else {}
+        places = {key: f"{'tuning' if key in shared else f'cells.{cell}'}.ranges.{key}" for key in ranges}
+        origin = {key: self.origin[place] for key, place in places.items() if place in self.origin}
+        problems = problems_of(ranges, params, origin, f"cells.{cell}.ranges")
+        for text in problems:
+            self.wrong_params.setdefault(text, cell)
+        if not problems:
+            for key in ranges.keys() - unchanged(ranges, params).keys():
+                self._add(places[key], f"leaves out {cell} as it is, its first trial", ranges[key])
 
     def _add(self, key: str, what: str, got: Any, expected: str | None = None, near: str | None = None) -> None:
         self.problems.append(problem(key, what, short(got), expected, self.origin, near))
@@ -353,8 +357,8 @@ class Planner:
         if cell.peer in PEERS and (cell.after is not None) != PEERS[cell.peer].reads_vectors:
             expected = "after: the cell whose text vectors it reads" if cell.after is None else "no `after`"
             self._add(where, "wrong `after` for this peer", cell.after, expected)
-        if cell.trials and ("tuning" not in self.origin or cell.peer or cell.model_of):
-            self._add(f"{where}.trials", "this cell is not tuned", cell.trials, "a recipe cell, and a section `tuning`")
+        if cell.ranges and ("tuning" not in self.origin or cell.peer or cell.model_of):
+            self._add(f"{where}.ranges", "this cell is not tuned", cell.ranges, "a recipe cell, and a section `tuning`")
         for key in flat(cell.set):
             section, place = key.partition(".")[0], f"{where}.set.{key}"
             if section in ALIKE:
@@ -374,11 +378,10 @@ class Planner:
             return System("peer", peer=cell.peer, needs=cell.after or "", seeds=own)
         system = self.systems.get(cell.like or cell.model_of or "")
         if cell.recipe in recipe_names():
-            trials = self.file.tuning.trials if self.file.tuning else []
-            system = System("recipe", cell.recipe, seeds=self.file.seeds, trials=trials)
+            ranges = self.file.tuning.ranges if self.file.tuning else {}
+            system = System("recipe", cell.recipe, seeds=self.file.seeds, ranges=ranges)
         if system is None or system.kind == "peer":
             return system
-        shared = len(self.file.tuning.trials) if self.file.tuning else 0
         needs = cell.model_of or cell.after or system.needs
         seeds = cell.seeds or system.seeds
         if (other := self.systems.get(needs)) and not set(seeds) <= set(other.seeds):
@@ -390,9 +393,12 @@ class Planner:
             needs=needs,
             seeds=seeds,
             given={**system.given, **self._given(f"cells.{name}.set", cell.set)},
-            trials=system.trials if cell.trials is None else [*system.trials[:shared], *cell.trials],
+            ranges=system.ranges if cell.ranges is None else self._ranges(cell.ranges),
             tuned_as=name if kind == "recipe" else system.tuned_as,
         )
+
+    def _ranges(self, own: Overrides) -> Overrides:
+        return {**self.file.tuning.ranges, **own} if self.file.tuning else own
 
     def _given(self, section: str, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Each key of a section with its value and its place: "line 3, common"."""
@@ -402,20 +408,16 @@ class Planner:
             found[key] = (value, f"{line}, {section}" if line else section)
         return found
 
-    def _job(
-        self, data: str, cell: str, system: System, seed: int, trial: Mapping[str, Any] | None = None
-    ) -> Job | None:  # fmt: skip
-        """The job with its parameters, including the chosen settings or a trial's; None if they are invalid."""
+    def _job(self, data: str, cell: str, system: System, seed: int) -> Job | None:
+        """The job with its parameters, including the chosen settings; None if they are invalid."""
         entry = self.file.data[data]
         given = self._given("common", self.file.common) | self._given(f"data.{data}.set", entry.set)
         given |= system.given
-        tuned = flat(self.chosen.get(system.tuned_as, {}) if trial is None else trial)
-        place = f"cells.{cell}.trials"
-        given |= {key: (value, place) for key, value in tuned.items() if key != "lr"}
+        tuned = self.chosen.get(system.tuned_as, {})
         values = {key: value for key, (value, _) in given.items()}
         origin = {key: place for key, (_, place) in given.items()} | dict.fromkeys(self.overrides, "--set")
         settings = {key: value for key, (value, _) in system.given.items()}
-        if self.chosen and system.tuned_as and trial is None:
+        if self.chosen and system.tuned_as:
             settings["tuned"] = in_words(tuned) or "as it is"
         if system.needs:
             settings["model of" if system.kind == "model_of" else "after"] = system.needs
@@ -425,15 +427,10 @@ class Planner:
         values |= {"tracking.experiment": EXPERIMENT} | ({"recipe": system.recipe} if system.recipe else {})
         try:
             params = build_params(values, origin, f"cells.{cell}")
-            if "lr" in tuned:
-                rates = {key: rate * tuned["lr"] for key, rate in leaves(params) if key.startswith("optim.lr_")}
-                values |= {key: rate for key, rate in rates.items() if key not in self.overrides}
-                params = build_params(values, origin | dict.fromkeys(rates, f"{place}, lr"), f"cells.{cell}")
+            params = applied(params, tuned, list(self.overrides), origin=origin, source=f"cells.{cell}")
         except ParamsError as error:
             for text in error.problems:
                 self.wrong_params.setdefault(text, cell)
             return None
         needs = f"{data}/{system.needs}/{seed}" if system.needs else ""
-        if trial is not None:
-            return Job(data, cell, seed, "trial", params, entry, trial, needs, trial=in_words(trial))
         return Job(data, cell, seed, system.kind, params, entry, settings, needs, system.peer)

@@ -7,6 +7,7 @@ Legend: n test queries, K labels per query.
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,18 +17,15 @@ from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
-import yaml
 from scipy.sparse import csr_matrix
 
-from unidec.comparison.chosen import AS_IT_IS
 from unidec.comparison.peers import PEERS
-from unidec.comparison.plan import Job, flat
+from unidec.comparison.plan import Job
 from unidec.comparison.workspace import LOG, PREDICTIONS, SCORES, Comparison, Step
-from unidec.config import read_yaml
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import load_array, write_bytes_atomic, write_json
-from unidec.errors import ArtifactError, UnidecError
+from unidec.errors import ArtifactError
 from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, write_comparison
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
 from unidec.evaluation.significance import Comparison as PairedTest
@@ -42,10 +40,6 @@ NOTE = (
     "Paired randomisation test over the test queries, scores of a system averaged over its seeds, Holm's "
     "correction over all tests of a table at 5 %."
 )
-HEAD = """\
-# Written by `unidec compare {path} --tune`: the best of each system's trials by {metric} of the
-# validation split of "{data}", seed {seed}.
-"""
 
 
 def write_report(comparison: Comparison) -> Path:
@@ -60,8 +54,20 @@ def write_report(comparison: Comparison) -> Path:
     page = page_input(comparison, found, contrasts(comparison, found))
     comparison.root.mkdir(parents=True, exist_ok=True)
     write_comparison(comparison.root / "report.html", page)
-    write_json(comparison.root / "results.json", figures(page))
+    write_bytes_atomic(comparison.root / "results.json", in_lines(figures(page)))
     return comparison.root / "report.html"
+
+
+def in_lines(found: Mapping[str, Any]) -> bytes:
+    """Figures as JSON with a line per cell and per test: short, and a diff shows which of them changed."""
+    parts = []
+    for name, value in found.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) and value:
+            lines = [json.dumps(entry, ensure_ascii=False) for entry in value]
+            text = "[\n" + ",\n".join(lines) + "\n]"
+        parts.append(f'"{name}": {text}')
+    return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
 
 
 def figures(page: ComparisonInput) -> dict[str, Any]:
@@ -140,9 +146,8 @@ def page_input(
     old = sum(result["code"] != comparison.steps[key].spec["code"] for key, result in found.items())
     notes = [f"{old} of {len(found)} results were made by another version of the code."] if old else []
     if (tuning := file.tuning) is not None:
-        own = max(len(entry.trials or ()) for entry in file.cells.values())
         notes.append(
-            f"Each recipe had {len(tuning.trials) + own} trials on {tuning.data}; the best by {METRIC} of its "
+            f"Each recipe had {tuning.trials} trials on {tuning.data}; the best by {METRIC} of its "
             f"validation split is its setting here (Settings, tuned). Figures of all trials: {tuning.file}."
         )
     jobs = comparison.jobs
@@ -273,41 +278,3 @@ def _read_scores(path: Path) -> QueryParts:
         fix = "remove it: it is computed again from the predictions beside it"
         raise ArtifactError("scores cannot be read", where=str(path), got=error, fix=fix) from error
     return {metric: (above_N, below_N) for metric, (above_N, below_N) in found.items()}
-
-
-def write_chosen(comparison: Comparison, steps: Sequence[Step], outcomes: Mapping[str, str]) -> Path:
-    """Choose the best trial of each cell whose trials ran, and write the file; entries of other cells are kept.
-
-    Args:
-        steps: the requested steps. outcomes: why a step has no result, "" if it has one.
-
-    Raises:
-        UnidecError: some steps have no result; the cells whose trials all ran are written.
-    """
-    tuning = comparison.file.tuning
-    assert tuning is not None
-    asked, path = {step.name for step in steps}, Path(tuning.file)
-    entries: dict[str, Any] = read_yaml(path)[0] if path.is_file() else {}
-    for cell in comparison.file.cells:
-        trials = {job.trial: job for key, job in comparison.jobs.items() if job.cell == cell and key in asked}
-        figures = {words: _figure(comparison.steps[job.key]) for words, job in trials.items()}
-        ran = {words: value for words, value in figures.items() if value is not None}
-        if ran and len(trials) == sum(job.cell == cell for job in comparison.jobs.values()):
-            best = max(ran, key=lambda words: ran[words])
-            shown = {words or AS_IT_IS: value for words, value in figures.items()}
-            entries[cell] = {"set": flat(trials[best].settings), "trials": shown}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ordered = {cell: entries[cell] for cell in comparison.file.cells if cell in entries}
-    head = HEAD.format(path=comparison.path, metric=METRIC, data=tuning.data, seed=comparison.file.seeds[0])
-    text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, default_flow_style=None, width=118)
-    write_bytes_atomic(path, (head + text).encode())
-    if lost := [f"{name}: {reason}" for name, reason in outcomes.items() if reason]:
-        raise UnidecError("\n".join([f"{len(lost)} of {len(outcomes)} steps have no result", *lost, f"chosen: {path}"]))
-    return path
-
-
-def _figure(step: Step) -> float | None:
-    """The metric after the last round; None: no result by this code, or not a finite number."""
-    curve = (step.result() or {}).get("curve") if step.is_done() else None
-    value = curve[-1]["validation"].get(METRIC) if curve else None
-    return round(value, 3) if value is not None and math.isfinite(value) else None

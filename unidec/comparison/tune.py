@@ -1,10 +1,12 @@
-"""`unidec tune`: search parameters by a validation metric; each trial is a training in its own process and folder.
+"""A search by a validation metric: Optuna draws trials, each is a training in its own process and folder.
 
-    runs/tune/<name>/
+    <folder>/
       study.db                   Optuna's records: trials, and their metric after each round
+      trials.md                  all trials; written after each
+      best.yaml                  the best parameters (`unidec tune`)
+    <workspace>/                 the same folder (`unidec tune`), or the comparison's (`unidec compare --tune`)
       shared/                    data set, tokens and vectors of frozen encoders, computed once
-      cells/<data>/trial/        a folder per training, named by its parameters
-      trials.md, best.yaml       all trials, and the best parameters; written after each trial
+      cells/<data>/<cell>/       a folder per training, named by its parameters
 
 Re-run the command to resume after a kill or a stop. Finished trials are kept. The interrupted one is drawn again: seed
 and earlier trials determine it, so it has the same folder, where its training resumes.
@@ -17,16 +19,17 @@ import json
 import random
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step
-from unidec.comparison.plan import DataEntry, Job
-from unidec.comparison.tuning_space import SECTIONS, holds, import_optuna, read_space
-from unidec.comparison.workspace import Step, steps_of
+from unidec.comparison.chosen import Trials
+from unidec.comparison.plan import DataEntry, Job, in_words, slug
+from unidec.comparison.tuning_space import SECTIONS, applied, distributions, import_optuna, read_space, unchanged
+from unidec.comparison.workspace import Comparison, Step, steps_of, with_needed
 from unidec.config import Params, build_params, fingerprint, leaves, nearest, to_yaml
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
@@ -39,6 +42,7 @@ from unidec.progress import Progress, progress
 from unidec.tracking.provenance import code_tags
 from unidec.tracking.run import RUN_TAGS, Tracker, run_tags
 from unidec.tracking.store import tracking_uri
+from unidec.training.stopping import METRIC
 
 ROOT, EXPERIMENT = Path("runs/tune"), "unidec-tune"
 STUDY, TABLE, BEST = "study.db", "trials.md", "best.yaml"
@@ -61,8 +65,33 @@ class Tuned:
     table: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is searched.
+
+    Attributes:
+        job: the training as it is. ranges: see `unidec.comparison.tuning_space`.
+        root: folder of the search. workspace: folder of data sets and trainings. name: of its MLflow runs.
+        jobs: trainings by key that `job` may start from. kept: keys that no trial changes.
+        environment: variables of the trainings' processes. tags: of its MLflow runs.
+        asked: what best.yaml starts from; None: none is written.
+    """
+
+    job: Job
+    ranges: Mapping[str, Any]
+    metric: str
+    root: Path
+    workspace: Path
+    name: str
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    kept: Collection[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    asked: Params | None = None
+
+
 def tune(
-    params: Params, file: str | Path, trials: int = 20, metric: str = "nDCG@5", folder: str | Path | None = None
+    params: Params, file: str | Path, trials: int = 20, metric: str = METRIC, folder: str | Path | None = None
 ) -> Tuned:
     """Search the parameters that a file gives ranges for, with Optuna's TPE; its median rule prunes bad trials.
 
@@ -84,16 +113,65 @@ def tune(
         near = nearest(metric, metric_names())
         raise ConfigError("no such metric", where="--metric", got=metric, expected="nDCG@5, PSP@5, tail/R@100, ...",
                           fix=near and f"--metric {near}")  # fmt: skip
-    space, root = read_space(file, params), Path(folder or ROOT / Path(file).stem)
+    ranges, root = read_space(file, params), Path(folder or ROOT / Path(file).stem)
     if root.is_dir() and not (root / STUDY).exists() and any(path.name[0] != "." for path in root.iterdir()):
         raise ConfigError("not the folder of a search", where=str(root), fix="another folder with --out")
+    job = _job_of(params)
+    subject = Subject(job=job, ranges=ranges, metric=metric, root=root, workspace=root, name=root.name, asked=params)
     again, farewell = "re-run the command to resume", "stopped at once; finished trials are kept"
     with (
         signals_raise(again, farewell),
         one_at_a_time(root),
-        contextlib.closing(Search(params, space, metric, root)) as search,
+        contextlib.closing(Search(subject)) as search,
+        tracked(root),
     ):
-        return search.run(trials)
+        return search.run(trials) or search.write_best(params)
+
+
+def _job_of(params: Params) -> Job:
+    """The training of these parameters, for a process in another folder."""
+    start = params.encoder.start
+    values = dict(leaves(params)) | {"tracking.experiment": EXPERIMENT}
+    params = build_params(values | {"encoder.start": start and str(Path(start).resolve())}, {}, "trial")
+    data = DataEntry(path=params.data.path, text=params.tokens.text, max_length=params.tokens.max_length)
+    return Job(Path(data.path).name, "trial", params.seed, "trial", params, data, {})
+
+
+def subject_of(comparison: Comparison, key: str, environment: Mapping[str, str]) -> Subject:
+    """The search of a recipe cell in a comparison's `tuning`."""
+    job = comparison.jobs[key]
+    name = f"{comparison.file.name} {job.cell}"
+    return Subject(
+        job=job,
+        ranges=job.ranges,
+        metric=METRIC,
+        root=comparison.root / "tuning" / slug(job.cell),
+        workspace=comparison.root,
+        name=name,
+        jobs=comparison.jobs,
+        kept=comparison.overrides,
+        environment=environment,
+        tags={"comparison": comparison.file.name},
+    )
+
+
+def tune_cell(subject: Subject, trials: int, stopping: threading.Event) -> Trials:
+    """Search the settings of a comparison's cell.
+
+    Args:
+        stopping: ends the search after the running trial's checkpoint was written.
+
+    Returns:
+        Its trials.
+
+    Raises:
+        TrainingError: all trials failed, or the search is being stopped.
+    """
+    root = subject.root
+    with one_at_a_time(root), contextlib.closing(Search(subject, stopping)) as search, tracked(root):
+        search.run(trials)
+        search.best()
+        return search.figures()
 
 
 class Search:
@@ -103,21 +181,31 @@ class Search:
     them locked.
     """
 
-    def __init__(self, params: Params, space: Mapping[str, Any], metric: str, root: Path) -> None:
+    def __init__(self, subject: Subject, stopping: threading.Event | None = None) -> None:
         self.optuna = import_optuna()
         self.states = self.optuna.trial.TrialState
-        self.params, self.space, self.metric, self.root = params, space, metric, root
-        values = dict(leaves(params))
-        self.unchanged = {key: values[key] for key, ranged in space.items() if holds(ranged, values[key])}
-        self.data, trial = self._steps({})
+        self.subject = subject
+        self.stopping = stopping or threading.Event()
+        self.params, self.root, self.metric = subject.job.params, subject.root, subject.metric
+        self.space = distributions(subject.ranges)
+        self.unchanged = unchanged(subject.ranges, self.params)
+        self.needed, self.first = self._steps(self.unchanged)
         about = {
-            "ranges": {key: str(ranged) for key, ranged in space.items()},
-            "metric": metric, "data": self.data.key, "code": trial.spec["code"],
-            "parameters": fingerprint(params, "seed", "tokens", "index", *SECTIONS),
-        }  # fmt: skip
+            "ranges": {key: str(ranged) for key, ranged in self.space.items()},
+            "metric": self.metric,
+            "data": self._data.key,
+            "code": self.first.spec["code"],
+            "parameters": fingerprint(self.params, "seed", "tokens", "index", *SECTIONS),
+        }
         self._open(about)
-        self.tracker = Tracker(EXPERIMENT)
-        self.tracker.start(root, {"metric": metric, **about["ranges"]}, code_tags(), None, f"tune {root.name}")
+        self.tracker = Tracker(self.params.tracking.experiment)
+        facts = {"metric": self.metric, **about["ranges"]}
+        self.tracker.start(self.root, facts, code_tags(), None, f"tune {subject.name}")
+
+    @property
+    def _data(self) -> Step:
+        """The step that makes the data set."""
+        return next(step for step in self.needed if step.name == self.first.needs[0])
 
     def _open(self, about: Mapping[str, Any]) -> None:
         """Open or create Optuna's records; those of another search are refused."""
@@ -127,9 +215,12 @@ class Search:
         try:
             self.storage = self.optuna.storages.RDBStorage(f"sqlite:///{place}")
             self.study = self.optuna.create_study(
-                storage=self.storage, study_name="tune", direction="maximize", load_if_exists=True,
+                storage=self.storage,
+                study_name="tune",
+                direction="maximize",
+                load_if_exists=True,
                 pruner=self.optuna.pruners.MedianPruner(),
-            )  # fmt: skip
+            )
         except (DatabaseError, RuntimeError, self.optuna.exceptions.OptunaError) as error:
             fix = "remove the folder, or name another with --out"
             raise ArtifactError("the search's records cannot be read", where=place, got=error, fix=fix) from error
@@ -152,27 +243,32 @@ class Search:
             trials = self.study.get_trials(deepcopy=False)
         return [trial for trial in trials if trial.state.name in ("COMPLETE", "PRUNED") or "failed" in trial.user_attrs]
 
-    def run(self, trials: int) -> Tuned:
-        """Run trials until there are `trials` in total; returns the best."""
-        with tracked(self.root):
-            for _ in self._rounds(self.data, "data"):
+    def run(self, trials: int) -> Tuned | None:
+        """Run trials until there are `trials` in total.
+
+        Returns:
+            The best; None: no trial was run, none has finished, or no best.yaml is asked for.
+        """
+        for step in self.needed:
+            for _ in self._rounds(step, "data" if step is self._data else step.name):
                 pass
-            dataset = XMCDataset.open(self.data.folder / "data" / "dataset", verify=False)
-            if not len(dataset.rows("validation")):
-                share = self.params.data.validation_share
-                raise ConfigError("there is no validation split to tune on", where="data.validation_share", got=share,
-                                  fix="--set data.validation_share=0.05")  # fmt: skip
-            with stop_signals():
-                for trial in self.study.get_trials(deepcopy=False):
-                    if trial.state.name == "RUNNING":  # interrupted: it is drawn again
-                        self.study.tell(trial.number, state=self.states.FAIL)
-            left, epochs, best = range(len(self.ended), trials), self.params.optim.epochs, None
-            with progress(total=len(left) * epochs, desc="tune", unit="epoch") as bar:
-                for number in left:
-                    done = self._try(number, bar)
-                    bar.total = (bar.total or 0) + done - epochs  # it was pruned, or its epochs are tuned
-                    best = self._record()
-            return best or self._write_best()
+        dataset = XMCDataset.open(self._data.folder / "data" / "dataset", verify=False)
+        if not len(dataset.rows("validation")):
+            share = self.params.data.validation_share
+            raise ConfigError("there is no validation split to tune on", where="data.validation_share", got=share,
+                              fix="--set data.validation_share=0.05")  # fmt: skip
+        with stop_signals():
+            for trial in self.study.get_trials(deepcopy=False):
+                if trial.state.name == "RUNNING":  # interrupted: it is drawn again
+                    self.study.tell(trial.number, state=self.states.FAIL)
+        left, epochs = range(len(self.ended), trials), self.params.optim.epochs
+        best: Tuned | None = None
+        with progress(total=len(left) * epochs, desc="tune", unit="epoch") as bar:
+            for number in left:
+                done = self._try(number, bar)
+                bar.total = (bar.total or 0) + done - epochs  # it was pruned, or its epochs are tuned
+                best = self._record()
+        return best
 
     def _try(self, number: int, bar: Progress[Any]) -> int:
         """Draw a trial and train it to its end, or to the round after which it is pruned; returns its epochs."""
@@ -187,7 +283,7 @@ class Search:
                     with stop_signals():
                         trial.report(value, epoch)
                         prune = not new["finished"] and trial.should_prune()
-                    bar.note(f"trial {number}: {self.metric} {value:.2f} after epoch {epoch}")
+                    bar.note(f"{self.subject.name}, trial {number}: {self.metric} {value:.2f} after epoch {epoch}")
                     bar.update(epoch - line.get("epoch", 0))
                     line = new
                     if prune:
@@ -196,7 +292,7 @@ class Search:
             if state == self.states.PRUNED:
                 self._end_pruned(step, line["round"])
         except UnidecError as error:
-            if number == 0 and len(self.unchanged) == len(self.space):
+            if self.stopping.is_set() or (number == 0 and len(self.unchanged) == len(self.space)):
                 raise  # not caused by the tuned values: repeated when the search is resumed
             state, failed = self.states.FAIL, str(error)
         with stop_signals():
@@ -217,42 +313,50 @@ class Search:
                 self.study.enqueue_trial(self.unchanged)
             return self.study.ask(self.space)
 
-    def _steps(self, settings: Mapping[str, Any]) -> tuple[Step, Step]:
-        """The step that makes the data set, and the training with these settings.
+    def changed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that differ from the training as it is."""
+        return {key: value for key, value in settings.items() if self.unchanged.get(key, ...) != value}
+
+    def _steps(self, settings: Mapping[str, Any]) -> tuple[list[Step], Step]:
+        """What the training with these settings needs, in order, and that training.
 
         Raises:
             ParamsError: the settings conflict with each other.
         """
-        values = dict(leaves(self.params)) | dict(settings) | {"tracking.experiment": EXPERIMENT}
-        start = values["encoder.start"]  # for a process in another folder
-        params = build_params(values | {"encoder.start": start and str(Path(start).resolve())}, {}, "trial")
-        data = DataEntry(path=params.data.path, text=params.tokens.text, max_length=params.tokens.max_length)
-        job = Job(Path(data.path).name, "trial", params.seed, "trial", params, data, settings)
-        made, training = steps_of({job.key: job}, self.root).values()
-        return made, training
+        job = self.subject.job
+        if changed := self.changed(settings):
+            params = applied(self.params, settings, self.subject.kept)
+            job = replace(job, params=params, settings=changed, trial=in_words(changed))
+        steps = with_needed(steps_of({**self.subject.jobs, job.key: job}, self.subject.workspace), [job.key])
+        return steps[:-1], steps[-1]
 
     def _rounds(self, step: Step, name: str) -> Generator[dict[str, Any], None, None]:
         """Run a step in a child process, and yield the record of each round as soon as it is written; those of an
         interrupted attempt first. Closing the generator early stops the child, which writes a checkpoint."""
         parent = {"mlflow.parentRunId": self.tracker.run_id} if self.tracker.run_id else {}
-        tags = run_tags() | parent | {"tuning": self.root.name, "mlflow.runName": f"{self.root.name} {name}"}
-        environment = {"MLFLOW_TRACKING_URI": tracking_uri("."), RUN_TAGS: json.dumps(tags)}
-        stopping, seen = threading.Event(), 0
+        own = {"tuning": self.subject.name, "mlflow.runName": f"{self.subject.name} {name}"}
+        tags = {**run_tags(), **parent, **own, **self.subject.tags}
+        uri = {"MLFLOW_TRACKING_URI": tracking_uri(".")}
+        environment = {**uri, **self.subject.environment, RUN_TAGS: json.dumps(tags)}
+        ending, seen = threading.Event(), 0
         with ThreadPoolExecutor(1) as pool:
             try:
-                work = None if step.is_done() else pool.submit(run_step, step, environment, stopping)
+                work = None if step.is_done() else pool.submit(run_step, step, environment, ending)
                 while True:
                     ended = work is None or work.done()  # before the last look at the records
                     lines = [line for file in step.folder.glob("runs/*/rounds.jsonl") for line in read_json_lines(file)]
                     yield from lines[seen:]
                     seen = max(seen, len(lines))
+                    if self.stopping.is_set():
+                        fix = "run it again to resume"
+                        raise TrainingError("the search is being stopped", where=step.name, fix=fix)
                     if ended:
                         break
                     time.sleep(POLL_S)
                 if work is not None:
                     work.result()
             finally:
-                stopping.set()
+                ending.set()
 
     def _end_pruned(self, step: Step, number: int) -> None:
         """End the MLflow run of a pruned trial as FINISHED; its training is not resumed."""
@@ -263,8 +367,8 @@ class Search:
         remove_checkpoints(step.folder)
 
     def _record(self) -> Tuned | None:
-        """After a trial: write trials.md and best.yaml (None: no trial has finished), and log the metric to the
-        parent's MLflow run."""
+        """After a trial: write trials.md and best.yaml (None: not asked for, or no trial has finished), and log the
+        metric to the parent's MLflow run."""
         rows = [["trial", "state", self.metric, "seconds", *self.space]]
         rows.append(["---"] * len(rows[0]))
         ended = self.ended
@@ -279,27 +383,44 @@ class Search:
         write_bytes_atomic(self.root / TABLE, "".join(f"| {' | '.join(row)} |\n" for row in rows).encode())
         if ended[-1].value is not None:
             self.tracker.log(len(ended), {f"validation/{self.metric}": ended[-1].value})
-        return self._write_best() if any(trial.state == self.states.COMPLETE for trial in ended) else None
+        has_finished = any(trial.state == self.states.COMPLETE for trial in ended)
+        return self.write_best(self.subject.asked) if self.subject.asked and has_finished else None
 
-    def _write_best(self) -> Tuned:
-        """best.yaml: all parameters, with those of the best trial.
+    def best(self) -> tuple[int, Any]:
+        """Number and record of the best trial.
 
         Raises:
             TrainingError: no trial has finished.
         """
-        ended, path, table = self.ended, self.root / BEST, self.root / TABLE
-        trained = [(trial.value, -number) for number, trial in enumerate(ended) if trial.state == self.states.COMPLETE]
+        trained = [(n, trial) for n, trial in enumerate(self.ended) if trial.state == self.states.COMPLETE]
         if not trained:
-            raise TrainingError("no trial has finished", where=str(table), fix="narrower ranges, or more --trials")
-        value, number = max(trained)[0], -max(trained)[1]
-        settings = {key: ended[number].params[key] for key in self.space}
-        best = build_params(dict(leaves(self.params)) | settings, {}, str(path))
+            table = str(self.root / TABLE)
+            raise TrainingError("no trial has finished", where=table, fix="narrower ranges, or more trials")
+        return max(trained, key=lambda one: (one[1].value, -one[0]))
+
+    def figures(self) -> Trials:
+        """Its trials that ended."""
+        finished = self.states.COMPLETE
+        return [(self.changed(one.params), one.value if one.state == finished else None) for one in self.ended]
+
+    def write_best(self, params: Params) -> Tuned:
+        """best.yaml: `params` with the values of the best trial.
+
+        Raises:
+            TrainingError: no trial has finished.
+        """
+        path, table = self.root / BEST, self.root / TABLE
+        number, trial = self.best()
+        settings = {key: trial.params[key] for key in self.space}
+        best = applied(params, settings, source=str(path))
         words = " ".join(f"--set {key}={json.dumps(chosen)}" for key, chosen in settings.items())
+        count = len(self.ended)
         head = [
-            f"trial {number} of {len(ended)}, the best by {self.metric} of the validation split: {value:.2f}",
-            f"unidec train --params {path}", f"make train ARGS='{words}'",
-        ]  # fmt: skip
+            f"trial {number} of {count}, the best by {self.metric} of the validation split: {trial.value:.2f}",
+            f"unidec train --params {path}",
+            f"make train ARGS='{words}'",
+        ]
         write_bytes_atomic(path, ("".join(f"# {line}\n" for line in head) + to_yaml(best)).encode())
-        self.tracker.log_final({f"best/{self.metric}": value})
+        self.tracker.log_final({f"best/{self.metric}": trial.value})
         self.tracker.log_files([path, table])
-        return Tuned(number, value, settings, len(ended), str(path), str(table))
+        return Tuned(number, trial.value, settings, count, str(path), str(table))

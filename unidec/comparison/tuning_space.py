@@ -1,10 +1,15 @@
-"""The space of a tuning: parameters by key path, each with a range or choices, as Optuna's distributions.
+"""The space of a search: a range or choices for each key path, and `lr`, which multiplies all learning rates.
+
+    optim.lr_bag: {low: 0.0003, high: 0.003, log: true}
+    pool.beta: [1, 2, 3]
+    lr: {low: 0.25, high: 4, log: true}
 
 Only this module imports optuna.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,8 @@ from unidec.errors import ConfigError
 
 SECTIONS = ("encoder", "label_graph", "loss", "model", "optim", "pool")
 """Sections that affect a training on one data set and its tokens; `encoder.name` would require other tokens."""
+RATES = "lr"
+Ranges = Mapping[str, Any]
 
 
 def import_optuna() -> Any:
@@ -33,12 +40,6 @@ def import_optuna() -> Any:
 def read_space(path: str | Path, params: Params) -> dict[str, Any]:
     """Read a search space file, and check each bound and each choice with all other parameters unchanged.
 
-    Args:
-        path: YAML: `optim.lr_bag: {low: 0.0003, high: 0.003, log: true}`, `pool.beta: [1, 2, 3]`.
-
-    Returns:
-        An Optuna distribution per key path; over integers if the key takes only those.
-
     Raises:
         ConfigError: no such file, not YAML, or an empty file. ParamsError: every problem, with its line.
     """
@@ -48,43 +49,105 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
     if not raw:
         raise ConfigError("nothing to tune", where=str(path), expected="optim.lr_bag: {low: 0.0003, high: 0.003}")
     origin = {".".join(key): f"line {line}" for key, line in lines.items()}
-    base, takes = dict(leaves(params)), {key: kinds for key, _, kinds, _ in describe()}
-    space, problems = dict[str, Any](), list[str]()
-    for key, entry in raw.items():
+    if problems := problems_of(raw, params, origin, str(path)):
+        raise ParamsError(problems, str(path), "search space")
+    return raw
+
+
+def problems_of(ranges: Ranges, params: Params, origin: Mapping[str, str], source: str) -> list[str]:
+    """What is wrong with the ranges: unknown keys, values out of bounds or in conflict with the other parameters.
+
+    Args:
+        origin: line of each key path. source: the file, or the part of it.
+    """
+    takes = {key: kinds for key, _, kinds, _ in describe()} | {RATES: "number"}
+    problems = []
+    for key, entry in ranges.items():
         try:
             if isinstance(entry, dict) and key in Params.model_fields:
                 raise ValueError(f"key paths, not sections: {key}.<key>: {{low: 0.001, high: 0.01}}")
-            of_range = [entry[end] for end in ("low", "high") if end in entry] if isinstance(entry, dict) else []
-            for value in (entry if isinstance(entry, list) else of_range) if key in takes else [entry]:
-                build_params(base | {key: value}, origin, str(path))  # an unknown key, out of bounds, in conflict
-            space[key] = _distribution(key, entry, takes[key])
+            for value in _values(entry) if key in takes else [entry]:
+                applied(params, {key: value}, origin=origin, source=source)
+            _check_form(key, entry, takes[key])
         except ParamsError as error:
             problems += error.problems
         except ValueError as error:
-            problems.append(problem(key, "cannot be tuned like this", short(entry), str(error), origin))
-    if problems:
-        raise ParamsError(problems, str(path), "search space")
-    return space
+            problems.append(problem(key, "cannot be tuned like this", short(entry), str(error), dict(origin)))
+    return problems
 
 
-def _distribution(key: str, entry: Any, takes: str) -> Any:
-    """The distribution of a key; a ValueError describes what would be valid."""
-    kinds = import_optuna().distributions
-    if key.partition(".")[0] not in SECTIONS or key == "encoder.name":
+def _values(entry: Any) -> list[Any]:
+    """All choices, or both ends of a range."""
+    if isinstance(entry, list):
+        return entry
+    return [entry[end] for end in ("low", "high") if end in entry] if isinstance(entry, dict) else []
+
+
+def _check_form(key: str, entry: Any, takes: str) -> None:
+    """A ValueError describes what would be valid."""
+    if key != RATES and (key.partition(".")[0] not in SECTIONS or key == "encoder.name"):
         raise ValueError(f"a key of {', '.join(SECTIONS)} that needs no other tokens")
     if isinstance(entry, list):
-        return kinds.CategoricalDistribution(entry)
-    numbers = {"number", "integer"} & set(takes.split())
-    if not numbers or not isinstance(entry, dict) or not {"low", "high"} <= entry.keys() <= {"low", "high", "log"}:
+        if not entry:
+            raise ValueError("one or more choices")
+        return
+    is_number = not {"number", "integer"}.isdisjoint(takes.split())
+    if not is_number or not isinstance(entry, dict) or not {"low", "high"} <= entry.keys() <= {"low", "high", "log"}:
         raise ValueError("{low: 0.001, high: 0.01, log: true} for a number, or choices: [1, 2, 4]")
-    if not isinstance(log := entry.get("log", False), bool):
+    log = entry.get("log", False)
+    if not isinstance(log, bool):
         raise ValueError("log: true or false")
-    kind = kinds.FloatDistribution if "number" in numbers else kinds.IntDistribution
-    return kind(entry["low"], entry["high"], log=log)
+    if entry["low"] > entry["high"]:
+        raise ValueError("low <= high")
+    if log and entry["low"] <= 0:
+        raise ValueError("low > 0 with log: true")
 
 
-def holds(ranged: Any, value: Any) -> bool:
+def applied(
+    params: Params,
+    settings: Mapping[str, Any],
+    kept: Collection[str] = (),
+    *,
+    origin: Mapping[str, str] | None = None,
+    source: str = "trial",
+) -> Params:
+    """The parameters with the settings of a trial; keys in `kept` stay as they are.
+
+    Raises:
+        ParamsError: a setting is invalid, or in conflict with the other parameters.
+    """
+    values = dict(leaves(params)) | {key: value for key, value in settings.items() if key != RATES}
+    factor = settings.get(RATES, 1)
+    if type(factor) not in (int, float) or factor <= 0:
+        raise ValueError("lr multiplies all learning rates: a number above 0")
+    if factor != 1:
+        values |= {key: rate * factor for key, rate in values.items() if key.startswith("optim.lr_")}
+    values |= {key: value for key, value in leaves(params) if key in kept}
+    return build_params(values, dict(origin or {}), source)
+
+
+def unchanged(ranges: Ranges, params: Params) -> dict[str, Any]:
+    """The settings that change nothing; without keys whose range excludes the parameter's value."""
+    values = dict(leaves(params)) | {RATES: 1}
+    return {key: values[key] for key, entry in ranges.items() if holds(entry, values[key])}
+
+
+def holds(entry: Any, value: Any) -> bool:
     """Whether a trial may draw this value."""
-    if hasattr(ranged, "choices"):
-        return value in ranged.choices
-    return isinstance(value, int | float) and ranged.low <= value <= ranged.high
+    if isinstance(entry, list):
+        return value in entry
+    return isinstance(value, int | float) and entry["low"] <= value <= entry["high"]
+
+
+def distributions(ranges: Ranges) -> dict[str, Any]:
+    """The ranges as Optuna's distributions; over integers if the key takes only those."""
+    kinds = import_optuna().distributions
+    takes = {key: names.split() for key, _, names, _ in describe()} | {RATES: ["number"]}
+    found = {}
+    for key, entry in ranges.items():
+        if isinstance(entry, list):
+            found[key] = kinds.CategoricalDistribution(entry)
+        else:
+            kind = kinds.FloatDistribution if "number" in takes[key] else kinds.IntDistribution
+            found[key] = kind(entry["low"], entry["high"], log=entry.get("log", False))
+    return found

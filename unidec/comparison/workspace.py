@@ -16,7 +16,7 @@ import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -83,11 +83,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A checked comparison file, its jobs by key, and their steps by name; each after the steps that it needs."""
+    """A checked comparison file, its jobs by key, and their steps by name; each after the steps that it needs.
+
+    `common` are the parameters that the file sets for all cells; `overrides` those of `--set`, over everything.
+    """
 
     path: Path
     file: ComparisonFile
     common: Mapping[str, Any]
+    overrides: Mapping[str, Any]
     root: Path
     jobs: Mapping[str, Job]
     steps: Mapping[str, Step]
@@ -106,7 +110,7 @@ def load_comparison(
         path: the file.
         overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
         folder: of the results, instead of runs/compare/<name>.
-        tune: the jobs are the trials of the file's `tuning`.
+        tune: the jobs are the first trials of the searches of the file's `tuning`.
         keep_results: results that another version of the code made count as done.
 
     Raises:
@@ -123,7 +127,7 @@ def load_comparison(
     steps = steps_of(jobs, root)
     if keep_results:
         steps = {name: _with_kept_result(step) for name, step in steps.items()}
-    return Comparison(Path(path), file, common, root, jobs, steps)
+    return Comparison(Path(path), file, common, overrides or {}, root, jobs, steps)
 
 
 def _with_kept_result(step: Step) -> Step:
@@ -141,18 +145,34 @@ def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    chosen = set() if only else set(comparison.steps)
+    return with_needed(comparison.steps, matching(comparison, only) if only else set(comparison.steps))
+
+
+def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
+    """Keys of the jobs that match the patterns (see `select`); without patterns, of all.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    if not only:
+        return set(comparison.jobs)
+    chosen: set[str] = set()
     for pattern in only:
         found = [job for job in comparison.jobs.values() if _matches(job, pattern)]
         if not found:
             expected = f"data/cell/seed, data/cell, or one of {', '.join(comparison.file.cells)}"
             raise ConfigError("no such cell", where="--only", got=pattern, expected=expected)
         chosen.update(job.key for job in found)
-    steps = list(comparison.steps.values())
-    for step in reversed(steps):
+    return chosen
+
+
+def with_needed(steps: Mapping[str, Step], names: Iterable[str]) -> list[Step]:
+    """The named steps and those that they need, in the order of `steps`."""
+    chosen = set(names)
+    for step in reversed(list(steps.values())):
         if step.name in chosen:
             chosen.update(step.needs)
-    return [step for step in steps if step.name in chosen]
+    return [step for step in steps.values() if step.name in chosen]
 
 
 def _matches(job: Job, pattern: str) -> bool:

@@ -1,7 +1,7 @@
 """The routes: read a request, have the current engine answer it, write the answer.
 
 POST /predict is the hot path: its body is checked by pydantic without FastAPI's dependencies, and its answer is written
-by hand and not checked again. `benchmarks/serving_overhead.py` measures a request's cost besides the model.
+by hand and not checked again. `benchmarks/results/serving.md` has a request's cost besides the model.
 """
 
 from __future__ import annotations
