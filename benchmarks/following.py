@@ -21,8 +21,8 @@ from typing import Any
 from measure import machine
 from served import HOST, Served
 
+from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.data.storage import folder_sha256, read_manifest, write_manifest
-from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.tracking.store import open_client
 
 NAME, FOLLOW = "following", 0.5

@@ -31,9 +31,9 @@ from measure import MIB, Memory, machine, status
 
 from unidec.data.storage import write_json
 from unidec.progress import progress
-from unidec.retrieval.index import IndexOptions, Kind, LabelIndex, faiss_threads, recall
-from unidec.retrieval.index_tune import exact_labels
-from unidec.retrieval.scoring_space import as_rows
+from unidec.ranking.heads import as_rows
+from unidec.ranking.index import IndexOptions, Kind, LabelIndex, faiss_threads, recall
+from unidec.ranking.index_tune import exact_labels
 
 RESULT = Path(__file__).resolve().parent / "results" / "index-search.json"
 AT_ONCE = 1 << 16
@@ -66,8 +66,8 @@ def make_queries(label_LD: Floats, query_ND: Floats, positive_ND: Floats, num: i
 
 def real_queries(bundle_path: Path, num: int = 2000) -> tuple[Floats, Floats]:
     """Test queries of data/dataset and one true label of each, by the bundle's dual encoder, float32 [N, D] each."""
+    from unidec.bundle.bundle import Bundle
     from unidec.pipeline import paths
-    from unidec.retrieval.bundle import Bundle
 
     bundle, dataset = Bundle.load(bundle_path, verify=False), paths.open_dataset()
     rng, rows = np.random.default_rng(0), dataset.rows("test")[:num]

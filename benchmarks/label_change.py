@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from measure import machine
 
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.label_change import LabelChange, LabelText, with_labels
 from unidec.data.storage import write_json
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
-from unidec.retrieval.scoring_space import LabelRows
+from unidec.ranking.heads import LabelRows
+from unidec.ranking.index import LabelIndex
 from unidec.tracking.fetch import fetch_bundle
 
 ROOT = Path(__file__).resolve().parents[1]

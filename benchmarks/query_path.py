@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 from measure import machine
 
+from unidec.bundle.answer import Answerer, Request
+from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_json
 from unidec.evaluation.metrics import by_query, filtered_truth, remove_filtered
-from unidec.retrieval.answer import Answerer, Request
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.query_encoder import open_encoder
-from unidec.retrieval.scoring_space import LabelRows
+from unidec.ranking.heads import LabelRows
+from unidec.ranking.query_encoder import open_encoder
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RUNTIMES = ("torch", "onnx", "onnx-int8")

@@ -40,12 +40,12 @@ def make_bundle(folder: Path) -> None:
     """An untrained bundle of the data set's labels."""
     import torch
 
+    from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.data.tokens import encode_texts
     from unidec.model.sources import resolve_encoder
     from unidec.model.unidec import UniDEC
-    from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
-    from unidec.retrieval.index import LabelIndex
-    from unidec.retrieval.scoring_space import LabelRows
+    from unidec.ranking.heads import LabelRows
+    from unidec.ranking.index import LabelIndex
     from unidec.sections import Encoder, Model
 
     dataset = XMCDataset.open(DATASET)
@@ -83,8 +83,8 @@ def make_queries(path: Path, num_rows: int) -> None:
 
 def one_piece(place: Path, rows: str) -> None:
     """`predict_file` in one shard."""
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.predict_file import FileRequest, predict_file
+    from unidec.bundle.bundle import Bundle
+    from unidec.bundle.predict_file import FileRequest, predict_file
 
     names = (str(place / name) for name in ("bundle", f"{rows}.parquet", f"{rows}-whole.parquet"))
     predict_file(Bundle.load(place / "bundle"), FileRequest(*names, k=K, runtime="torch"), shards=1)
@@ -92,8 +92,8 @@ def one_piece(place: Path, rows: str) -> None:
 
 def resumable(place: Path, rows: str, runtime: str = "torch") -> None:
     """`predict_file`."""
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.predict_file import FileRequest, predict_file
+    from unidec.bundle.bundle import Bundle
+    from unidec.bundle.predict_file import FileRequest, predict_file
 
     names = (str(place / name) for name in ("bundle", f"{rows}.parquet", "out.parquet"))
     request = FileRequest(*names, k=K, runtime=runtime)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from unidec import pipeline
+from unidec.bundle.label_change import estimated_rows
 from unidec.config import Params, load_params, parse_overrides
 from unidec.data.dataset import write_dataset
 from unidec.data.formats import make_slice, read_raw
@@ -39,8 +40,7 @@ from unidec.model.search import exact_search
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import CLF_WEIGHTS
-from unidec.retrieval.label_change import estimated_rows
-from unidec.retrieval.scoring_space import LabelRows, Space, query_vectors, unit_rows
+from unidec.ranking.heads import LabelRows, Space, query_vectors, unit_rows
 from unidec.training.trainer import Trainer, TrainingData
 
 ROOT = Path(__file__).resolve().parents[1]

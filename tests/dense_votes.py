@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unidec.retrieval.sparse import PairScores
+from unidec.ranking.sparse import PairScores
 
 
 def dense_votes(votes: PairScores) -> np.ndarray:

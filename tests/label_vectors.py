@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unidec.retrieval.scoring_space import LabelRows, Space
+from unidec.ranking.heads import LabelRows, Space
 
 
 def label_vectors(

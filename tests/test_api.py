@@ -22,10 +22,10 @@ import torch
 from scipy.sparse import csr_matrix, issparse
 
 import unidec
+from unidec.bundle.answer import Request
 from unidec.config import leaves
 from unidec.errors import ArtifactError, ConfigError, DataError
-from unidec.retrieval.answer import Request
-from unidec.retrieval.calibration import Calibration
+from unidec.ranking.calibration import Calibration
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny_bundle import write_tiny_bundle
 
+from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.data.storage import read_manifest
-from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.tracking.store import open_client
 
 
@@ -17,9 +18,9 @@ def following(benchmark_module):
     return benchmark_module("following")
 
 
-def test_one_bundle_under_two_hashes(following, helper, tmp_path):
+def test_one_bundle_under_two_hashes(following, tmp_path):
     bundle = tmp_path / "bundle"
-    helper("retrieval/tiny_bundle").write_tiny_bundle(bundle, np.random.default_rng(0))
+    write_tiny_bundle(bundle, np.random.default_rng(0))
     client = open_client(following.two_versions(bundle, tmp_path))
     tags = [client.get_model_version(following.NAME, number).tags["bundle.sha256"] for number in "12"]
     assert len(set(tags)) == 2 and client.get_model_version_by_alias(following.NAME, "champion").version == 1

@@ -19,6 +19,7 @@ from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
 from unidec import pipeline
+from unidec.bundle.bundle import Bundle
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import folder_sha256, read_manifest
@@ -28,12 +29,11 @@ from unidec.model.unidec import UniDEC
 from unidec.pipeline import indexing, paths
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
 from unidec.pipeline.training import Run
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.calibration import fit_calibration
-from unidec.retrieval.fusion import BY_WORDS, FEATURES, LabelEvidence
-from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.query_encoder import Encoded
-from unidec.retrieval.sparse import PairScores
+from unidec.ranking.calibration import fit_calibration
+from unidec.ranking.fusion import BY_WORDS, FEATURES, LabelEvidence
+from unidec.ranking.index import LabelIndex
+from unidec.ranking.query_encoder import Encoded
+from unidec.ranking.sparse import PairScores
 from unidec.tracking.run import RUN_TAGS, Tracker
 from unidec.training.fit import fit
 
@@ -444,8 +444,8 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     assert pipeline.index(params) == blend
     assert "no fusion" in capsys.readouterr().err and Bundle.load(paths.BUNDLE).info.fusion is None
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 20)
-    monkeypatch.setattr("unidec.retrieval.fusion_fit.MOST_STEPS", 25)  # it gains as surely in a third of the steps
-    monkeypatch.setattr("unidec.retrieval.fusion_fit.WORD_STEPS", 50)
+    monkeypatch.setattr("unidec.ranking.fusion_fit.MOST_STEPS", 25)  # it gains as surely in a third of the steps
+    monkeypatch.setattr("unidec.ranking.fusion_fit.WORD_STEPS", 50)
     perfect = dict.fromkeys(blend.validation, 100.0)
     with monkeypatch.context() as patch:
         patch.setattr(indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=perfect))

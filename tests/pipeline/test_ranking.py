@@ -16,8 +16,8 @@ from unidec.data.propensity import Propensity
 from unidec.evaluation.metrics import by_query
 from unidec.model.search import exact_search
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, tuned_blend
-from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.scoring_space import unit_rows
+from unidec.ranking.heads import unit_rows
+from unidec.ranking.neighbours import Neighbours
 
 NUM, LABELS, DIM, TRAIN = 60, 40, 6, 80
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from unidec.retrieval.bundle import Prediction
+from unidec.bundle.bundle import Prediction
 from unidec.sections import Serve
 from unidec.serving.answers import answer_of, card, explain_json, predict_json
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unidec.retrieval.calibration import Calibration
+from unidec.ranking.calibration import Calibration
 from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.engine import Engine, Service

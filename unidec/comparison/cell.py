@@ -172,7 +172,7 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     from unidec import pipeline
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     trained = _trained(params) if spec["kind"] == "recipe" else {"costs": {}, "curve": [], "mlflow_run": None}
     pipeline.index(params)

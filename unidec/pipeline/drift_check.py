@@ -17,6 +17,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from unidec.addresses import without_credentials
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import read_info, read_labels
+from unidec.bundle.text_file import Window, read_window
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.profile import LENGTH_EDGES, PROFILE_KEY, VERSION, measure_texts, profile_dataset, share, spaced
@@ -28,9 +31,6 @@ from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import Table, render
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import read_info, read_labels
-from unidec.retrieval.text_file import Window, read_window
 from unidec.tracking.fetch import fetch_bundle, find_alias
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import answers, sqlite_path, store_errors, tracking_uri

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from unidec.bundle.bundle import Bundle
 from unidec.config import Params, flatten
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import training_counts
@@ -30,12 +31,11 @@ from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.seen import leak_in_words, of_bundle
 from unidec.pipeline.start import read_start
 from unidec.progress import progress
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.candidates import Ranked
-from unidec.retrieval.fusion import CANDIDATES
-from unidec.retrieval.index import recall
-from unidec.retrieval.query_encoder import Encoded
-from unidec.retrieval.scoring_space import Space
+from unidec.ranking.candidates import Ranked
+from unidec.ranking.fusion import CANDIDATES
+from unidec.ranking.heads import Space
+from unidec.ranking.index import recall
+from unidec.ranking.query_encoder import Encoded
 from unidec.tracking.fetch import measured_before
 from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash
 from unidec.training.precision import choose_device

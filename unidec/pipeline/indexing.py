@@ -12,6 +12,8 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.config import OPERATIONS, Params
 from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
@@ -21,15 +23,13 @@ from unidec.methods.assembly import load_model
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
-from unidec.retrieval.calibration import LEAST_RELEVANT, fit_calibration
-from unidec.retrieval.candidates import Candidates, candidate_keys
-from unidec.retrieval.fusion import FEWEST_CANDIDATES, RESCORE
-from unidec.retrieval.index import KINDS, Kind, LabelIndex
-from unidec.retrieval.index_tune import Measured, default_kinds, tune
-from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.scoring_space import LabelRows, pair_scores
+from unidec.ranking.calibration import LEAST_RELEVANT, fit_calibration
+from unidec.ranking.candidates import Candidates, candidate_keys
+from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE
+from unidec.ranking.heads import LabelRows, pair_scores
+from unidec.ranking.index import KINDS, Kind, LabelIndex
+from unidec.ranking.index_tune import Measured, default_kinds, tune
+from unidec.ranking.neighbours import Neighbours
 from unidec.training.precision import choose_device
 
 OPTION_KEYS = {

@@ -23,12 +23,12 @@ from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
 from unidec.progress import progress
-from unidec.retrieval.candidates import Candidates, Ranked, candidate_keys, votes_alone
-from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
-from unidec.retrieval.neighbours import Neighbours, Vote
-from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
-from unidec.retrieval.sparse import PairScores
-from unidec.retrieval.words import WordSpace
+from unidec.ranking.candidates import Candidates, Ranked, candidate_keys, votes_alone
+from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
+from unidec.ranking.heads import LabelRows, Space, pair_scores, query_vectors, unit_rows
+from unidec.ranking.neighbours import Neighbours, Vote
+from unidec.ranking.sparse import PairScores
+from unidec.ranking.words import WordSpace
 from unidec.training.precision import autocast_type
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
 
     The blend is returned unchanged if the split has too few queries, or if the fusion is not better by
     `index.objective` on queries that it was not trained on."""
-    from unidec.retrieval.fusion_fit import fit_fusion, fit_word_network
+    from unidec.ranking.fusion_fit import fit_fusion, fit_word_network
 
     index, num_queries = params.index, len(ranking.rows)
     objective = index.objective

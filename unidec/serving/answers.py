@@ -10,8 +10,8 @@ import orjson
 from unidec.version import __version__
 
 if TYPE_CHECKING:
-    from unidec.retrieval.answer import Explanation
-    from unidec.retrieval.bundle import Bundle, Prediction
+    from unidec.bundle.answer import Explanation
+    from unidec.bundle.bundle import Bundle, Prediction
     from unidec.sections import Serve
 
 NUM_EXAMPLES = 6

@@ -1,0 +1,405 @@
+"""A bundle: one folder with everything that answers queries; it needs neither the training data nor params.yaml.
+
+    bundle.json          description: space, blend, sizes, data set, metrics, parameters (`BundleInfo`)
+    model/               encoder and heads as written by the training, with their own manifest
+    vectors/*.npy        float32: de [L, D] label embeddings, clf [L, D] classifier rows, bias [L]; those that exist
+    index.faiss          label index over the searched space
+    labels.arrow         uid and title of each label
+    neighbours/          if training queries vote: their vectors float16 [M, D] or words (CSR), labels (CSR), uids and
+                         titles; with words, optionally also the words of the label texts (CSR)
+    manifest.json        size and sha256 of each file
+
+Legend: B queries, L labels, K results, M training queries, D width of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from scipy.sparse import csr_matrix
+
+from unidec.bundle.bundle_folder import (
+    KIND,
+    VERSION,
+    BundleInfo,
+    check_names,
+    read_index,
+    read_info,
+    read_labels,
+    read_vectors,
+)
+from unidec.data.storage import folder_sha256, read_manifest
+from unidec.data.tokens import TextTokenizer, load_tokenizer
+from unidec.errors import ArtifactError, DataError
+from unidec.model.arrays import ModelConfig
+from unidec.ranking.candidates import Candidates, Ranked, allowed_keys, candidate_keys
+from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE, LabelEvidence
+from unidec.ranking.heads import Space, head_scores, pair_scores, query_vectors
+from unidec.ranking.index import LabelIndex
+from unidec.ranking.neighbours import Neighbours, read_neighbours
+from unidec.ranking.query_encoder import Encoded, ModelEncoder, QueryEncoder
+from unidec.ranking.sparse import PairScores
+
+if TYPE_CHECKING:
+    from unidec.ranking.words import WordSpace
+
+Floats = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The labels of one query, best first.
+
+    Attributes:
+        labels, titles: uid and title of each label.
+        scores: scores by which the labels are ranked: those of the fusion (`fusion.py`), which are logits; without one,
+            in the space "both", de_scores + clf_weight * clf_scores, plus knn_weight * knn_scores if training queries
+            vote.
+        de_scores, clf_scores: each head's own score; empty if the model lacks the head.
+        knn_scores: votes of similar training queries, 0 to 1; empty if training queries do not vote.
+        probabilities: probability that each label is relevant, given its score (`calibration.py`); empty if the bundle
+            has no calibration, or if the labels were not ranked as the bundle ranks.
+        num_tokens, unknown_tokens: number of tokens of the query, and how many of them are not in the vocabulary.
+        unknown_labels: number of allowed or denied uids that the bundle does not have.
+    """
+
+    labels: list[str]
+    titles: list[str]
+    scores: list[float]
+    de_scores: list[float]
+    clf_scores: list[float]
+    knn_scores: list[float] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    unknown_tokens: int = 0
+    unknown_labels: int = 0
+
+
+class Bundle:
+    """A loaded bundle. Predicting is thread-safe.
+
+    Attributes:
+        path, sha256: the folder and its hash, by which it is registered.
+        info: content of `bundle.json`.
+        uids, titles: Arrow string arrays [L].
+        about: the model, or its `ModelConfig` if the model is not loaded.
+        index: the label index.
+        vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that exist.
+        neighbours: training queries that vote; None if none do.
+        evidence: computes the features of the fusion; None without a fusion.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        info: BundleInfo,
+        about: Any,
+        index: LabelIndex,
+        vectors: Mapping[str, Floats],
+        labels: pa.Table,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        self.path, self.info, self.about, self.index = path, info, about, index
+        self.sha256 = folder_sha256(path)
+        self.vectors, self.neighbours = dict(vectors), neighbours
+        self.evidence: LabelEvidence | None = None
+        if (fusion := info.fusion) is not None and neighbours is not None and info.knn is not None:
+            blend = (info.clf_weight, info.clf_normalize)
+            votes = (neighbours, info.knn.neighbours)
+            self.evidence = LabelEvidence(self.vectors, *blend, *votes, fusion.propensity, fusion.words)
+        self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], verify: bool = True, device: str = "cpu", lazy: bool = False) -> Bundle:
+        """Load a bundle's folder. Names, sizes and (with `verify`) hashes of all files are checked before any file is
+        parsed; sizes, dtypes and dimensions before any content is used.
+
+        Args:
+            verify: check the sha256 of each file, and that all vectors are finite.
+            device: device of the model.
+            lazy: load the model (on the CPU, with torch) when it is first needed.
+
+        Raises:
+            ArtifactError: a file is missing, damaged, inconsistent or of a newer version; the error names the file.
+        """
+        root = Path(path)
+        check_names(root, read_manifest(root, KIND, VERSION, verify=verify)["files"])
+        info = read_info(root)
+        labels = read_labels(root, info.num_labels)
+        vectors = read_vectors(root, info, verify=verify)
+        index = read_index(root, info, vectors)
+        about: Any = None
+        if lazy:
+            with contextlib.suppress(ArtifactError):  # loading the model reports the reason
+                about = ModelConfig.read(root / "model")
+        if about is None:
+            about = _load_model(root / "model", device)
+        _check_model(root / "model", about, info)
+        neighbours = None
+        if (knn := info.knn) is not None:
+            width, folder = (info.dim, None) if knn.num_words is None else (knn.num_words, about.tokenizer_folder)
+            sizes = (knn.num_queries, knn.num_pairs, info.num_labels, width)
+            neighbours = read_neighbours(root, sizes, knn.vote, folder, info.has_label_words, knn.word_head)
+        return cls(root, info, about, index, vectors, labels, neighbours)
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The encoder with its heads, in torch."""
+        return _load_model(self.path / "model", "cpu") if isinstance(self.about, ModelConfig) else self.about
+
+    @functools.cached_property
+    def encoder(self) -> QueryEncoder:
+        """The encoder of queries: the model itself, unless another one was assigned (`query_encoder.open_encoder`)."""
+        return ModelEncoder(self.model, self.words)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer."""
+        return load_tokenizer(self.about.tokenizer_folder, self.about.max_length)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels L."""
+        return self.info.num_labels
+
+    @property
+    def words(self) -> WordSpace | None:
+        """The word space in which training queries are compared; None if they are not compared by words."""
+        return None if self.neighbours is None else self.neighbours.words
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Encode queries for `rank`, in one batch; raises DataError for a text that is not valid Unicode."""
+        return self.encoder.encode(texts)
+
+    def searched(self, encoded: Encoded, head: Space = "both") -> Floats:
+        """Queries in the searched space, float32 [B, D']; `head` restricts the score to one head.
+
+        Raises:
+            DataError: the searched space does not contain the head.
+        """
+        info = self.info
+        if head != "both" and info.space not in ("both", head):
+            raise DataError(f"this bundle does not rank by the head {head!r}", where="head", expected=info.space)
+        weight = info.clf_weight if head == "both" else 1.0
+        out = query_vectors(
+            encoded.de_BD, encoded.clf_BD, info.space, weight, info.clf_normalize, "bias" in self.vectors
+        )
+        if info.space == "both" and head != "both":  # zero the other head's dimensions
+            out[:, slice(info.dim, None) if head == "de" else slice(info.dim)] = 0.0
+        return out
+
+    def predict(
+        self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
+    ) -> list[Prediction]:
+        """The k best labels of each text, best first.
+
+        Args:
+            texts: queries; for a model of long texts, title and content joined by a space.
+            k: at least 1; fewer labels are returned if fewer remain.
+            exclude: for each text, uids of labels that must not be returned; unknown uids are ignored.
+            batch_size: texts encoded at once.
+
+        Raises:
+            DataError: a text is not a string, k is below 1, or `exclude` differs in length from `texts`.
+        """
+        ranked = self.predict_arrays(texts, k, exclude, batch_size)
+        return self.predictions(ranked, (ranked.rows >= 0).sum(axis=1).tolist())
+
+    def predictions(self, ranked: Ranked, count_B: Sequence[int], calibrated: bool = True) -> list[Prediction]:
+        """The first `count_B` labels of each query, with names, and with probabilities if `calibrated`."""
+        # one look-up of all names: it costs the same for one name and for a thousand
+        rows = [row[:n] for row, n in zip(ranked.rows, count_B, strict=True)]
+        uids, titles = self.named(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
+        probabilities = self.probabilities(ranked.scores) if calibrated else None
+        arrays = (ranked.scores, ranked.de_scores, ranked.clf_scores, ranked.knn_scores, probabilities)
+        out: list[Prediction] = []
+        for query, (count, end) in enumerate(zip(count_B, np.cumsum(count_B).tolist(), strict=True)):
+            parts = ([] if array is None else array[query, :count].tolist() for array in arrays)
+            out.append(Prediction(uids[end - count : end], titles[end - count : end], *parts))
+        return out
+
+    def probabilities(self, scores: Floats) -> npt.NDArray[np.float64] | None:
+        """Probability that a label with each score is relevant; None if the bundle has no calibration."""
+        return None if self.info.calibration is None else self.info.calibration.of(scores)
+
+    def predict_arrays(
+        self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
+    ) -> Ranked:
+        """As `predict`, but returns arrays of label rows (named by `uids` and `titles`)."""
+        if isinstance(texts, str):
+            raise DataError("texts must be a list", got="one string", fix="pass [text]")
+        if k < 1:
+            raise DataError("k is out of range", got=k, expected="at least 1")
+        if exclude is not None and len(exclude) != len(texts):
+            raise DataError("exclude must have one entry for each text", got=len(exclude), expected=len(texts))
+        parts = []
+        for start in range(0, max(1, len(texts)), batch_size):
+            excluded = None if exclude is None else self._excluded_pairs(exclude[start : start + batch_size])
+            encoded = self.encode(texts[start : start + batch_size])
+            parts.append(vars(self.with_parts(encoded, self.rank(encoded, k, excluded))))
+        columns = {name: [part[name] for part in parts] for name in parts[0]}
+        joined: dict[str, Any] = {
+            name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in columns.items()
+        }
+        return Ranked(**joined)
+
+    def predict_table(self, texts: Sequence[str], k: int = 5, *, first_row: int = 0, batch_size: int = 256) -> pa.Table:
+        """Arrow table `query_row` (int64, counted from `first_row`), `query`, `rank` (int64, from 1), `label`, `title`,
+        `score` (float32), `probability` (float64; null if the bundle has no calibration)."""
+        ranked = self.predict_arrays(texts, k, batch_size=batch_size)
+        query, rank = np.nonzero(ranked.rows >= 0)
+        scores, rows = ranked.scores[query, rank], pa.array(ranked.rows[query, rank])
+        probabilities = self.probabilities(scores)
+        columns = [
+            pa.array(query + first_row, pa.int64()), pa.array(list(texts), pa.string()).take(pa.array(query)),
+            pa.array(rank + 1, pa.int64()), self.uids.take(rows), self.titles.take(rows),
+            pa.array(scores, pa.float32()),
+            pa.nulls(len(rows), pa.float64()) if probabilities is None else pa.array(probabilities),
+        ]  # fmt: skip
+        return pa.table(columns, schema=PREDICTION_SCHEMA)
+
+    def named(self, rows: Labels) -> tuple[list[str], list[str]]:
+        """Uids and titles of the given label rows."""
+        indices = pa.array(rows)
+        return self.uids.take(indices).to_pylist(), self.titles.take(indices).to_pylist()
+
+    @functools.cached_property
+    def row_of(self) -> dict[str, int]:
+        """Label row by uid; built on first use."""
+        return dict(zip(self.uids.to_pylist(), range(self.num_labels), strict=True))
+
+    def rank(
+        self,
+        encoded: Encoded,
+        k: int,
+        excluded: Labels | None = None,
+        head: Space = "both",
+        tail: float = 0.0,
+        allowed: Labels | None = None,
+        found: Ranked | None = None,
+    ) -> Ranked:
+        """The k best labels of each query, by the fusion if there is one, else by heads and votes. Results are as exact
+        as the index: labels with votes are always scored, whatever the index finds.
+
+        Args:
+            k: at least 1; may exceed L.
+            excluded: int64, unique keys query * L + label of pairs that must not be returned.
+            head: "both": as the bundle ranks; "de" or "clf": by that head alone, without votes.
+            tail: added to the fusion's weight of the log inverse propensity, which favours rare labels; ignored without
+                a fusion.
+            allowed: int64, ascending, rows of the only labels that may be returned; their scores are exact.
+            found: the best labels by the heads' score, at least `CANDIDATES` of them or all, without excluded pairs;
+                None: the index is searched.
+        """
+        info, num_queries, query_BD = self.info, len(encoded), self.searched(encoded, head)
+        excluded = np.zeros(0, np.int64) if excluded is None else excluded
+
+        def best(num: int, search: Callable[[Floats, int], tuple[Floats, Labels]]) -> tuple[Floats, Labels]:
+            """Scores and rows of the `num` best labels by the heads' score."""
+            if found is not None:
+                return found.scores[:, :num], found.rows[:, :num]
+            return self._search(search, query_BD, num, excluded)
+
+        if self.evidence is not None and info.fusion is not None and head == "both":
+            _, found_BC = best(max(FEWEST_CANDIDATES, 3 * k), functools.partial(self.index.search, rescore=RESCORE))
+            assert encoded.de_BD is not None and encoded.clf_BD is not None and encoded.words_BF is not None
+            evidence = self.evidence.read(encoded.de_BD, encoded.clf_BD, encoded.words_BF, found_BC, excluded, allowed)
+            return self.evidence.rank(info.fusion, evidence, k, tail)
+        votes = None
+        if self.neighbours is not None and info.knn is not None and head == "both":
+            votes = self.neighbours.votes(self.compared(encoded), info.knn.neighbours)
+        if allowed is not None:
+            key_P = allowed_keys(allowed, num_queries, self.num_labels, excluded)
+        else:
+            scores_BK, rows_BK = best(k, self.index.search)
+            if votes is None:
+                return Ranked(rows_BK, scores_BK)
+            key_P = candidate_keys(rows_BK, votes.key_N, self.num_labels, excluded)
+        heads = functools.partial(
+            pair_scores, query_BD, vectors=self.vectors, space=info.space, clf_normalize=info.clf_normalize
+        )
+        none = PairScores.none((num_queries, self.num_labels))
+        ranked = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
+        return ranked if votes is not None else replace(ranked, knn_scores=None)
+
+    def compared(self, encoded: Encoded) -> Floats | csr_matrix:
+        """The part of the queries by which they are compared with training queries: words, or vectors of a head."""
+        assert self.info.knn is not None
+        by_head = encoded.de_BD if self.info.knn.space == "de" else encoded.clf_BD
+        part = by_head if self.words is None else encoded.words_BF
+        assert part is not None
+        return part
+
+    def with_parts(self, encoded: Encoded, ranked: Ranked, most: int | None = None) -> Ranked:
+        """The same labels with each head's own score; with `most`, scores of the first `most` labels only."""
+        rows_BK, vectors, normalize = ranked.rows[:, :most], self.vectors, self.info.clf_normalize
+        de = head_scores(encoded.de_BD, rows_BK, vectors, "de", normalize)
+        clf = head_scores(encoded.clf_BD, rows_BK, vectors, "clf", normalize)
+        return replace(ranked, de_scores=de, clf_scores=clf)
+
+    def _search(
+        self, search: Callable[[Floats, int], tuple[Floats, Labels]], query_BD: Floats, k: int, excluded: Labels
+    ) -> tuple[Floats, Labels]:
+        """The k best labels that are not excluded, by a search for more than k; it is repeated with more labels for
+        queries that still have too few."""
+        if not excluded.size:
+            return search(query_BD, k)
+        num_excluded_B = np.bincount(excluded // self.num_labels, minlength=len(query_BD))
+        rows_BK = np.full((len(query_BD), k), -1, dtype=np.int64)
+        scores_BK = np.full((len(query_BD), k), -np.inf, dtype=np.float32)
+        open_B, more = np.arange(len(query_BD)), _FIRST_MORE
+        while len(open_B):
+            # the same width for all queries: results of an approximate search depend on it, not on other queries
+            width = max(k, min(k + more, self.num_labels))
+            scores, rows = map(np.array, search(query_BD[open_B], width))
+            removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
+            scores[removed], rows[removed] = -np.inf, -1
+            order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
+            rows_BK[open_B] = np.take_along_axis(rows, order, axis=1)
+            scores_BK[open_B] = np.take_along_axis(scores, order, axis=1)
+            short_B = (rows_BK[open_B] < 0).any(axis=1) & (num_excluded_B[open_B] > more) & (width < self.num_labels)
+            open_B, more = open_B[short_B], more * 8
+        return scores_BK, rows_BK
+
+    def _excluded_pairs(self, exclude: Sequence[Sequence[str]]) -> Labels:
+        """Keys query * L + label of the excluded pairs, unique."""
+        row_of, num = self.row_of, self.num_labels
+        pairs = {query * num + row_of[uid] for query, uids in enumerate(exclude) for uid in uids if uid in row_of}
+        return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
+
+
+PREDICTION_SCHEMA = pa.schema({
+    "query_row": pa.int64(), "query": pa.string(), "rank": pa.int64(), "label": pa.string(), "title": pa.string(),
+    "score": pa.float32(), "probability": pa.float64(),
+})  # fmt: skip
+
+_FIRST_MORE = 32  # labels that are searched beyond k if labels are excluded
+
+
+def _load_model(path: Path, device: str) -> Any:
+    from unidec.model.unidec import UniDEC
+
+    # not verified: the bundle's manifest has these hashes; without rows: the bundle's arrays hold the classifier's
+    return UniDEC.load(path, device=device, verify=False, rows=False)
+
+
+def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
+    """Raise ArtifactError unless number of labels, width and heads of the model are those of the bundle's vectors."""
+    heads = {"de", "clf"} if model.heads == "both" else {model.heads}
+    got = (model.num_labels, model.settings.dim, sorted(heads))
+    if got != (info.num_labels, info.dim, sorted(set(info.vectors) - {"bias"})):
+        raise ArtifactError(
+            "the model does not fit the bundle's vectors", where=str(path),
+            got="{} labels, heads of width {}: {}".format(*got),
+            expected=f"{info.num_labels} labels, heads of width {info.dim}: {sorted(info.vectors)}",
+        )  # fmt: skip

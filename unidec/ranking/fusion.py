@@ -1,0 +1,246 @@
+"""Learnt fusion: a small network ranks the candidates of both heads and of the votes by features of query and label.
+
+Legend: B queries, L labels, C candidates from the search, P pairs of a query and a candidate, F words, X features,
+D width of a head.
+
+    score(x, l) = network(features of x and l) + tail * log(inverse propensity of l)
+
+The features are `FEATURES`, optionally followed by `BY_WORDS`, which come from a second network. That network ranks
+labels by words alone (`word_scores.py`), and is trained on the training queries. The fusion is trained with the
+decoupled softmax over each query's candidates (`fusion_fit.py`).
+
+Source: NGAME (section 3, "score fusion") learns to combine the scores of an encoder and a classifier, with decision
+trees over labels. Here one network (`network.py`) serves all labels, and also uses votes, words and label frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+from scipy.sparse import csr_matrix
+
+from unidec.cores import thread_pool
+from unidec.data.propensity import inverse_propensity
+from unidec.ranking.candidates import Ranked, allowed_keys, best_of, candidate_keys
+from unidec.ranking.heads import pair_scores, query_vectors
+from unidec.ranking.neighbours import Neighbours
+from unidec.ranking.network import Floats, Network, Number
+from unidec.ranking.sparse import SparseRows
+from unidec.ranking.word_scores import WORD_FEATURES, WordScorer
+
+CANDIDATES = 300  # labels searched per query to train the fusion, or to return 100 labels
+FEWEST_CANDIDATES = 100  # labels searched if fewer results are requested
+RESCORE = 2  # labels per candidate that an approximate search scores exactly
+VOTED = 100  # labels with the most votes that are added to the candidates
+FEATURES = (
+    "blend", "dual encoder", "classifier", "votes", "words of the label", "words of its queries",
+    "labels it comes with", "log frequency",
+    "log rank by the blend", "log rank by the dual encoder", "log rank by the classifier", "log rank by votes",
+    "blend below the best", "dual encoder below the best", "classifier below the best", "votes below the most",
+    "label words below the best", "query words below the best", "best blend", "log words of the query",
+)  # fmt: skip
+BY_WORDS = ("score by words", "score by words below the best", "log rank by words")
+_LIKELY = 10  # labels with the best blend, whose co-occurrence with a candidate is a feature
+_LIKELY_TEMPERATURE = 0.3  # of the softmax that weights those labels
+
+Rows = npt.NDArray[np.int64]
+
+
+class Fusion(Network):
+    """A trained fusion, as stored in bundle.json.
+
+    Attributes:
+        tail: weight of the log inverse propensity. propensity: its constants A and B.
+        gain: improvement over the blend on the validation split, by metric.
+        words: the network that ranks by words; None: the fusion does not use `BY_WORDS`.
+    """
+
+    propensity: tuple[Number, Number]
+    tail: Number = 0.0
+    gain: dict[str, Number] = Field(default_factory=dict)
+    words: Network | None = None
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Fusion:
+        if len(self.mean) != len(self.features):
+            raise ValueError(f"weights of {len(self.mean)} features, expected {len(self.features)}")
+        if self.words is not None and len(self.words.mean) not in (num := len(WORD_FEATURES), 2 * num):
+            raise ValueError(f"weights of {len(self.words.mean)} word features, expected {num} or {2 * num}")
+        return self
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the features."""
+        return FEATURES if self.words is None else FEATURES + BY_WORDS
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Features and votes of pairs of a query and a candidate, ascending by query and label.
+
+    Attributes:
+        query_P, label_P: int64 [P].
+        feature_PX: float32 [P, X].
+        votes_P: float32 [P].
+        num_queries: B.
+    """
+
+    query_P: Rows
+    label_P: Rows
+    feature_PX: Floats
+    votes_P: Floats
+    num_queries: int
+
+    def top(self, score_P: Floats, k: int) -> Ranked:
+        """The k best labels by the given scores; ties are ordered by label row."""
+        return best_of(self.query_P, self.label_P, score_P, self.votes_P, self.num_queries, k)
+
+
+class LabelEvidence:
+    """Computes the fusion's features from labels and training queries. Reading is thread-safe.
+
+    Args:
+        vectors: the labels' arrays by name, of both heads.
+        clf_weight, clf_normalize: settings of the blend.
+        neighbours: training queries, compared by words, with the labels' words. num_votes: neighbours that vote.
+        propensity: the data set's constants A and B.
+        by_words: the network that ranks by words; None: without the features `BY_WORDS`.
+    """
+
+    def __init__(
+        self,
+        vectors: Mapping[str, Floats],
+        clf_weight: float,
+        clf_normalize: bool,
+        neighbours: Neighbours,
+        num_votes: int,
+        propensity: tuple[float, float],
+        by_words: Network | None = None,
+    ) -> None:
+        self.vectors, self.clf_weight, self.clf_normalize = vectors, np.float32(clf_weight), clf_normalize
+        self.words, self.by_words = WordScorer(neighbours, num_votes), by_words
+        count_L = neighbours.label_counts
+        self.log_frequency_L = np.log1p(count_L).astype(np.float32)
+        inverse_L = inverse_propensity(count_L.astype(np.int64), neighbours.num_queries, *propensity)
+        self.log_inverse_L = np.log(inverse_L).astype(np.float32)
+        self._co_occurrence_LL = SparseRows(neighbours.co_occurrence)
+
+    def read(
+        self,
+        de_BD: Floats,
+        clf_BD: Floats,
+        words_BF: csr_matrix,
+        found_BC: Rows,
+        excluded: Rows,
+        allowed: Rows | None = None,
+    ) -> Evidence:
+        """Features of the candidates of each query: the labels in `found_BC`, and the `VOTED` labels with most votes.
+
+        Args:
+            de_BD, clf_BD, words_BF: encoded queries, see `Encoded`.
+            found_BC: labels with the best blend, without excluded ones; -1 for no label.
+            excluded: int64 keys query * L + label of excluded pairs.
+            allowed: the only labels that are returned; it does not change a label's features.
+        """
+        step = self.words.queries_at_once
+        if len(found_BC) <= step:
+            return self._read(de_BD, clf_BD, words_BF, found_BC, excluded, allowed)
+
+        def read_block(start: int) -> Evidence:
+            block, excluded_keys = slice(start, start + step), excluded - start * self.num_labels
+            excluded_keys = excluded_keys[(excluded_keys >= 0) & (excluded_keys < step * self.num_labels)]
+            return self._read(de_BD[block], clf_BD[block], words_BF[block], found_BC[block], excluded_keys, allowed)
+
+        with thread_pool() as threads:
+            parts = list(threads.map(read_block, range(0, len(found_BC), step)))
+        query_P = np.concatenate([part.query_P + i * step for i, part in enumerate(parts)])
+        names = ("label_P", "feature_PX", "votes_P")
+        label_P, feature_PX, votes_P = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+        return Evidence(query_P, label_P, feature_PX, votes_P, len(found_BC))
+
+    def rank(self, fusion: Fusion, evidence: Evidence, k: int, tail: float = 0.0) -> Ranked:
+        """The k best labels by a fusion, with `tail` added to its weight of the log inverse propensity."""
+        weight = np.float32(fusion.tail + tail)
+        return evidence.top(fusion.scores(evidence.feature_PX) + weight * self.log_inverse_L[evidence.label_P], k)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels L."""
+        return len(self.log_frequency_L)
+
+    def _read(
+        self, de_BD: Floats, clf_BD: Floats, words_BF: csr_matrix, found_BC: Rows, excluded: Rows, allowed: Rows | None
+    ) -> Evidence:
+        num_queries, num_labels = len(found_BC), self.num_labels
+        scored = self.words.score(words_BF, first_words=self.by_words is not None)
+        key_P = candidate_keys(found_BC, scored.votes.largest(VOTED), num_labels, excluded)
+        reference_P = np.ones(len(key_P), dtype=bool)  # candidates to which others are compared
+        if allowed is not None:  # features are relative to all candidates, whatever labels are allowed
+            unrestricted = key_P
+            key_P = np.union1d(unrestricted, allowed_keys(allowed, num_queries, num_labels, excluded))
+            reference_P = np.isin(key_P, unrestricted)
+        query_P, label_P = np.divmod(key_P, num_labels)
+        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
+        votes_P = scored.votes.at(key_P)
+        pairs = (query_P, label_P, self.vectors)
+        de_P = pair_scores(de_BD, *pairs, "de", self.clf_normalize)
+        clf_query_BD = query_vectors(None, clf_BD, "clf", 1.0, self.clf_normalize, "bias" in self.vectors)
+        clf_P = pair_scores(clf_query_BD, *pairs, "clf", self.clf_normalize)
+        blend_P = de_P + self.clf_weight * clf_P
+        scores = (blend_P, de_P, clf_P, votes_P, scored.label_BL[query_P, label_P], scored.query_BL[query_P, label_P])
+        best = [_best(score_P, reference_P, query_P, num_queries) for score_P in scores]
+        rank_P, *other_ranks = (_rank(score_P, reference_P, query_P, begin_B) for score_P in scores[:4])
+        likely_N = np.flatnonzero(reference_P & (rank_P < _LIKELY))
+        co_occurrence_P = self._co_occurrence_with_likely(
+            query_P[likely_N], label_P[likely_N], blend_P[likely_N], best[0]
+        )[key_P]
+        columns = [
+            *scores, co_occurrence_P, self.log_frequency_L[label_P],
+            *(np.log1p(rank) for rank in (rank_P, *other_ranks)),
+            *(best_B[query_P] - score_P for best_B, score_P in zip(best, scores, strict=True)),
+            best[0][query_P], np.log1p(scored.num_words_B)[query_P],
+        ]  # fmt: skip
+        if self.by_words is not None:
+            score_P = self.by_words.scores(scored.features(query_P, label_P))
+            below_P = _best(score_P, reference_P, query_P, num_queries)[query_P] - score_P
+            columns += [score_P, below_P, np.log1p(_rank(score_P, reference_P, query_P, begin_B))]
+        feature_PX = np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
+        if allowed is None:
+            return Evidence(query_P, label_P, feature_PX, votes_P, num_queries)
+        keep_P = np.isin(label_P, allowed)
+        return Evidence(query_P[keep_P], label_P[keep_P], feature_PX[keep_P], votes_P[keep_P], num_queries)
+
+    def _co_occurrence_with_likely(self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats) -> Floats:
+        """Co-occurrence of each label with a query's likely labels, weighted by a softmax over those: float32 [B * L].
+
+        Args:
+            query_N, label_N, blend_N: likely labels, ascending by query. best_B: largest blend of each query.
+        """
+        begin_B = np.searchsorted(query_N, np.arange(len(best_B) + 1))
+        weight_N = np.exp((blend_N - best_B[query_N]) / np.float32(_LIKELY_TEMPERATURE))
+        weight_N /= np.bincount(query_N, weight_N, minlength=len(best_B))[query_N]
+        return self._co_occurrence_LL.sums(begin_B, label_N, weight_N.astype(np.float32)).ravel()
+
+
+def _best(value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, num_queries: int) -> Floats:
+    """The largest value of each query's reference candidates, float32 [B]; 0 for a query without any."""
+    best_B = np.full(num_queries, -np.inf, dtype=np.float32)
+    np.maximum.at(best_B, query_P[reference_P], value_P[reference_P])
+    return np.where(np.isfinite(best_B), best_B, np.float32(0))
+
+
+def _rank(value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, begin_B: Rows) -> Floats:
+    """The number of the query's reference candidates with a larger value, float32 [P]."""
+    order = np.lexsort((-value_P, query_P))
+    value, query = value_P[order], query_P[order]
+    before = np.concatenate([[0], np.cumsum(reference_P[order])])  # reference candidates before each position
+    is_first = np.ones(len(order), dtype=bool)  # starts a run of equal values
+    is_first[1:] = (value[1:] != value[:-1]) | (query[1:] != query[:-1])
+    run = np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+    rank_P = np.empty(len(order), dtype=np.float32)
+    rank_P[order] = before[run] - before[begin_B[query]]
+    return rank_P
