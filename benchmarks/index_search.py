@@ -31,7 +31,7 @@ from measure import MIB, Memory, machine, status
 
 from unidec.data.storage import write_json
 from unidec.progress import progress
-from unidec.ranking.heads import as_rows
+from unidec.ranking.heads import as_heads
 from unidec.ranking.index import IndexOptions, Kind, LabelIndex, faiss_threads, recall
 from unidec.ranking.index_tune import exact_labels
 
@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float32]
 def make_labels(real_RD: Floats, num: int, path: Path, sparse: bool, seed: int = 0) -> None:
     """A memory-mapped float32 [num, D] file of made labels, unit length."""
     rng = np.random.default_rng(seed)
-    near_RK = exact_labels(as_rows(real_RD), real_RD, 11)[:, 1:]
+    near_RK = exact_labels(as_heads(real_RD), real_RD, 11)[:, 1:]
     out = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(num, real_RD.shape[1]))
     for start in progress(range(0, num, AT_ONCE), desc="labels", unit="block"):
         count = min(AT_ONCE, num - start)
@@ -92,7 +92,7 @@ def material(
     label_LD = np.load(labels, mmap_mode="r", allow_pickle=False)
     if not asked.exists():
         query_ND = make_queries(label_LD, *real_queries(bundle), num_queries)
-        np.savez(asked, queries=query_ND, exact=exact_labels(as_rows(label_LD), query_ND, k))
+        np.savez(asked, queries=query_ND, exact=exact_labels(as_heads(label_LD), query_ND, k))
     with np.load(asked, allow_pickle=False) as stored:
         return label_LD, stored["queries"], stored["exact"]
 
@@ -104,7 +104,7 @@ def built(folder: Path, label_LD: Floats, kind: Kind, options: IndexOptions, nam
     if not path.exists():
         start = time.perf_counter()
         with Memory() as memory:
-            index = LabelIndex.build(as_rows(label_LD), kind, threads, True, **options.model_dump())
+            index = LabelIndex.build(as_heads(label_LD), kind, threads, True, **options.model_dump())
             index.save(path)
         write_json(about, {"build_seconds": round(time.perf_counter() - start, 1), "threads": threads,
                            "anonymous_mib": memory.facts()["anonymous_mib"]})  # fmt: skip
@@ -160,7 +160,7 @@ def main() -> None:
         return
     path, before = given.folder / f"{name}.faiss", status()
     start = time.perf_counter()
-    index = LabelIndex.load(path, num, label_LD.shape[1], given.kind, options, as_rows(label_LD))
+    index = LabelIndex.load(path, num, label_LD.shape[1], given.kind, options, as_heads(label_LD))
     index.threads = 1
     loaded = {"load_seconds": round(time.perf_counter() - start, 2), "index_mib": round(path.stat().st_size / MIB, 1)}
     rows = [

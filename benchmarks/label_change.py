@@ -25,7 +25,6 @@ from measure import machine
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.label_change import LabelChange, LabelText, with_labels
 from unidec.data.storage import write_json
-from unidec.ranking.heads import LabelRows
 from unidec.ranking.index import LabelIndex
 from unidec.tracking.fetch import fetch_bundle
 
@@ -71,7 +70,7 @@ def measure(bundle: Bundle, make: Callable[[], LabelChange], folder: Path) -> di
     change, took = timed(work)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     after = Bundle.load(folder, verify=False)
-    rows, kind = LabelRows(after.vectors, after.info.space, after.info.clf_normalize), after.index.kind
+    rows, kind = after.ranker.heads, after.index.kind
     _, only = timed(lambda: LabelIndex.build(rows, kind, **after.index.options.model_dump()))
     shutil.rmtree(folder)
     return took | {"index_seconds": only["seconds"], "written_mb": round(size / 1e6, 1), "labels": len(change.uids)}

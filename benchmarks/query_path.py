@@ -31,7 +31,6 @@ from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_json
 from unidec.evaluation.metrics import by_query, filtered_truth, remove_filtered
-from unidec.ranking.heads import LabelRows
 from unidec.ranking.query_encoder import open_encoder
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -88,14 +87,13 @@ def speed(answerers: dict[str, Answerer], texts: list[str]) -> dict[str, dict[st
 
 def exact(bundle: Bundle, texts: list[str], answerer: Answerer) -> tuple[np.ndarray, np.ndarray]:
     """The `TOP` best labels by exact scores of all labels, int64 and float32 [N, TOP]."""
-    info = bundle.info
-    label_LD = LabelRows(bundle.vectors, info.space, info.clf_normalize).take(slice(None))
+    label_LD = bundle.ranker.heads.take(slice(None))
     rows, scores = [], []
     for start in range(0, len(texts), BLOCK):
         asked = [
             answerer.encoder.encode(texts[i : i + BATCH]) for i in range(start, min(start + BLOCK, len(texts)), BATCH)
         ]
-        query = np.concatenate([bundle.searched(one) for one in asked])
+        query = np.concatenate([bundle.ranker.queries(one) for one in asked])
         score = query @ label_LD.T
         top = np.argpartition(-score, TOP, axis=1)[:, :TOP]
         top_score = np.take_along_axis(score, top, axis=1)

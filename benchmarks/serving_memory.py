@@ -22,7 +22,7 @@ def make_bundle(folder: Path, num_labels: int, dim: int) -> Path:
     from unidec.data.storage import write_folder
     from unidec.model.sources import resolve_encoder
     from unidec.model.unidec import UniDEC
-    from unidec.ranking.heads import LabelRows
+    from unidec.ranking.heads import Heads
     from unidec.ranking.index import LabelIndex
     from unidec.sections import Encoder, Model
 
@@ -41,7 +41,7 @@ def make_bundle(folder: Path, num_labels: int, dim: int) -> Path:
     clf, bias = model.classifier_table()
     vectors = {"de": de, "clf": clf, "bias": bias}
     return write_bundle(
-        folder / "bundle", folder / "model", LabelIndex.build(LabelRows(vectors, "both", True)),
+        folder / "bundle", folder / "model", LabelIndex.build(Heads(vectors, "both", True)),
         BundleLabels(
             [f"label-{i}" for i in range(num_labels)],
             [f"the title of label {i}, of some length" for i in range(num_labels)],

@@ -44,7 +44,7 @@ def make_bundle(folder: Path) -> None:
     from unidec.data.tokens import encode_texts
     from unidec.model.sources import resolve_encoder
     from unidec.model.unidec import UniDEC
-    from unidec.ranking.heads import LabelRows
+    from unidec.ranking.heads import Heads
     from unidec.ranking.index import LabelIndex
     from unidec.sections import Encoder, Model
 
@@ -60,7 +60,7 @@ def make_bundle(folder: Path) -> None:
     de, (clf, bias) = model.encode_labels(encode_texts(titles, model.tokenizer_folder, 32)), model.classifier_table()
     vectors = {"de": de, "clf": clf, "bias": bias}
     write_bundle(
-        folder / "bundle", folder / "model", LabelIndex.build(LabelRows(vectors, "both", True)),
+        folder / "bundle", folder / "model", LabelIndex.build(Heads(vectors, "both", True)),
         BundleLabels(dataset.label_uids(range(LABELS)), titles, vectors),
         Scoring("both", 0.7, True),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from unidec.data.storage import write_json
 from unidec.model.row_table import RowTable
 from unidec.pipeline.ranking import Ranking
 from unidec.pipeline.training import open_trainer
+from unidec.ranking.heads import Heads
 from unidec.training.optim import ROW_OPTIMISERS
 
 RATES = {"adam": (1e-3, 3e-3, 1e-2), "adagrad": (1e-2, 3e-2, 1e-1, 3e-1), "sgd": (1.0, 3.0, 10.0, 30.0, 100.0)}
@@ -103,7 +104,7 @@ def train(arguments: argparse.Namespace, dtype: str, state: str, rate: float, se
     ranking = Ranking.of_model(
         trainer.model.eval(), trainer.dataset, "validation", params.optim.precision, trainer.label_vectors()
     )
-    found = ranking.metrics("clf", 1.0, True)
+    found = ranking.metrics(Heads(ranking.vectors, "clf", True))
     return {
         "dtype": dtype, "state": state, "lr_clf": rate, "seed": seed, "epochs": arguments.epochs,
         "seconds": round(time.perf_counter() - begin, 1),

@@ -42,6 +42,8 @@ from unidec.errors import DataError, TrainingError, UnidecError
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, headline
+from unidec.ranking.heads import Heads
+from unidec.ranking.query_encoder import Encoded
 from unidec.training.precision import autocast_type, choose_device
 
 HERE = Path(__file__).resolve().parent
@@ -129,8 +131,8 @@ def measured(folder: Path, number: int, split: Split) -> dict[str, float]:
     """Metrics of a split for the rival's vectors at a point, in the working folder that has the data set."""
     dataset = paths.open_dataset()
     queries, labels = (np.load(folder / f"{name}-{number}.npy") for name in (split, "labels"))
-    ranking = Ranking(dataset, dataset.rows(split), queries, None, {"de": labels})
-    return headline(ranking.metrics("de", 1.0, True))
+    ranking = Ranking(dataset, dataset.rows(split), Encoded(queries, None), {"de": labels})
+    return headline(ranking.metrics(Heads(ranking.vectors, "de", True)))
 
 
 def write_texts(data: Path, params: Params) -> None:

@@ -33,8 +33,9 @@ from unidec.data.raw import RawData, hold_out
 from unidec.data.storage import write_folder, write_json
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import Ranking, headline, tuned_blend
+from unidec.pipeline.ranking import K, Ranking, headline, tuned_blend
 from unidec.pipeline.start import warm_params
+from unidec.ranking.heads import Heads
 from unidec.training.start import Start
 from unidec.training.trainer import Trainer, TrainingData
 
@@ -107,7 +108,8 @@ class Measured(Trainer):
         ended = step == self.steps_per_epoch * self.params.optim.epochs
         index = self.params.index.model_copy(update={} if ended else {"clf_weight": self.clf_weight})
         blend = tuned_blend(ranking, self.params.model_copy(update={"index": index}), None)
-        top = ranking.top(index.space, blend.clf_weight, index.clf_normalize)[1]
+        heads = Heads(ranking.vectors, index.space, index.clf_normalize, blend.clf_weight)
+        top = ranking.ranker(heads).search(ranking.encoded, K, ranking.excluded).rows
         found = headline(blend.metrics) | recall_of(top, ranking.truth, self.new_L)
         self.model.train()
         self.paused += time.process_time() - begin

@@ -40,7 +40,7 @@ from unidec.model.search import exact_search
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import CLF_WEIGHTS
-from unidec.ranking.heads import LabelRows, Space, query_vectors, unit_rows
+from unidec.ranking.heads import Heads, Space, unit_rows
 from unidec.training.trainer import Trainer, TrainingData
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,9 +209,9 @@ class Judge:
         self, own: Encoded, rows_LD: np.ndarray, weight: float, space: Space, normalize: bool
     ) -> dict[str, float]:
         """Answers with these classifier rows, in percent."""
-        label = LabelRows({"de": own.de_LD, "clf": rows_LD}, space, normalize).take(slice(None))
-        query = query_vectors(*own.queries[self.split], space, weight, normalize, False)
-        top = exact_search(query, label, K, exclude=self.filters)[1]
+        heads = Heads({"de": own.de_LD, "clf": rows_LD}, space, normalize, weight)
+        query = heads.queries(*own.queries[self.split])
+        top = exact_search(query, heads.take(slice(None)), K, exclude=self.filters)[1]
         return self.of_answers(top)
 
     def of_answers(self, top_NK: np.ndarray) -> dict[str, float]:

@@ -306,7 +306,7 @@ def test_labels_have_the_probabilities_of_the_server(model, data):
         )
         uid, text, score = label
         assert label == (uid, text, score) and f"probability={label.probability}" in repr(label)
-        assert model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None or bundle.evidence is None
+        assert model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None or bundle.ranker.evidence is None
     finally:
         bundle.info = bundle.info.model_copy(update={"calibration": None})
 

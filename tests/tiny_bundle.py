@@ -17,11 +17,10 @@ from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, w
 from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
 from unidec.ranking.calibration import Calibration
-from unidec.ranking.fusion import BY_WORDS, FEATURES, Fusion
+from unidec.ranking.fusion import BY_WORDS, FEATURES, Fusion, Network
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.network import Network
 from unidec.ranking.word_scores import WORD_FEATURES
 from unidec.ranking.words import WordSpace
 

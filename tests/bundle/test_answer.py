@@ -152,13 +152,14 @@ def test_a_batch_answers_as_one_request_does(rng, tmp_path, kind):
 
 @pytest.mark.parametrize("vote", [None, "softmax"])
 def test_many_denied_labels_are_searched_past_step_by_step(rng, tmp_path, monkeypatch, vote):
-    monkeypatch.setattr("unidec.bundle.bundle._FIRST_MORE", 1)  # then 8, then 64
+    monkeypatch.setattr("unidec.ranking.index._FIRST_MORE", 1)  # then 8, then 64
     monkeypatch.setattr("unidec.bundle.answer._LEAST_K", 1)
     write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, vote=vote)
     answerer = _answerer(tmp_path / "b")
     searched = []
-    search = answerer.bundle.index.search
-    monkeypatch.setattr(answerer.bundle.index, "search", lambda q, k: searched.append((len(q), k)) or search(q, k))
+    search = answerer.bundle.index._search
+    record = lambda q, k, rescore: searched.append((len(q), k)) or search(q, k, rescore)  # noqa: E731
+    monkeypatch.setattr(answerer.bundle.index, "_search", record)
     best = answerer.bundle.predict(["red car"], k=12)[0].labels
     requests = [Request("red car", k=2, deny=tuple(deny)) for deny in ((), best[:2], best[:7], best[1:])]
     searched.clear()

@@ -307,7 +307,7 @@ def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
 
     from unidec.data.storage import write_folder
     from unidec.model.unidec import UniDEC
-    from unidec.ranking.heads import query_vectors
+    from unidec.ranking.heads import Heads
     from unidec.sections import Encoder, Model
 
     monkeypatch.undo()  # the stub
@@ -330,9 +330,8 @@ def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
     )  # fmt: skip
     shutil.rmtree(source)
     found = Bundle.load(tmp_path / "b").predict(QUERIES, k=12)
-    queries = query_vectors(
-        *model.encode_queries(encode_texts(QUERIES, words / "tokenizer", 8)), "both", 0.7, True, False
-    )
+    heads = Heads({"de": de, "clf": clf}, "both", True, 0.7)
+    queries = heads.queries(*model.encode_queries(encode_texts(QUERIES, words / "tokenizer", 8)))
     expected = queries.astype(np.float64) @ vectors.T
     for i, prediction in enumerate(found):
         rows = [UIDS.index(uid) for uid in prediction.labels]

@@ -16,9 +16,8 @@ from unidec.bundle.bundle import Bundle
 from unidec.data.propensity import inverse_propensity
 from unidec.data.storage import write_manifest
 from unidec.errors import ArtifactError, DataError
-from unidec.ranking.fusion import FEATURES, Evidence, Fusion
+from unidec.ranking.fusion import FEATURES, LIMIT, Evidence, Fusion
 from unidec.ranking.fusion_fit import fit_fusion
-from unidec.ranking.network import LIMIT
 from unidec.ranking.word_scores import WordScorer
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat new car"]
@@ -80,7 +79,7 @@ def read(bundle: Bundle, texts: list[str], excluded: np.ndarray, allowed: np.nda
     asked = bundle.encode(texts)
     found = np.tile(np.arange(len(TITLES)), (len(texts), 1))  # as a search that finds all of them
     found[np.isin(np.arange(len(texts))[:, None] * len(TITLES) + found, excluded)] = -1
-    return bundle.evidence.read(asked.de_BD, asked.clf_BD, asked.words_BF, found, excluded, allowed)
+    return bundle.ranker.evidence.read(asked, found, excluded, allowed)
 
 
 def test_features_are_those_of_a_loop(fused):
@@ -143,7 +142,7 @@ def test_a_bundle_ranks_by_network_and_tail(fused):
 
 def test_one_head_alone_is_not_fused(fused):
     asked = fused.encode(QUERIES)
-    rows = fused.rank(asked, 12, head="de").rows
+    rows = fused.ranker.rank(asked, 12, head="de").rows
     np.testing.assert_array_equal(rows, np.argsort(-(asked.de_BD @ fused.vectors["de"].T), axis=1, kind="stable"))
 
 

@@ -13,7 +13,7 @@ from tiny_bundle import recall_with_ties
 from unidec.config import load_params
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.faiss_library import faiss_module
-from unidec.ranking.heads import LabelRows, as_rows, query_vectors, unit_rows
+from unidec.ranking.heads import Heads, as_heads, unit_rows
 from unidec.ranking.index import (
     COMPRESSED,
     FLAT_CENTROIDS,
@@ -240,8 +240,8 @@ def test_rows_of_a_space(rng, space, normalize, bias):
     if bias:
         parts["bias"] = rng.normal(size=30).astype(np.float32)
     whole = label_vectors(parts["de"], parts["clf"], parts.get("bias"), space, normalize)
-    query = query_vectors(_clusters(rng, 2), _clusters(rng, 2), space, 1.7, normalize, bias)
-    rows = LabelRows(parts, space, normalize)
+    rows = Heads(parts, space, normalize, 1.7)
+    query = rows.queries(_clusters(rng, 2), _clusters(rng, 2))
     some = np.array([4, 4, 29, 0])
     assert rows.shape == whole.shape
     np.testing.assert_array_equal(rows.take(some), whole[some])
@@ -249,12 +249,12 @@ def test_rows_of_a_space(rng, space, normalize, bias):
     expected = np.stack([whole[own] @ query_D for own, query_D in zip(several, query, strict=True)])
     np.testing.assert_allclose(rows.scores(query, several), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="needs"):
-        LabelRows({"bias": np.zeros(3, np.float32)}, space, normalize)
+        Heads({"bias": np.zeros(3, np.float32)}, space, normalize)
 
 
 def test_rows_of_half_precision(rng):
     vectors, queries = _clusters(rng, LABELS), _clusters(rng, 5)
-    index = LabelIndex.build(as_rows(vectors.astype(np.float16)), "pq", **THOROUGH)
+    index = LabelIndex.build(as_heads(vectors.astype(np.float16)), "pq", **THOROUGH)
     assert index.search(queries, 5)[0].dtype == np.float32
     assert recall(index.search(queries, 5)[1], _oracle(queries, vectors, 5)[1]) > 0.9
 

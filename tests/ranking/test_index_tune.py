@@ -11,7 +11,7 @@ from tiny_bundle import write_tiny_bundle
 from unidec import cli
 from unidec.bundle.bundle import Bundle
 from unidec.ranking import index_tune
-from unidec.ranking.heads import as_rows
+from unidec.ranking.heads import as_heads
 from unidec.ranking.index import KINDS, LabelIndex, recall
 from unidec.ranking.index_tune import default_kinds, exact_labels, search_settings, tune
 
@@ -22,8 +22,8 @@ def test_exact_labels_in_blocks(rng, monkeypatch):
     monkeypatch.setattr("unidec.ranking.index_tune.blocks", lambda rows: np.array_split(rows, 5))
     vectors, queries = (rng.normal(size=(n, 6)).astype(np.float32) for n in (300, 9))
     wanted = np.argsort(-(queries.astype(np.float64) @ vectors.T.astype(np.float64)), axis=1)[:, :7]
-    assert np.array_equal(exact_labels(as_rows(vectors), queries, 7), wanted)
-    assert exact_labels(as_rows(vectors[:3]), queries, 7)[:, 3:].max() == -1
+    assert np.array_equal(exact_labels(as_heads(vectors), queries, 7), wanted)
+    assert exact_labels(as_heads(vectors[:3]), queries, 7)[:, 3:].max() == -1
 
 
 def test_what_is_measured(rng, monkeypatch):
@@ -40,11 +40,11 @@ def test_what_is_measured(rng, monkeypatch):
     monkeypatch.setattr(LabelIndex, "search", search)
     monkeypatch.setattr(index_tune.time, "perf_counter", lambda: clock[0])
     vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (2500, 12))
-    measured = tune(as_rows(vectors), queries, 100, ["flat", "pq"])
+    measured = tune(as_heads(vectors), queries, 100, ["flat", "pq"])
     chosen = min((one for one in measured if one.recall >= 0.97), key=lambda one: one.p50_ms)
     assert chosen.kind == "pq" and chosen.p50_ms == pytest.approx(10 * chosen.options["rescore"])
     best = LabelIndex.build(vectors, "pq", **chosen.options)
-    assert recall(real(best, queries, 100)[1], exact_labels(as_rows(vectors), queries, 100)) == chosen.recall
+    assert recall(real(best, queries, 100)[1], exact_labels(as_heads(vectors), queries, 100)) == chosen.recall
     assert measured[0].kind == "flat" and measured[0].recall == 1.0 and measured[0].options == {}
     assert len(measured) == 1 + 3 * 6
 
@@ -69,8 +69,8 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
     write_tiny_bundle(tmp_path / "bundle", rng)
     before = Bundle.load(tmp_path / "bundle").sha256
     monkeypatch.chdir(tmp_path)
-    asked = Bundle.load("bundle").encode(["red car", "old house", "a boat"])
-    query_BD = Bundle.load("bundle").searched(asked)
+    bundle = Bundle.load("bundle")
+    query_BD = bundle.ranker.queries(bundle.encode(["red car", "old house", "a boat"]))
     monkeypatch.setattr("unidec.pipeline.indexing._queries", lambda bundle, num: (query_BD, "3 queries"))
 
     def run(*words: str) -> int:

@@ -18,11 +18,11 @@ from unidec.bundle.bundle_folder import KIND, VERSION, BundleLabels, KnnInfo, Sc
 from unidec.data.storage import folder_sha256, read_manifest, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
-from unidec.ranking.candidates import Candidates, candidate_keys, votes_alone
+from unidec.ranking.candidates import Candidates, PairScores, candidate_keys, votes_alone
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import FILES, TEMPERATURE, VOTES, Neighbours
 from unidec.ranking.query_encoder import Encoded
-from unidec.ranking.sparse import PairScores
+from unidec.ranking.ranker import Voting
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat"]
 
@@ -85,7 +85,8 @@ def test_no_queries_and_only_opposite_neighbours():
     neighbours = Neighbours(np.eye(3, dtype=np.float32), csr_matrix(np.eye(3)), list("abc"), list("abc"), "square")
     assert neighbours.votes(np.zeros((0, 3), dtype=np.float32), 2).shape == (0, 3)
     assert neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2).score_N.size == 0
-    assert (votes_alone(neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2), 4).rows == -1).all()
+    opposite = Encoded(-np.ones((2, 3), dtype=np.float32), None)
+    assert (Voting(neighbours=neighbours, num=2).rank(opposite, 4).rows == -1).all()
     many = dense_votes(neighbours.votes(np.array([[3, 2, 1]], dtype=np.float32), 2))
     np.testing.assert_allclose(many, [[1, 4 / 9, 0]], rtol=1e-5)
 
@@ -132,7 +133,7 @@ def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding
         found_BK = np.where(np.take_along_axis(masked, found_BK, axis=1) > -np.inf, found_BK, -1)
         votes = PairScores.of(csr_matrix(votes_BL))
         candidates = candidate_keys(found_BK, votes.key_N, num_labels, keys)
-        pairs = Candidates.of(candidates, votes, lambda b, j, heads=heads_BL: heads[b, j])
+        pairs = Candidates.of(candidates, heads_BL.ravel()[candidates], votes)
         ranked = pairs.top(weight, k)
         assert ranked.rows.shape == ranked.scores.shape == ranked.knn_scores.shape == (num_queries, k)
         for b in range(num_queries):
@@ -230,7 +231,7 @@ def test_votes_can_lift_a_label_far_below_the_heads_best(rng, tmp_path):
     bundle = Bundle.load(tmp_path / "with")
     tokens = encode_texts(QUERIES, bundle.model.tokenizer_folder, 8)
     de, clf = bundle.model.encode_queries(tokens, np.arange(len(QUERIES)))
-    found = bundle.rank(Encoded(de, clf), 1)
+    found = bundle.ranker.rank(Encoded(de, clf), 1)
     _, by_heads = bundle.index.search(np.concatenate([de, np.float32(0.5) * clf], axis=1), 1)
     votes = bundle.neighbours.votes(de, 7)
     assert (found.knn_scores[dense_votes(votes).any(axis=1)] == 1).all() and (found.rows != by_heads).any()

@@ -7,7 +7,7 @@ import pytest
 from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.sparse import PairScores, SparseRows, keep_largest
+from unidec.ranking.candidates import PairScores, SparseRows, keep_largest
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_products_of_sparse_rows(rng, dense, shape):
     num_queries, num_rows, num_columns = shape
     other = csr_matrix(dense[:num_rows, :num_columns])
     left = csr_matrix(np.where(rng.random((num_queries, num_rows)) < 0.4, 0, rng.normal(size=(num_queries, num_rows))))
-    got = SparseRows(other).product(left.astype(np.float32))
+    got = dense_votes(SparseRows(other).product(left.astype(np.float32)))
     assert got.dtype == np.float32 and got.shape == (num_queries, num_columns)
     np.testing.assert_allclose(got, left.toarray() @ other.toarray(), rtol=1e-5, atol=1e-6)
 

@@ -102,7 +102,7 @@ def test_candidates_are_the_best_by_each_score(voters, monkeypatch):
     scores = WordScorer(voters, VOTING).score(voters.vectors_MD[:6])
     wanted = set()
     for query in range(6):
-        parts = (dense_votes(scores.votes)[query], scores.label_BL[query], scores.query_BL[query])
+        parts = [dense_votes(part)[query] for part in (scores.votes, scores.by_label, scores.by_queries)]
         for part, count in zip(parts, (2, 1, 3), strict=True):
             least = sorted(part, reverse=True)[count - 1]
             certain = {query * len(TITLES) + int(label) for label in np.flatnonzero(part > max(least, 0))}
@@ -152,7 +152,7 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
         return float(truth[np.arange(len(new)), score_BL.argmax(axis=1)].mean())
 
     ranked = network.scores(scores.features(*every_pair(len(new)))).reshape(truth.shape)
-    parts = (dense_votes(scores.votes), scores.label_BL, scores.query_BL)
+    parts = [dense_votes(part) for part in (scores.votes, scores.by_label, scores.by_queries)]
     assert first_is_right(ranked) >= max(map(first_is_right, parts)) and first_is_right(ranked) > 0.9
     assert network == fit_word_network(scorer, none) != fit_word_network(scorer, none, seed=1)
     monkeypatch.setattr(word_scores, "_QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding

@@ -20,7 +20,8 @@ from unidec.data.storage import MANIFEST, folder_sha256, read_manifest, write_ma
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.ranking import neighbours as neighbours_module
-from unidec.ranking.neighbours import FILES, Neighbours, _largest
+from unidec.ranking.candidates import DenseScores
+from unidec.ranking.neighbours import FILES, Neighbours
 from unidec.ranking.words import FEWEST_TEXTS, MOST_TEXTS, WordSpace
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown words", "big green boat"]
@@ -110,7 +111,7 @@ def test_the_largest_of_each_row_and_the_first_of_equals(rng, levels):
     score = (np.round(rng.random((30, 17)) * levels) / levels).astype(np.float32)
     score[3] = 0
     for num in (1, 4, 17):
-        values, columns = _largest(score, num)
+        values, columns = DenseScores(score).best(num)
         for row, got, at in zip(score, values, columns, strict=True):
             best = [j for j in sorted(range(17), key=lambda j: (-row[j], j)) if row[j] > 0][:num]
             missing = num - len(best)
@@ -194,10 +195,7 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
 
 
 def _query(bundle, de, clf):
-    from unidec.ranking.heads import query_vectors
-
-    info = bundle.info
-    return query_vectors(de, clf, info.space, info.clf_weight, info.clf_normalize, "bias" in bundle.vectors)
+    return bundle.ranker.heads.queries(de, clf)
 
 
 @pytest.mark.usefixtures("stub_model")

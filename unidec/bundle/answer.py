@@ -212,12 +212,13 @@ class Answerer:
         excluded = np.asarray(pairs, dtype=np.int64)
         allowed, unknown_allowed = self._rows(first.allow or ())
         rows = None if first.allow is None else np.asarray(allowed, dtype=np.int64)
-        ranked = bundle.rank(encoded, k, excluded, first.head, first.tail, rows)
+        options: Any = {"head": first.head, "tail": first.tail, "allowed": rows}
+        ranked = bundle.ranker.rank(encoded, k, excluded, **options)
         count_B = []
         for request, row_K, score_K in zip(requests, ranked.rows, ranked.scores, strict=True):
             valid_K = row_K >= 0 if request.min_score is None else (row_K >= 0) & (score_K >= request.min_score)
             count_B.append(min(int(valid_K.sum()), request.k))
-        ranked = bundle.with_parts(encoded, ranked, max(request.k for request in requests))
+        ranked = bundle.ranker.with_parts(encoded, ranked, max(request.k for request in requests))
         predictions = bundle.predictions(ranked, count_B, calibrated=first.head == "both" and first.tail == 0)
         counts = zip(encoded.num_tokens_B.tolist(), encoded.unknown_B.tolist(), denied, strict=True)
         return [
@@ -233,10 +234,11 @@ class Answerer:
 
     def _nearest(self, encoded: Encoded, num: int) -> list[TrainingQuery] | None:
         """Up to `num` of the training queries that vote for a single query, nearest first."""
-        voters, knn = self.bundle.neighbours, self.bundle.info.knn
-        if voters is None or knn is None:
+        voting = self.bundle.ranker.voting
+        if voting is None:
             return None
-        cosine_BN, row_BN = voters.nearest(self.bundle.compared(encoded), knn.neighbours)
+        voters = voting.neighbours
+        cosine_BN, row_BN = voters.nearest(voting.compared(encoded), voting.num)
         is_query_BN = row_BN < voters.num_queries  # others are labels that vote
         parts = [part[is_query_BN] for part in (cosine_BN, voters.weights(cosine_BN, row_BN), row_BN)]
         queries = []

@@ -17,37 +17,35 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from scipy.sparse import csr_matrix
 
 from unidec.bundle.bundle_folder import (
     KIND,
     VERSION,
     BundleInfo,
     check_names,
+    read_heads,
     read_index,
     read_info,
     read_labels,
-    read_vectors,
 )
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.data.tokens import TextTokenizer, load_tokenizer
 from unidec.errors import ArtifactError, DataError
 from unidec.model.arrays import ModelConfig
-from unidec.ranking.candidates import Candidates, Ranked, allowed_keys, candidate_keys
-from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE, LabelEvidence
-from unidec.ranking.heads import Space, head_scores, pair_scores, query_vectors
+from unidec.ranking.candidates import Ranked
+from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours, read_neighbours
 from unidec.ranking.query_encoder import Encoded, ModelEncoder, QueryEncoder
-from unidec.ranking.sparse import PairScores
+from unidec.ranking.ranker import Ranker, Voting
 
 if TYPE_CHECKING:
     from unidec.ranking.words import WordSpace
@@ -96,7 +94,7 @@ class Bundle:
         index: the label index.
         vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that exist.
         neighbours: training queries that vote; None if none do.
-        evidence: computes the features of the fusion; None without a fusion.
+        ranker: ranks labels for encoded queries.
     """
 
     def __init__(
@@ -105,18 +103,17 @@ class Bundle:
         info: BundleInfo,
         about: Any,
         index: LabelIndex,
-        vectors: Mapping[str, Floats],
+        heads: Heads,
         labels: pa.Table,
         neighbours: Neighbours | None = None,
     ) -> None:
         self.path, self.info, self.about, self.index = path, info, about, index
         self.sha256 = folder_sha256(path)
-        self.vectors, self.neighbours = dict(vectors), neighbours
-        self.evidence: LabelEvidence | None = None
-        if (fusion := info.fusion) is not None and neighbours is not None and info.knn is not None:
-            blend = (info.clf_weight, info.clf_normalize)
-            votes = (neighbours, info.knn.neighbours)
-            self.evidence = LabelEvidence(self.vectors, *blend, *votes, fusion.propensity, fusion.words)
+        self.vectors, self.neighbours = heads.vectors, neighbours
+        voting = None
+        if (knn := info.knn) is not None and neighbours is not None:
+            voting = Voting(neighbours=neighbours, num=knn.neighbours, weight=knn.weight, head=knn.space)
+        self.ranker = Ranker(heads, index, voting, info.fusion)
         self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
 
     @classmethod
@@ -136,8 +133,8 @@ class Bundle:
         check_names(root, read_manifest(root, KIND, VERSION, verify=verify)["files"])
         info = read_info(root)
         labels = read_labels(root, info.num_labels)
-        vectors = read_vectors(root, info, verify=verify)
-        index = read_index(root, info, vectors)
+        heads = read_heads(root, info, verify=verify)
+        index = read_index(root, info, heads)
         about: Any = None
         if lazy:
             with contextlib.suppress(ArtifactError):  # loading the model reports the reason
@@ -150,7 +147,7 @@ class Bundle:
             width, folder = (info.dim, None) if knn.num_words is None else (knn.num_words, about.tokenizer_folder)
             sizes = (knn.num_queries, knn.num_pairs, info.num_labels, width)
             neighbours = read_neighbours(root, sizes, knn.vote, folder, info.has_label_words, knn.word_head)
-        return cls(root, info, about, index, vectors, labels, neighbours)
+        return cls(root, info, about, index, heads, labels, neighbours)
 
     @functools.cached_property
     def model(self) -> Any:
@@ -178,25 +175,8 @@ class Bundle:
         return None if self.neighbours is None else self.neighbours.words
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Encode queries for `rank`, in one batch; raises DataError for a text that is not valid Unicode."""
+        """Encode queries for `ranker`, in one batch; raises DataError for a text that is not valid Unicode."""
         return self.encoder.encode(texts)
-
-    def searched(self, encoded: Encoded, head: Space = "both") -> Floats:
-        """Queries in the searched space, float32 [B, D']; `head` restricts the score to one head.
-
-        Raises:
-            DataError: the searched space does not contain the head.
-        """
-        info = self.info
-        if head != "both" and info.space not in ("both", head):
-            raise DataError(f"this bundle does not rank by the head {head!r}", where="head", expected=info.space)
-        weight = info.clf_weight if head == "both" else 1.0
-        out = query_vectors(
-            encoded.de_BD, encoded.clf_BD, info.space, weight, info.clf_normalize, "bias" in self.vectors
-        )
-        if info.space == "both" and head != "both":  # zero the other head's dimensions
-            out[:, slice(info.dim, None) if head == "de" else slice(info.dim)] = 0.0
-        return out
 
     def predict(
         self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
@@ -246,7 +226,7 @@ class Bundle:
         for start in range(0, max(1, len(texts)), batch_size):
             excluded = None if exclude is None else self._excluded_pairs(exclude[start : start + batch_size])
             encoded = self.encode(texts[start : start + batch_size])
-            parts.append(vars(self.with_parts(encoded, self.rank(encoded, k, excluded))))
+            parts.append(vars(self.ranker.with_parts(encoded, self.ranker.rank(encoded, k, excluded))))
         columns = {name: [part[name] for part in parts] for name in parts[0]}
         joined: dict[str, Any] = {
             name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in columns.items()
@@ -278,99 +258,6 @@ class Bundle:
         """Label row by uid; built on first use."""
         return dict(zip(self.uids.to_pylist(), range(self.num_labels), strict=True))
 
-    def rank(
-        self,
-        encoded: Encoded,
-        k: int,
-        excluded: Labels | None = None,
-        head: Space = "both",
-        tail: float = 0.0,
-        allowed: Labels | None = None,
-        found: Ranked | None = None,
-    ) -> Ranked:
-        """The k best labels of each query, by the fusion if there is one, else by heads and votes. Results are as exact
-        as the index: labels with votes are always scored, whatever the index finds.
-
-        Args:
-            k: at least 1; may exceed L.
-            excluded: int64, unique keys query * L + label of pairs that must not be returned.
-            head: "both": as the bundle ranks; "de" or "clf": by that head alone, without votes.
-            tail: added to the fusion's weight of the log inverse propensity, which favours rare labels; ignored without
-                a fusion.
-            allowed: int64, ascending, rows of the only labels that may be returned; their scores are exact.
-            found: the best labels by the heads' score, at least `CANDIDATES` of them or all, without excluded pairs;
-                None: the index is searched.
-        """
-        info, num_queries, query_BD = self.info, len(encoded), self.searched(encoded, head)
-        excluded = np.zeros(0, np.int64) if excluded is None else excluded
-
-        def best(num: int, search: Callable[[Floats, int], tuple[Floats, Labels]]) -> tuple[Floats, Labels]:
-            """Scores and rows of the `num` best labels by the heads' score."""
-            if found is not None:
-                return found.scores[:, :num], found.rows[:, :num]
-            return self._search(search, query_BD, num, excluded)
-
-        if self.evidence is not None and info.fusion is not None and head == "both":
-            _, found_BC = best(max(FEWEST_CANDIDATES, 3 * k), functools.partial(self.index.search, rescore=RESCORE))
-            assert encoded.de_BD is not None and encoded.clf_BD is not None and encoded.words_BF is not None
-            evidence = self.evidence.read(encoded.de_BD, encoded.clf_BD, encoded.words_BF, found_BC, excluded, allowed)
-            return self.evidence.rank(info.fusion, evidence, k, tail)
-        votes = None
-        if self.neighbours is not None and info.knn is not None and head == "both":
-            votes = self.neighbours.votes(self.compared(encoded), info.knn.neighbours)
-        if allowed is not None:
-            key_P = allowed_keys(allowed, num_queries, self.num_labels, excluded)
-        else:
-            scores_BK, rows_BK = best(k, self.index.search)
-            if votes is None:
-                return Ranked(rows_BK, scores_BK)
-            key_P = candidate_keys(rows_BK, votes.key_N, self.num_labels, excluded)
-        heads = functools.partial(
-            pair_scores, query_BD, vectors=self.vectors, space=info.space, clf_normalize=info.clf_normalize
-        )
-        none = PairScores.none((num_queries, self.num_labels))
-        ranked = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
-        return ranked if votes is not None else replace(ranked, knn_scores=None)
-
-    def compared(self, encoded: Encoded) -> Floats | csr_matrix:
-        """The part of the queries by which they are compared with training queries: words, or vectors of a head."""
-        assert self.info.knn is not None
-        by_head = encoded.de_BD if self.info.knn.space == "de" else encoded.clf_BD
-        part = by_head if self.words is None else encoded.words_BF
-        assert part is not None
-        return part
-
-    def with_parts(self, encoded: Encoded, ranked: Ranked, most: int | None = None) -> Ranked:
-        """The same labels with each head's own score; with `most`, scores of the first `most` labels only."""
-        rows_BK, vectors, normalize = ranked.rows[:, :most], self.vectors, self.info.clf_normalize
-        de = head_scores(encoded.de_BD, rows_BK, vectors, "de", normalize)
-        clf = head_scores(encoded.clf_BD, rows_BK, vectors, "clf", normalize)
-        return replace(ranked, de_scores=de, clf_scores=clf)
-
-    def _search(
-        self, search: Callable[[Floats, int], tuple[Floats, Labels]], query_BD: Floats, k: int, excluded: Labels
-    ) -> tuple[Floats, Labels]:
-        """The k best labels that are not excluded, by a search for more than k; it is repeated with more labels for
-        queries that still have too few."""
-        if not excluded.size:
-            return search(query_BD, k)
-        num_excluded_B = np.bincount(excluded // self.num_labels, minlength=len(query_BD))
-        rows_BK = np.full((len(query_BD), k), -1, dtype=np.int64)
-        scores_BK = np.full((len(query_BD), k), -np.inf, dtype=np.float32)
-        open_B, more = np.arange(len(query_BD)), _FIRST_MORE
-        while len(open_B):
-            # the same width for all queries: results of an approximate search depend on it, not on other queries
-            width = max(k, min(k + more, self.num_labels))
-            scores, rows = map(np.array, search(query_BD[open_B], width))
-            removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
-            scores[removed], rows[removed] = -np.inf, -1
-            order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
-            rows_BK[open_B] = np.take_along_axis(rows, order, axis=1)
-            scores_BK[open_B] = np.take_along_axis(scores, order, axis=1)
-            short_B = (rows_BK[open_B] < 0).any(axis=1) & (num_excluded_B[open_B] > more) & (width < self.num_labels)
-            open_B, more = open_B[short_B], more * 8
-        return scores_BK, rows_BK
-
     def _excluded_pairs(self, exclude: Sequence[Sequence[str]]) -> Labels:
         """Keys query * L + label of the excluded pairs, unique."""
         row_of, num = self.row_of, self.num_labels
@@ -382,8 +269,6 @@ PREDICTION_SCHEMA = pa.schema({
     "query_row": pa.int64(), "query": pa.string(), "rank": pa.int64(), "label": pa.string(), "title": pa.string(),
     "score": pa.float32(), "probability": pa.float64(),
 })  # fmt: skip
-
-_FIRST_MORE = 32  # labels that are searched beyond k if labels are excluded
 
 
 def _load_model(path: Path, device: str) -> Any:

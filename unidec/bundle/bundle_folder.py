@@ -25,7 +25,7 @@ from unidec.errors import ArtifactError
 from unidec.ranking.arrow_file import read_texts_table
 from unidec.ranking.calibration import Calibration
 from unidec.ranking.fusion import Fusion
-from unidec.ranking.heads import LabelRows, Space, width
+from unidec.ranking.heads import Heads, Space, width
 from unidec.ranking.index import REPLACED, IndexOptions, Kind, LabelIndex, OldKind
 from unidec.ranking.neighbours import FILES as NEIGHBOURS
 from unidec.ranking.neighbours import Neighbours, Vote
@@ -306,8 +306,8 @@ def read_labels(root: Path, num_labels: int) -> pa.Table:
     return read_texts_table(root / "labels.arrow", LABEL_SCHEMA, num_labels).combine_chunks()
 
 
-def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str, Floats]:
-    """Memory-map the arrays under vectors/.
+def read_heads(root: Path, info: BundleInfo, verify: bool = True) -> Heads:
+    """Memory-map the arrays under vectors/, and how they score.
 
     Raises:
         ArtifactError: a file is missing, has another dtype or shape, or (with `verify`) is not finite.
@@ -326,27 +326,26 @@ def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str,
             what, fix = "the array holds numbers that are not finite", "check the last training losses"
             raise ArtifactError(what, where=str(where), fix=fix)
         vectors[name] = np.asarray(array)  # a plain view: each access to an np.memmap costs microseconds
-    return vectors
+    return Heads(vectors, info.space, info.clf_normalize, info.clf_weight)
 
 
-def read_index(root: Path, info: BundleInfo, vectors: Mapping[str, Floats]) -> LabelIndex:
+def read_index(root: Path, info: BundleInfo, heads: Heads) -> LabelIndex:
     """Load a bundle's index, memory-mapped and checked against bundle.json.
 
     An index of an obsolete kind, or an older graph from which labels were removed, is rebuilt from the vectors, which
     takes seconds for 100,000 labels.
 
     Args:
-        vectors: from `read_vectors`; a compressed index scores its candidates with them.
+        heads: from `read_heads`; a compressed index scores its candidates with them.
 
     Raises:
         ArtifactError: with the name of a file that is missing, damaged or inconsistent.
     """
     options = info.index_options or IndexOptions(search=info.index_search)
-    rows = LabelRows(vectors, info.space, info.clf_normalize)
     kind: Any = REPLACED.get(info.index_kind, "pq" if info.index_nodes is not None else info.index_kind)
     if kind != info.index_kind:
-        return LabelIndex.build(rows, kind, **options.model_dump())
-    return LabelIndex.load(root / INDEX, info.num_labels, info.width, kind, options, rows)
+        return LabelIndex.build(heads, kind, **options.model_dump())
+    return LabelIndex.load(root / INDEX, info.num_labels, info.width, kind, options, heads)
 
 
 def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) -> None:

@@ -33,7 +33,7 @@ from unidec.data.storage import read_manifest
 from unidec.data.table_file import columns_missing, no_text, read_rows
 from unidec.data.tokens import encode_texts
 from unidec.errors import ConfigError, DataError
-from unidec.ranking.heads import LabelRows, unit_rows
+from unidec.ranking.heads import Heads, unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
 from unidec.sections import RawBounds
@@ -300,8 +300,8 @@ def with_labels(
         knn = None if voters is None else KnnInfo.of(voters, info.knn.weight, info.knn.neighbours, info.knn.space)
     vectors, estimated_L = _changed_vectors(bundle, change)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], estimated_L.astype(np.int8), [0]]))).tolist()
-    rows = LabelRows(vectors, info.space, info.clf_normalize)
-    index = LabelIndex.build(rows, bundle.index.kind, **bundle.index.options.model_dump())
+    heads = Heads(vectors, info.space, info.clf_normalize)
+    index = LabelIndex.build(heads, bundle.index.kind, **bundle.index.options.model_dump())
     lost_votes = info.knn is not None and knn is None  # fusion and calibration were fitted to scores with votes
     return write_bundle(
         path, bundle.path / "model", index,

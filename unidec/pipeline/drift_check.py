@@ -289,8 +289,8 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     vectors, scores = [], []
     for start in range(0, len(texts), BATCH):
         encoded = bundle.encode(texts[start : start + BATCH])
-        vectors.append(bundle.searched(encoded))
-        scores.append(bundle.rank(encoded, 1).scores[:, 0])
+        vectors.append(bundle.ranker.queries(encoded))
+        scores.append(bundle.ranker.rank(encoded, 1).scores[:, 0])
     return np.concatenate(vectors), np.concatenate(scores)
 
 

@@ -1,7 +1,7 @@
 """Learnt fusion: a small network ranks the candidates of both heads and of the votes by features of query and label.
 
 Legend: B queries, L labels, C candidates from the search, P pairs of a query and a candidate, F words, X features,
-D width of a head.
+D width of a head, H hidden units.
 
     score(x, l) = network(features of x and l) + tail * log(inverse propensity of l)
 
@@ -10,26 +10,25 @@ labels by words alone (`word_scores.py`), and is trained on the training queries
 decoupled softmax over each query's candidates (`fusion_fit.py`).
 
 Source: NGAME (section 3, "score fusion") learns to combine the scores of an encoder and a classifier, with decision
-trees over labels. Here one network (`network.py`) serves all labels, and also uses votes, words and label frequencies.
+trees over labels. Here one network serves all labels, and also uses votes, words and label frequencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
-from scipy.sparse import csr_matrix
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from unidec.cores import thread_pool
 from unidec.data.propensity import inverse_propensity
-from unidec.ranking.candidates import Ranked, allowed_keys, best_of, candidate_keys
-from unidec.ranking.heads import pair_scores, query_vectors
+from unidec.ranking.candidates import DenseScores, Ranked, SparseRows, allowed_keys, best_of, candidate_keys
+from unidec.ranking.heads import Heads
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.network import Floats, Network, Number
-from unidec.ranking.sparse import SparseRows
+from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.word_scores import WORD_FEATURES, WordScorer
 
 CANDIDATES = 300  # labels searched per query to train the fusion, or to return 100 labels
@@ -46,8 +45,56 @@ FEATURES = (
 BY_WORDS = ("score by words", "score by words below the best", "log rank by words")
 _LIKELY = 10  # labels with the best blend, whose co-occurrence with a candidate is a feature
 _LIKELY_TEMPERATURE = 0.3  # of the softmax that weights those labels
+LIMIT = 6.0  # standard deviations from the mean at which a feature is clipped
+_PAIRS_AT_ONCE = 1 << 11  # the hidden units of this number of pairs fit in the cache
 
 Rows = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Network(BaseModel):
+    """A small network that scores pairs of a query and a label from their features, as stored in bundle.json.
+
+        score(x, l) = w . f(x, l) + sum over h of o_h max(0, v_h . f(x, l) + b_h)
+
+    where f(x, l) are the standardised features: minus their mean, divided by their standard deviation, and clipped.
+
+    Attributes:
+        mean, scale: of each feature, [X]; scale above 0.
+        linear: [X]. hidden: [H][X], hidden_bias and out: [H].
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    mean: list[Number]
+    scale: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    linear: list[Number]
+    hidden: list[list[Number]]
+    hidden_bias: list[Number]
+    out: list[Number]
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Network:
+        widths = {len(part) for part in (self.mean, self.scale, self.linear, *self.hidden)}
+        if len(widths) != 1 or not len(self.hidden) == len(self.hidden_bias) == len(self.out):
+            raise ValueError(f"the layers differ in width: {sorted(widths)} features")
+        return self
+
+    @cached_property
+    def _arrays(self) -> tuple[Floats, ...]:
+        parts = (self.mean, self.scale, self.linear, np.transpose(self.hidden), self.hidden_bias, self.out)
+        return tuple(np.asarray(part, dtype=np.float32) for part in parts)
+
+    def scores(self, feature_PX: Floats) -> Floats:
+        """Scores of pairs with the given features, float32 [P]."""
+        mean_X, scale_X, linear_X, hidden_XH, bias_H, out_H = self._arrays
+        out_P = np.empty(len(feature_PX), dtype=np.float32)
+        for start in range(0, len(out_P), _PAIRS_AT_ONCE):
+            block = slice(start, start + _PAIRS_AT_ONCE)
+            x_PX = np.clip((feature_PX[block] - mean_X) / scale_X, -LIMIT, LIMIT)
+            out_P[block] = x_PX @ linear_X + np.maximum(x_PX @ hidden_XH + bias_H, 0) @ out_H
+        return out_P
 
 
 class Fusion(Network):
@@ -104,8 +151,7 @@ class LabelEvidence:
     """Computes the fusion's features from labels and training queries. Reading is thread-safe.
 
     Args:
-        vectors: the labels' arrays by name, of both heads.
-        clf_weight, clf_normalize: settings of the blend.
+        heads: both heads, and the weight of the blend.
         neighbours: training queries, compared by words, with the labels' words. num_votes: neighbours that vote.
         propensity: the data set's constants A and B.
         by_words: the network that ranks by words; None: without the features `BY_WORDS`.
@@ -113,15 +159,14 @@ class LabelEvidence:
 
     def __init__(
         self,
-        vectors: Mapping[str, Floats],
-        clf_weight: float,
-        clf_normalize: bool,
+        heads: Heads,
         neighbours: Neighbours,
         num_votes: int,
         propensity: tuple[float, float],
         by_words: Network | None = None,
     ) -> None:
-        self.vectors, self.clf_weight, self.clf_normalize = vectors, np.float32(clf_weight), clf_normalize
+        self.de, self.clf = heads.alone("de"), heads.alone("clf")
+        self.clf_weight = np.float32(heads.clf_weight)
         self.words, self.by_words = WordScorer(neighbours, num_votes), by_words
         count_L = neighbours.label_counts
         self.log_frequency_L = np.log1p(count_L).astype(np.float32)
@@ -129,31 +174,23 @@ class LabelEvidence:
         self.log_inverse_L = np.log(inverse_L).astype(np.float32)
         self._co_occurrence_LL = SparseRows(neighbours.co_occurrence)
 
-    def read(
-        self,
-        de_BD: Floats,
-        clf_BD: Floats,
-        words_BF: csr_matrix,
-        found_BC: Rows,
-        excluded: Rows,
-        allowed: Rows | None = None,
-    ) -> Evidence:
+    def read(self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None = None) -> Evidence:
         """Features of the candidates of each query: the labels in `found_BC`, and the `VOTED` labels with most votes.
 
         Args:
-            de_BD, clf_BD, words_BF: encoded queries, see `Encoded`.
+            encoded: queries, by both heads and by words.
             found_BC: labels with the best blend, without excluded ones; -1 for no label.
             excluded: int64 keys query * L + label of excluded pairs.
             allowed: the only labels that are returned; it does not change a label's features.
         """
         step = self.words.queries_at_once
         if len(found_BC) <= step:
-            return self._read(de_BD, clf_BD, words_BF, found_BC, excluded, allowed)
+            return self._read(encoded, found_BC, excluded, allowed)
 
         def read_block(start: int) -> Evidence:
             block, excluded_keys = slice(start, start + step), excluded - start * self.num_labels
             excluded_keys = excluded_keys[(excluded_keys >= 0) & (excluded_keys < step * self.num_labels)]
-            return self._read(de_BD[block], clf_BD[block], words_BF[block], found_BC[block], excluded_keys, allowed)
+            return self._read(encoded.take(block), found_BC[block], excluded_keys, allowed)
 
         with thread_pool() as threads:
             parts = list(threads.map(read_block, range(0, len(found_BC), step)))
@@ -172,11 +209,10 @@ class LabelEvidence:
         """Number of labels L."""
         return len(self.log_frequency_L)
 
-    def _read(
-        self, de_BD: Floats, clf_BD: Floats, words_BF: csr_matrix, found_BC: Rows, excluded: Rows, allowed: Rows | None
-    ) -> Evidence:
+    def _read(self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None) -> Evidence:
+        assert encoded.words_BF is not None
         num_queries, num_labels = len(found_BC), self.num_labels
-        scored = self.words.score(words_BF, first_words=self.by_words is not None)
+        scored = self.words.score(encoded.words_BF, first_words=self.by_words is not None)
         key_P = candidate_keys(found_BC, scored.votes.largest(VOTED), num_labels, excluded)
         reference_P = np.ones(len(key_P), dtype=bool)  # candidates to which others are compared
         if allowed is not None:  # features are relative to all candidates, whatever labels are allowed
@@ -186,18 +222,15 @@ class LabelEvidence:
         query_P, label_P = np.divmod(key_P, num_labels)
         begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
         votes_P = scored.votes.at(key_P)
-        pairs = (query_P, label_P, self.vectors)
-        de_P = pair_scores(de_BD, *pairs, "de", self.clf_normalize)
-        clf_query_BD = query_vectors(None, clf_BD, "clf", 1.0, self.clf_normalize, "bias" in self.vectors)
-        clf_P = pair_scores(clf_query_BD, *pairs, "clf", self.clf_normalize)
+        de_P = self.de.pair_scores(self.de.queries(encoded.de_BD, None), query_P, label_P)
+        clf_P = self.clf.pair_scores(self.clf.queries(None, encoded.clf_BD), query_P, label_P)
         blend_P = de_P + self.clf_weight * clf_P
-        scores = (blend_P, de_P, clf_P, votes_P, scored.label_BL[query_P, label_P], scored.query_BL[query_P, label_P])
+        scores = (blend_P, de_P, clf_P, votes_P, scored.by_label.at(key_P), scored.by_queries.at(key_P))
         best = [_best(score_P, reference_P, query_P, num_queries) for score_P in scores]
         rank_P, *other_ranks = (_rank(score_P, reference_P, query_P, begin_B) for score_P in scores[:4])
         likely_N = np.flatnonzero(reference_P & (rank_P < _LIKELY))
-        co_occurrence_P = self._co_occurrence_with_likely(
-            query_P[likely_N], label_P[likely_N], blend_P[likely_N], best[0]
-        )[key_P]
+        likely = (query_P[likely_N], label_P[likely_N], blend_P[likely_N])
+        co_occurrence_P = self._co_occurrence_with_likely(*likely, best[0]).at(key_P)
         columns = [
             *scores, co_occurrence_P, self.log_frequency_L[label_P],
             *(np.log1p(rank) for rank in (rank_P, *other_ranks)),
@@ -214,8 +247,8 @@ class LabelEvidence:
         keep_P = np.isin(label_P, allowed)
         return Evidence(query_P[keep_P], label_P[keep_P], feature_PX[keep_P], votes_P[keep_P], num_queries)
 
-    def _co_occurrence_with_likely(self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats) -> Floats:
-        """Co-occurrence of each label with a query's likely labels, weighted by a softmax over those: float32 [B * L].
+    def _co_occurrence_with_likely(self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats) -> DenseScores:
+        """Co-occurrence of each label with a query's likely labels, weighted by a softmax over those.
 
         Args:
             query_N, label_N, blend_N: likely labels, ascending by query. best_B: largest blend of each query.
@@ -223,7 +256,7 @@ class LabelEvidence:
         begin_B = np.searchsorted(query_N, np.arange(len(best_B) + 1))
         weight_N = np.exp((blend_N - best_B[query_N]) / np.float32(_LIKELY_TEMPERATURE))
         weight_N /= np.bincount(query_N, weight_N, minlength=len(best_B))[query_N]
-        return self._co_occurrence_LL.sums(begin_B, label_N, weight_N.astype(np.float32)).ravel()
+        return self._co_occurrence_LL.sums(begin_B, label_N, weight_N.astype(np.float32))
 
 
 def _best(value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, num_queries: int) -> Floats:

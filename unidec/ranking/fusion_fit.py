@@ -20,9 +20,8 @@ from unidec.cores import thread_pool
 from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
-from unidec.ranking.fusion import Evidence, Fusion
-from unidec.ranking.network import LIMIT, Floats, Network
-from unidec.ranking.sparse import PairScores
+from unidec.ranking.candidates import PairScores
+from unidec.ranking.fusion import LIMIT, Evidence, Floats, Fusion, Network
 from unidec.ranking.word_scores import Rows, WordScorer
 
 FOLDS, HIDDEN = 8, 32  # hidden units of each fold's network; measured: benchmarks/results/fusion.md

@@ -7,7 +7,7 @@
     ivf-pq     codes as pq, in inverted lists           those in the `probes` nearest lists       exact after two stages
 
 All kinds but flat can miss labels. Two stages: codes select candidates, which are then scored exactly with the float32
-vectors (`LabelRows`). Codes are searched with faiss's fast scan: files hold them in faiss's plain layout, and loading
+vectors (`Heads`). Codes are searched with faiss's fast scan: files hold them in faiss's plain layout, and loading
 packs them.
 
 Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space (`scoring_space.py`);
@@ -28,13 +28,14 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
+from scipy.sparse import csr_matrix
 
 from unidec.cores import num_threads
 from unidec.data.storage import write_file
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.faiss_file import read_index_file
-from unidec.ranking.heads import LabelRows, as_rows
+from unidec.ranking.heads import Heads, as_heads
 
 Kind = Literal["flat", "pq", "hnsw", "ivf-pq"]
 OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
@@ -55,6 +56,7 @@ _TRAINING_ROWS = 1 << 16  # rows that train a quantiser; more rows hardly change
 _ROWS_A_LIST = 40  # training rows per list; faiss asks for 39
 _ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives the same recall
 _CODES = 16  # values of a 4-bit code
+_FIRST_MORE = 32  # labels that are searched beyond k if labels are excluded
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
@@ -140,7 +142,7 @@ class LabelIndex:
     """
 
     def __init__(
-        self, index: Any, kind: Kind, options: IndexOptions, vectors: LabelRows | None = None, data: Any = None
+        self, index: Any, kind: Kind, options: IndexOptions, vectors: Heads | None = None, data: Any = None
     ) -> None:
         if kind in COMPRESSED and vectors is None:
             raise ValueError(f"an index of kind {kind!r} needs the labels' vectors to score candidates")
@@ -152,12 +154,12 @@ class LabelIndex:
 
     @classmethod
     def build(
-        cls, vectors_LD: Floats | LabelRows, kind: Kind = "flat", threads: int = 1, show: bool = False, **options: int
+        cls, vectors_LD: Floats | Heads, kind: Kind = "flat", threads: int = 1, show: bool = False, **options: int
     ) -> LabelIndex:
         """Index label vectors.
 
         Args:
-            vectors_LD: float32 [L, D], finite, or `LabelRows`, which compute rows on demand; a compressed kind keeps
+            vectors_LD: float32 [L, D], finite, or `Heads`, which compute rows on demand; a compressed kind keeps
                 them to score candidates.
             kind: one of `KINDS`.
             threads: threads that build the index, 0 for faiss's default; with more than one, an HNSW graph is not
@@ -169,7 +171,7 @@ class LabelIndex:
             ValueError: there are no labels, a number is not finite, or the kind is unknown.
             UnidecError: faiss is not installed.
         """
-        vectors, settings = as_rows(vectors_LD), IndexOptions(**options)
+        vectors, settings = as_heads(vectors_LD), IndexOptions(**options)
         if not all(vectors.shape):
             raise ValueError(f"vectors_LD must hold at least one label and one dimension, got shape {vectors.shape}")
         index = settings.empty(kind, vectors.shape[1], vectors.shape[0])
@@ -187,17 +189,46 @@ class LabelIndex:
                         bar.update(len(rows))
         return cls(index, kind, settings, vectors)
 
-    def search(self, queries_BD: Floats, k: int, rescore: int = 0) -> tuple[Floats, Labels]:
+    def search(
+        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Labels | None = None
+    ) -> tuple[Floats, Labels]:
         """The k labels with the largest inner product, best first; ties are ordered by label row.
+
+        With excluded labels, more than k are searched; again with more for queries that still have too few.
 
         Args:
             queries_BD: float32 [B, D], finite.
             k: at least 1; may exceed L.
             rescore: candidates per result that are scored exactly; 0: `options.rescore`.
+            excluded: int64, unique keys query * L + label of pairs that are not returned.
 
         Returns:
             scores float32 [B, K] and label rows int64 [B, K]; -inf and -1 where there is no result.
         """
+        if excluded is None or not excluded.size:
+            return self._search(queries_BD, k, rescore)
+        num_excluded_B = np.bincount(excluded // self.num_labels, minlength=len(queries_BD))
+        scores_BK = np.full((len(queries_BD), k), -np.inf, dtype=np.float32)
+        rows_BK = np.full((len(queries_BD), k), -1, dtype=np.int64)
+        open_B = np.arange(len(queries_BD))
+        more = _FIRST_MORE
+        while len(open_B):
+            # the same width for all queries: results of an approximate search depend on it, not on other queries
+            width = max(k, min(k + more, self.num_labels))
+            scores, rows = self._search(queries_BD[open_B], width, rescore)
+            removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
+            scores[removed] = -np.inf
+            rows[removed] = -1
+            order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
+            rows_BK[open_B] = np.take_along_axis(rows, order, axis=1)
+            scores_BK[open_B] = np.take_along_axis(scores, order, axis=1)
+            is_short_B = (rows_BK[open_B] < 0).any(axis=1) & (num_excluded_B[open_B] > more)
+            open_B = open_B[is_short_B & (width < self.num_labels)]
+            more *= 8
+        return scores_BK, rows_BK
+
+    def _search(self, queries_BD: Floats, k: int, rescore: int) -> tuple[Floats, Labels]:
+        """As `search`, without exclusions."""
         scores = np.full((len(queries_BD), k), -np.inf, dtype=np.float32)
         labels = np.full((len(queries_BD), k), -1, dtype=np.int64)
         num = num_results = min(k, self.num_labels)
@@ -272,7 +303,7 @@ class LabelIndex:
         dim: int,
         kind: Kind = "flat",
         options: IndexOptions | None = None,
-        vectors: Floats | LabelRows | None = None,
+        vectors: Floats | Heads | None = None,
     ) -> LabelIndex:
         """Load an index, which must hold `num_labels` vectors of width `dim`.
 
@@ -285,7 +316,7 @@ class LabelIndex:
             ValueError: a compressed kind without `vectors`.
             UnidecError: faiss is not installed.
         """
-        options, rows = options or IndexOptions(), None if vectors is None else as_rows(vectors)
+        options, rows = options or IndexOptions(), None if vectors is None else as_heads(vectors)
         index, data = read_index_file(Path(path), options.empty(kind, dim, num_labels), num_labels)
         if rows is not None and index.ntotal > num_labels:
             return cls.build(rows, kind, **options.model_dump())
@@ -323,6 +354,40 @@ def _searchable(index: Any, kind: Kind) -> Any:
     return packed
 
 
+class ExactIndex:
+    """All labels, compared one by one in tiles (`model.search`), on the model's device: for tuning and evaluation.
+
+    Args:
+        vectors: the labels' vectors. device: where to compute; None: the CPU.
+    """
+
+    def __init__(self, vectors: Heads, device: Any = None) -> None:
+        self.vectors = vectors
+        self.device = device
+
+    def search(
+        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Labels | None = None
+    ) -> tuple[Floats, Labels]:
+        """As `LabelIndex.search`, but with at most L columns."""
+        from unidec.model.search import exact_search
+
+        num_labels = self.vectors.num_labels
+        exclude = None
+        if excluded is not None:
+            pairs = np.divmod(excluded, num_labels)
+            exclude = csr_matrix((np.ones(len(excluded), bool), pairs), shape=(len(queries_BD), num_labels))
+        scores_BK, labels_BK = exact_search(
+            queries_BD,
+            self.vectors.take(slice(None)),
+            min(k, num_labels),
+            exclude=exclude,
+            device=self.device,
+            desc="exact search",
+        )
+        order_BK = np.lexsort((labels_BK, -scores_BK), axis=1)
+        return np.take_along_axis(scores_BK, order_BK, axis=1), np.take_along_axis(labels_BK, order_BK, axis=1)
+
+
 def blocks(rows: Labels, size: int = ROWS_AT_ONCE) -> Iterator[Labels]:
     """Slices of `size` rows; a single empty slice if there are no rows."""
     for start in range(0, max(1, len(rows)), size):
@@ -336,7 +401,7 @@ def _padded(array_PD: Floats, width: int) -> Floats:
     return out
 
 
-def _checked_rows(vectors: LabelRows, rows_P: Labels, width: int) -> Floats:
+def _checked_rows(vectors: Heads, rows_P: Labels, width: int) -> Floats:
     """Zero-padded rows float32 [P, width], contiguous; raises ValueError for a number that is not finite."""
     array = vectors.take(rows_P)
     if not (finite_P := np.isfinite(array).all(axis=1)).all():
@@ -344,7 +409,7 @@ def _checked_rows(vectors: LabelRows, rows_P: Labels, width: int) -> Floats:
     return _padded(array, width)
 
 
-def _train(index: Any, kind: Kind, vectors: LabelRows) -> None:
+def _train(index: Any, kind: Kind, vectors: Heads) -> None:
     """Train the centroids on a sample of the rows; the sample is the same for each build."""
     num_labels = vectors.shape[0]
     num_rows = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind == "ivf-pq" else 0)

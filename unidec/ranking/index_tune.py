@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
-from unidec.ranking.heads import LabelRows
+from unidec.ranking.heads import Heads
 from unidec.ranking.index import KINDS, Kind, LabelIndex, blocks, recall
 
 GRAPH_LABELS = 200_000
@@ -56,7 +56,7 @@ def default_kinds(num_labels: int) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind not in skipped)
 
 
-def tune(vectors: LabelRows, queries_ND: Floats, k: int, kinds: Iterable[Kind], threads: int = 1) -> list[Measured]:
+def tune(vectors: Heads, queries_ND: Floats, k: int, kinds: Iterable[Kind], threads: int = 1) -> list[Measured]:
     """Measure each kind with each of its settings.
 
     Args:
@@ -99,7 +99,7 @@ def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:
     return [{"probes": number, "rescore": factor} for factor in (1, 2, 4, 8) for number in probes]
 
 
-def exact_labels(vectors: LabelRows, queries_ND: Floats, k: int) -> Labels:
+def exact_labels(vectors: Heads, queries_ND: Floats, k: int) -> Labels:
     """The k best labels of each query by exhaustive search, int64 [N, k]."""
     metric = faiss_module().METRIC_INNER_PRODUCT
     from faiss.contrib.exhaustive_search import knn_ground_truth

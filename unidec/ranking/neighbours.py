@@ -36,9 +36,9 @@ from unidec.data.raw import text_array
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
 from unidec.ranking.arrow_file import read_texts_table
+from unidec.ranking.candidates import PairScores, SparseRows, keep_largest
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.index import LabelIndex
-from unidec.ranking.sparse import PairScores, SparseRows, keep_largest
 from unidec.ranking.words import WordSpace
 
 Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
@@ -204,7 +204,7 @@ class Neighbours:
         step, words_BF = max(1, _BLOCK_SCORES // self.num_voters), cast(csr_matrix, query_BD)
         starts = range(0, max(1, words_BF.shape[0]), step)
         parts = [words_BF] if len(starts) == 1 else [words_BF[start : start + step] for start in starts]
-        results = [_largest(self._by_word.product(part), num) for part in parts]
+        results = [self._by_word.product(part).best(num) for part in parts]
         cosine_BN, row_BN = (np.concatenate(blocks) for blocks in zip(*results, strict=True))
         return cosine_BN, row_BN
 
@@ -390,18 +390,3 @@ def _read_array(where: Path, dtype: Any, shape: tuple[int, ...] | None = None) -
     if not np.isfinite(array).all():
         raise ArtifactError("the array holds numbers that are not finite", where=str(where), fix=_FIX)
     return array
-
-
-def _largest(score_BM: Floats, num: int) -> tuple[Floats, Labels]:
-    """The `num` largest positive scores of each row, best first, ties by column: float32 scores and int64 columns
-    [B, num], padded with 0 and -1."""
-    cosine_BN = np.zeros((len(score_BM), num), dtype=np.float32)
-    row_BN = np.full(cosine_BN.shape, -1, dtype=np.int64)
-    for query, score_M in enumerate(score_BM):  # most scores are 0: one query at a time is faster than all at once
-        row_C = np.flatnonzero(score_M > 0)
-        score_C = score_M[row_C]
-        if len(row_C) > num:
-            row_C = row_C[score_C >= -np.partition(-score_C, num - 1)[num - 1]]
-        best = row_C[np.argsort(-score_M[row_C], kind="stable")][:num]
-        cosine_BN[query, : len(best)], row_BN[query, : len(best)] = score_M[best], best
-    return cosine_BN, row_BN

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix, diags, vstack
 
+from unidec.ranking.candidates import DenseScores, PairScores, SparseRows, keep_largest
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.sparse import PairScores, SparseRows, keep_largest
 
 WORD_FEATURES = (
     "votes", "votes below the most", "log rank by votes",
@@ -43,8 +43,8 @@ class WordScores:
     """Scores of all labels for B queries.
 
     Attributes:
-        votes: votes of similar training queries. label_BL, query_BL: cosines of the query's words to the words of the
-            label's text, and to those of the label's training queries; float32 [B, L].
+        votes: votes of similar training queries. by_label, by_queries: cosines of the query's words to the words of
+            the label's text, and to those of the label's training queries.
         count_L: training queries of each label, float32 [L].
         num_words_B: known words of each query, int64 [B].
         left_out_labels: 1 for the labels of left-out queries; None if no queries are left out.
@@ -52,8 +52,8 @@ class WordScores:
     """
 
     votes: PairScores
-    label_BL: Floats
-    query_BL: Floats
+    by_label: DenseScores
+    by_queries: DenseScores
     count_L: Floats
     num_words_B: npt.NDArray[np.int64]
     left_out_labels: PairScores | None = None
@@ -61,29 +61,22 @@ class WordScores:
 
     def candidates(self) -> Rows:
         """Keys query * L + label of the best labels by each of the three scores, ascending."""
-        keys = [self.votes.largest(CANDIDATES[0])]
-        for score_BL, count in zip((self.label_BL, self.query_BL), CANDIDATES[1:], strict=True):
-            best_BT = np.argpartition(-score_BL, min(count, score_BL.shape[1]) - 1, axis=1)[:, :count]
-            key_BT = best_BT + np.arange(len(best_BT))[:, None] * score_BL.shape[1]
-            keys.append(key_BT[np.take_along_axis(score_BL, best_BT, axis=1) > 0])
+        scores: tuple[PairScores | DenseScores, ...] = (self.votes, self.by_label, self.by_queries)
+        keys = [some.largest(count) for some, count in zip(scores, CANDIDATES, strict=True)]
         return np.unique(np.concatenate(keys))
 
     def features(self, query_P: Rows, label_P: Rows) -> Floats:
         """`WORD_FEATURES` of the given pairs, followed by those of the first words if scored: float32 [P, X]."""
         columns, best = [], []
-        num_labels = self.votes.shape[1]
-        for scores in (self.votes, self.label_BL, self.query_BL):
-            if isinstance(scores, PairScores):
-                top_BT, value_P = scores.top(_RANKED), scores.at(query_P * num_labels + label_P)
-            else:
-                # with many equal values (zeros), numpy partitions ten times as fast for the smallest as for the largest
-                top_BT = -np.partition(-scores, min(_RANKED, num_labels) - 1, axis=1)[:, :_RANKED]
-                value_P = scores[query_P, label_P]
+        key_P = query_P * self.votes.shape[1] + label_P
+        for scores in (self.votes, self.by_label, self.by_queries):
+            top_BT = scores.top(_RANKED)
+            value_P = scores.at(key_P)
             best.append(top_BT.max(axis=1)[query_P])
             columns += [value_P, best[-1] - value_P, np.log1p((top_BT[query_P] > value_P[:, None]).sum(axis=1))]
         count_P = self.count_L[label_P]
         if self.left_out_labels is not None:
-            count_P = count_P - self.left_out_labels.at(query_P * self.left_out_labels.shape[1] + label_P)
+            count_P = count_P - self.left_out_labels.at(key_P)
         columns += [*best, np.log1p(count_P), np.log1p(self.num_words_B)[query_P]]
         feature_PX = np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
         if self.by_first_words is None:
@@ -127,19 +120,22 @@ class WordScorer:
         """
         neighbours, num_labels = self.neighbours, self.neighbours.num_labels
         votes = neighbours.votes(words_BF, self.num_votes, left_out)
-        words_B2L = self._words_F2L.product(words_BF)
-        label_BL, query_BL, left_out_labels = words_B2L[:, :num_labels], words_B2L[:, num_labels:], None
+        by_words = self._words_F2L.product(words_BF)
+        by_label = by_words.columns(0, num_labels)
+        by_queries = by_words.columns(num_labels, 2 * num_labels)
+        left_out_labels = None
         if left_out is not None:
             left_out_labels = PairScores.of(neighbours.labels_ML[left_out])
-            query_O, label_O = np.divmod(left_out_labels.key_N, num_labels)
-            query_BL[query_O, label_O] = self._without_query(words_BF[query_O], label_O, query_BL[query_O, label_O])
+            key_O = left_out_labels.key_N
+            query_O, label_O = np.divmod(key_O, num_labels)
+            by_queries.put(key_O, self._without_query(words_BF[query_O], label_O, by_queries.at(key_O)))
         assert neighbours.words is not None
         num_words_B = neighbours.words.num_words(words_BF, neighbours.part)
         by_first_words = None
         if self.by_first_words is not None and first_words:
             by_first_words = self.by_first_words.score(words_BF, left_out)
         counts = (neighbours.label_counts, num_words_B)
-        return WordScores(votes, label_BL, query_BL, *counts, left_out_labels, by_first_words)
+        return WordScores(votes, by_label, by_queries, *counts, left_out_labels, by_first_words)
 
     def _without_query(self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats) -> Floats:
         """Cosine of each query q to the sum s of a label that it has, without its own part: cos(q, s - q), float32 [O].

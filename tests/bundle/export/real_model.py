@@ -14,7 +14,7 @@ from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bund
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
 from unidec.model.unidec import KIND, VERSION, UniDEC
-from unidec.ranking.heads import query_vectors
+from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex
 from unidec.sections import Encoder, Model
 
@@ -66,4 +66,5 @@ def one_by_one(bundle: Bundle, texts: list[str]) -> tuple[np.ndarray | None, np.
 
 def queries(score: Any, de_BD: np.ndarray | None, clf_BD: np.ndarray | None) -> np.ndarray:
     """The query side of an exported score."""
-    return query_vectors(de_BD, clf_BD, score.space, score.clf_weight, score.clf_normalize, "bias" in score.vectors)
+    vectors = {name: np.zeros(shape, dtype=np.float32) for name, shape in score.vectors.items()}
+    return Heads(vectors, score.space, score.clf_normalize, score.clf_weight).queries(de_BD, clf_BD)

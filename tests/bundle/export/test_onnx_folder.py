@@ -12,7 +12,7 @@ from unidec.bundle.export.query_side import export_onnx, padded_words
 from unidec.bundle.export.vectors import scored_by
 from unidec.errors import DataError
 from unidec.model.words import with_words
-from unidec.ranking.heads import LabelRows
+from unidec.ranking.heads import Heads
 
 onnxruntime = pytest.importorskip("onnxruntime")
 KINDS = {
@@ -58,7 +58,7 @@ def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) ->
         np.testing.assert_allclose(together[output], vectors, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(alone[output], vectors[[1]], rtol=1e-4, atol=1e-4)
     assert np.abs(clf[0] - clf[1]).max() > 0.01
-    sides = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize).take(slice(None))
+    sides = Heads(bundle.vectors, bundle.info.space, bundle.info.clf_normalize).take(slice(None))
     best = (together["vector"] @ sides.T).argmax(axis=1)
     assert [bundle.uids[int(row)].as_py() for row in best] == [p.labels[0] for p in bundle.predict(texts, k=1)]
 

@@ -21,7 +21,7 @@ from unidec.bundle.bundle_folder import BundleInfo
 from unidec.data.storage import folder_sha256, read_manifest, write_file
 from unidec.errors import ConfigError, DataError
 from unidec.progress import Progress, progress
-from unidec.ranking.heads import LabelRows, width
+from unidec.ranking.heads import width
 
 ExportFacts = dict[str, str | int | list[str]]  # facts about the written files, by name
 BLOCK_BYTES = 32 << 20  # of the rows held in memory at once, and of a Parquet row group
@@ -114,7 +114,7 @@ def export_vectors(
     bundle_folder.check_names(root, manifest["files"])
     info = bundle_folder.read_info(root)
     score, labels = scored_by(info, head), bundle_folder.read_labels(root, info.num_labels)
-    rows = LabelRows(bundle_folder.read_vectors(root, info), score.space, score.clf_normalize)
+    rows = bundle_folder.read_heads(root, score)
     kind = pa.list_(pa.field("element", pa.float32(), nullable=False), score.width)
     schema = bundle_folder.LABEL_SCHEMA.append(pa.field("vector", kind, nullable=False))
     metadata = {"dtype": "float32", "bundle_sha256": folder_sha256(root), **facts(score)}
