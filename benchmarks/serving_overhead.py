@@ -105,7 +105,7 @@ class _Instant:
     runtime, model_json = "none", b'{"sha256":"none","version":null}'
 
     def __init__(self) -> None:
-        from unidec.bundle.bundle import Prediction
+        from unidec.ranking.ranker import Prediction
         from unidec.serving.engine import Identity
 
         scores = [1.4538171291351318 / (i + 1) for i in range(5)]

@@ -25,7 +25,7 @@ import unidec
 from unidec.bundle.answer import Request
 from unidec.config import leaves
 from unidec.errors import ArtifactError, ConfigError, DataError
-from unidec.ranking.calibration import Calibration
+from unidec.ranking.ranker import Calibration
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,12 @@ from unidec.bundle import predict_file as files
 from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
-from unidec.ranking.calibration import Calibration
-from unidec.ranking.fusion import BY_WORDS, FEATURES, Fusion, Network
+from unidec.model.words import WordSpace
+from unidec.ranking.fusion import BY_WORDS, FEATURES, WORD_FEATURES, Fusion, Network
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.word_scores import WORD_FEATURES
-from unidec.ranking.words import WordSpace
+from unidec.ranking.ranker import Calibration
 
 WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]
 TITLES = ["red car", "green car", "blue car", "red boat", "green boat", "blue boat", "old house", "new house",

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
     from unidec.bundle.answer import Answerer, Explanation
-    from unidec.bundle.bundle import Bundle, Prediction
+    from unidec.bundle.bundle import Bundle
     from unidec.config import Params
     from unidec.data.dataset import Text
     from unidec.data.raw import RawData
     from unidec.ranking.query_encoder import Runtime
+    from unidec.ranking.ranker import Prediction
 
 _training = threading.Lock()  # a training uses all cores, and torch's random numbers, which are the process's
 

@@ -13,8 +13,8 @@ from tiny_bundle import TITLES, UIDS, write_tiny_bundle
 from unidec.bundle.answer import Answerer, Request
 from unidec.bundle.bundle import Bundle
 from unidec.errors import DataError
-from unidec.ranking.calibration import Calibration
 from unidec.ranking.query_encoder import open_encoder
+from unidec.ranking.ranker import Calibration
 
 pytestmark = pytest.mark.usefixtures("stub_model")
 TEXTS = ["red car", "an old house", "?", "boat boat blue", "🚗 unknown \x00 words", "big big old new red car green"]

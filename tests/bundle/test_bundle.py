@@ -21,8 +21,8 @@ from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
 from unidec.data.storage import folder_sha256
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, DataError
-from unidec.ranking.calibration import Calibration
 from unidec.ranking.index import LabelIndex
+from unidec.ranking.ranker import Calibration
 
 pytestmark = pytest.mark.usefixtures("stub_model")
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words"]

@@ -21,9 +21,9 @@ from unidec.data.storage import read_manifest, write_folder
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, DataError
 from unidec.model.unidec import UniDEC
-from unidec.ranking.calibration import Calibration
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
+from unidec.ranking.ranker import Calibration
 from unidec.training.trainer import Trainer
 
 Labels = dict[str, str]  # uid -> title

@@ -76,7 +76,7 @@ def test_no_file_is_parsed_before_all_are_checked(bundle, monkeypatch):
     def parsed(*args, **kwargs):
         raise AssertionError("parsed")
 
-    for name in ("read_info", "read_labels", "read_vectors", "LabelIndex"):
+    for name in ("read_info", "read_labels", "read_heads", "LabelIndex"):
         monkeypatch.setattr(f"unidec.bundle.bundle.{name}", parsed)
     file = bundle / "model" / "words.npy"  # the last one in the order of names
     file.write_bytes(file.read_bytes()[:-1] + b"x")

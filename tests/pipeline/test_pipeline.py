@@ -32,6 +32,7 @@ from unidec.pipeline.training import Run
 from unidec.ranking.calibration import fit_calibration
 from unidec.ranking.candidates import PairScores
 from unidec.ranking.fusion import BY_WORDS, FEATURES
+from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.ranker import Ranker, Voting
 from unidec.tracking.run import RUN_TAGS, Tracker
@@ -143,7 +144,8 @@ def test_bundle_and_index(done: SimpleNamespace) -> None:
     ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
     scored = {}
     for weight in CLF_WEIGHTS:
-        score_NL = ranking.queries("both", weight, True) @ ranking.labels("both", True).T
+        heads = Heads(ranking.vectors, "both", True, weight)
+        score_NL = heads.queries(ranking.encoded.de_BD, ranking.encoded.clf_BD) @ heads.take(slice(None)).T
         score_NL[ranking.filter_pairs.nonzero()] = -np.inf
         best_NL = np.argsort(-score_NL.round(6), axis=1, kind="stable")
         scored[weight] = ranking.metrics_of(best_NL[:, :100])["nDCG@5"]
@@ -294,9 +296,9 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
         monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
     search, load, devices = LabelIndex.search, Bundle.load, []
 
-    def lossy(index: LabelIndex, queries: Any, k: int) -> Any:
+    def lossy(index: LabelIndex, queries: Any, k: int, rescore: int = 0, excluded: Any = None) -> Any:
         """The best label of each query is never found."""
-        scores, rows = search(index, queries, k + 1)
+        scores, rows = search(index, queries, k + 1, rescore, excluded)
         return scores[:, 1:], rows[:, 1:]
 
     def loaded(path: Path, **given: Any) -> Bundle:

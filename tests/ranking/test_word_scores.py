@@ -9,11 +9,11 @@ from scipy.sparse import csr_matrix
 from tiny_bundle import TITLES, WORDS, StubModel, tiny_neighbours, write_model
 
 from unidec.data.tokens import encode_texts
-from unidec.ranking import fusion_fit, word_scores
+from unidec.model.words import WordSpace
+from unidec.ranking import fusion, fusion_fit
+from unidec.ranking.fusion import WORD_FEATURES, WordScorer
 from unidec.ranking.fusion_fit import fit_word_network
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.word_scores import WORD_FEATURES, WordScorer
-from unidec.ranking.words import WordSpace
 
 VOTING = 7
 
@@ -98,7 +98,7 @@ def test_features_are_those_of_a_loop(voters):
 
 
 def test_candidates_are_the_best_by_each_score(voters, monkeypatch):
-    monkeypatch.setattr("unidec.ranking.word_scores.CANDIDATES", (2, 1, 3))
+    monkeypatch.setattr("unidec.ranking.fusion.WORD_CANDIDATES", (2, 1, 3))
     scores = WordScorer(voters, VOTING).score(voters.vectors_MD[:6])
     wanted = set()
     for query in range(6):
@@ -155,7 +155,7 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
     parts = [dense_votes(part) for part in (scores.votes, scores.by_label, scores.by_queries)]
     assert first_is_right(ranked) >= max(map(first_is_right, parts)) and first_is_right(ranked) > 0.9
     assert network == fit_word_network(scorer, none) != fit_word_network(scorer, none, seed=1)
-    monkeypatch.setattr(word_scores, "_QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
+    monkeypatch.setattr(fusion, "_QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
     np.testing.assert_allclose(fit_word_network(scorer, none).mean, network.mean, atol=1e-4)
 
 
@@ -201,5 +201,5 @@ def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng, monkeypatch
         whole = scorer.score(both.vectors_MD, left_out, first_words=False).features(*every_pair(len(rows)))
         np.testing.assert_array_equal(whole, got[:, : len(WORD_FEATURES)])
     assert scorer.queries_at_once == WordScorer(alone, VOTING).queries_at_once == 256
-    monkeypatch.setattr(word_scores, "_BLOCK_SCORES", 60 * len(TITLES))
+    monkeypatch.setattr(fusion, "_BLOCK_SCORES", 60 * len(TITLES))
     assert (scorer.queries_at_once, WordScorer(alone, VOTING).queries_at_once) == (10, 20)  # twice as many scores

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from unidec.bundle.bundle import Bundle, Prediction
+from unidec.bundle.bundle import Bundle
 from unidec.bundle.text_file import text_column
-from unidec.data.raw import is_blank
-from unidec.data.tokens import Piece
+from unidec.data.tokens import Piece, is_blank
 from unidec.errors import DataError
 from unidec.ranking.heads import SPACES, Space
 from unidec.ranking.query_encoder import Encoded, QueryEncoder, Runtime, open_encoder
+from unidec.ranking.ranker import Prediction, named_predictions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -206,9 +206,9 @@ class Answerer:
         """Answers to requests with the same search options."""
         bundle, first = self.bundle, requests[0]
         # depends on the search options alone, so that a request alone gets the same answer
-        k = min(max(_LEAST_K, _next_power_of_two(first.k)), bundle.num_labels)
+        k = min(max(_LEAST_K, _next_power_of_two(first.k)), bundle.info.num_labels)
         denied = [self._rows(request.deny) for request in requests]
-        pairs = [query * bundle.num_labels + row for query, (rows, _) in enumerate(denied) for row in rows]
+        pairs = [query * bundle.info.num_labels + row for query, (rows, _) in enumerate(denied) for row in rows]
         excluded = np.asarray(pairs, dtype=np.int64)
         allowed, unknown_allowed = self._rows(first.allow or ())
         rows = None if first.allow is None else np.asarray(allowed, dtype=np.int64)
@@ -219,7 +219,9 @@ class Answerer:
             valid_K = row_K >= 0 if request.min_score is None else (row_K >= 0) & (score_K >= request.min_score)
             count_B.append(min(int(valid_K.sum()), request.k))
         ranked = bundle.ranker.with_parts(encoded, ranked, max(request.k for request in requests))
-        predictions = bundle.predictions(ranked, count_B, calibrated=first.head == "both" and first.tail == 0)
+        is_own_ranking = first.head == "both" and first.tail == 0
+        calibration = bundle.info.calibration if is_own_ranking else None
+        predictions = named_predictions(ranked, count_B, bundle.uids, bundle.titles, calibration)
         counts = zip(encoded.num_tokens_B.tolist(), encoded.unknown_B.tolist(), denied, strict=True)
         return [
             replace(answer, num_tokens=tokens, unknown_tokens=unknown, unknown_labels=unknown_denied + unknown_allowed)

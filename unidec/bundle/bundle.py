@@ -18,7 +18,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,42 +44,13 @@ from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours, read_neighbours
 from unidec.ranking.query_encoder import Encoded, ModelEncoder, QueryEncoder
-from unidec.ranking.ranker import Ranker, Voting
+from unidec.ranking.ranker import Prediction, Ranker, Voting, named_predictions
 
 if TYPE_CHECKING:
-    from unidec.ranking.words import WordSpace
+    from unidec.model.words import WordSpace
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The labels of one query, best first.
-
-    Attributes:
-        labels, titles: uid and title of each label.
-        scores: scores by which the labels are ranked: those of the fusion (`fusion.py`), which are logits; without one,
-            in the space "both", de_scores + clf_weight * clf_scores, plus knn_weight * knn_scores if training queries
-            vote.
-        de_scores, clf_scores: each head's own score; empty if the model lacks the head.
-        knn_scores: votes of similar training queries, 0 to 1; empty if training queries do not vote.
-        probabilities: probability that each label is relevant, given its score (`calibration.py`); empty if the bundle
-            has no calibration, or if the labels were not ranked as the bundle ranks.
-        num_tokens, unknown_tokens: number of tokens of the query, and how many of them are not in the vocabulary.
-        unknown_labels: number of allowed or denied uids that the bundle does not have.
-    """
-
-    labels: list[str]
-    titles: list[str]
-    scores: list[float]
-    de_scores: list[float]
-    clf_scores: list[float]
-    knn_scores: list[float] = field(default_factory=list)
-    probabilities: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    unknown_tokens: int = 0
-    unknown_labels: int = 0
 
 
 class Bundle:
@@ -193,20 +163,8 @@ class Bundle:
             DataError: a text is not a string, k is below 1, or `exclude` differs in length from `texts`.
         """
         ranked = self.predict_arrays(texts, k, exclude, batch_size)
-        return self.predictions(ranked, (ranked.rows >= 0).sum(axis=1).tolist())
-
-    def predictions(self, ranked: Ranked, count_B: Sequence[int], calibrated: bool = True) -> list[Prediction]:
-        """The first `count_B` labels of each query, with names, and with probabilities if `calibrated`."""
-        # one look-up of all names: it costs the same for one name and for a thousand
-        rows = [row[:n] for row, n in zip(ranked.rows, count_B, strict=True)]
-        uids, titles = self.named(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
-        probabilities = self.probabilities(ranked.scores) if calibrated else None
-        arrays = (ranked.scores, ranked.de_scores, ranked.clf_scores, ranked.knn_scores, probabilities)
-        out: list[Prediction] = []
-        for query, (count, end) in enumerate(zip(count_B, np.cumsum(count_B).tolist(), strict=True)):
-            parts = ([] if array is None else array[query, :count].tolist() for array in arrays)
-            out.append(Prediction(uids[end - count : end], titles[end - count : end], *parts))
-        return out
+        count_B = (ranked.rows >= 0).sum(axis=1).tolist()
+        return named_predictions(ranked, count_B, self.uids, self.titles, self.info.calibration)
 
     def probabilities(self, scores: Floats) -> npt.NDArray[np.float64] | None:
         """Probability that a label with each score is relevant; None if the bundle has no calibration."""

@@ -23,13 +23,12 @@ from unidec.data.raw import text_array
 from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.ranking.arrow_file import read_texts_table
-from unidec.ranking.calibration import Calibration
-from unidec.ranking.fusion import Fusion
+from unidec.ranking.fusion import WORD_FEATURES, Fusion
 from unidec.ranking.heads import Heads, Space, width
 from unidec.ranking.index import REPLACED, IndexOptions, Kind, LabelIndex, OldKind
 from unidec.ranking.neighbours import FILES as NEIGHBOURS
 from unidec.ranking.neighbours import Neighbours, Vote
-from unidec.ranking.word_scores import WORD_FEATURES
+from unidec.ranking.ranker import Calibration
 
 KIND = "bundle"
 # 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration; 6: no word network

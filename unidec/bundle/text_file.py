@@ -10,9 +10,9 @@ from typing import Any
 
 from unidec.data.line_file import readable_rows
 from unidec.data.lookalike import names_like
-from unidec.data.raw import is_blank
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.table_file import no_text, read_rows
+from unidec.data.tokens import is_blank
 from unidec.errors import DataError
 from unidec.sections import RawBounds
 

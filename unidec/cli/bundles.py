@@ -71,7 +71,7 @@ def predict(
     if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
         raise ConfigError("requires either texts, or both --input and --output", where="unidec predict", fix=fix)
-    from unidec.data.raw import is_blank
+    from unidec.data.tokens import is_blank
 
     for number, text in enumerate(texts or [], 1):
         if is_blank(text):  # the server refuses it, too

@@ -24,7 +24,6 @@ from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, fused, headline, training_neighbours, tuned_blend
 from unidec.ranking.calibration import LEAST_RELEVANT, fit_calibration
-from unidec.ranking.heads import Heads
 from unidec.ranking.index import KINDS, Kind, LabelIndex
 from unidec.ranking.index_tune import Measured, default_kinds, tune
 from unidec.ranking.ranker import Ranker
@@ -100,7 +99,7 @@ def index(params: Params) -> Indexed:
     if calibration is None:
         what = f"fewer than {LEAST_RELEVANT} of the validation queries' predictions are relevant labels"
         print(f"no probabilities: {what}", file=sys.stderr)  # stdout is for the printed result
-    heads = Heads(ranking.vectors, settings.space, settings.clf_normalize, blend.clf_weight)
+    heads = ranking.heads(settings, blend.clf_weight)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
     label_index = LabelIndex.build(heads, settings.kind, show=True, **options)
     voting = None

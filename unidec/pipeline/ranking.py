@@ -21,6 +21,7 @@ from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
+from unidec.model.words import WordSpace
 from unidec.pipeline import paths
 from unidec.progress import progress
 from unidec.ranking.candidates import PairScores, Ranked
@@ -30,13 +31,13 @@ from unidec.ranking.index import ExactIndex
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Ranker, Voting
-from unidec.ranking.words import WordSpace
 from unidec.training.precision import autocast_type
 
 if TYPE_CHECKING:
     import torch
 
     from unidec.model.unidec import UniDEC
+    from unidec.sections import Index
 
 K = 100
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
@@ -119,6 +120,10 @@ class Ranking:
     def excluded(self) -> np.ndarray:
         """Keys query * L + label of the filter pairs."""
         return pair_keys(self.filter_pairs)
+
+    def heads(self, index: Index, clf_weight: float = 1.0) -> Heads:
+        """How the heads score by section `index`, with this weight of the classifier."""
+        return Heads(self.vectors, index.space, index.clf_normalize, clf_weight)
 
     def ranker(self, heads: Heads, voting: Voting | None = None) -> Ranker:
         """A ranker that compares queries with all labels."""
@@ -252,7 +257,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
 
     ranker = ranking.ranker(
-        Heads(ranking.vectors, index.space, index.clf_normalize),
+        ranking.heads(index),
         None if neighbours is None else ranking.voting(neighbours, index.knn_neighbours),
     )
     sample = ranking.part(slice(None, None, max(1, len(ranking.rows) // TUNING_QUERIES)))
@@ -294,7 +299,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
         print(f"no fusion: {why}", file=sys.stderr)  # stdout is for the printed result
         return blend
     propensity = (params.data.propensity_a, params.data.propensity_b)
-    heads = Heads(ranking.vectors, index.space, index.clf_normalize, blend.clf_weight)
+    heads = ranking.heads(index, blend.clf_weight)
     reader = LabelEvidence(heads, neighbours, index.knn_neighbours, propensity)
     training_filter = ranking.dataset.filter_pairs[ranking.dataset.rows("train")]
     reader.by_words = fit_word_network(reader.words, pair_keys(training_filter), params.seed)
@@ -335,4 +340,4 @@ def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:
         return {}
     index = params.index
     weight = 1.0 if index.clf_weight == "auto" else float(index.clf_weight)
-    return ranking.metrics(Heads(ranking.vectors, index.space, index.clf_normalize, weight))
+    return ranking.metrics(ranking.heads(index, weight))

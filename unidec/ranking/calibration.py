@@ -1,4 +1,4 @@
-"""Maps a score to the probability that a label with this score is relevant; fitted on the validation split.
+"""Fits a calibration, the map from scores to probabilities, on the validation split.
 
 Legend: N queries, K results, B bins of neighbouring scores.
 
@@ -9,50 +9,17 @@ probability is interpolated (centred isotonic regression, Oron and Flournoy 2017
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MOST_POINTS = 32
+from unidec.ranking.ranker import MOST_POINTS, Calibration
+
 RELEVANT_A_BIN = 25
 LEAST_RELEVANT = 2 * RELEVANT_A_BIN  # with fewer relevant labels, no calibration is fitted
 
 Floats = npt.NDArray[np.floating[Any]]
-Score = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
-Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-class Calibration(BaseModel):
-    """Points of the map from scores to probabilities, as stored in bundle.json.
-
-    Attributes:
-        scores: strictly ascending, 1 to `MOST_POINTS`.
-        probabilities: one for each score, non-decreasing.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    scores: Annotated[list[Score], Field(min_length=1, max_length=MOST_POINTS)]
-    probabilities: Annotated[list[Probability], Field(max_length=MOST_POINTS)]
-
-    @model_validator(mode="after")
-    def _check(self) -> Calibration:
-        if len(self.scores) != len(self.probabilities):
-            raise ValueError(f"{len(self.scores)} scores, but {len(self.probabilities)} probabilities")
-        if (np.diff(self.scores) <= 0).any() or (np.diff(self.probabilities) < 0).any():
-            raise ValueError("scores must be strictly ascending, and probabilities must not fall with the score")
-        return self
-
-    @cached_property
-    def _points(self) -> tuple[Floats, Floats]:
-        return np.asarray(self.scores), np.asarray(self.probabilities)
-
-    def of(self, scores: Floats) -> npt.NDArray[np.float64]:
-        """The probability of each score, float64 of the same shape, rounded to six decimals."""
-        return np.interp(scores, *self._points).round(6)
 
 
 def fit_calibration(score_NK: Floats, relevant_NK: npt.NDArray[np.bool_]) -> Calibration | None:

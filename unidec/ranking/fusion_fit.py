@@ -21,8 +21,7 @@ from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
 from unidec.ranking.candidates import PairScores
-from unidec.ranking.fusion import LIMIT, Evidence, Floats, Fusion, Network
-from unidec.ranking.word_scores import Rows, WordScorer
+from unidec.ranking.fusion import LIMIT, Evidence, Floats, Fusion, Network, Rows, WordScorer
 
 FOLDS, HIDDEN = 8, 32  # hidden units of each fold's network; measured: benchmarks/results/fusion.md
 BATCH, RATE, DECAY = 128, 0.01, 0.1

@@ -10,7 +10,7 @@ All kinds but flat can miss labels. Two stages: codes select candidates, which a
 vectors (`Heads`). Codes are searched with faiss's fast scan: files hold them in faiss's plain layout, and loading
 packs them.
 
-Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space (`scoring_space.py`);
+Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space (`heads.py`);
 width: of the vectors in the faiss index (D with padding).
 """
 
@@ -65,9 +65,9 @@ CountOrAuto = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
 @contextlib.contextmanager
-def faiss_threads(threads: int) -> Iterator[None]:
+def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
     """Sets the number of threads of faiss calls in this thread; 0 keeps faiss's own number."""
-    faiss = faiss_module()
+    faiss = faiss or faiss_module()
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(num_threads(threads) if threads else before)
     try:
@@ -147,6 +147,7 @@ class LabelIndex:
         if kind in COMPRESSED and vectors is None:
             raise ValueError(f"an index of kind {kind!r} needs the labels' vectors to score candidates")
         self.kind, self.options, self.threads = kind, options, 0
+        self._faiss = faiss_module()
         self.vectors = vectors if kind in COMPRESSED else None
         self.stored, self._data, self._index = index, data, _searchable(index, kind)
         self.num_labels = int(index.ntotal)
@@ -277,7 +278,7 @@ class LabelIndex:
         if num >= self.num_labels and self.vectors is not None:  # every label is a candidate
             every = np.broadcast_to(np.arange(self.num_labels), (len(queries), self.num_labels))
             return np.zeros(every.shape, dtype=np.float32), every
-        with faiss_threads(self.threads):
+        with faiss_threads(self.threads, self._faiss):
             num = min(num, self.num_labels)
             return self._index.search(_padded(queries, self._index.d), num, params=self._search_params(num))
 
@@ -324,7 +325,7 @@ class LabelIndex:
 
     def _search_params(self, num: int) -> Any:
         """faiss search parameters; passed per search, because settings of the index are shared between threads."""
-        faiss = faiss_module()
+        faiss = self._faiss
         if self.kind == "hnsw":
             return faiss.SearchParametersHNSW(efSearch=max(self.options.search, num))
         if self.kind != "ivf-pq":

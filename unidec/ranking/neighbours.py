@@ -35,11 +35,11 @@ from unidec.data.dataset import write_texts_table
 from unidec.data.raw import text_array
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
+from unidec.model.words import WordSpace
 from unidec.ranking.arrow_file import read_texts_table
 from unidec.ranking.candidates import PairScores, SparseRows, keep_largest
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.index import LabelIndex
-from unidec.ranking.words import WordSpace
 
 Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
 Floats = npt.NDArray[np.float32]

@@ -22,8 +22,7 @@ from unidec.cores import num_threads
 from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, length_chunks, load_tokenizer
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
-from unidec.model.words import with_words
-from unidec.ranking.words import WordSpace
+from unidec.model.words import WordSpace, with_words
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
 RUNTIMES = get_args(Runtime)

@@ -6,11 +6,14 @@ Legend: B queries, L labels, P pairs of a query and a candidate label, K results
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from scipy.sparse import csr_matrix
 
 from unidec.ranking.candidates import Candidates, PairScores, Ranked, allowed_keys, candidate_keys, votes_alone
@@ -23,6 +26,9 @@ Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 Head = Literal["de", "clf"]
 SINGLE_HEADS: tuple[Head, ...] = ("de", "clf")
+MOST_POINTS = 32  # of a calibration
+Score = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Index(Protocol):
@@ -196,3 +202,79 @@ class Ranker:
     def _search(self, query_BD: Floats, k: int, excluded: Labels | None, rescore: int = 0) -> Ranked:
         scores_BK, rows_BK = self.index.search(query_BD, k, rescore, excluded)
         return Ranked(rows_BK, scores_BK)
+
+
+class Calibration(BaseModel):
+    """Maps a score to the probability that a label with this score is relevant: points, as stored in bundle.json.
+
+    Attributes:
+        scores: strictly ascending, 1 to `MOST_POINTS`.
+        probabilities: one for each score, non-decreasing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    scores: Annotated[list[Score], Field(min_length=1, max_length=MOST_POINTS)]
+    probabilities: Annotated[list[Probability], Field(max_length=MOST_POINTS)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Calibration:
+        if len(self.scores) != len(self.probabilities):
+            raise ValueError(f"{len(self.scores)} scores, but {len(self.probabilities)} probabilities")
+        if (np.diff(self.scores) <= 0).any() or (np.diff(self.probabilities) < 0).any():
+            raise ValueError("scores must be strictly ascending, and probabilities must not fall with the score")
+        return self
+
+    @cached_property
+    def _points(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        return np.asarray(self.scores), np.asarray(self.probabilities)
+
+    def of(self, scores: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """The probability of each score, float64 of the same shape, rounded to six decimals."""
+        return np.interp(scores, *self._points).round(6)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The labels of one query, best first.
+
+    Attributes:
+        labels, titles: uid and title of each label.
+        scores: scores by which the labels are ranked: those of the fusion (`fusion.py`), which are logits; without one,
+            in the space "both", de_scores + clf_weight * clf_scores, plus knn_weight * knn_scores if training queries
+            vote.
+        de_scores, clf_scores: each head's own score; empty if the model lacks the head.
+        knn_scores: votes of similar training queries, 0 to 1; empty if training queries do not vote.
+        probabilities: probability that each label is relevant, given its score (`Calibration`); empty if the bundle
+            has no calibration, or if the labels were not ranked as the bundle ranks.
+        num_tokens, unknown_tokens: number of tokens of the query, and how many of them are not in the vocabulary.
+        unknown_labels: number of allowed or denied uids that the bundle does not have.
+    """
+
+    labels: list[str]
+    titles: list[str]
+    scores: list[float]
+    de_scores: list[float]
+    clf_scores: list[float]
+    knn_scores: list[float] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    unknown_tokens: int = 0
+    unknown_labels: int = 0
+
+
+def named_predictions(
+    ranked: Ranked, count_B: Sequence[int], uids: pa.Array, titles: pa.Array, calibration: Calibration | None
+) -> list[Prediction]:
+    """The first `count_B` labels of each query, by the names of all labels; with probabilities if calibrated."""
+    # one look-up of all names: it costs the same for one name and for a thousand
+    rows = [row[:count] for row, count in zip(ranked.rows, count_B, strict=True)]
+    indices = pa.array(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
+    uid_N, title_N = uids.take(indices).to_pylist(), titles.take(indices).to_pylist()
+    probabilities = None if calibration is None else calibration.of(ranked.scores)
+    arrays = (ranked.scores, ranked.de_scores, ranked.clf_scores, ranked.knn_scores, probabilities)
+    out: list[Prediction] = []
+    for query, (count, end) in enumerate(zip(count_B, np.cumsum(count_B).tolist(), strict=True)):
+        parts = ([] if array is None else array[query, :count].tolist() for array in arrays)
+        out.append(Prediction(uid_N[end - count : end], title_N[end - count : end], *parts))
+    return out

@@ -21,12 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.errors import ArtifactError
-from unidec.serving.answers import card
 from unidec.serving.metrics import Metrics
+from unidec.serving.schemas import card
 
 if TYPE_CHECKING:
     from unidec.bundle.answer import Answerer, Request
-    from unidec.bundle.bundle import Bundle, Prediction
+    from unidec.bundle.bundle import Bundle
+    from unidec.ranking.ranker import Prediction
     from unidec.sections import Serve
 
 

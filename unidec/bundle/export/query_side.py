@@ -108,7 +108,7 @@ class QueryGraph(nn.Module):
         return *head_outputs.values(), self._vector(**head_outputs)
 
     def _vector(self, de: Tensor | None = None, clf: Tensor | None = None) -> Tensor:
-        """As `scoring_space.query_vectors`."""
+        """As `Heads.queries`."""
         score, parts = self.score, []
         if de is not None and score.space != "clf":
             parts.append(de)

@@ -1,7 +1,7 @@
 """Scores that can be exported, parts shared by all exported folders, and export of the label vectors.
 
 Each export of vectors has a head: "de", "clf", or "both" if the bundle ranks by both. The inner product of the exported
-query and label vectors of a head is that head's score (`scoring_space.py`), without the votes of training queries.
+query and label vectors of a head is that head's score (`ranking/heads.py`), without the votes of training queries.
 """
 
 from __future__ import annotations
