@@ -21,7 +21,7 @@ from unidec.data.tokens import TokenCache
 from unidec.model.faiss_library import faiss_module
 from unidec.model.search import exact_search
 from unidec.pipeline.plan import MARGIN, Plan, Sizes, plan_memory
-from unidec.retrieval.index import LabelIndex, recall
+from unidec.ranking.index import LabelIndex, recall
 from unidec.training.refresh import mine_hard_negatives
 
 SCALE = 18.0  # 1 / temperature of the recipes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unidec.model import encoder
 from unidec.model.batch import Prepared
-from unidec.retrieval.index import recall
+from unidec.ranking.index import recall
 from unidec.training.gradient_cache import encode_texts
 from unidec.training.precision import autocast_type
 from unidec.training.refresh import Refresh

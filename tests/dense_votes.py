@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from unidec.retrieval.sparse import PairScores
+from unidec.ranking.candidates import DenseScores, PairScores
 
 
-def dense_votes(votes: PairScores) -> np.ndarray:
+def dense_votes(votes: PairScores | DenseScores) -> np.ndarray:
     """All scores, float32 [B, L]."""
-    out = np.zeros(votes.shape, dtype=np.float32)
-    out.ravel()[votes.key_N] = votes.score_N
-    return out
+    num_queries, num_labels = votes.shape
+    return votes.at(np.arange(num_queries * num_labels)).reshape(votes.shape)

@@ -230,7 +230,7 @@ class Clients:
 
 def expected_of(bundle: Path, texts: list[str], k: int = 4) -> dict[str, tuple[list[str], list[float]]]:
     """What a bundle answers, one text at a time: uids and scores."""
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     opened = Bundle.load(bundle)
     found = [opened.predict([text], k=k)[0] for text in texts]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from unidec.retrieval.scoring_space import LabelRows, Space
+from unidec.ranking.heads import Heads, Space
 
 
 def label_vectors(
     de_LD: np.ndarray | None, clf_LD: np.ndarray | None, bias_L: np.ndarray | None, space: Space, clf_normalize: bool
 ) -> np.ndarray:
-    """All of `LabelRows`, float32 [L, D']."""
+    """The label side of `Heads`, float32 [L, D']."""
     given = {"de": de_LD, "clf": clf_LD, "bias": bias_L}
-    rows = LabelRows({name: part for name, part in given.items() if part is not None}, space, clf_normalize)
+    rows = Heads({name: part for name, part in given.items() if part is not None}, space, clf_normalize)
     return rows.take(slice(None))

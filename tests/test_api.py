@@ -22,10 +22,10 @@ import torch
 from scipy.sparse import csr_matrix, issparse
 
 import unidec
+from unidec.bundle.answer import Request
 from unidec.config import leaves
 from unidec.errors import ArtifactError, ConfigError, DataError
-from unidec.retrieval.answer import Request
-from unidec.retrieval.calibration import Calibration
+from unidec.ranking.ranker import Calibration
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +306,7 @@ def test_labels_have_the_probabilities_of_the_server(model, data):
         )
         uid, text, score = label
         assert label == (uid, text, score) and f"probability={label.probability}" in repr(label)
-        assert model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None or bundle.evidence is None
+        assert model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None or bundle.ranker.evidence is None
     finally:
         bundle.info = bundle.info.model_copy(update={"calibration": None})
 

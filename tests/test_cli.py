@@ -13,11 +13,11 @@ import yaml
 
 import unidec
 from unidec import cli
+from unidec.bundle import predict_file as predict_files  # before a fake takes the bundle's place
 from unidec.cli import commands, data, labels, models
 from unidec.config import Params, known_keys, load_params
 from unidec.errors import ArtifactError, ConfigError, DataError, Stopped
 from unidec.pipeline import plain
-from unidec.retrieval import predict_file as predict_files  # before a fake takes the bundle's place
 
 ROOT = Path(__file__).resolve().parents[1]
 SIMPLE = {
@@ -197,10 +197,10 @@ class FakeBundle:
 
 @pytest.fixture
 def bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    module = types.ModuleType("unidec.retrieval.bundle")
+    module = types.ModuleType("unidec.bundle.bundle")
     module.Bundle = FakeBundle  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "unidec.retrieval.bundle", module)
-    monkeypatch.setattr("unidec.retrieval.query_encoder.open_encoder", lambda _bundle, runtime: runtime)
+    monkeypatch.setitem(sys.modules, "unidec.bundle.bundle", module)
+    monkeypatch.setattr("unidec.ranking.query_encoder.open_encoder", lambda _bundle, runtime: runtime)
     (tmp_path / "outputs" / "bundle").mkdir(parents=True)
     return tmp_path / "outputs" / "bundle"
 

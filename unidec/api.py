@@ -26,12 +26,13 @@ from unidec.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
+    from unidec.bundle.answer import Answerer, Explanation
+    from unidec.bundle.bundle import Bundle
     from unidec.config import Params
     from unidec.data.dataset import Text
     from unidec.data.raw import RawData
-    from unidec.retrieval.answer import Answerer, Explanation
-    from unidec.retrieval.bundle import Bundle, Prediction
-    from unidec.retrieval.query_encoder import Runtime
+    from unidec.ranking.query_encoder import Runtime
+    from unidec.ranking.ranker import Prediction
 
 _training = threading.Lock()  # a training uses all cores, and torch's random numbers, which are the process's
 
@@ -110,7 +111,7 @@ class Model:
     """
 
     def __init__(self, folder: str | Path, runtime: Runtime = "auto") -> None:
-        from unidec.retrieval.answer import Answerer
+        from unidec.bundle.answer import Answerer
 
         self.folder, self.runtime = Path(folder), runtime
         self._own_folder: _OwnFolder | None = None
@@ -196,7 +197,7 @@ class Model:
         Raises:
             DataError: a query is blank or not a string, or k is below 1.
         """
-        from unidec.retrieval.answer import Request
+        from unidec.bundle.answer import Request
 
         chosen = None if allow is None else tuple(allow)
         requests = [Request(text, k, chosen, tuple(deny), min_score, tail=tail) for text in _listed(texts)]
@@ -204,7 +205,7 @@ class Model:
 
     def explain(self, text: str, k: int = 5) -> Explanation:
         """Explain the labels of a text: the score of each part of the model, and similar training queries."""
-        from unidec.retrieval.answer import Request
+        from unidec.bundle.answer import Request
 
         return self._answerer.explain(Request(text, k))
 
@@ -261,7 +262,7 @@ class Model:
             DataError: a uid is unknown, or already exists.
             ConfigError: the folder is this model's own.
         """
-        from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
+        from unidec.bundle.label_change import LabelChange, LabelText, with_labels
 
         bundle = self._answerer.bundle
         added, updated = ([LabelText(*item) for item in (texts or {}).items()] for texts in (add, update))

@@ -31,7 +31,7 @@ def run(monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def bundle(helper, tiny_bert, tmp_path) -> Path:
-    real = helper("retrieval/export/real_model")
+    real = helper("bundle/export/real_model")
     return real.real_bundle(tmp_path, tiny_bert, kind="bag", trainable_layers=0).path
 
 
@@ -53,7 +53,7 @@ def test_vectors(run, bundle) -> None:
 
 
 def test_sentence_transformers(run, helper, tiny_bert, tmp_path) -> None:
-    real = helper("retrieval/export/real_model")
+    real = helper("bundle/export/real_model")
     bundle = real.real_bundle(tmp_path, tiny_bert, kind="transformer", trainable_layers=0).path
     code, _, said = run("export", "sentence-transformers", "--bundle", str(bundle))
     assert code == 2 and "both heads" in said and "--head de or clf" in said

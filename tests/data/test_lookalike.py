@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from unidec.bundle.label_change import read_labels
+from unidec.bundle.text_file import read_texts
 from unidec.data.formats import read_raw
 from unidec.data.lookalike import Known, canonical, difference, visible
 from unidec.errors import DataError
-from unidec.retrieval.label_change import read_labels
-from unidec.retrieval.text_file import read_texts
 
 ALIKE = [
     ("100.0", "100", "a decimal point", r"dtype=str"),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from unidec.bundle.label_change import read_labels
+from unidec.bundle.text_file import read_texts, read_window
 from unidec.data.formats import read_raw
 from unidec.data.table_file import read_rows
 from unidec.errors import DataError
-from unidec.retrieval.label_change import read_labels
-from unidec.retrieval.text_file import read_texts, read_window
 from unidec.sections import RawBounds
 
 

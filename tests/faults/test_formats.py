@@ -50,18 +50,12 @@ QUERIES = ["red car", "old house", "big blue boat"]
 
 
 @pytest.fixture
-def stub_model(helper: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = helper("retrieval/tiny_bundle").StubModel
-    monkeypatch.setattr("unidec.retrieval.bundle._load_model", lambda path, device: stub(path))
-
-
-@pytest.fixture
 def bundle_1(stub_model: None, tmp_path: Path) -> Path:
     return Path(shutil.copytree(Path(__file__).with_name("formats") / "bundle-1", tmp_path / "bundle"))
 
 
 def test_a_bundle_of_version_1_predicts_as_it_did(bundle_1: Path) -> None:
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     bundle = Bundle.load(bundle_1)
     assert bundle.neighbours is None
@@ -75,7 +69,7 @@ def test_a_bundle_of_version_1_predicts_as_it_did(bundle_1: Path) -> None:
 
 @pytest.mark.usefixtures("stub_model")
 def test_a_bundle_of_version_2_predicts_as_it_did() -> None:
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     bundle = Bundle.load(Path(__file__).with_name("formats") / "bundle-2")
     found = bundle.predict(QUERIES, k=3)
@@ -89,7 +83,7 @@ def test_a_bundle_of_version_2_predicts_as_it_did() -> None:
 
 @pytest.mark.usefixtures("stub_model")
 def test_a_bundle_of_version_3_predicts_as_it_did() -> None:
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     bundle = Bundle.load(Path(__file__).with_name("formats") / "bundle-3")
     found = bundle.predict(QUERIES, k=3)
@@ -104,7 +98,7 @@ def test_a_bundle_of_version_3_predicts_as_it_did() -> None:
 
 @pytest.mark.usefixtures("stub_model")
 def test_a_bundle_of_version_4_predicts_as_it_did() -> None:
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     bundle = Bundle.load(Path(__file__).with_name("formats") / "bundle-4")
     found = bundle.predict(QUERIES, k=3)
@@ -115,7 +109,7 @@ def test_a_bundle_of_version_4_predicts_as_it_did() -> None:
 
 @pytest.mark.usefixtures("stub_model")
 def test_a_bundle_of_version_5_predicts_as_it_did_without_probabilities() -> None:
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     bundle = Bundle.load(Path(__file__).with_name("formats") / "bundle-5")
     found = bundle.predict(QUERIES, k=3)
@@ -125,8 +119,8 @@ def test_a_bundle_of_version_5_predicts_as_it_did_without_probabilities() -> Non
 
 
 def test_a_newer_bundle_is_refused(bundle_1: Path) -> None:
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.bundle_folder import VERSION as BUNDLE_VERSION
+    from unidec.bundle.bundle import Bundle
+    from unidec.bundle.bundle_folder import VERSION as BUNDLE_VERSION
 
     about = json.loads((bundle_1 / MANIFEST).read_text())
     (bundle_1 / MANIFEST).write_text(json.dumps(about | {"version": BUNDLE_VERSION + 1, "unidec": "9.1.0"}))

@@ -5,49 +5,34 @@ The manifests here fit the files (`_seal`), as an attacker's would, so that each
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
 import shutil
 import struct
-import sys
 import tracemalloc
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from tiny_bundle import write_tiny_bundle
 
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import VERSION
 from unidec.data.storage import read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import VERSION
-
-
-def _tiny() -> ModuleType:
-    """The retrieval tests' helper, by its path: tests are no packages."""
-    name = "tiny_bundle"
-    if name not in sys.modules:
-        file = Path(__file__).parents[1] / "retrieval" / "tiny_bundle.py"
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("good") / "bundle"
-    _tiny().write_tiny_bundle(path, np.random.default_rng(3), kind="hnsw")
+    write_tiny_bundle(path, np.random.default_rng(3), kind="hnsw")
     return path
 
 
 @pytest.fixture
-def bundle(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("unidec.retrieval.bundle._load_model", lambda path, device: _tiny().StubModel(path))
+def bundle(good: Path, tmp_path: Path, stub_model: None) -> Path:
     return Path(shutil.copytree(good, tmp_path / "bundle"))
 
 
@@ -91,8 +76,8 @@ def test_no_file_is_parsed_before_all_are_checked(bundle, monkeypatch):
     def parsed(*args, **kwargs):
         raise AssertionError("parsed")
 
-    for name in ("read_info", "read_labels", "read_vectors", "LabelIndex"):
-        monkeypatch.setattr(f"unidec.retrieval.bundle.{name}", parsed)
+    for name in ("read_info", "read_labels", "read_heads", "LabelIndex"):
+        monkeypatch.setattr(f"unidec.bundle.bundle.{name}", parsed)
     file = bundle / "model" / "words.npy"  # the last one in the order of names
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(ArtifactError, match=r"words\.npy"):

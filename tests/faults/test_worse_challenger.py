@@ -16,10 +16,10 @@ import pytest
 from markupsafe import escape
 
 from unidec import pipeline
+from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset
 from unidec.errors import Refused
 from unidec.pipeline import gating
-from unidec.retrieval.bundle import Bundle
 from unidec.tracking.fetch import fetch_bundle
 
 UNSEEN = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}  # quality alone decides here

@@ -20,7 +20,7 @@ def publish():
     return publish
 
 
-def test_what_a_task_returned_as_rows_that_people_read(publish):
+def test_what_a_task_returned_as_heads_that_people_read(publish):
     check = {"check": "nDCG@5", "passed": False, "got": -1.0, "words": "29.00 against 30.00"}
     finding = {"check": "shift", "drifted": True, "words": "moved by 0.4 sd"}
     result = {

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from unidec.bundle.predict_file import FileRequest, begin_predictions, predict_file, run_shard
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError
-from unidec.retrieval.predict_file import FileRequest, begin_predictions, predict_file, run_shard
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROWS, SHARDS = 6000, 6
@@ -44,12 +44,12 @@ def place(helper, tmp_path_factory) -> Path:
     import torch
     from label_vectors import label_vectors
 
+    from unidec.bundle.bundle import Bundle
+    from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.data.storage import write_folder
     from unidec.data.tokens import encode_texts
     from unidec.model.unidec import UniDEC
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
-    from unidec.retrieval.index import LabelIndex
+    from unidec.ranking.index import LabelIndex
     from unidec.sections import Encoder, Model
 
     root = tmp_path_factory.mktemp("shards")

@@ -5,13 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from unidec.bundle.bundle_model import write_model
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.methods.assembly import additions, load_model
 from unidec.model.arrays import read_arrays
 from unidec.model.unidec import KIND, VERSION, UniDEC
-from unidec.retrieval.bundle_model import write_model
 from unidec.training.distributed import Ranks
 from unidec.training.start import cluster_labels
 

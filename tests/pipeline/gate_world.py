@@ -86,11 +86,11 @@ class World:
         """
         import torch
 
+        from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
         from unidec.data.storage import write_folder
         from unidec.data.tokens import encode_texts
         from unidec.model.unidec import KIND, VERSION, UniDEC
-        from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
-        from unidec.retrieval.index import LabelIndex
+        from unidec.ranking.index import LabelIndex
 
         source = self._source()
         known = list(labels)

@@ -19,6 +19,8 @@ from raw_files import write_raw
 from typer.testing import CliRunner
 
 from unidec import pipeline
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import read_info
 from unidec.config import Params
 from unidec.data.formats import make_slice, read_raw
 from unidec.data.profile import PROFILE_KEY
@@ -26,8 +28,6 @@ from unidec.data.raw import RawData
 from unidec.errors import ArtifactError, ConfigError, DataError
 from unidec.pipeline import paths, training
 from unidec.pipeline.drift_check import _answers, read_profile
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import read_info
 from unidec.tracking.registry import register
 from unidec.tracking.store import open_client, prepare_store, tracking_uri
 

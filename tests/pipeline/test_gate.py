@@ -1,6 +1,6 @@
 """The gate on real bundles in a real registry: every reason, who is compared with whom, what is written down.
 
-Fresh processes are asked in tests/retrieval/test_probe.py and tests/faults/test_worse_challenger.py; here they are
+Fresh processes are asked in tests/bundle/test_probe.py and tests/faults/test_worse_challenger.py; here they are
 played by this one.
 """
 
@@ -19,11 +19,11 @@ import pyarrow as pa
 import pytest
 
 from unidec import pipeline
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.probe import Probe
 from unidec.data.dataset import XMCDataset
 from unidec.errors import ArtifactError, ConfigError, Refused
 from unidec.pipeline import gating
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.probe import Probe
 from unidec.sections import Validation
 from unidec.tracking.provenance import code_tags
 

@@ -12,16 +12,16 @@ from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from unidec import pipeline
+from unidec.bundle.answer import Answerer, Request
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.label_change import LabelText, read_labels
 from unidec.cli import app
 from unidec.config import Params, to_yaml
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError, DataError
 from unidec.pipeline import paths
 from unidec.pipeline.labels import change_labels
-from unidec.retrieval.answer import Answerer, Request
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.label_change import LabelText, read_labels
-from unidec.retrieval.query_encoder import open_encoder
+from unidec.ranking.query_encoder import open_encoder
 from unidec.tracking.lineage import lineage
 from unidec.tracking.store import prepare_store, tracking_uri
 

@@ -19,21 +19,22 @@ from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
 from unidec import pipeline
+from unidec.bundle.bundle import Bundle
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import ConfigError
-from unidec.evaluation.metrics import by_query, pair_keys
+from unidec.evaluation.metrics import by_query
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import indexing, paths
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
 from unidec.pipeline.training import Run
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.calibration import fit_calibration
-from unidec.retrieval.fusion import BY_WORDS, FEATURES, LabelEvidence
-from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.query_encoder import Encoded
-from unidec.retrieval.sparse import PairScores
+from unidec.ranking.calibration import fit_calibration
+from unidec.ranking.candidates import PairScores
+from unidec.ranking.fusion import BY_WORDS, FEATURES
+from unidec.ranking.heads import Heads
+from unidec.ranking.index import LabelIndex
+from unidec.ranking.ranker import Ranker, Voting
 from unidec.tracking.run import RUN_TAGS, Tracker
 from unidec.training.fit import fit
 
@@ -143,7 +144,8 @@ def test_bundle_and_index(done: SimpleNamespace) -> None:
     ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
     scored = {}
     for weight in CLF_WEIGHTS:
-        score_NL = ranking.queries("both", weight, True) @ ranking.labels("both", True).T
+        heads = Heads(ranking.vectors, "both", True, weight)
+        score_NL = heads.queries(ranking.encoded.de_BD, ranking.encoded.clf_BD) @ heads.take(slice(None)).T
         score_NL[ranking.filter_pairs.nonzero()] = -np.inf
         best_NL = np.argsort(-score_NL.round(6), axis=1, kind="stable")
         scored[weight] = ranking.metrics_of(best_NL[:, :100])["nDCG@5"]
@@ -294,9 +296,9 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
         monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
     search, load, devices = LabelIndex.search, Bundle.load, []
 
-    def lossy(index: LabelIndex, queries: Any, k: int) -> Any:
+    def lossy(index: LabelIndex, queries: Any, k: int, rescore: int = 0, excluded: Any = None) -> Any:
         """The best label of each query is never found."""
-        scores, rows = search(index, queries, k + 1)
+        scores, rows = search(index, queries, k + 1, rescore, excluded)
         return scores[:, 1:], rows[:, 1:]
 
     def loaded(path: Path, **given: Any) -> Bundle:
@@ -366,10 +368,11 @@ def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float)
     """nDCG@5 of a split with every label of every query scored, in double precision."""
     dataset, info = XMCDataset.open(paths.DATASET), bundle.info
     ranking = Ranking.of_model(bundle.model, dataset, split, "fp32", bundle.vectors)
-    query = ranking.queries(info.space, clf_weight, info.clf_normalize).astype(float)
-    score_NL = query @ ranking.labels(info.space, info.clf_normalize).astype(float).T
+    heads = bundle.ranker.heads.weighted(clf_weight)
+    query = heads.queries(ranking.encoded.de_BD, ranking.encoded.clf_BD).astype(float)
+    score_NL = query @ heads.take(slice(None)).astype(float).T
     if knn_weight:
-        score_NL += knn_weight * dense_votes(bundle.neighbours.votes(ranking.query_de, info.knn.neighbours))
+        score_NL += knn_weight * dense_votes(bundle.neighbours.votes(ranking.encoded.de_BD, info.knn.neighbours))
     score_NL[ranking.filter_pairs.nonzero()] = -np.inf
     best = np.argsort(-score_NL, axis=1, kind="stable")[:, :5]
     found, _ = by_query(best, ranking.truth, ["nDCG@5"], np.ones(ranking.truth.shape[1]))["nDCG@5"]
@@ -421,7 +424,7 @@ def test_probabilities_are_measured_on_the_answers_to_validation_queries(
     assert pipeline.index(done.params()).calibrated and "no probabilities" not in capsys.readouterr().err
     bundle = Bundle.load(paths.BUNDLE)
     ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
-    found = bundle.rank(Encoded(ranking.query_de, ranking.query_clf), 100, pair_keys(ranking.filter_pairs))
+    found = bundle.ranker.rank(ranking.encoded, 100, ranking.excluded)
     relevant = [[label in row.indices for label in best] for row, best in zip(ranking.truth, found.rows, strict=True)]
     again = fit_calibration(found.scores, np.array(relevant))
     at = np.linspace(found.scores.min(), found.scores.max(), 50)
@@ -444,8 +447,8 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     assert pipeline.index(params) == blend
     assert "no fusion" in capsys.readouterr().err and Bundle.load(paths.BUNDLE).info.fusion is None
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 20)
-    monkeypatch.setattr("unidec.retrieval.fusion_fit.MOST_STEPS", 25)  # it gains as surely in a third of the steps
-    monkeypatch.setattr("unidec.retrieval.fusion_fit.WORD_STEPS", 50)
+    monkeypatch.setattr("unidec.ranking.fusion_fit.MOST_STEPS", 25)  # it gains as surely in a third of the steps
+    monkeypatch.setattr("unidec.ranking.fusion_fit.WORD_STEPS", 50)
     perfect = dict.fromkeys(blend.validation, 100.0)
     with monkeypatch.context() as patch:
         patch.setattr(indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=perfect))
@@ -465,11 +468,10 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     # the bundle ranks the test split by it, and the profile has the scores that it gives to queries that do not vote
     dataset, info = XMCDataset.open(paths.DATASET), bundle.info
     voters = training_neighbours(bundle.model, dataset, "fp32", by="words", word_head=3)
-    blending = (bundle.vectors, info.clf_weight, info.clf_normalize)
-    bundle.evidence = LabelEvidence(*blending, voters, info.knn.neighbours, info.fusion.propensity, info.fusion.words)
+    ranker = Ranker(bundle.ranker.heads, bundle.index, replace(bundle.ranker.voting, neighbours=voters), info.fusion)
     quantiles = bundle.info.card["profile"]["served"]["score_quantiles"]
     ranking = Ranking.of_model(bundle.model, dataset, "validation", "fp32", bundle.vectors)
-    found = bundle.rank(Encoded(ranking.query_de, ranking.query_clf, ranking.words(voters)), 1)
+    found = ranker.rank(ranking.with_words(voters.words).encoded, 1)
     assert bundle.neighbours.num_queries == voters.num_queries + len(ranking.rows)
     assert [quantiles[0], quantiles[-1]] == pytest.approx([found.scores.min(), found.scores.max()], rel=1e-3)
     pipeline.evaluate(params)
@@ -516,7 +518,7 @@ def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
 def test_votes_that_do_not_help_are_left_out(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unidec.pipeline.ranking.KNN_WEIGHTS", (0.0, 1e9))
     monkeypatch.setattr(
-        Ranking, "votes", lambda self, *_: PairScores.of(csr_matrix((len(self.rows), self.dataset.num_labels)))
+        Voting, "votes", lambda self, encoded: PairScores.none((len(encoded), self.neighbours.num_labels))
     )
     said = pipeline.index(done.params(**{"index.knn_weight": "auto"}))
     bundle = Bundle.load(paths.BUNDLE)

@@ -8,7 +8,7 @@ from unidec.pipeline import plain
 from unidec.pipeline.labels import ChangedLabels
 from unidec.pipeline.registration import Registration
 from unidec.pipeline.start import ChosenStart
-from unidec.retrieval.index_tune import Measured
+from unidec.ranking.index_tune import Measured
 
 
 def test_what_does_not_apply_is_left_out_and_what_is_unknown_is_null() -> None:

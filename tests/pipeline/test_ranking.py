@@ -16,8 +16,9 @@ from unidec.data.propensity import Propensity
 from unidec.evaluation.metrics import by_query
 from unidec.model.search import exact_search
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, tuned_blend
-from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.scoring_space import unit_rows
+from unidec.ranking.heads import Heads, unit_rows
+from unidec.ranking.neighbours import Neighbours
+from unidec.ranking.query_encoder import Encoded
 
 NUM, LABELS, DIM, TRAIN = 60, 40, 6, 80
 
@@ -47,7 +48,7 @@ def random_ranking(monkeypatch: pytest.MonkeyPatch):
             query_uids=lambda rows: [f"v{row}" for row in rows], query_texts=lambda rows: [f"t{row}" for row in rows],
         )  # fmt: skip
         ranking = Ranking(
-            dataset, np.arange(num), de.get("q"), clf.get("q"),  # type: ignore[arg-type]
+            dataset, np.arange(num), Encoded(de.get("q"), clf.get("q")),  # type: ignore[arg-type]
             {name: part["l"] for name, part in (("de", de), ("clf", clf)) if part},
         )  # fmt: skip
         labels = truth(train_MD) if helps else csr_matrix(rng.random((TRAIN, LABELS)) < 0.1)
@@ -68,13 +69,14 @@ def params_of(**index: object) -> Params:
 def dense(ranking: Ranking, neighbours: Neighbours | None, params: Params, clf: float, knn: float) -> np.ndarray:
     """Scores of all labels, float64 [n, L], -inf for filtered pairs."""
     score_NL = np.zeros((len(ranking.rows), LABELS))
-    if ranking.query_de is not None:
-        score_NL += ranking.query_de.astype(float) @ ranking.vectors["de"].astype(float).T
-    if ranking.query_clf is not None:
-        weight = clf if ranking.query_de is not None else 1.0
-        score_NL += weight * (ranking.query_clf.astype(float) @ ranking.vectors["clf"].astype(float).T)
+    query_de, query_clf = ranking.encoded.de_BD, ranking.encoded.clf_BD
+    if query_de is not None:
+        score_NL += query_de.astype(float) @ ranking.vectors["de"].astype(float).T
+    if query_clf is not None:
+        weight = clf if query_de is not None else 1.0
+        score_NL += weight * (query_clf.astype(float) @ ranking.vectors["clf"].astype(float).T)
     if neighbours is not None:
-        score_NL += knn * dense_votes(ranking.votes(neighbours, params.index.knn_neighbours))
+        score_NL += knn * dense_votes(ranking.voting(neighbours, params.index.knn_neighbours).votes(ranking.encoded))
     score_NL[ranking.filter_pairs.toarray()] = -np.inf
     return score_NL
 
@@ -138,17 +140,19 @@ def test_tuned_weights_are_those_of_dense_scores(random_ranking, monkeypatch, se
 def test_all_labels_are_ranked_as_by_dense_scores(random_ranking) -> None:
     params = params_of(knn_weight=0.4)
     ranking, neighbours = random_ranking(9)
-    votes = ranking.votes(neighbours, 15)
+    voting = ranking.voting(neighbours, 15)
+    votes = voting.votes(ranking.encoded)
+    ranker = ranking.ranker(Heads(ranking.vectors, "both", False), voting)
     score_NL = dense(ranking, neighbours, params, 0.7, 0.4)
     for k in (1, 5, 40):
-        found = ranking.candidates("both", (0.7,), False, votes, k)(0.7).top(0.4, k)
+        found = ranker.candidates(ranking.encoded, (0.7,), k, ranking.excluded)(0.7).top(0.4, k)
         best = np.argsort(-score_NL, axis=1, kind="stable")[:, :k]
         best = np.where(np.take_along_axis(score_NL, best, axis=1) > -np.inf, best, -1)
         np.testing.assert_array_equal(found.rows, best)
     alone = np.where(score_NL > -np.inf, dense_votes(votes), 0)
     best = np.argsort(-alone, axis=1, kind="stable")
     best = np.where(np.take_along_axis(alone, best, axis=1) > 0, best, -1)
-    assert ranking.metrics_of_votes(neighbours, 15) == ranking.metrics_of(best)
+    assert ranking.metrics_of_votes(voting) == ranking.metrics_of(best)
 
 
 def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothing_to_tune_on(random_ranking) -> None:
@@ -166,11 +170,11 @@ def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothi
 
 def test_queries_that_weights_were_chosen_by_vote_in_the_end(random_ranking) -> None:
     ranking, neighbours = random_ranking(5)
-    joined = ranking.joined_to(neighbours)
+    joined = ranking.joined_to(ranking.voting(neighbours, 15))
     assert joined.num_queries == TRAIN + NUM and joined.vote == neighbours.vote
     assert joined.uids.to_pylist()[TRAIN - 1 : TRAIN + 1] == [str(TRAIN - 1), "v0"]
     np.testing.assert_array_equal(joined.vectors_MD[:TRAIN], neighbours.vectors_MD)
-    assert joined.nearest(ranking.query_de, 1)[1].ravel().tolist() == list(range(TRAIN, TRAIN + NUM))
+    assert joined.nearest(ranking.encoded.de_BD, 1)[1].ravel().tolist() == list(range(TRAIN, TRAIN + NUM))
     kept = ranking.dataset.relevance.toarray() * (ranking.filter_pairs.toarray() == 0)
     np.testing.assert_array_equal(joined.labels_ML[TRAIN:].toarray(), kept > 0)
 
@@ -184,7 +188,7 @@ def test_labels_are_searched_on_the_models_device(random_ranking, monkeypatch) -
         return exact_search(*given, **options)
 
     monkeypatch.setattr("unidec.model.search.exact_search", search)
-    replace(ranking, device=torch.device("cuda", 1)).metrics("both", 1.0, True)
+    replace(ranking, device=torch.device("cuda", 1)).metrics(Heads(ranking.vectors, "both", True))
     assert devices == [torch.device("cuda", 1)]
 
 
@@ -193,10 +197,12 @@ def test_of_equal_scores_the_smaller_label_comes_first(random_ranking) -> None:
     rng = np.random.default_rng(0)
     whole = {name: rng.integers(-1, 2, part.shape).astype(np.float32) for name, part in ranking.vectors.items()}
     query = rng.integers(-1, 2, (NUM, DIM)).astype(np.float32)
-    ranking = replace(ranking, vectors=whole, query_de=query, query_clf=query)
+    ranking = replace(ranking, vectors=whole, encoded=Encoded(query, query))
     score_NL = query @ whole["de"].T + 2 * query @ whole["clf"].T
     score_NL[ranking.filter_pairs.toarray() > 0] = -np.inf
-    scores, labels = ranking.top("both", 2.0, False, LABELS + 3)
+    ranker = ranking.ranker(Heads(whole, "both", False, 2.0))
+    found = ranker.search(ranking.encoded, LABELS + 3, ranking.excluded)
+    scores, labels = found.scores, found.rows
     expected = np.lexsort((np.broadcast_to(np.arange(LABELS), score_NL.shape), -score_NL), axis=1)
     np.testing.assert_array_equal(scores, np.take_along_axis(score_NL, expected, axis=1))
     np.testing.assert_array_equal(labels, np.where(np.isinf(scores), -1, expected))

@@ -14,6 +14,8 @@ from mlflow import MlflowClient
 from raw_files import write_raw
 
 from unidec import pipeline
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import read_info
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.formats import read_raw
@@ -22,8 +24,6 @@ from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.labels import ChangedLabels
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import read_info
 from unidec.tracking.lineage import lineage
 from unidec.tracking.store import tracking_uri
 

@@ -11,13 +11,13 @@ import pytest
 from raw_files import write_raw
 
 from unidec import pipeline
+from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, validation_metrics
-from unidec.retrieval.bundle import Bundle
 from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(120)

@@ -17,6 +17,8 @@ from raw_files import write_raw
 from scipy.sparse import csr_matrix
 
 from unidec import pipeline
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.label_change import LabelChange, with_labels
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.raw import RawData, stack
@@ -24,8 +26,6 @@ from unidec.data.storage import read_json_lines, read_manifest, write_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, seen, start, training
 from unidec.pipeline.start import ChosenStart, WarmStart, effective, open_start, read_start, start_tags
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.label_change import LabelChange, with_labels
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
 from unidec.tracking.run import Tracker

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from unidec.errors import DataError
-from unidec.retrieval.bundle import Prediction
+from unidec.ranking.ranker import Prediction
 from unidec.sections import Serve
 from unidec.serving.app import create_app
 from unidec.serving.engine import Identity, Service

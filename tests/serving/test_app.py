@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
+from tiny_bundle import write_tiny_bundle
 
-from unidec.retrieval.calibration import Calibration
+from unidec.ranking.ranker import Calibration
 from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.engine import Engine, Service
@@ -67,6 +72,34 @@ def test_answers_are_those_of_the_bundle(asgi: Any, engine: Engine) -> None:
             assert together[-2]["unknown_tokens"] == 3
 
     run(main)
+
+
+@pytest.mark.usefixtures("stub_model")
+def test_a_query_passes_few_files(asgi: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+    """By votes, words, fusion and calibration: what one has to read to follow POST /predict to its answer."""
+    calibration = Calibration(scores=[-5.0, 5.0], probabilities=[0.25, 0.75])
+    options = {"vote": "ridge-labels", "by_words": True, "fused": True, "stacked": True, "calibration": calibration}
+    write_tiny_bundle(tmp_path / "bundle", rng, **options)
+    engine, passed = Engine.load(tmp_path / "bundle", Serve(runtime="torch")), set()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if "/unidec/" in (file := frame.f_code.co_filename):
+            passed.add(file)
+
+    async def main() -> None:
+        async with asgi.running(engine, cache_queries=0) as server:
+            await server.predict("old house")  # what is made at the first query
+            sys.setprofile(note)
+            threading.setprofile(note)
+            reply = await server.predict("red car")
+            sys.setprofile(None)
+            threading.setprofile(None)
+            assert reply.json["predictions"][0]["labels"][0]["probability"] is not None
+
+    run(main)
+    names = {Path(file).name for file in passed}
+    assert {"middleware.py", "routes.py", "answer.py", "ranker.py", "fusion.py"} <= names
+    assert len(passed) <= 14, sorted(names)
 
 
 def test_probabilities_are_null_where_the_bundle_does_not_know_them(asgi: Any, folder: Path) -> None:

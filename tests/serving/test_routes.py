@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unidec.retrieval.text_file import read_window
+from unidec.bundle.text_file import read_window
 from unidec.sections import Serve
 from unidec.serving.engine import Service
 

@@ -70,7 +70,8 @@ def test_every_metric_on_the_page_exists() -> None:
     service = Service(Serve())
     create_app(service, Serve())
     service.metrics.watch(lambda: follow_metrics(Follower(service, "bundle", Serve()).state()))
-    service.metrics.request("/predict", 200, 0.1)
+    service.metrics.requests.labels("/predict", "200").inc()
+    service.metrics.request_seconds.labels("/predict").observe(0.1)
     service.metrics.error("overload")
     known = {line.split()[2] for line in service.metrics.page().decode().splitlines() if line.startswith("# TYPE")}
     known |= {"unidec_model_info", "unidec_model_labels"}  # there once a model is

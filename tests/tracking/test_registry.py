@@ -77,9 +77,9 @@ def stand_in(monkeypatch):
             return pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
 
     asked = []
-    module = types.ModuleType("unidec.retrieval.answer")
+    module = types.ModuleType("unidec.bundle.answer")
     module.Answerer = Answerer
-    monkeypatch.setitem(sys.modules, "unidec.retrieval.answer", module)
+    monkeypatch.setitem(sys.modules, "unidec.bundle.answer", module)
     return asked
 
 
@@ -226,7 +226,7 @@ import sys, types
 class Echo:
     open = classmethod(lambda cls, *_: cls())
     table = lambda self, frame, **_: print("asked", *frame["query"])
-module = types.ModuleType("unidec.retrieval.answer")
+module = types.ModuleType("unidec.bundle.answer")
 module.Answerer, sys.modules[module.__name__] = Echo, module
 """
 
@@ -262,10 +262,10 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel
 
+    from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.data.tokens import encode_texts
     from unidec.model.unidec import KIND, VERSION, UniDEC
-    from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
-    from unidec.retrieval.index import LabelIndex
+    from unidec.ranking.index import LabelIndex
     from unidec.sections import Encoder, Model
 
     words = ["[PAD]", "[UNK]", *sorted({word for title in titles for word in title.split()})]

@@ -71,24 +71,24 @@ def predict(
     if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
         raise ConfigError("requires either texts, or both --input and --output", where="unidec predict", fix=fix)
-    from unidec.data.raw import is_blank
+    from unidec.data.tokens import is_blank
 
     for number, text in enumerate(texts or [], 1):
         if is_blank(text):  # the server refuses it, too
             raise DataError("empty text", where=f"text {number}", got=repr(text), fix="remove it")
     bounds = load_if_there(params, assignments).raw
     folder = bundle_folder(bundle)
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     loaded = Bundle.load(folder, lazy=runtime != "torch")
     if source is not None and target is not None:
-        from unidec.retrieval.predict_file import FileRequest, predict_file
+        from unidec.bundle.predict_file import FileRequest, predict_file
 
         request = FileRequest(str(folder), str(source), str(target), k, column, runtime=runtime or "auto")
         count = predict_file(loaded, request, bounds=bounds)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
-    from unidec.retrieval.query_encoder import open_encoder
+    from unidec.ranking.query_encoder import open_encoder
 
     loaded.encoder = open_encoder(loaded, runtime or "auto")
     frame = loaded.predict_table(texts or [], k).drop_columns(["query_row"]).to_pandas().astype({"score": float})
@@ -170,7 +170,7 @@ def vectors(
     bundle: BundleAddress = DEFAULT_BUNDLE,
 ) -> Any:
     """Write uid, title and vector of every label, for a vector database with inner product."""
-    from unidec.retrieval.export.heads import export_vectors
+    from unidec.bundle.export.vectors import export_vectors
 
     return export_vectors(bundle_folder(bundle), target, head=head)
 
@@ -178,8 +178,8 @@ def vectors(
 @command(export_app, "--output onnx", "--head de --bundle models:/unidec/7")
 def onnx(target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE) -> Any:
     """Write encoder and heads as an ONNX file, with tokenizer and README beside it."""
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.export.encoder import export_onnx
+    from unidec.bundle.bundle import Bundle
+    from unidec.bundle.export.query_side import export_onnx
 
     return export_onnx(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head)
 
@@ -189,7 +189,7 @@ def sentence_transformers(
     target: Target = Path("sentence-transformers"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE
 ) -> Any:
     """Write the query encoder as a folder that SentenceTransformer(folder) loads."""
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.export.encoder import export_sentence_transformers
+    from unidec.bundle.bundle import Bundle
+    from unidec.bundle.export.query_side import export_sentence_transformers
 
     return export_sentence_transformers(Bundle.load(bundle_folder(bundle)), target, head=head)

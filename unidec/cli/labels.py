@@ -14,8 +14,8 @@ from unidec.config import Params
 from unidec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from unidec.bundle.label_change import LabelText
     from unidec.pipeline.labels import ChangedLabels
-    from unidec.retrieval.label_change import LabelText
 
 labels_app = group(
     "labels", "Add, remove and update the labels of a bundle without training; the result is a new bundle."
@@ -46,8 +46,8 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
         if (uid is None or text is None) == (file is None) or (file and (uid or title)):
             fix = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update likewise'
             raise ConfigError("requires either a uid and a text, or --file", where="unidec labels", fix=fix)
+        from unidec.bundle.label_change import LabelText
         from unidec.pipeline.labels import change_labels
-        from unidec.retrieval.label_change import LabelText
 
         texts: Any = {name: _read(file, params) or [LabelText(str(uid), str(text), title or "")]}
         return _flat(change_labels(params, bundle, **texts, out=out, register=register, dry_run=dry_run))
@@ -106,6 +106,6 @@ def _flat(result: ChangedLabels) -> dict[str, Any]:
 
 
 def _read(file: Path | None, params: Params) -> list[LabelText]:
-    from unidec.retrieval.label_change import read_labels
+    from unidec.bundle.label_change import read_labels
 
     return [] if file is None else read_labels(file, params.raw)

@@ -172,7 +172,7 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     from unidec import pipeline
-    from unidec.retrieval.bundle import Bundle
+    from unidec.bundle.bundle import Bundle
 
     trained = _trained(params) if spec["kind"] == "recipe" else {"costs": {}, "curve": [], "mlflow_run": None}
     pipeline.index(params)
@@ -245,9 +245,9 @@ def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
 
     model = load_model(START)
     ranking = Ranking.of_model(model, dataset, np.arange(dataset.num_queries), params.optim.precision)
-    if ranking.query_de is None:
+    if ranking.encoded.de_BD is None:
         raise ConfigError("the model has no vectors of label texts", fix="name a cell with a dual encoder in `after`")
-    return {"queries": ranking.query_de, "labels": ranking.vectors["de"]}
+    return {"queries": ranking.encoded.de_BD, "labels": ranking.vectors["de"]}
 
 
 def _lineage() -> dict[str, str]:

@@ -40,7 +40,8 @@ TRAINING = (
     "model/**/*.py",
     "methods/**/*.py",
     "training/**/*.py",
-    "retrieval/**/*.py",
+    "bundle/**/*.py",
+    "ranking/**/*.py",
     "pipeline/*.py",
     "evaluation/metrics.py",
 )

@@ -212,7 +212,7 @@ def tested_in_training(dataset: XMCDataset, hash_N: np.ndarray, length_N: np.nda
 
 def text_facts(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
     """Hash (uint64) and number of characters (int64) of each text, both without surrounding white space; a blank text
-    (`raw.is_blank`) has no characters."""
+    (`tokens.is_blank`) has no characters."""
     hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for batch in dataset.text_batches(which, text, 65_536):
         array = pc.utf8_trim_whitespace(pa.array(batch, pa.large_string()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,17 +70,11 @@ def text_array(values: Iterable[str] | pa.Array | pa.ChunkedArray, kind: pa.Data
     return pa.array(list(values), kind)
 
 
-_INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # Unicode categories: separators, control and format characters
-_VISIBLE = r"[^\p{Z}\p{Cc}\p{Cf}]"  # the same for Arrow
-
-
-def is_blank(text: str) -> bool:
-    """Whether a text has nothing to read: it is empty, or has only white space and invisible characters."""
-    return all(unicodedata.category(character) in _INVISIBLE for character in text)
+_VISIBLE = r"[^\p{Z}\p{Cc}\p{Cf}]"  # as `tokens.is_blank`, for Arrow
 
 
 def are_blank(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """`is_blank` of each text, as an Arrow array."""
+    """`tokens.is_blank` of each text, as an Arrow array."""
     return pc.invert(pc.match_substring_regex(texts, _VISIBLE))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -33,7 +34,13 @@ GPU_CHUNK_TOKENS = CHUNK_TEXTS * 32
 """On a GPU more short texts are padded together, up to this number of tokens with padding: otherwise the GPU waits for
 the host to launch kernels. Measured: benchmarks/results/gpu.md."""
 
+_INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # Unicode categories: separators, control and format characters
 _ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists and padded arrays
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text has nothing to read: it is empty, or has only white space and invisible characters."""
+    return all(unicodedata.category(character) in _INVISIBLE for character in text)
 
 
 class Tokens:

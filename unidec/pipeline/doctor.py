@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from unidec.bundle import bundle_folder
 from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.propensity import load_propensity
@@ -22,7 +23,6 @@ from unidec.model import frozen, unidec
 from unidec.pipeline import paths
 from unidec.pipeline.lock import is_held
 from unidec.pipeline.runs import run_folders
-from unidec.retrieval import bundle_folder
 from unidec.tracking.run import STATE, Tracker, has_died, is_behind, tracking_state
 from unidec.training.checkpoint import checkpoint_folders, read_state
 

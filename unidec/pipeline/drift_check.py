@@ -17,6 +17,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from unidec.addresses import without_credentials
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import read_info, read_labels
+from unidec.bundle.text_file import Window, read_window
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.profile import LENGTH_EDGES, PROFILE_KEY, VERSION, measure_texts, profile_dataset, share, spaced
@@ -28,9 +31,6 @@ from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import Table, render
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import read_info, read_labels
-from unidec.retrieval.text_file import Window, read_window
 from unidec.tracking.fetch import fetch_bundle, find_alias
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import answers, sqlite_path, store_errors, tracking_uri
@@ -289,8 +289,8 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     vectors, scores = [], []
     for start in range(0, len(texts), BATCH):
         encoded = bundle.encode(texts[start : start + BATCH])
-        vectors.append(bundle.searched(encoded))
-        scores.append(bundle.rank(encoded, 1).scores[:, 0])
+        vectors.append(bundle.ranker.queries(encoded))
+        scores.append(bundle.ranker.rank(encoded, 1).scores[:, 0])
     return np.concatenate(vectors), np.concatenate(scores)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from unidec.bundle.bundle import Bundle
 from unidec.config import Params, flatten
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import training_counts
@@ -30,18 +31,15 @@ from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.seen import leak_in_words, of_bundle
 from unidec.pipeline.start import read_start
 from unidec.progress import progress
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.candidates import Ranked
-from unidec.retrieval.fusion import CANDIDATES
-from unidec.retrieval.index import recall
-from unidec.retrieval.query_encoder import Encoded
-from unidec.retrieval.scoring_space import Space
+from unidec.ranking.candidates import Ranked
+from unidec.ranking.fusion import CANDIDATES
+from unidec.ranking.index import recall
+from unidec.ranking.ranker import SINGLE_HEADS
 from unidec.tracking.fetch import measured_before
 from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash
 from unidec.training.precision import choose_device
 from unidec.version import __version__
 
-SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
 PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
 _PART_METRICS, _GROUP_METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100"), ("R@10", "nDCG@5", "PSP@5")
 _DESCRIPTION_METRICS = ("P@1", "PSP@5", "R@100", "training/minutes")  # of the run's description in MLflow
@@ -74,9 +72,10 @@ def evaluate(params: Params) -> Evaluation:
     dataset = paths.open_dataset()
     bundle = Bundle.load(paths.BUNDLE, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
-    best_scores, best = ranking.top(bundle.info.space, bundle.info.clf_weight, bundle.info.clf_normalize, CANDIDATES)
-    scores, labels = _ranked(bundle, ranking, Ranked(best, best_scores))
-    result = _measured(bundle, ranking, labels, best[:, :K])
+    ranking = ranking.with_words(bundle.words)
+    found = ranking.ranker(bundle.ranker.heads).search(ranking.encoded, CANDIDATES, ranking.excluded)
+    scores, labels = _ranked(bundle, ranking, found)
+    result = _measured(bundle, ranking, labels, found.rows[:, :K])
     text, weights = params.tokens.text, (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
     compared = baselines.compare_with_baselines(labels, ranking.truth, tfidf, *weights)
@@ -146,13 +145,13 @@ def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np
     Args:
         labels, by_heads: int [n, K], found by exact search; ranked as the bundle does, and by the heads' score alone.
     """
-    info, propensity = bundle.info, ranking.propensity
+    info, propensity, ranker = bundle.info, ranking.propensity, bundle.ranker
     result: dict[str, Any] = {"test": ranking.metrics_of(labels)}
     for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
-        result[space] = ranking.metrics(space, 1.0, info.clf_normalize)
-    if bundle.neighbours is not None and info.knn is not None:
+        result[space] = ranking.metrics(ranker.heads.alone(space))
+    if ranker.voting is not None:
         result["heads"] = ranking.metrics_of(by_heads)
-        result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours)
+        result["knn"] = ranking.metrics_of_votes(ranker.voting)
     weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
     result["index"] = _against_exact(bundle, ranking, labels) | weights
     result["validation"] = info.metrics.get("validation", {})
@@ -166,13 +165,13 @@ def _ranked(bundle: Bundle, ranking: Ranking, found: Ranked | None = None) -> tu
     Args:
         found: the best labels by the heads' score; None: the bundle's index is searched.
     """
-    encoded, parts = Encoded(ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), []
+    parts = []
     starts = range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE)
     for start in progress(starts, desc="rank labels", unit="block"):
         block = slice(start, start + QUERIES_AT_ONCE)
         found_in_block = None if found is None else Ranked(found.rows[block], found.scores[block])
         exclude = pair_keys(ranking.filter_pairs[block])
-        parts.append(bundle.rank(encoded.take(block), K, exclude, found=found_in_block))
+        parts.append(bundle.ranker.rank(ranking.encoded.take(block), K, exclude, found=found_in_block))
     return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
 
 
@@ -186,10 +185,9 @@ def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict
         "recall@10" and "recall@100" of the index in percent; "lost/P@1", ...: points by which the metrics of the served
         labels are below those of `labels`.
     """
-    info, first = bundle.info, ranking.part(slice(ORACLE_QUERIES))
-    query = first.queries(info.space, info.clf_weight, info.clf_normalize)
-    k = min(K, bundle.num_labels)
-    exact = exact_search(query, first.labels(info.space, info.clf_normalize), k, device=ranking.device)[1]
+    first = ranking.part(slice(ORACLE_QUERIES))
+    query, k = bundle.ranker.queries(first.encoded), min(K, bundle.num_labels)
+    exact = exact_search(query, bundle.ranker.heads.take(slice(None)), k, device=ranking.device)[1]
     approximate = bundle.index.search(query, k)[1]
     recalls = {f"recall@{n}": 100 * recall(approximate[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
     best, served = first.metrics_of(labels[:ORACLE_QUERIES]), first.metrics_of(_ranked(bundle, first)[1])

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, remove_folder, write_json
@@ -30,9 +32,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import K, headline
 from unidec.pipeline.seen import unseen_queries
 from unidec.progress import progress
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.probe import Probe, probe_bundle
-from unidec.retrieval.query_encoder import Runtime
+from unidec.ranking.query_encoder import Runtime
 from unidec.sections import Gate
 from unidec.tracking import promotion
 from unidec.tracking.fetch import fetch_bundle

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.config import OPERATIONS, Params
 from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
@@ -20,16 +22,11 @@ from unidec.evaluation.drift import served_facts
 from unidec.methods.assembly import load_model
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
-from unidec.retrieval.calibration import LEAST_RELEVANT, fit_calibration
-from unidec.retrieval.candidates import Candidates, candidate_keys
-from unidec.retrieval.fusion import FEWEST_CANDIDATES, RESCORE
-from unidec.retrieval.index import KINDS, Kind, LabelIndex
-from unidec.retrieval.index_tune import Measured, default_kinds, tune
-from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.scoring_space import LabelRows, pair_scores
+from unidec.pipeline.ranking import Ranking, fused, headline, training_neighbours, tuned_blend
+from unidec.ranking.calibration import LEAST_RELEVANT, fit_calibration
+from unidec.ranking.index import KINDS, Kind, LabelIndex
+from unidec.ranking.index_tune import Measured, default_kinds, tune
+from unidec.ranking.ranker import Ranker
 from unidec.training.precision import choose_device
 
 OPTION_KEYS = {
@@ -92,6 +89,7 @@ def index(params: Params) -> Indexed:
         neighbours = training_neighbours(
             model, dataset, params.optim.precision, by=settings.knn_by, word_head=settings.knn_head
         )
+        ranking = ranking.with_words(neighbours.words)
     blend = tuned_blend(ranking, params, neighbours)
     if neighbours is not None and settings.fuses:
         blend = fused(ranking, params, neighbours, blend)
@@ -101,23 +99,25 @@ def index(params: Params) -> Indexed:
     if calibration is None:
         what = f"fewer than {LEAST_RELEVANT} of the validation queries' predictions are relevant labels"
         print(f"no probabilities: {what}", file=sys.stderr)  # stdout is for the printed result
-    vectors = ranking.vectors
-    rows = LabelRows(vectors, settings.space, settings.clf_normalize)
+    heads = ranking.heads(settings, blend.clf_weight)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
-    label_index = LabelIndex.build(rows, settings.kind, show=True, **options)
-    card: dict[str, Any] = {PROFILE_KEY: _training_profile(params, model, ranking, label_index, blend, neighbours)}
+    label_index = LabelIndex.build(heads, settings.kind, show=True, **options)
+    voting = None
+    if neighbours is not None and (blend.knn_weight or blend.fusion):
+        voting = replace(ranking.voting(neighbours, settings.knn_neighbours), weight=blend.knn_weight)
+    ranker = Ranker(heads, label_index, voting, blend.fusion, blend.reader)
+    card: dict[str, Any] = {PROFILE_KEY: _training_profile(params, model, ranking, ranker)}
     if blend.tried:
         card["tuning"] = blend.tried
     if blend.fusion:
         card["fusion"] = {"by_tail": blend.by_tail, "lost_without": blend.lost_without}
     knn = voters = None
-    if neighbours is not None and (blend.knn_weight or blend.fusion):
-        head: Literal["de", "clf"] = "de" if "de" in vectors else "clf"
-        voters = ranking.joined_to(neighbours) if len(ranking.rows) else neighbours
-        knn = KnnInfo.of(voters, blend.knn_weight, settings.knn_neighbours, head)
+    if voting is not None:
+        voters = ranking.joined_to(voting) if len(ranking.rows) else voting.neighbours
+        knn = KnnInfo.of(voters, voting.weight, voting.num, voting.head)
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index,
-        BundleLabels(dataset.labels["uid"], dataset.label_texts(), vectors),
+        BundleLabels(dataset.labels["uid"], dataset.label_texts(), ranking.vectors),
         Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration),
         Facts(
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
@@ -131,38 +131,18 @@ def index(params: Params) -> Indexed:
     )  # fmt: skip
 
 
-def _training_profile(
-    params: Params, model: UniDEC, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
-) -> dict[str, Any]:
+def _training_profile(params: Params, model: UniDEC, ranking: Ranking, ranker: Ranker) -> dict[str, Any]:
     """The profile of the training data (`profile_dataset`), with "served": `served_facts` of the validation queries
-    (None without any), whose best scores are as in `Bundle.rank` without exclusions.
+    (None without any), ranked as the bundle ranks, but without their own votes.
 
     Args:
-        ranking: of the validation split. index, blend, neighbours: as the bundle serves them.
+        ranking: of the validation split.
     """
-    settings = params.index
     profile = profile_dataset(ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text)
-    space, normalize = settings.space, settings.clf_normalize
-    query, scores = ranking.queries(space, blend.clf_weight, normalize), np.zeros((0, 1), dtype=np.float32)
-    if not len(query):
-        pass
-    elif blend.fusion is not None and blend.reader is not None:
-        words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
-        assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
-        found = index.search(query, FEWEST_CANDIDATES, RESCORE)[1]
-        evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
-        scores = blend.reader.rank(blend.fusion, evidence, 1).scores
-    else:
-        scores, rows = index.search(query, 1)
-        if neighbours is not None and blend.knn_weight:
-            votes = ranking.votes(neighbours, settings.knn_neighbours)
-            candidates = Candidates.of(
-                candidate_keys(rows, votes.key_N, votes.shape[1]),
-                votes,
-                lambda query_P, label_P: pair_scores(query, query_P, label_P, ranking.vectors, space, normalize),
-            )
-            scores = candidates.top(blend.knn_weight, 1).scores
-    return profile | {"served": served_facts(query, scores[:, 0])}
+    scores = np.zeros(0, dtype=np.float32)
+    if len(ranking.rows):
+        scores = ranker.rank(ranking.encoded, 1).scores[:, 0]
+    return profile | {"served": served_facts(ranker.queries(ranking.encoded), scores)}
 
 
 def index_tune(
@@ -184,10 +164,10 @@ def index_tune(
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError("unknown kinds of index", got=", ".join(unknown), expected=", ".join(KINDS))
     bundle = Bundle.load(source)
-    rows, k = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize), min(k, bundle.num_labels)
+    k = min(k, bundle.num_labels)
     queries, description = _queries(bundle, num_queries)
     kinds_to_measure = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
-    measured = tune(rows, queries, k, kinds_to_measure, threads)
+    measured = tune(bundle.ranker.heads, queries, k, kinds_to_measure, threads)
     chosen, keys = None, dict[str, str | int]()
     if enough := [one for one in measured if one.recall >= wanted]:
         chosen = min(enough, key=lambda one: one.p50_ms)
@@ -203,4 +183,4 @@ def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
     rows = dataset.rows(split)
     chosen = np.sort(np.random.default_rng(0).choice(rows, min(num, len(rows)), replace=False))
     encoded = bundle.encode(dataset.query_texts(chosen, cast(Text, bundle.info.text)))
-    return bundle.searched(encoded), f"{len(chosen)} {split} queries of {dataset.name}"
+    return bundle.ranker.queries(encoded), f"{len(chosen)} {split} queries of {dataset.name}"

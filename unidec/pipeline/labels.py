@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import read_info
+from unidec.bundle.label_change import LabelChange, LabelText, with_labels
 from unidec.config import Params
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.tokens import encode_texts
@@ -16,10 +19,7 @@ from unidec.pipeline.gating import own_texts
 from unidec.pipeline.ranking import NeighboursBy, training_neighbours
 from unidec.pipeline.registration import Registration, parent_version
 from unidec.pipeline.registration import register as register_bundle
-from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import read_info
-from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
-from unidec.retrieval.neighbours import Neighbours
+from unidec.ranking.neighbours import Neighbours
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.promotion import known_version
 from unidec.tracking.store import open_client, tracking_uri

@@ -7,9 +7,9 @@ D width of a head, K places.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,20 +21,23 @@ from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
+from unidec.model.words import WordSpace
 from unidec.pipeline import paths
 from unidec.progress import progress
-from unidec.retrieval.candidates import Candidates, Ranked, candidate_keys, votes_alone
-from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
-from unidec.retrieval.neighbours import Neighbours, Vote
-from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
-from unidec.retrieval.sparse import PairScores
-from unidec.retrieval.words import WordSpace
+from unidec.ranking.candidates import PairScores, Ranked
+from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
+from unidec.ranking.heads import Heads, unit_rows
+from unidec.ranking.index import ExactIndex
+from unidec.ranking.neighbours import Neighbours, Vote
+from unidec.ranking.query_encoder import Encoded
+from unidec.ranking.ranker import Ranker, Voting
 from unidec.training.precision import autocast_type
 
 if TYPE_CHECKING:
     import torch
 
     from unidec.model.unidec import UniDEC
+    from unidec.sections import Index
 
 K = 100
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
@@ -57,19 +60,18 @@ def headline(metrics: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Vectors of both heads for the queries of a split and all labels.
+    """The queries of a split and the vectors of all labels; measures how well labels are ranked.
 
     Attributes:
         rows: int64 [n], data set rows of the queries.
-        query_de, query_clf: float32 [n, D]; None if the model lacks that head.
+        encoded: the queries.
         vectors: those of the labels' arrays "de", "clf" float32 [L, D] and "bias" [L] that the model has.
         device: where labels are searched, the device of the model; None: the CPU.
     """
 
     dataset: XMCDataset
     rows: np.ndarray
-    query_de: np.ndarray | None
-    query_clf: np.ndarray | None
+    encoded: Encoded
     vectors: Mapping[str, np.ndarray]
     device: torch.device | None = None
 
@@ -88,17 +90,21 @@ class Ranking:
         build = cached_inputs(model.encoder, tokens, paths.CACHE, model.device, amp)
         rows = dataset.rows(split) if isinstance(split, str) else split
         with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
-            query_de, query_clf = model.encode_queries(tokens["queries"], rows, build)
+            encoded = Encoded(*model.encode_queries(tokens["queries"], rows, build))
             if vectors is None:
                 label_de = model.encode_labels(tokens["labels"], build) if model.heads != "clf" else None
                 parts = zip(("de", "clf", "bias"), (label_de, *model.classifier_table()), strict=True)
                 vectors = {name: array for name, array in parts if array is not None}
-        return cls(dataset, rows, query_de, query_clf, vectors, model.device)
+        return cls(dataset, rows, encoded, vectors, model.device)
 
     def part(self, some: slice) -> Ranking:
         """The ranking of some of the queries."""
-        de, clf = (None if head is None else head[some] for head in (self.query_de, self.query_clf))
-        return replace(self, rows=self.rows[some], query_de=de, query_clf=clf)
+        return replace(self, rows=self.rows[some], encoded=self.encoded.take(some))
+
+    def with_words(self, words: WordSpace | None) -> Ranking:
+        """The same queries with their words, by which they are compared with training queries; None: without."""
+        vectors = None if words is None else words.vectors(*paths.open_tokens("queries").ragged(self.rows))
+        return replace(self, encoded=replace(self.encoded, words_BF=vectors))
 
     @cached_property
     def truth(self) -> sp.csr_matrix:
@@ -110,45 +116,26 @@ class Ranking:
         """Filter pairs of these queries."""
         return self.dataset.filter_pairs[self.rows]
 
-    def labels(self, space: Space, clf_normalize: bool) -> np.ndarray:
-        """Label vectors in a space, float32 [L, D']."""
-        return LabelRows(self.vectors, space, clf_normalize).take(slice(None))
+    @cached_property
+    def excluded(self) -> np.ndarray:
+        """Keys query * L + label of the filter pairs."""
+        return pair_keys(self.filter_pairs)
 
-    def queries(self, space: Space, clf_weight: float, clf_normalize: bool) -> np.ndarray:
-        """Query vectors in a space, float32 [n, D']."""
-        has_bias = "bias" in self.vectors
-        return query_vectors(self.query_de, self.query_clf, space, clf_weight, clf_normalize, has_bias)
+    def heads(self, index: Index, clf_weight: float = 1.0) -> Heads:
+        """How the heads score by section `index`, with this weight of the classifier."""
+        return Heads(self.vectors, index.space, index.clf_normalize, clf_weight)
 
-    def top(self, space: Space, clf_weight: float, clf_normalize: bool, k: int = K) -> tuple[np.ndarray, np.ndarray]:
-        """Exact search without filtered pairs: scores float32 and labels int64, [n, k], -1 = none. Equal scores are
-        ordered by label number."""
-        from unidec.model.search import exact_search
+    def ranker(self, heads: Heads, voting: Voting | None = None) -> Ranker:
+        """A ranker that compares queries with all labels."""
+        return Ranker(heads, ExactIndex(heads, self.device), voting)
 
-        query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
-        options = {"exclude": self.filter_pairs, "device": self.device, "desc": "exact search"}
-        scores, labels = exact_search(query, label, min(k, len(label)), **options)
-        order = np.lexsort((labels, -scores), axis=1)
-        return np.take_along_axis(scores, order, axis=1), np.take_along_axis(labels, order, axis=1)
-
-    def votes(self, neighbours: Neighbours, num: int) -> PairScores:
+    def voting(self, neighbours: Neighbours, num: int) -> Voting:
         """Votes of the `num` nearest training queries."""
-        return neighbours.votes(self.compared(neighbours), num)
+        return Voting(neighbours=neighbours, num=num, head="de" if "de" in self.vectors else "clf")
 
-    def compared(self, neighbours: Neighbours) -> np.ndarray | sp.csr_matrix:
-        """The features by which the queries are compared with training queries: words, CSR [n, F], or else vectors,
-        float32 [n, D]."""
-        features = (self.words(neighbours), self.query_de, self.query_clf)
-        return next(one for one in features if one is not None)
-
-    def words(self, neighbours: Neighbours | None) -> sp.csr_matrix | None:
-        """The queries' words, float32 CSR [n, F]; None if training queries are not compared by words."""
-        if neighbours is None or neighbours.words is None:
-            return None
-        return neighbours.words.vectors(*paths.open_tokens("queries").ragged(self.rows))
-
-    def joined_to(self, neighbours: Neighbours) -> Neighbours:
+    def joined_to(self, voting: Voting) -> Neighbours:
         """The neighbours and, appended to them, these queries. They may vote once no more weights are tuned on them."""
-        features = self.compared(neighbours)
+        features, neighbours = voting.compared(self.encoded), voting.neighbours
         if neighbours.words is None:
             vectors: Any = np.concatenate([neighbours.vectors_MD, unit_rows(features).astype(np.float16)])
         else:
@@ -158,38 +145,14 @@ class Ranking:
         titles = [*neighbours.titles.to_pylist(), *self.dataset.query_texts(self.rows)]
         return Neighbours(vectors, labels, uids, titles, neighbours.vote, neighbours.words, neighbours.label_words_LF)
 
-    def candidates(
-        self, space: Space, clf_weights: Sequence[float], clf_normalize: bool, votes: PairScores, k: int = K
-    ) -> Callable[[float], Candidates]:
-        """Candidates for the k best labels by the heads' score and the votes, under any weight of the votes.
-
-        The candidates are all labels with votes, and the k best by the heads' score under the first, the middle and
-        the last of `clf_weights` (ascending): only these three are searched.
-
-        Returns:
-            a function from the classifier's weight to the candidates with their scores, which are linear in the weight.
-        """
-        searched = sorted({clf_weights[0], clf_weights[len(clf_weights) // 2], clf_weights[-1]})
-        found = np.concatenate([self.top(space, weight, clf_normalize, k)[1] for weight in searched], axis=1)
-        key_P = candidate_keys(found, votes.key_N, votes.shape[1], pair_keys(self.filter_pairs))
-
-        def scored(in_space: Space, weight: float) -> Candidates:
-            query = self.queries(in_space, weight, clf_normalize)
-            heads = partial(pair_scores, query, vectors=self.vectors, space=in_space, clf_normalize=clf_normalize)
-            return Candidates.of(key_P, votes, heads)
-
-        at_0 = scored("de" if space == "both" else space, 0.0)
-        slope_P = scored("clf", 1.0).heads_P if space == "both" else np.zeros_like(at_0.heads_P)
-        return lambda weight: replace(at_0, heads_P=at_0.heads_P + np.float32(weight) * slope_P)
-
     @cached_property
     def propensity(self) -> Propensity:
         """The propensities of data/propensity."""
         return paths.open_propensity()
 
-    def metrics(self, space: Space, clf_weight: float, clf_normalize: bool) -> dict[str, float]:
-        """All metrics of the split by the heads' score in a space, without votes."""
-        return self.metrics_of(self.top(space, clf_weight, clf_normalize)[1])
+    def metrics(self, heads: Heads) -> dict[str, float]:
+        """All metrics of the split by the heads' score, without votes."""
+        return self.metrics_of(self.ranker(heads).search(self.encoded, K, self.excluded).rows)
 
     def metrics_of(self, labels: np.ndarray) -> dict[str, float]:
         """All metrics of the split for these predictions, int [n, K], best first, -1 = none."""
@@ -200,15 +163,13 @@ class Ranking:
         found = self.truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()
         return np.asarray(found).astype(bool) & (labels >= 0)
 
-    def metrics_of_votes(self, neighbours: Neighbours, num: int) -> dict[str, float]:
-        """All metrics of the split by the votes of the `num` nearest training queries alone."""
+    def metrics_of_votes(self, voting: Voting) -> dict[str, float]:
+        """All metrics of the split by the votes of training queries alone."""
         labels = np.full((len(self.rows), K), -1, dtype=np.int64)
-        features = self.compared(neighbours)
 
         def rank(start: int) -> None:
             block = slice(start, start + QUERIES_AT_ONCE)
-            votes = neighbours.votes(features[block], num)
-            labels[block] = votes_alone(votes, K, pair_keys(self.filter_pairs[block])).rows
+            labels[block] = voting.rank(self.encoded.take(block), K, pair_keys(self.filter_pairs[block])).rows
 
         with thread_pool() as threads:
             starts = range(0, len(labels), QUERIES_AT_ONCE)
@@ -295,13 +256,12 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
     knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
 
-    def candidates(of: Ranking, weights: Sequence[float]) -> Callable[[float], Candidates]:
-        none = PairScores.none((len(of.rows), of.dataset.num_labels))
-        votes = none if neighbours is None else of.votes(neighbours, index.knn_neighbours)
-        return of.candidates(index.space, weights, index.clf_normalize, votes, CANDIDATES)
-
+    ranker = ranking.ranker(
+        ranking.heads(index),
+        None if neighbours is None else ranking.voting(neighbours, index.knn_neighbours),
+    )
     sample = ranking.part(slice(None, None, max(1, len(ranking.rows) // TUNING_QUERIES)))
-    sample_candidates = candidates(sample, clf_weights)
+    sample_candidates = ranker.candidates(sample.encoded, clf_weights, CANDIDATES, sample.excluded)
 
     def quality(weights: tuple[float, float]) -> float:
         if weights not in tried:
@@ -318,8 +278,9 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         if best == before:
             break
     steps = [{"clf_weight": c, "knn_weight": v, objective: metrics[objective]} for (c, v), metrics in tried.items()]
-    is_whole = len(sample.rows) == len(ranking.rows)
-    all_candidates = sample_candidates if is_whole else candidates(ranking, best[:1])
+    all_candidates = sample_candidates
+    if len(sample.rows) < len(ranking.rows):
+        all_candidates = ranker.candidates(ranking.encoded, best[:1], CANDIDATES, ranking.excluded)
     ranked = all_candidates(best[0]).top(best[1], K)
     return Blend(*best, ranking.metrics_of(ranked.rows), ranked, steps if neighbours is not None else [])
 
@@ -329,7 +290,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
 
     The blend is returned unchanged if the split has too few queries, or if the fusion is not better by
     `index.objective` on queries that it was not trained on."""
-    from unidec.retrieval.fusion_fit import fit_fusion, fit_word_network
+    from unidec.ranking.fusion_fit import fit_fusion, fit_word_network
 
     index, num_queries = params.index, len(ranking.rows)
     objective = index.objective
@@ -338,15 +299,12 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
         print(f"no fusion: {why}", file=sys.stderr)  # stdout is for the printed result
         return blend
     propensity = (params.data.propensity_a, params.data.propensity_b)
-    reader = LabelEvidence(
-        ranking.vectors, blend.clf_weight, index.clf_normalize, neighbours, index.knn_neighbours, propensity
-    )
+    heads = ranking.heads(index, blend.clf_weight)
+    reader = LabelEvidence(heads, neighbours, index.knn_neighbours, propensity)
     training_filter = ranking.dataset.filter_pairs[ranking.dataset.rows("train")]
     reader.by_words = fit_word_network(reader.words, pair_keys(training_filter), params.seed)
-    found = ranking.top(index.space, blend.clf_weight, index.clf_normalize, CANDIDATES)[1]
-    words = ranking.words(neighbours)
-    assert words is not None and ranking.query_de is not None and ranking.query_clf is not None
-    evidence = reader.read(ranking.query_de, ranking.query_clf, words, found, pair_keys(ranking.filter_pairs))
+    found = ranking.ranker(heads).search(ranking.encoded, CANDIDATES, ranking.excluded)
+    evidence = reader.read(ranking.encoded, found.rows, ranking.excluded)
     key_P = evidence.query_P * ranking.dataset.num_labels + evidence.label_P
     fitted = fit_fusion(evidence, PairScores.of(ranking.truth).at(key_P) > 0, propensity, params.seed, reader.by_words)
     log_inverse_P = reader.log_inverse_L[evidence.label_P]
@@ -382,4 +340,4 @@ def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:
         return {}
     index = params.index
     weight = 1.0 if index.clf_weight == "auto" else float(index.clf_weight)
-    return ranking.metrics(index.space, weight, index.clf_normalize)
+    return ranking.metrics(ranking.heads(index, weight))

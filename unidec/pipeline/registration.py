@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unidec.bundle.bundle_folder import BundleInfo, read_info
 from unidec.config import Params
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError
@@ -15,7 +16,6 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import headline
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import start_tags
-from unidec.retrieval.bundle_folder import BundleInfo, read_info
 from unidec.tracking import provenance
 from unidec.tracking.registry import check_artifacts, checked_sha256, find_version
 from unidec.tracking.registry import register as register_bundle

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from unidec.bundle.bundle_folder import read_info, read_labels
 from unidec.config import Params, leaves
 from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths, seen
 from unidec.pipeline.lock import replaces_inputs
-from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.training import identity
 from unidec.training.identity import SECTIONS

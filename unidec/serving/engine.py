@@ -21,12 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.errors import ArtifactError
-from unidec.serving.answers import card
 from unidec.serving.metrics import Metrics
+from unidec.serving.schemas import card
 
 if TYPE_CHECKING:
-    from unidec.retrieval.answer import Answerer, Request
-    from unidec.retrieval.bundle import Bundle, Prediction
+    from unidec.bundle.answer import Answerer, Request
+    from unidec.bundle.bundle import Bundle
+    from unidec.ranking.ranker import Prediction
     from unidec.sections import Serve
 
 
@@ -77,9 +78,9 @@ class Engine:
             ArtifactError: it is damaged, or not the bundle that `identity` names (None: any).
             ConfigError: `serve.runtime` is not available.
         """
-        from unidec.retrieval.answer import Answerer
-        from unidec.retrieval.bundle import Bundle
-        from unidec.retrieval.query_encoder import open_encoder
+        from unidec.bundle.answer import Answerer
+        from unidec.bundle.bundle import Bundle
+        from unidec.ranking.query_encoder import open_encoder
 
         bundle = Bundle.load(folder, lazy=True)
         bundle.index.threads = settings.threads
@@ -95,7 +96,7 @@ class Engine:
 
     def warm(self, batch: int) -> None:
         """Answer one query, then a batch, so that no client waits for one-time work."""
-        from unidec.retrieval.answer import Request
+        from unidec.bundle.answer import Request
 
         for size in (1, batch, 1):
             self.answer([Request(f"a text to begin with {i}") for i in range(size)])

@@ -49,8 +49,10 @@ class Metrics:
         def histogram(name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"unidec_{name}", about, labels, buckets=buckets, registry=self.registry)
 
-        self._requests = counter("requests", "Requests answered", "route", "status")
-        self._seconds = histogram("request_seconds", "From reading the head to writing the answer", SECONDS, "route")
+        self.requests = counter("requests", "Requests answered", "route", "status")
+        self.request_seconds = histogram(
+            "request_seconds", "From reading the head to writing the answer", SECONDS, "route"
+        )
         self._errors = counter("errors", "Requests answered with an error, by kind", "kind")
         self.in_flight = Gauge("unidec_in_flight_requests", "Requests being answered", registry=self.registry)
         self.batch_queries = histogram("batch_queries", "Queries per batch", BATCH)
@@ -63,19 +65,9 @@ class Metrics:
         self.tokens = counter("tokens", "Tokens of queries")
         self.unknown_tokens = counter("unknown_tokens", "Tokens of queries that the tokenizer does not know")
 
-    def request(self, route: str, status: int, seconds: float) -> None:
-        """Count a request that was answered."""
-        self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
-
     def error(self, kind: str) -> None:
         """Count an error."""
         self._errors.labels(kind).inc()
-
-    def batch(self, num_queries: int, seconds: float) -> None:
-        """Count a batch."""
-        self.batch_queries.observe(num_queries)
-        self.batch_seconds.observe(seconds)
 
     def watch(self, current: Callable[[], Iterable[Any]]) -> None:
         """Add metric families that are read at each scrape."""

@@ -87,7 +87,9 @@ class Guard:
             await _refuse(RequestError(500, "internal", "the server failed", fix=fix), receive, counted_send, 0)
         finally:
             self.metrics.in_flight.dec()
-            self.metrics.request(self._route(scope["path"]), status, time.perf_counter() - begun)
+            route = self._route(scope["path"])
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.request_seconds.labels(route).observe(time.perf_counter() - begun)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])

@@ -18,17 +18,17 @@ import orjson
 from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
 
+from unidec.bundle.answer import Request as Asked
 from unidec.data.line_file import append_line
 from unidec.errors import DataError
-from unidec.retrieval.answer import Request as Asked
 from unidec.sections import Serve
 from unidec.serving import schemas
-from unidec.serving.answers import Answer, answer_of, explain_json, predict_json
 from unidec.serving.batching import Batcher
 from unidec.serving.engine import Engine, Service
 from unidec.serving.errors import RequestError
 from unidec.serving.metrics import model_metrics
 from unidec.serving.middleware import BODY, NO_SNIFFING
+from unidec.serving.schemas import Answer, answer_of, explain_json, predict_json
 from unidec.version import __version__
 
 MAX_LABELS = 50
@@ -67,7 +67,7 @@ class Routes:
             lambda engine, batch: [answer_of(prediction) for prediction in engine.answer(batch)],
             batch_queries=settings.batch_queries, queue_queries=settings.queue_queries,
             wait_seconds=settings.batch_wait_ms / 1000, timeout_seconds=settings.timeout_seconds,
-            on_batch=self.figures.batch,
+            on_batch=self._count_batch,
         )  # fmt: skip
         try:
             yield
@@ -130,6 +130,10 @@ class Routes:
             return await self.batcher.answer(engine, queries, disconnected)
         except DataError as error:
             raise _not_answerable(error) from error
+
+    def _count_batch(self, num_queries: int, seconds: float) -> None:
+        self.figures.batch_queries.observe(num_queries)
+        self.figures.batch_seconds.observe(seconds)
 
     def _count(self, query: Asked, answers: list[Answer]) -> None:
         figures = self.figures

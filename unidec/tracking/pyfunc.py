@@ -17,7 +17,7 @@ MAX_K = 100
 
 
 class _Calls:
-    """MLflow's calls, passed on to `unidec.retrieval.answer.Answerer`."""
+    """MLflow's calls, passed on to `unidec.bundle.answer.Answerer`."""
 
     def load_context(self, context: Any) -> None:
         """Opens the bundle; its hashes are checked before anything in it is parsed.
@@ -25,7 +25,7 @@ class _Calls:
         `load_model(..., model_config={"runtime": "torch", "threads": 2})` chooses the runtime of the query encoder;
         default: the fastest that keeps quality.
         """
-        from unidec.retrieval.answer import Answerer
+        from unidec.bundle.answer import Answerer
 
         options = context.model_config or {}
         runtime, threads = options.get("runtime", "auto"), int(options.get("threads", 0))

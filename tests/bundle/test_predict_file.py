@@ -1,0 +1,225 @@
+"""Prediction and encoding in shards against the same in one piece: byte for byte, also after a SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_bundle import predict_file, write_tiny_bundle
+
+from unidec.bundle import predict_file as module
+from unidec.bundle.bundle import Bundle
+from unidec.bundle.predict_file import (
+    FileRequest,
+    begin_predictions,
+    merge,
+    write_shard,
+)
+from unidec.data.shards import Work, shards_folder
+from unidec.errors import ArtifactError, DataError
+
+WORDS = ["red", "blue", "car", "house", "xyz", "größer", '"neu"', "a\nb", ","]
+BATCH = 4
+
+
+@pytest.fixture(autouse=True)
+def _stub(stub_model):
+    """Every bundle here is of the stub model."""
+
+
+@pytest.fixture
+def texts(rng) -> list[str]:
+    return [" ".join(rng.choice(WORDS, rng.integers(0, 4))) or "-" for _ in range(61)]
+
+
+def write_queries(path: Path, texts: list[str], row_group_size: int = 10) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"id": range(len(texts)), "query": texts}), path, row_group_size=row_group_size)
+    elif path.suffix == ".csv":
+        cells = ['"' + text.replace('"', '""') + '"' for text in texts]
+        path.write_text("id,query\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)), encoding="utf-8")
+    else:
+        path.write_text("\n".join(json.dumps({"query": text}) for text in texts) + "\n", encoding="utf-8")
+    return path
+
+
+def plan(bundle: Path, source: Path, output: Path, k: int = 5, shards: int | None = None, **options) -> Work:
+    options = {"runtime": "torch"} | options
+    return begin_predictions(FileRequest(str(bundle), str(source), str(output), k, **options), shards)
+
+
+def run(work: Work, numbers=None) -> None:
+    for number in work.missing() if numbers is None else numbers:
+        write_shard(work, number)
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("output", ["out.parquet", "out.csv", "out.tsv", "out.jsonl"])
+def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output, monkeypatch):
+    monkeypatch.setattr("unidec.bundle.predict_file.GROUP_ROWS", 50)
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / f"in{ending}", texts)
+    predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "whole" / output, k=3, batch_size=BATCH)
+    work = plan(tmp_path / "b", source, tmp_path / output, 3, batch_size=BATCH, shards=5)
+    assert work.num_shards == 5 and work.num_rows == len(texts)
+    run(work, [4, 1, 0, 3, 2])  # in any order
+    merge(work)
+    assert (tmp_path / output).read_bytes() == (tmp_path / "whole" / output).read_bytes()
+    assert not shards_folder(tmp_path / output).exists()
+
+
+def test_what_is_whole_is_not_made_again(rng, tmp_path, texts, monkeypatch):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.csv", texts)
+    given = (tmp_path / "b", source, tmp_path / "out.parquet", 3)
+    run(plan(*given, batch_size=BATCH, shards=5), [0, 3])
+    made = []
+    really = write_shard
+    monkeypatch.setattr(module, "write_shard", lambda work, number, *a: made.append(number) or really(work, number))
+    bundle = Bundle.load(tmp_path / "b")
+    assert predict_file(bundle, *given[1:], batch_size=BATCH, shards=5) == len(texts)
+    assert made == [1, 2, 4]
+    predict_file(bundle, *given[1:3], 2, batch_size=BATCH, shards=5)  # another k: everything again
+    assert made[3:] == [0, 1, 2, 3, 4]
+    assert pq.read_table(tmp_path / "out.parquet")["rank"].to_pylist() == [1, 2] * len(texts)
+
+
+def test_another_input_bundle_or_setting_is_another_work(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    write_tiny_bundle(tmp_path / "b2", rng, clf_weight=0.25)
+    source = write_queries(tmp_path / "in.parquet", texts)
+    other = write_queries(tmp_path / "other.parquet", [*texts[:-1], "red boat"])
+    keys = [
+        plan(bundle, file, tmp_path / "out.parquet", **({"batch_size": BATCH} | more)).key
+        for bundle, file, more in [
+            (tmp_path / "b", source, {}),
+            (tmp_path / "b2", source, {}),
+            (tmp_path / "b", other, {}),
+            (tmp_path / "b", source, {"k": 2}),
+            (tmp_path / "b", source, {"batch_size": 8}),
+        ]
+    ]
+    assert len(set(keys)) == 5
+
+
+def test_an_input_or_bundle_that_changes_meanwhile(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.parquet", texts)
+    work = plan(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3)
+    run(work, [0])
+    with pytest.raises(ArtifactError, match=r"2 of 3 shards are missing.*\n.*shard 2 of 3 \(rows 20 to 39\)"):
+        merge(work)
+    write_queries(source, texts[:-1])  # the work has its copy
+    run(work, [1])
+    write_tiny_bundle(tmp_path / "b", rng, clf_weight=0.125)
+    module._open_bundle.cache_clear()  # as in a process that has not loaded it
+    with pytest.raises(ArtifactError, match="the bundle differs"):
+        run(work, [2])
+    assert not (tmp_path / "out.parquet").exists()
+    assert plan(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3).missing() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_blank_texts_are_refused_with_their_lines_before_anything_is_predicted(rng, tmp_path, ending):
+    write_tiny_bundle(tmp_path / "b", rng)
+    blank = ["\u200b", " ", "\u00a0\u3000", "\ufeff", " \u2060", "\u200b\u200b"]
+    texts = ["red", *blank, "car"]
+    source = tmp_path / f"in{ending}"
+    if ending in (".csv", ".tsv"):
+        source.write_text("query,id\n".replace(",", "\t" if ending == ".tsv" else ",")
+                          + "".join(f"{text}{',' if ending == '.csv' else chr(9)}1\n" for text in texts))  # fmt: skip
+    else:
+        write_queries(source, texts)
+    first = {".csv": 3, ".tsv": 3, ".jsonl": 2, ".parquet": 2}[ending]
+    with pytest.raises(DataError) as error:
+        predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "out.parquet")
+    words = str(error.value)
+    assert f"{source}:{first}" in words and f"6 blank: in{ending}:{first}, in{ending}:{first + 1}" in words
+    assert "and 1 more" in words and not (tmp_path / "out.parquet").exists()
+
+
+def test_degenerate_inputs(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    for ending in (".csv", ".parquet"):
+        empty = write_queries(tmp_path / f"empty{ending}", [])
+        if ending == ".parquet":
+            pq.write_table(pa.table({"query": pa.array([], pa.string())}), empty)
+        assert predict_file(bundle, empty, tmp_path / "out.parquet") == 0
+        assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
+    one = write_queries(tmp_path / "one.jsonl", ["red"])
+    assert predict_file(bundle, one, tmp_path / "out.csv", shards=99) == 1
+    (tmp_path / "surrogate.jsonl").write_text('{"query": "a"}\n{"query": "\\ud800"}\n')
+    pq.write_table(pa.table({"query": ["a", None]}), tmp_path / "null.parquet")
+    for name in ("surrogate.jsonl", "null.parquet", "nothing.csv"):
+        with pytest.raises(DataError) as caught:
+            predict_file(bundle, tmp_path / name, tmp_path / "never.csv")
+        assert name in str(caught.value) and not list(tmp_path.glob("never*"))
+    with pytest.raises(DataError, match="unknown format"):
+        plan(tmp_path / "b", one, tmp_path / "out.xlsx")
+    with pytest.raises(DataError, match="k is out of range"):
+        plan(tmp_path / "b", one, tmp_path / "out.csv", 0)
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import tiny_bundle
+import unidec.bundle.bundle as bundle
+bundle._load_model = lambda path, device: tiny_bundle.StubModel(path)
+predict = bundle.Bundle.predict_table
+bundle.Bundle.predict_table = lambda *a, **o: (time.sleep(0.02), predict(*a, **o))[1]
+tiny_bundle.predict_file(bundle.Bundle.load(sys.argv[2]), *sys.argv[3:5], k=3, batch_size=4, shards=16)
+"""
+
+
+def test_killed_and_started_again(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source, output = write_queries(tmp_path / "in.csv", texts), tmp_path / "out.parquet"
+    predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "whole.parquet", k=3, batch_size=BATCH)
+    folder = str(Path(__file__).parents[1])  # of tiny_bundle
+    words = [sys.executable, "-c", KILLED, folder, str(tmp_path / "b"), str(source), str(output)]
+    process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    end = time.monotonic() + 60
+    while len(list(shards_folder(output).glob("0*"))) < 3:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not output.exists()
+    work = plan(tmp_path / "b", source, output, 3, batch_size=BATCH, shards=16)
+    kept = {number: work.path(number).stat().st_mtime_ns for number in set(range(16)) - set(work.missing())}
+    assert work.num_shards == 16 and 3 <= len(kept) < 16
+    run(work)
+    assert kept == {number: work.path(number).stat().st_mtime_ns for number in kept}  # not written again
+    merge(work)
+    assert output.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "in.csv", "model", "out.parquet", "whole.parquet"]
+
+
+def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts, monkeypatch):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.csv", texts)
+    opened = []
+
+    def open_encoder(bundle, runtime, threads=0):
+        opened.append((runtime, threads))
+        return bundle.encoder
+
+    monkeypatch.setattr(module, "open_encoder", open_encoder)
+    work = plan(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3, runtime="onnx")
+    run(work, [0])
+    assert [runtime for runtime, _ in opened] == ["onnx"] and opened[0][1] > 0  # the threads that the worker has
+    # shards of another runtime are not joined with these: they may round otherwise
+    other = plan(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3)
+    assert len(other.missing()) == 3
+    run(other)
+    assert len(opened) == 1

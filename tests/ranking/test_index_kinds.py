@@ -1,0 +1,266 @@
+"""Every kind of index: against an exact search, saved and mapped, and from crafted files."""
+
+from __future__ import annotations
+
+import threading
+from typing import get_args
+
+import numpy as np
+import pytest
+from label_vectors import label_vectors
+from tiny_bundle import recall_with_ties
+
+from unidec.config import load_params
+from unidec.errors import ArtifactError, ConfigError
+from unidec.model.faiss_library import faiss_module
+from unidec.ranking.heads import Heads, as_heads, unit_rows
+from unidec.ranking.index import (
+    COMPRESSED,
+    FLAT_CENTROIDS,
+    KINDS,
+    IndexOptions,
+    LabelIndex,
+    recall,
+)
+from unidec.sections import Index
+
+pytest.importorskip("faiss")
+
+DIM, LABELS = 13, 700  # not a multiple of what a code holds
+THOROUGH = {"rescore": 3, "probes": 10**6, "search": 600, "links": 8, "lists": 20}
+"""Settings with which every kind looks at (nearly) all: what differs then is a fault."""
+
+
+def _clusters(rng: np.random.Generator, num: int, dim: int = DIM) -> np.ndarray:
+    centres = np.random.default_rng(5).normal(size=(12, dim))
+    return (centres[rng.integers(0, 12, num)] + 0.4 * rng.normal(size=(num, dim))).astype(np.float32)
+
+
+def _oracle(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """All products in float64, a full stable sort: equal scores by label number."""
+    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    labels = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(scores, labels, axis=1), labels
+
+
+def test_the_parameters_name_the_same_kinds():
+    assert get_args(Index.model_fields["kind"].annotation) == KINDS
+
+
+@pytest.mark.parametrize(("kind", "instead"), [("sq8", "pq,"), ("hnsw-sq8", "pq or hnsw"), ("ivf-sq8", "ivf-pq")])
+def test_a_kind_of_before_is_refused_with_what_takes_its_place(kind, instead):
+    with pytest.raises(ConfigError, match=f"index.kind(.|\n)*expected: {instead}"):
+        load_params(None, {"index.kind": kind})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_exact_and_most_is_found(rng, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 40)
+    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    scores, labels = index.search(queries, 15)
+    wanted_scores, wanted = _oracle(queries, vectors, 15)
+    assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) > (
+        0.999 if kind == "flat" else 0.95
+    )
+    exact = np.take_along_axis(queries @ vectors.T, labels, axis=1)
+    np.testing.assert_allclose(scores, exact, rtol=1e-4, atol=1e-4)
+    assert (np.diff(scores, axis=1) <= 0).all() and all(len(set(row)) == 15 for row in labels.tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_labels", "dim"), [(1, 1), (3, 5), (30, 4), (90, 7)])
+def test_few_labels_are_all_found(rng, kind, num_labels, dim):
+    """So few that a compressed index scores them all; more results than labels."""
+    vectors, queries = _clusters(rng, num_labels, dim), _clusters(rng, 5, dim)
+    index = LabelIndex.build(vectors, kind, links=4)
+    scores, labels = index.search(queries, num_labels + 2)
+    wanted_scores, wanted = _oracle(queries, vectors, num_labels)
+    assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) == 1.0
+    assert (labels[:, num_labels:] == -1).all() and np.isneginf(scores[:, num_labels:]).all()
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESSED))
+def test_ties_come_in_label_order(rng, kind):
+    vectors = np.repeat(_clusters(rng, 60), 4, axis=0)[rng.permutation(240)]
+    queries = _clusters(rng, 6)
+    labels = LabelIndex.build(vectors, kind, **THOROUGH | {"rescore": 10}).search(queries, 24)[1]
+    assert np.array_equal(labels, _oracle(queries, vectors, 24)[1])
+
+
+def test_more_candidates_find_more(rng):
+    vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (3000, 50))
+    index = LabelIndex.build(vectors, "pq", rescore=1)
+    wanted = _oracle(queries, vectors, 100)[1]
+    found = [recall(index.with_options(rescore=factor).search(queries, 100)[1], wanted) for factor in (1, 4, 16)]
+    assert found == sorted(found) and found[0] < found[2] and found[2] > 0.97
+    assert index.options.rescore == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 20)
+    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    path = tmp_path / "index.faiss"
+    index.save(path)
+    loaded = LabelIndex.load(path, LABELS, DIM, kind, index.options, vectors)
+    assert (loaded.num_labels, loaded.dim, loaded.kind) == (LABELS, DIM, kind)
+    for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
+        assert np.array_equal(got, expected)
+    LabelIndex.build(vectors, kind, **THOROUGH).save(tmp_path / "again.faiss")
+    assert (tmp_path / "again.faiss").read_bytes() == path.read_bytes()
+    index.save(path)  # over the file that is mapped: what was loaded keeps the old one
+    path.unlink()
+    assert np.array_equal(loaded.search(queries, 7)[1], index.search(queries, 7)[1])
+    if kind in COMPRESSED:
+        with pytest.raises(ValueError, match="needs the labels' vectors"):
+            LabelIndex.load(tmp_path / "again.faiss", LABELS, DIM, kind, index.options)
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESSED))
+def test_damaged_files_are_refused(rng, tmp_path, kind):
+    vectors = _clusters(rng, 200)
+    path, options = tmp_path / "index.faiss", IndexOptions(links=4, lists=9)
+    LabelIndex.build(vectors, kind, links=4, lists=9).save(path)
+    whole = path.read_bytes()
+
+    def load(labels: int = 200, dim: int = DIM, other: str = kind) -> LabelIndex:
+        return LabelIndex.load(path, labels, dim, other, options, vectors[:labels, :dim])
+
+    load()
+    cuts = [0, 3, 36, 44, 60, 100, len(whole) // 2, len(whole) - 1]
+    for data in [whole[:cut] for cut in cuts] + [whole + b"\0", b"\x80\x04K\x01." + whole]:
+        path.write_bytes(data)
+        with pytest.raises(ArtifactError, match=r"index\.faiss"):
+            load()
+    path.write_bytes(whole)
+    for labels, dim in ((199, DIM), (200, 8)):
+        with pytest.raises(ArtifactError, match=r"index\.faiss"):
+            load(labels, dim)
+    for other in set(KINDS) - {kind}:
+        with pytest.raises(ArtifactError, match=r"index\.faiss"):
+            load(other=other)
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESSED))
+def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path, kind):
+    """Any byte changed: refused, or harmless (a code, a centroid, a link to another node)."""
+    vectors, queries = _clusters(rng, 120), _clusters(rng, 4)
+    path, options = tmp_path / "index.faiss", IndexOptions(links=2, lists=7, rescore=1)
+    LabelIndex.build(vectors, kind, links=2, lists=7).save(path)
+    whole = path.read_bytes()
+    refused = 0
+    head = np.arange(120)
+    for at in np.concatenate([head, rng.choice(len(whole), size=80)]):
+        data = bytearray(whole)
+        data[at] ^= 1 << int(rng.integers(0, 8))
+        path.write_bytes(data)
+        try:
+            index = LabelIndex.load(path, 120, DIM, kind, options, vectors)
+        except ArtifactError:
+            refused += 1
+            continue
+        labels = index.search(queries, 6)[1]
+        assert labels.max() < 120 and labels.min() >= -1
+    assert refused > 20
+
+
+def test_an_id_that_stands_in_two_lists_is_refused(rng, tmp_path):
+    vectors = _clusters(rng, 64)
+    path = tmp_path / "index.faiss"
+    LabelIndex.build(vectors, "ivf-pq", lists=4).save(path)
+    data = bytearray(path.read_bytes())
+    for wrong in (10**9, -1, None):
+        last = int.from_bytes(data[-8:], "little", signed=True)
+        value = (last + 1) % 64 if wrong is None else wrong
+        path.write_bytes(bytes(data[:-8]) + value.to_bytes(8, "little", signed=True))
+        with pytest.raises(ArtifactError, match="each label once"):
+            LabelIndex.load(path, 64, DIM, "ivf-pq", IndexOptions(lists=4), vectors)
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESSED))
+def test_several_threads_search_at_once(rng, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 32)
+    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    wanted = {k: index.search(queries, k)[1] for k in (3, 20)}
+    wrong: list[int] = []
+
+    def work(k: int) -> None:
+        wrong.extend(k for _ in range(10) if not np.array_equal(index.search(queries, k)[1], wanted[k]))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in (3, 20, 3, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESSED))
+def test_one_query_and_many_at_once_are_answered_alike(rng, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 32)
+    index = LabelIndex.build(vectors, kind, rescore=2)
+    together = index.search(queries, 10)[1]
+    assert np.array_equal(together, np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)]))
+
+
+def test_many_lists(rng, tmp_path):
+    """More lists than are trained at once: centroids of two levels, chosen by codes of their own."""
+    rows, queries = (rng.normal(size=(n, 16)).astype(np.float32) for n in (9600, 40))
+    num = FLAT_CENTROIDS + 100
+    index = LabelIndex.build(rows, "ivf-pq", lists=num, code_dims=2, rescore=40)
+    assert index.stored.nlist == num
+    wanted = _oracle(queries, rows, 10)[1]
+    assert recall(index.with_options(probes=num).search(queries, 10)[1], wanted) > 0.99
+    assert recall(index.with_options(probes=num // 4).search(queries, 10)[1], wanted) > 0.85
+    index.save(tmp_path / "index.faiss")
+    loaded = LabelIndex.load(tmp_path / "index.faiss", 9600, 16, "ivf-pq", index.options, rows)
+    assert np.array_equal(loaded.search(queries, 10)[1], index.search(queries, 10)[1])
+
+
+def test_labels_in_two_lists_each_as_in_older_bundles(rng, tmp_path):
+    kind = "ivf-pq"
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 20)
+    index = LabelIndex.build(vectors, kind, lists=20, rescore=3)
+    stored, faiss = index.stored, faiss_module()
+    wide = np.pad(vectors, ((0, 0), (0, stored.d - DIM)))
+    second = np.ascontiguousarray(stored.quantizer.search(wide, 2)[1][:, 1])
+    rows = np.arange(LABELS)
+    stored.add_core(LABELS, *(faiss.swig_ptr(array) for array in (wide, rows, second)))
+    index.save(tmp_path / "index.faiss")
+    both = LabelIndex.load(tmp_path / "index.faiss", LABELS, DIM, kind, index.options, vectors)
+    assert both.num_labels == both.stored.ntotal == LABELS
+    assert recall(both.search(queries, 15)[1], _oracle(queries, vectors, 15)[1]) > 0.9
+
+
+@pytest.mark.parametrize("space", ["both", "de", "clf"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_of_a_space(rng, space, normalize, bias):
+    parts = {"de": unit_rows(_clusters(rng, 30)), "clf": _clusters(rng, 30)}
+    if bias:
+        parts["bias"] = rng.normal(size=30).astype(np.float32)
+    whole = label_vectors(parts["de"], parts["clf"], parts.get("bias"), space, normalize)
+    rows = Heads(parts, space, normalize, 1.7)
+    query = rows.queries(_clusters(rng, 2), _clusters(rng, 2))
+    some = np.array([4, 4, 29, 0])
+    assert rows.shape == whole.shape
+    np.testing.assert_array_equal(rows.take(some), whole[some])
+    several = np.stack([some, some[::-1]])  # each query has its own rows
+    expected = np.stack([whole[own] @ query_D for own, query_D in zip(several, query, strict=True)])
+    np.testing.assert_allclose(rows.scores(query, several), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="needs"):
+        Heads({"bias": np.zeros(3, np.float32)}, space, normalize)
+
+
+def test_rows_of_half_precision(rng):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 5)
+    index = LabelIndex.build(as_heads(vectors.astype(np.float16)), "pq", **THOROUGH)
+    assert index.search(queries, 5)[0].dtype == np.float32
+    assert recall(index.search(queries, 5)[1], _oracle(queries, vectors, 5)[1]) > 0.9
+
+
+def test_automatic_lists_and_probes():
+    options = IndexOptions()
+    assert [options.num_lists(n) for n in (1, 63, 12_941, 1_300_000)] == [1, 1, 202, 18_243]
+    assert IndexOptions(lists=4096).num_lists(1000) == 125
+    assert [options.num_probes(n) for n in (1, 202, 18_243)] == [1, 16, 1520]

@@ -1,0 +1,69 @@
+"""Sparse scores and products against dense arrays, degenerate ones among them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dense_votes import dense_votes
+from scipy.sparse import csr_matrix
+
+from unidec.ranking.candidates import PairScores, SparseRows, keep_largest
+
+
+@pytest.fixture
+def dense(rng) -> np.ndarray:
+    """Whole numbers, so that many are equal; a row of zeros."""
+    out = rng.integers(0, 4, size=(5, 9)).astype(np.float32)
+    out[2] = 0
+    return out
+
+
+def kept(dense: np.ndarray, count: int) -> np.ndarray:
+    """The `count` largest of each row above 0, of equals the first; others 0."""
+    out = np.zeros_like(dense)
+    for row, values in enumerate(dense):
+        best = np.argsort(-values, kind="stable")[:count]
+        out[row, best] = values[best]
+    return out
+
+
+def test_scores_of_pairs(dense):
+    scores = PairScores.of(csr_matrix(dense))
+    keys = np.arange(dense.size)
+    np.testing.assert_array_equal(scores.at(keys), dense.ravel())
+    np.testing.assert_array_equal(scores.at(keys[::-7]), dense.ravel()[::-7])
+    np.testing.assert_array_equal(dense_votes(scores), dense)
+    assert not PairScores.of(csr_matrix((5, 9))).at(keys).any()
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_the_largest_of_each_row(dense, count):
+    wanted = kept(dense, count)
+    np.testing.assert_array_equal(PairScores.of(csr_matrix(dense)).largest(count), np.flatnonzero(wanted))
+    np.testing.assert_array_equal(keep_largest(csr_matrix(dense), count).toarray(), wanted)
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_the_top_of_each_row(dense, count):
+    wanted = -np.sort(-np.pad(dense, ((0, 0), (0, 20))), axis=1)[:, :count]
+    np.testing.assert_array_equal(PairScores.of(csr_matrix(dense)).top(count), wanted)
+    assert not PairScores.none((3, 4)).top(count).any()
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 9), (1, 5, 9), (0, 5, 9), (3, 1, 1)])
+def test_products_of_sparse_rows(rng, dense, shape):
+    num_queries, num_rows, num_columns = shape
+    other = csr_matrix(dense[:num_rows, :num_columns])
+    left = csr_matrix(np.where(rng.random((num_queries, num_rows)) < 0.4, 0, rng.normal(size=(num_queries, num_rows))))
+    got = dense_votes(SparseRows(other).product(left.astype(np.float32)))
+    assert got.dtype == np.float32 and got.shape == (num_queries, num_columns)
+    np.testing.assert_allclose(got, left.toarray() @ other.toarray(), rtol=1e-5, atol=1e-6)
+
+
+def test_entries_of_rows_in_any_order(dense):
+    rows = np.array([3, 2, 0, 3])
+    place, column, value = SparseRows(csr_matrix(dense)).entries(rows)
+    for at, row in enumerate(rows):
+        here = place == at
+        np.testing.assert_array_equal(column[here], np.flatnonzero(dense[row]))
+        np.testing.assert_array_equal(value[here], dense[row][dense[row] > 0])

@@ -1,0 +1,362 @@
+"""The bundle's folder: what `bundle.json` holds, how the folder is written, and what is checked before any of it is
+used. `bundle.py` lists the files.
+
+Legend: L labels, D width of a head.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from unidec.bundle.bundle_model import typical_texts, write_model
+from unidec.data.dataset import write_texts_table
+from unidec.data.raw import text_array
+from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
+from unidec.errors import ArtifactError
+from unidec.ranking.arrow_file import read_texts_table
+from unidec.ranking.fusion import WORD_FEATURES, Fusion
+from unidec.ranking.heads import Heads, Space, width
+from unidec.ranking.index import REPLACED, IndexOptions, Kind, LabelIndex, OldKind
+from unidec.ranking.neighbours import FILES as NEIGHBOURS
+from unidec.ranking.neighbours import Neighbours, Vote
+from unidec.ranking.ranker import Calibration
+
+KIND = "bundle"
+# 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration; 6: no word network
+VERSION = 7
+MAX_INFO_BYTES = 16 << 20
+LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
+INDEX = "index.faiss"
+
+Floats = npt.NDArray[np.float32]
+
+_FILES = {"bundle.json", "labels.arrow", INDEX}
+_OLD = {"index_rows.npy"}  # older graph index from which labels were removed: nodes' labels; the index is rebuilt
+_VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
+_FIX = "write the bundle again: unidec index build"
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+CountOrNone = Annotated[int, Field(ge=0, le=1 << 40)]
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class KnnInfo(BaseModel):
+    """How similar training queries vote; see `neighbours.py`.
+
+    Attributes:
+        weight: weight of the votes, relative to the heads' score. neighbours: number of training queries that vote.
+        vote: weight of a vote as a function of its cosine. space: the head in whose space queries are compared.
+        num_queries, num_pairs: number of training queries, and of their (query, label) pairs.
+        num_words: number of words and pairs of words by which queries are compared; None: compared in `space`.
+        word_head: number of first tokens whose words are also compared separately; 0: none.
+    """
+
+    model_config = _STRICT
+
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    neighbours: Count
+    vote: Vote
+    space: Literal["de", "clf"]
+    num_queries: Count
+    num_pairs: CountOrNone
+    num_words: CountOrNone | None = None
+    word_head: CountOrNone = 0
+
+    @classmethod
+    def of(
+        cls, voters: Neighbours, weight: float, neighbours: int = 100, space: Literal["de", "clf"] = "de"
+    ) -> KnnInfo:
+        """Describe the given training queries."""
+        words = voters.words
+        num_words, head = (None, 0) if words is None else (words.num_features, words.head)
+        return cls(
+            weight=float(weight), neighbours=neighbours, vote=voters.vote, space=space, num_queries=voters.num_queries,
+            num_pairs=int(voters.labels_ML.nnz), num_words=num_words, word_head=head,
+        )  # fmt: skip
+
+
+class BundleInfo(BaseModel):
+    """Content of `bundle.json`.
+
+    Attributes:
+        space: the searched space: "both", "de" or "clf".
+        clf_weight: weight of the classifier's score, relative to the dual encoder's.
+        clf_normalize: the classifier's score is a cosine.
+        num_labels: L. dim: D, width of a head. width: width of the searched space.
+        vectors: shape of each array under vectors/.
+        index_kind, index_search: kind of index, and efSearch of HNSW.
+        index_bytes: size of index.faiss.
+        index_options: build and search options of the index; None in bundles older than format 4.
+        index_nodes: unused; in older bundles, number of nodes of a graph from which labels were removed.
+        estimated: row ranges [begin, end) of labels added after the training, whose classifier rows and biases are
+            estimates (label_change.py).
+        knn: votes of similar training queries; None: none vote.
+        fusion: ranks in place of the blend of heads and votes; None: the blend ranks.
+        calibration: maps scores to probabilities; None: not fitted.
+        default_k, max_k: default and maximum k of a server.
+        text: text of a query on which the model was trained: "title" or "title+content".
+        dataset: name and sha256 of the data set. metrics: summary of the metrics. params: all training parameters.
+        card: further facts for readers.
+    """
+
+    model_config = _STRICT
+
+    space: Space
+    clf_weight: Annotated[float, Field(allow_inf_nan=False)]
+    clf_normalize: bool
+    num_labels: Count
+    dim: Count
+    width: Count
+    vectors: dict[Literal["de", "clf", "bias"], list[Count]]
+    index_kind: Kind | OldKind
+    index_search: Count
+    index_bytes: Count
+    index_options: IndexOptions | None = None
+    index_nodes: Count | None = None
+    estimated: list[tuple[CountOrNone, CountOrNone]] = []
+    knn: KnnInfo | None = None
+    fusion: Fusion | None = None
+    calibration: Calibration | None = None
+    default_k: Count = 5
+    max_k: Count = 100
+    text: str
+    dataset: dict[str, Any]
+    metrics: dict[str, Any]
+    params: dict[str, Any]
+    card: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check(self) -> BundleInfo:
+        matrix = [self.num_labels, self.dim]
+        shapes = {"de": matrix, "clf": matrix, "bias": [self.num_labels]}
+        required = {"de", "clf"} if self.space == "both" else {self.space}
+        if any(shape != shapes[name] for name, shape in self.vectors.items()) or not required <= set(self.vectors):
+            raise ValueError(f"vectors {self.vectors}, expected {', '.join(sorted(required))} of shape {matrix}")
+        if any(not begin < end <= self.num_labels for begin, end in self.estimated):
+            raise ValueError(f"invalid row ranges of estimated labels: {str(self.estimated)[:80]}")
+        knn, fusion = self.knn, self.fusion
+        if fusion is not None and (self.space != "both" or knn is None or knn.num_words is None):
+            raise ValueError("a fusion needs both heads, and training queries that are compared by words")
+        if knn is not None:
+            if knn.space not in self.vectors:
+                raise ValueError(f"training queries are compared in the space of a missing head: {knn.space}")
+            if knn.vote == "ridge-labels" and knn.num_words is None:
+                raise ValueError("labels vote by their words, but queries are not compared by words")
+            if not knn.weight and fusion is None:
+                raise ValueError("the votes have weight 0, and there is no fusion that uses them")
+            if fusion is not None and fusion.words is not None:
+                num, expected = len(fusion.words.mean), len(WORD_FEATURES) * (2 if knn.word_head else 1)
+                if num != expected:
+                    raise ValueError(f"the word network has {num} features, expected {expected}")
+        expected = width(self.dim, self.space, self.clf_normalize, "bias" in self.vectors)
+        if self.width != expected:
+            raise ValueError(f"the space has width {self.width}, expected {expected}")
+        return self
+
+    @property
+    def has_label_words(self) -> bool:
+        """Whether the words of the label texts are stored beside those of the training queries."""
+        return self.fusion is not None or (self.knn is not None and self.knn.vote == "ridge-labels")
+
+
+@dataclass(frozen=True)
+class BundleLabels:
+    """The labels of a new bundle.
+
+    Attributes:
+        uids, titles: of the L labels; uids are unique.
+        vectors: float32 arrays "de" and "clf" [L, D], "bias" [L]; arrays that the model lacks are None or absent.
+        estimated: see `BundleInfo`.
+    """
+
+    uids: Iterable[str]
+    titles: Iterable[str]
+    vectors: Mapping[str, Floats | None]
+    estimated: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a new bundle ranks: fields of `BundleInfo` of the same names."""
+
+    space: Space
+    clf_weight: float
+    clf_normalize: bool
+    knn: KnnInfo | None = None
+    fusion: Fusion | None = None
+    calibration: Calibration | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Further fields of `BundleInfo` for a new bundle, serialisable as JSON."""
+
+    text: str = "title"
+    dataset: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    card: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_bundle(
+    path: str | os.PathLike[str],
+    model_path: str | os.PathLike[str],
+    index: LabelIndex,
+    labels: BundleLabels,
+    scoring: Scoring,
+    facts: Facts = Facts(),
+    neighbours: Neighbours | None = None,
+) -> Path:
+    """Write a bundle, deterministically; an existing folder is replaced once all files are written.
+
+    Args:
+        model_path: a trained model's folder; checked, and copied without its training records.
+        index: index over the labels' vectors in the space of `scoring`.
+        neighbours: training queries that vote, as described by `scoring.knn`.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        ValueError: the parts do not fit together.
+        ArtifactError: the model's folder is damaged, or the bundle cannot be written.
+    """
+    arrays = {name: labels.vectors.get(name) for name in ("de", "clf", "bias")}
+    vectors = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items() if array is not None}
+    columns = [text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)]
+    table = pa.table(columns, schema=LABEL_SCHEMA).combine_chunks()
+    dim = next(array.shape[1] for array in vectors.values() if array.ndim == 2)
+    shapes = {name: list(array.shape) for name, array in vectors.items()}
+    info = BundleInfo(
+        num_labels=index.num_labels, dim=dim, width=index.dim, vectors=shapes, estimated=list(labels.estimated),
+        index_kind=index.kind, index_search=index.options.search, index_options=index.options, index_bytes=1,
+        **vars(scoring), **vars(facts),
+    )  # fmt: skip
+    _check_parts(info, table, neighbours)
+    size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
+    size += neighbours.num_bytes if neighbours is not None else 0
+    with write_folder(path, KIND, VERSION, num_bytes=size) as out:
+        texts = typical_texts(table["title"], None if neighbours is None else neighbours.titles)
+        hashes = write_model(Path(model_path), out.path / "model", index.num_labels, texts)
+        out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
+        (out.path / "vectors").mkdir()
+        for name, array in vectors.items():
+            np.save(out.path / "vectors" / f"{name}.npy", array)
+        write_texts_table(out.path / "labels.arrow", table)
+        if neighbours is not None:
+            neighbours.write(out.path, label_words=info.has_label_words)
+        index.save(out.path / INDEX)
+        info = info.model_copy(update={"index_bytes": (out.path / INDEX).stat().st_size})
+        write_json(out.path / "bundle.json", info.model_dump())
+        out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
+    return Path(path)
+
+
+def check_names(root: Path, files: Iterable[str]) -> None:
+    """Check that a bundle's folder has all required files and no file of another kind.
+
+    Raises:
+        ArtifactError: with the name of the missing or unexpected file.
+    """
+    names = set(files)
+    for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
+        raise ArtifactError("a file of a bundle is missing", where=str(root / missing), fix=_FIX)
+    for name in sorted(names - _FILES - _OLD - _VECTORS - NEIGHBOURS):
+        if not name.startswith("model/") or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")):
+            raise ArtifactError(
+                "the file does not belong in a bundle",
+                where=str(root / name),
+                fix="restore the bundle from a copy that you trust",
+            )
+
+
+def read_info(root: Path) -> BundleInfo:
+    """Read and validate `bundle.json`.
+
+    Raises:
+        ArtifactError: the file is too large or damaged, or its numbers are inconsistent.
+    """
+    where = root / "bundle.json"
+    if (size := where.stat().st_size) > MAX_INFO_BYTES:
+        raise ArtifactError("bundle.json is too large", where=str(where), got=size, expected=f"<= {MAX_INFO_BYTES}")
+    try:
+        info = BundleInfo.model_validate_json(where.read_bytes())
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors()[:5]]
+        got = "; ".join(lines)[:500]
+        raise ArtifactError("bundle.json is damaged", where=str(where), got=got, fix=_FIX) from error
+    index = root / INDEX
+    if (size := index.stat().st_size) != info.index_bytes:
+        what = "the index has another size"
+        raise ArtifactError(what, where=str(index), got=size, expected=info.index_bytes, fix=_FIX)
+    return info
+
+
+def read_labels(root: Path, num_labels: int) -> pa.Table:
+    """Read uid and title of each label into memory; raises ArtifactError if the file is damaged."""
+    return read_texts_table(root / "labels.arrow", LABEL_SCHEMA, num_labels).combine_chunks()
+
+
+def read_heads(root: Path, info: BundleInfo, verify: bool = True) -> Heads:
+    """Memory-map the arrays under vectors/, and how they score.
+
+    Raises:
+        ArtifactError: a file is missing, has another dtype or shape, or (with `verify`) is not finite.
+    """
+    vectors: dict[str, Floats] = {}
+    for name, shape in info.vectors.items():
+        where = root / "vectors" / f"{name}.npy"
+        if not where.is_file():
+            raise ArtifactError("a file of a bundle is missing", where=str(where), fix=_FIX)
+        array = load_array(where, np.float32, ndim=len(shape))
+        if list(array.shape) != shape:
+            what, got = "the array has another shape", list(array.shape)
+            raise ArtifactError(what, where=str(where), got=got, expected=shape, fix=_FIX)
+        step = max(1, (1 << 22) // (shape[1] if len(shape) > 1 else 1))
+        if verify and not all(np.isfinite(array[i : i + step]).all() for i in range(0, len(array), step)):
+            what, fix = "the array holds numbers that are not finite", "check the last training losses"
+            raise ArtifactError(what, where=str(where), fix=fix)
+        vectors[name] = np.asarray(array)  # a plain view: each access to an np.memmap costs microseconds
+    return Heads(vectors, info.space, info.clf_normalize, info.clf_weight)
+
+
+def read_index(root: Path, info: BundleInfo, heads: Heads) -> LabelIndex:
+    """Load a bundle's index, memory-mapped and checked against bundle.json.
+
+    An index of an obsolete kind, or an older graph from which labels were removed, is rebuilt from the vectors, which
+    takes seconds for 100,000 labels.
+
+    Args:
+        heads: from `read_heads`; a compressed index scores its candidates with them.
+
+    Raises:
+        ArtifactError: with the name of a file that is missing, damaged or inconsistent.
+    """
+    options = info.index_options or IndexOptions(search=info.index_search)
+    kind: Any = REPLACED.get(info.index_kind, "pq" if info.index_nodes is not None else info.index_kind)
+    if kind != info.index_kind:
+        return LabelIndex.build(heads, kind, **options.model_dump())
+    return LabelIndex.load(root / INDEX, info.num_labels, info.width, kind, options, heads)
+
+
+def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) -> None:
+    """Raise ValueError if the parts of a new bundle do not fit together."""
+    counts = {"index": info.num_labels, "labels": labels.num_rows}
+    if (info.knn is None) != (voters is None):
+        raise ValueError("training queries that vote need both neighbours and `Scoring.knn`")
+    if voters is not None:
+        counts["neighbours"] = voters.num_labels
+        if voters.words is None and voters.vectors_MD.shape[1] != info.dim:
+            raise ValueError(f"neighbours have width {voters.vectors_MD.shape[1]}, but the heads have {info.dim}")
+    if len(set(counts.values())) != 1:
+        raise ValueError(f"parts differ in their number of labels: {counts}")
+    if len(labels["uid"].unique()) != labels.num_rows:
+        raise ValueError("label uids are not unique")

@@ -1,0 +1,250 @@
+"""Predicts files of queries in shards, so that memory does not grow with the file and a killed run can be resumed.
+
+A runner maps `run_shard` over processes or machines; `predict_file` does all the work in one process.
+
+First, the texts are copied into one record batch per encoded batch. Shards begin at batch boundaries, so the output is
+the same, byte for byte, for any number of shards. (Scores can differ in their last bits between processes with
+different numbers of threads or different processors.)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+
+from unidec.bundle.bundle import PREDICTION_SCHEMA, Bundle
+from unidec.bundle.bundle_folder import KIND, VERSION
+from unidec.bundle.text_file import read_texts
+from unidec.cores import num_threads
+from unidec.data.raw_lines import DEFAULT_BOUNDS
+from unidec.data.shards import Work, alone, cuts, shards_folder
+from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
+from unidec.errors import ArtifactError, DataError
+from unidec.model.faiss_library import faiss_module
+from unidec.progress import progress
+from unidec.ranking.query_encoder import Runtime, open_encoder
+from unidec.sections import RawBounds
+
+QUERIES_A_SHARD = 1 << 16  # seconds for a bag of tokens, a few minutes for a transformer on one core
+ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")
+TEXTS = "texts.arrow"  # copy of the texts, beside the plan
+GROUP_ROWS = 1 << 16  # approximate rows of a Parquet row group; small groups are slow to read
+_loading = threading.Lock()  # the threads of a process load a bundle only once
+
+
+@dataclass(frozen=True)
+class FileRequest:
+    """A prediction of a file of queries.
+
+    Attributes:
+        bundle: a bundle's folder.
+        input: .csv, .tsv, .jsonl (also with .gz) or .parquet file with a text column.
+        output: .parquet, .csv, .tsv or .jsonl file; columns query_row (from 0), query, rank (from 1), label, title,
+            score, probability; in the order of the input.
+        k: labels per query.
+        column: name of the text column; None: `query`, else `text`.
+        batch_size: queries encoded at once.
+        device: device on which workers run the model: "cpu", "cuda" or "auto".
+        runtime: encoder of the texts, see `query_encoder.open_encoder`; "auto": the fastest on the worker's machine.
+    """
+
+    bundle: str
+    input: str
+    output: str
+    k: int = 5
+    column: str | None = None
+    batch_size: int = 256
+    device: str = "cpu"
+    runtime: Runtime = "auto"
+
+
+def predict_file(
+    bundle: Bundle, request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS
+) -> int:
+    """Predict all queries of a file in this process; if it is killed, the same call resumes with the missing shards.
+
+    Args:
+        bundle: the request's bundle, loaded.
+        shards: number of shards; None: one for each 65,536 queries.
+        bounds: limits of the input, and how quotes in it are read.
+
+    Returns:
+        The number of queries.
+
+    Raises:
+        DataError: as `begin_predictions`; the output is not changed.
+        ArtifactError: another process writes this output, or it cannot be written.
+    """
+    with alone(shards_folder(request.output)):
+        work = begin_predictions(request, shards, bounds)
+        if request.runtime != "torch":
+            bundle.encoder = open_encoder(bundle, request.runtime)
+        missing = work.missing()
+        with progress(total=sum(map(work.size, missing)), desc="predict", unit="query") as bar:
+            for number in missing:
+                write_shard(work, number, bundle, bar.update)
+        merge(work)
+    return work.num_rows
+
+
+def begin_predictions(request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS) -> Work:
+    """Copy the texts and write the plan; finished shards of the same prediction are kept.
+
+    Raises:
+        DataError: unknown format, missing column, unreadable or blank text, or k below 1.
+        ArtifactError: the bundle is damaged. All its hashes are checked here; workers do not check them again.
+    """
+    source, target, bundle = (Path(os.path.abspath(p)) for p in (request.input, request.output, request.bundle))
+    if target.suffix.lower() not in ENDINGS:
+        raise DataError("the output has an unknown format", where=str(target), expected=" ".join(ENDINGS))
+    if target.exists() and source.exists() and os.path.samefile(source, target):
+        raise DataError("input and output are the same file", where=str(source), fix="choose another output")
+    if request.k < 1:
+        raise DataError("k is out of range", got=request.k, expected="at least 1")
+    read_manifest(bundle, KIND, VERSION)
+    folder, sha256 = shards_folder(target), folder_sha256(bundle)
+    texts = read_texts(source, request.column, bounds)
+    num_rows = _copy_texts(texts, folder / TEXTS, request.batch_size)
+    count = max(1, -(-num_rows // QUERIES_A_SHARD)) if shards is None else shards
+    settings = asdict(request) | {"bundle": str(bundle), "input": str(source), "output": str(target)}
+    facts = {name: settings[name] for name in ("k", "runtime", "batch_size")}
+    facts |= {"texts": file_sha256(folder / TEXTS), "bundle": sha256, "columns": PREDICTION_SCHEMA.names}
+    parts = cuts(num_rows, count, request.batch_size)
+    return Work.begin(folder, facts, settings | {"bundle_sha256": sha256}, parts)
+
+
+def _copy_texts(texts: Iterator[str], target: Path, batch_size: int) -> int:
+    """Copy texts into an Arrow file, one record batch per encoded batch; returns the number of texts."""
+    num_rows, schema = 0, pa.schema([("text", pa.large_string())])
+    with progress(desc="read", unit="text") as bar, write_file(target) as file, pa.ipc.new_file(file, schema) as writer:
+        while batch := list(islice(texts, batch_size)):
+            writer.write_batch(pa.record_batch([pa.array(batch, pa.large_string())], schema=schema))
+            num_rows += len(batch)
+            bar.update(len(batch))
+    return num_rows
+
+
+def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> None:
+    """Write one shard of a plan if it is missing, in any process with access to the folder.
+
+    Args:
+        threads: CPU threads that this process uses; 0: unchanged.
+
+    Raises:
+        ArtifactError: there is no plan, or as `write_shard`.
+    """
+    work = Work.open(folder)
+    if work.is_whole(number):
+        return
+    if threads:
+        import torch
+
+        torch.set_num_threads(num_threads(threads))
+        faiss_module().omp_set_num_threads(num_threads(threads))
+    write_shard(work, number)
+
+
+def write_shard(
+    work: Work, number: int, bundle: Bundle | None = None, show: Callable[[int], object] = lambda _count: None
+) -> None:
+    """Predict the queries of one shard.
+
+    Args:
+        bundle: the plan's bundle if it is already loaded.
+        show: called with the number of queries of each finished batch.
+
+    Raises:
+        ArtifactError: the bundle differs from the plan's, or the shard cannot be written.
+    """
+    settings, (first, last) = work.settings, work.rows(number)
+    if bundle is None:
+        with _loading:
+            bundle = _open_bundle(*(settings[key] for key in ("bundle", "bundle_sha256", "device", "runtime")))
+    batch_size = settings["batch_size"]
+    options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is stored k times
+    with (
+        work.write(number) as out,
+        pa.memory_map(str(work.folder / TEXTS)) as source,
+        pa.ipc.open_file(source) as reader,
+        pa.OSFile(str(out.path / "predictions.arrow"), "wb") as file,
+        pa.ipc.new_file(file, PREDICTION_SCHEMA, options=options) as writer,
+    ):
+        for row in range(first, last, batch_size):
+            texts = reader.get_batch(row // batch_size)["text"].to_pylist()
+            table = bundle.predict_table(texts, settings["k"], first_row=row, batch_size=len(texts))
+            writer.write_table(table.combine_chunks())
+            show(len(texts))
+
+
+@functools.lru_cache(maxsize=1)
+def _open_bundle(path: str, sha256: str, device: str, runtime: Runtime) -> Bundle:
+    """The bundle of a plan, cached so that a worker does not load it for each shard."""
+    import torch
+
+    from unidec.training.precision import choose_device
+
+    bundle = Bundle.load(path, verify=False, device=str(choose_device(device)))  # verified by `begin_predictions`
+    if bundle.sha256 != sha256:
+        raise ArtifactError(
+            "the bundle differs from that of the first shards", where=path, got=bundle.sha256, expected=sha256,
+            fix="run the same command again: it starts over with this bundle",
+        )  # fmt: skip
+    if runtime != "torch":
+        bundle.encoder = open_encoder(bundle, runtime, torch.get_num_threads())  # the number set by `run_shard`
+    return bundle
+
+
+def merge(work: Work) -> Path:
+    """Write the output from the shards, in input order and in pieces, and delete the shards; returns the output path.
+
+    Raises:
+        ArtifactError: a shard is missing or damaged, or the output cannot be written.
+    """
+    if missing := work.missing():
+        raise ArtifactError(
+            f"{len(missing)} of {work.num_shards} shards are missing or damaged", where=str(work.folder),
+            got=", ".join(work.name(number) for number in missing[:3]),
+            fix="run the same command again: it writes only the missing ones; all workers must share this folder",
+        )  # fmt: skip
+    target, shards = Path(work.settings["output"]), [work.path(number) for number in range(work.num_shards)]
+    group = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))
+    with write_file(target) as file:
+        _write_tables(file, target.suffix.lower(), _tables(shards, group))
+    work.remove()
+    return target
+
+
+def _tables(shards: Sequence[Path], group: int) -> Iterator[pa.Table]:
+    """Predictions as tables of `group` batches each, independent of the shards' boundaries."""
+    files = (pa.ipc.open_file(pa.memory_map(str(shard / "predictions.arrow"))) for shard in shards)
+    batches = (file.get_batch(number) for file in files for number in range(file.num_record_batches))
+    while table_batches := list(islice(batches, group)):
+        yield pa.Table.from_batches(table_batches).combine_chunks()
+
+
+def _write_tables(file: IO[bytes], kind: str, tables: Iterator[pa.Table]) -> None:
+    """Write tables of `PREDICTION_SCHEMA` as .parquet (one row group per table), .csv, .tsv or .jsonl."""
+    import pyarrow.csv as pv
+    import pyarrow.parquet as pq
+
+    if kind == ".jsonl":
+        for table in tables:
+            file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in table.to_pylist())
+        return
+    options = pv.WriteOptions(delimiter="\t" if kind == ".tsv" else ",")
+    with (
+        pq.ParquetWriter(file, PREDICTION_SCHEMA, compression="zstd")
+        if kind == ".parquet"
+        else pv.CSVWriter(file, PREDICTION_SCHEMA, write_options=options)
+    ) as writer:
+        for table in tables:
+            writer.write_table(table)

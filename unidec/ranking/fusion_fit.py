@@ -1,0 +1,214 @@
+"""Trains the networks of a fusion (`fusion.py`).
+
+The fusion itself is trained on queries that the model was not trained on; its word network on training queries, each
+treated as absent from the training data.
+
+Legend: N queries, P pairs of a query and a candidate, C most candidates of a query, X features, H hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unidec.cores import thread_pool
+from unidec.model.losses import decoupled_softmax
+from unidec.model.pairs import Pairs
+from unidec.progress import progress
+from unidec.ranking.candidates import PairScores
+from unidec.ranking.fusion import LIMIT, Evidence, Floats, Fusion, Network, Rows, WordScorer
+
+FOLDS, HIDDEN = 8, 32  # hidden units of each fold's network; measured: benchmarks/results/fusion.md
+BATCH, RATE, DECAY = 128, 0.01, 0.1
+MOST_STEPS, STEPS_PER_QUERY = 600, 0.75  # more steps overfit a few hundred queries
+WORD_HIDDEN, WORD_BATCH, WORD_STEPS = 64, 256, 1500
+LEAST_WORD_QUERIES, MOST_WORD_QUERIES = 1000, 24_000
+_MOST_SCORES = 320_000_000  # scores of training queries with all labels: takes half a minute
+_LEAST_SCALE = 1e-6
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A trained fusion, and its scores of held-out queries.
+
+    Attributes:
+        fusion: average of the folds' networks.
+        held_out_P: float32 [P], each pair's score by the network of the fold that did not train on its query.
+        without_XP: float32 [X, P], the same scores with one feature at a time replaced by its mean.
+    """
+
+    fusion: Fusion
+    held_out_P: Floats
+    without_XP: Floats
+
+
+def fit_fusion(
+    evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[float, float], seed: int = 0,
+    by_words: Network | None = None,
+) -> Fitted:  # fmt: skip
+    """Train one network per fold, on the queries outside the fold, with the decoupled softmax over their candidates.
+
+    Args:
+        evidence: of queries that the model was not trained on.
+        relevant_P: bool [P]. propensity: the data set's constants A and B.
+        by_words: the word network with which the evidence was read.
+    """
+    pairs = _Training.of(evidence.query_P, evidence.feature_PX, relevant_P, evidence.num_queries)
+    x_PX, fold_N = pairs.x_PX, np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
+    held_out_P = np.zeros(len(x_PX), dtype=np.float32)
+    without_XP = np.zeros(x_PX.shape[::-1], dtype=np.float32)
+
+    def fit(fold: int) -> _Network:
+        network = _Network(x_PX.shape[1], HIDDEN, torch.Generator().manual_seed(seed + fold))
+        queries = pairs.with_positive(np.flatnonzero(fold_N != fold))
+        num_steps = min(MOST_STEPS, int(STEPS_PER_QUERY * len(queries)))
+        for _ in pairs.train(network, queries, num_steps, BATCH, np.random.default_rng([seed, fold])):
+            pass
+        with torch.no_grad():
+            in_fold_P = fold_N[evidence.query_P] == fold
+            fold_PX = x_PX[torch.from_numpy(in_fold_P)]
+            held_out_P[in_fold_P] = network(fold_PX).numpy()
+            for without_P, mask_X in zip(without_XP, 1 - torch.eye(len(without_XP)), strict=True):
+                without_P[in_fold_P] = network(fold_PX * mask_X).numpy()
+        return network
+
+    with thread_pool(FOLDS) as threads:  # parallel folds are faster than parallel operations
+        networks = list(threads.map(fit, range(FOLDS)))
+    fusion = Fusion(**pairs.network_fields(networks), propensity=propensity, words=by_words)
+    return Fitted(fusion, held_out_P, without_XP)
+
+
+def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Network | None:
+    """Train a network to rank labels by words on training queries, each treated as absent from the training data.
+
+    Args:
+        excluded: int64 keys training query * L + label of pairs that are not ranked.
+
+    Returns:
+        None if fewer than `LEAST_WORD_QUERIES` can be scored: there are too few, or too many labels to score in time.
+    """
+    neighbours, generator = scorer.neighbours, np.random.default_rng(seed)
+    num_labels = neighbours.num_labels
+    num = min(neighbours.num_queries, MOST_WORD_QUERIES, _MOST_SCORES // num_labels)
+    if num < LEAST_WORD_QUERIES:
+        return None
+    rows = np.sort(generator.choice(neighbours.num_queries, num, replace=False))
+    truth = PairScores.of(neighbours.labels_ML[rows].sorted_indices())
+    step = scorer.queries_at_once
+
+    def read(start: int) -> tuple[Rows, Floats]:
+        block = rows[start : start + step]
+        scores = scorer.score(neighbours.vectors_MD[block], block)
+        query_P, label_P = np.divmod(scores.candidates(), num_labels)
+        keep_P = ~np.isin(block[query_P] * num_labels + label_P, excluded)
+        query_P, label_P = query_P[keep_P], label_P[keep_P]
+        return (query_P + start) * num_labels + label_P, scores.features(query_P, label_P)
+
+    starts = range(0, num, step)
+    with thread_pool() as threads:
+        results = progress(threads.map(read, starts), total=len(starts), desc="words of training queries", unit="block")
+        key_P, feature_PX = (np.concatenate(part) for part in zip(*results, strict=True))
+    pairs = _Training.of(key_P // num_labels, feature_PX, truth.at(key_P) > 0, num)
+    network = _Network(feature_PX.shape[1], WORD_HIDDEN, torch.Generator().manual_seed(seed))
+    queries = pairs.with_positive(np.arange(num))
+    steps = pairs.train(network, queries, WORD_STEPS if len(queries) else 0, WORD_BATCH, generator)
+    for _ in progress(steps, total=WORD_STEPS, desc="rank by words", unit="step"):
+        pass
+    return Network(**pairs.network_fields([network]))
+
+
+class _Network(nn.Module):
+    """w . x + sum over h of o_h max(0, v_h . x + b_h)."""
+
+    def __init__(self, num_features: int, num_hidden: int, generator: torch.Generator) -> None:
+        super().__init__()
+        bound = num_features**-0.5
+        self.linear = nn.Parameter(torch.zeros(num_features))
+        self.hidden_HX = nn.Parameter(
+            torch.empty(num_hidden, num_features).uniform_(-bound, bound, generator=generator)
+        )
+        self.bias_H = nn.Parameter(torch.empty(num_hidden).uniform_(-bound, bound, generator=generator))
+        self.out_H = nn.Parameter(torch.zeros(num_hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.linear + torch.relu(x @ self.hidden_HX.T + self.bias_H) @ self.out_H
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Training pairs.
+
+    Attributes:
+        x_PX: standardised features, ascending by query. relevant_P: bool [P].
+        begin_N: int [N + 1], offset of each query's first pair.
+        mean_X, scale_X: mean and standard deviation of each feature.
+    """
+
+    x_PX: Tensor
+    relevant_P: np.ndarray
+    begin_N: np.ndarray
+    mean_X: Floats
+    scale_X: Floats
+
+    @classmethod
+    def of(cls, query_P: Rows, feature_PX: Floats, relevant_P: np.ndarray, num_queries: int) -> _Training:
+        """Standardise the features of pairs that are ascending by query."""
+        mean_X = feature_PX.mean(axis=0)
+        scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
+        x_PX = torch.from_numpy(np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT))
+        return cls(x_PX, relevant_P, np.searchsorted(query_P, np.arange(num_queries + 1)), mean_X, scale_X)
+
+    def with_positive(self, queries: np.ndarray) -> np.ndarray:
+        """The given queries that have a relevant candidate."""
+        begin_N, count_N = self.begin_N, np.diff(self.begin_N)
+        has_positive = np.add.reduceat(np.append(self.relevant_P, False), begin_N[:-1]) * (count_N > 0) > 0
+        return queries[has_positive[queries]]
+
+    def train(
+        self, network: _Network, queries: np.ndarray, num_steps: int, batch: int, generator: np.random.Generator
+    ) -> Iterator[None]:
+        """Train on the given queries, each of which has a relevant candidate; yields after each step."""
+        optimiser = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=DECAY)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, num_steps))
+        times = 1 + num_steps * batch // max(1, len(queries))
+        order = np.concatenate([generator.permutation(queries) for _ in range(times)])
+        for step in range(num_steps):
+            loss = self._loss(network, np.unique(order[step * batch : (step + 1) * batch]))
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+            yield
+
+    def _loss(self, network: _Network, queries_B: np.ndarray) -> Tensor:
+        """Decoupled softmax over each query's candidates, averaged over the query's positives."""
+        begin_B, end_B = self.begin_N[queries_B], self.begin_N[queries_B + 1]
+        size_B = end_B - begin_B
+        row_N = np.repeat(np.arange(len(size_B)), size_B)
+        column_N = np.arange(len(row_N)) - np.repeat(np.cumsum(size_B) - size_B, size_B)
+        pair_N = np.repeat(begin_B, size_B) + column_N
+        score_N = network(self.x_PX[torch.from_numpy(pair_N)])
+        score_BC = score_N.new_zeros(len(size_B), int(size_B.max()))
+        score_BC[torch.from_numpy(row_N), torch.from_numpy(column_N)] = score_N
+        positive = self.relevant_P[pair_N]
+        row_F, column_F = np.nonzero(np.arange(score_BC.shape[1]) >= size_B[:, None])  # padding behind shorter lists
+        row_P = row_N[positive]
+        weight_P = (1 / np.bincount(row_P, minlength=len(size_B)))[row_P]
+        parts = (row_P, column_N[positive], weight_P.astype(np.float32), row_F, column_F)
+        return decoupled_softmax(score_BC, Pairs(*(torch.from_numpy(part) for part in parts)))
+
+    def network_fields(self, networks: Sequence[_Network]) -> dict[str, Any]:
+        """Fields of the `Network` that averages the given networks."""
+        hidden_HX = torch.cat([network.hidden_HX for network in networks])
+        bias_H = torch.cat([network.bias_H for network in networks])
+        out_H = torch.cat([network.out_H / len(networks) for network in networks])
+        linear_X = torch.stack([network.linear for network in networks]).mean(dim=0)
+        layers = {"linear": linear_X, "hidden": hidden_HX, "hidden_bias": bias_H, "out": out_H}
+        return {"mean": self.mean_X.tolist(), "scale": self.scale_X.tolist()} | {
+            name: values.detach().tolist() for name, values in layers.items()
+        }

@@ -1,0 +1,174 @@
+"""How both heads score, and the vector space that is searched: the vectors of both heads side by side, or of one head.
+
+Legend: L labels, B queries, C candidates, K results, P pairs or rows, D width of a head, D' width of the space.
+
+A search by inner product in this space ranks labels by
+
+    both:  cos(Phi_D(x), Phi_D(z_l)) + clf_weight * clf(x, l)
+    de:    cos(Phi_D(x), Phi_D(z_l))
+    clf:   clf(x, l)
+
+where clf(x, l) is cos(Phi_C(x), Psi_l) with `clf_normalize` (UniDEC, section "Inference": `[Phi_D(z_l);
+normalize(Psi_l)]` against `[Phi_D(x); normalize(Phi_C(x))]`, clf_weight 1), else Phi_C(x) . Psi_l + bias_l. The bias is
+an additional dimension, in which every query has the value 1; a cosine has no bias. The dual encoder returns vectors of
+unit length; with `model.normalize: false` it does not, and their inner product takes the place of the cosine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from unidec.errors import DataError
+
+Space = Literal["both", "de", "clf"]
+SPACES: tuple[Space, ...] = ("both", "de", "clf")
+Floats = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.int64]
+
+_PAIRS_AT_ONCE = 4096
+
+
+class Heads:
+    """The labels' vectors and how they score; vectors in the space are computed on demand, for the rows that are asked
+    for, from the heads' arrays, which may be memory-mapped.
+
+    Args:
+        vectors: "de": float32 [L, D], label embeddings of unit length, required in "both" and "de". "clf": float32
+            [L, D], rows of the classifier table, required in "both" and "clf". "bias": float32 [L], biases of the
+            classifier, not used in "de" or with `clf_normalize`.
+        clf_normalize: the classifier's score is a cosine.
+        clf_weight: weight of the classifier's score in "both"; not used in the other spaces.
+
+    Attributes:
+        shape: (L, D').
+
+    Raises:
+        ValueError: a part that the space requires is missing, or the parts differ in their number of labels.
+    """
+
+    def __init__(
+        self, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool, clf_weight: float = 1.0
+    ) -> None:
+        self.space = space
+        self.clf_weight = clf_weight
+        self._normalize = clf_normalize
+        self.vectors = {name: np.asarray(array) for name, array in vectors.items()}
+        counts = sorted({len(array) for array in self.vectors.values()})
+        if len(counts) > 1:
+            raise ValueError(f"parts differ in their number of labels: {counts}")
+        self.shape = (counts[0], self.take(np.zeros(0, dtype=np.int64)).shape[1])
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels L."""
+        return self.shape[0]
+
+    def alone(self, head: Space) -> Heads:
+        """One head alone, in its own space."""
+        return Heads(self.vectors, head, self._normalize)
+
+    def weighted(self, clf_weight: float) -> Heads:
+        """The same with another weight of the classifier."""
+        return Heads(self.vectors, self.space, self._normalize, clf_weight)
+
+    def queries(self, de_BD: Floats | None, clf_BD: Floats | None, head: Space = "both") -> Floats:
+        """Query side of the space, float32 [B, D'], contiguous; its inner product with the label side is the score.
+
+        Args:
+            de_BD, clf_BD: query embeddings from the model's heads; those that the space requires.
+            head: "both": the space's own score; "de" or "clf": the score of that head alone, in the same space.
+
+        Raises:
+            ValueError: a part that the space requires is missing. DataError: the space does not contain the head.
+        """
+        if head != "both" and self.space not in ("both", head):
+            raise DataError(f"this bundle does not rank by the head {head!r}", where="head", expected=self.space)
+        vectors = {name: np.asarray(part) for name, part in (("de", de_BD), ("clf", clf_BD)) if part is not None}
+        if "bias" in self.vectors and clf_BD is not None:
+            vectors["bias"] = np.ones(len(clf_BD), dtype=np.float32)
+        out = _joined(self._parts(vectors, slice(None)))
+        if self.space != "both" or de_BD is None:
+            return out
+        of_de, of_clf = slice(de_BD.shape[1]), slice(de_BD.shape[1], None)
+        if head == "both":
+            out[:, of_clf] *= np.float32(self.clf_weight)
+        else:
+            out[:, of_clf if head == "de" else of_de] = 0.0
+        return out
+
+    def take(self, rows_P: Rows | slice) -> Floats:
+        """Label side of the space: vectors of the given rows, float32 [P, D'], contiguous."""
+        return _joined(self._parts(self.vectors, rows_P))
+
+    def scores(self, query_BD: Floats, rows_BC: Rows) -> Floats:
+        """Inner products of each query [D'] with its own rows, summed over the parts: float32 [B, C]."""
+        out = np.zeros(rows_BC.shape, dtype=np.float32)
+        at = 0
+        for part_PD in self._parts(self.vectors, rows_BC.ravel()):
+            width = part_PD.shape[1]
+            part_BCD = part_PD.reshape(*rows_BC.shape, width)
+            out += (part_BCD @ query_BD[:, at : at + width, None])[:, :, 0]
+            at += width
+        return out
+
+    def pair_scores(self, query_BD: Floats, query_P: Rows, label_P: Rows) -> Floats:
+        """Scores of pairs of a query, row of `query_BD` (float32 [B, D'] from `queries`), and a label: float32 [P]."""
+        out = np.empty(len(query_P), dtype=np.float32)
+        for start in range(0, len(query_P), _PAIRS_AT_ONCE):
+            block = slice(start, start + _PAIRS_AT_ONCE)
+            label_PD = self.take(label_P[block])
+            out[block] = np.einsum("pd,pd->p", query_BD[query_P[block]], label_PD)
+        return out
+
+    def found_scores(self, query_BD: Floats, rows_BK: Rows) -> Floats:
+        """Score of each label that was found for a query, float32 [B, K]; NaN where `rows_BK` is -1."""
+        out = np.full(rows_BK.shape, np.nan, dtype=np.float32)
+        found_BK = rows_BK >= 0
+        query_P, _ = np.nonzero(found_BK)
+        out[found_BK] = self.pair_scores(query_BD, query_P, rows_BK[found_BK])
+        return out
+
+    def _parts(self, vectors: Mapping[str, Floats], rows_P: Rows | slice) -> list[Floats]:
+        """Vectors of each part of the space, float32 [P, D] each, biases [P, 1]; raises as the class."""
+        space, parts = self.space, []
+        if space not in SPACES:
+            raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
+        for name in ("de", "clf") if space == "both" else (space,):
+            if name not in vectors:
+                raise ValueError(f"space {space!r} needs the vectors of {name!r}, got None: the model has no such head")
+            parts.append(np.asarray(vectors[name][rows_P], dtype=np.float32))
+            if parts[-1].ndim != 2:
+                raise ValueError(f"vectors of {name!r} must have two dimensions, got shape {parts[-1].shape}")
+        if space != "de" and self._normalize:
+            parts[-1] = unit_rows(parts[-1])
+        elif space != "de" and "bias" in vectors:
+            parts.append(np.asarray(vectors["bias"][rows_P], dtype=np.float32).reshape(-1, 1))
+        if len({len(part) for part in parts}) > 1:
+            raise ValueError(f"parts of {space!r} differ in their number of rows: {[len(part) for part in parts]}")
+        return parts
+
+
+def _joined(parts: list[Floats]) -> Floats:
+    return np.ascontiguousarray(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
+
+
+def as_heads(vectors: Heads | npt.NDArray) -> Heads:
+    """Wraps an array [L, D], float32 or float16, as `Heads`, which are returned unchanged."""
+    return Heads({"de": vectors}, "de", False) if isinstance(vectors, np.ndarray) else vectors
+
+
+def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
+    """Width D' of the space for heads of width `dim`."""
+    heads = 2 if space == "both" else 1
+    return heads * dim + int(has_bias and not clf_normalize and space != "de")
+
+
+def unit_rows(vectors_ND: Floats) -> Floats:
+    """Rows scaled to unit length, float32; zero rows stay zero."""
+    vectors = np.asarray(vectors_ND, dtype=np.float32)
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.divide(vectors, length, out=np.zeros_like(vectors), where=length > 0)

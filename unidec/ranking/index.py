@@ -1,0 +1,445 @@
+"""Search for the labels with the largest inner product, with one of several kinds of index, and recall of that search.
+
+    kind       stored for each label                    labels compared with a query              scores
+    flat       float32 vector                           all                                       exact
+    pq         a 4-bit code per `code_dims` dimensions  all                                       exact after two stages
+    hnsw       float32 vector and graph links           those reached by a walk on the graph      exact
+    ivf-pq     codes as pq, in inverted lists           those in the `probes` nearest lists       exact after two stages
+
+All kinds but flat can miss labels. Two stages: codes select candidates, which are then scored exactly with the float32
+vectors (`Heads`). Codes are searched with faiss's fast scan: files hold them in faiss's plain layout, and loading
+packs them.
+
+Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space (`heads.py`);
+width: of the vectors in the faiss index (D with padding).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+from scipy.sparse import csr_matrix
+
+from unidec.cores import num_threads
+from unidec.data.storage import write_file
+from unidec.model.faiss_library import faiss_module
+from unidec.progress import progress
+from unidec.ranking.faiss_file import read_index_file
+from unidec.ranking.heads import Heads, as_heads
+
+Kind = Literal["flat", "pq", "hnsw", "ivf-pq"]
+OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+REPLACED: dict[str, Kind] = {"sq8": "pq", "hnsw-sq8": "pq", "ivf-sq8": "ivf-pq"}
+"""Index kinds of older bundles, and the kinds that replace them."""
+COMPRESSED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
+
+LEAST_CANDIDATES = 64
+"""Fewest candidates that are scored exactly, even for one result: cheap, and a wrong first label is costly. With 64
+candidates of 12,941 labels, `pq` finds 0.9997 of the five best labels and every first one."""
+
+FLAT_CENTROIDS = 1024
+"""Up to this number of list centroids, they are trained in one k-means and searched exhaustively."""
+ROWS_AT_ONCE = 1 << 16  # label rows added at a time: 128 MB at 512 dimensions
+_GRAPH_ROWS_AT_ONCE = 1 << 12  # smaller, because a graph grows slowly and progress is shown per block
+_TRAINING_ROWS = 1 << 16  # rows that train a quantiser; more rows hardly change its centroids
+_ROWS_A_LIST = 40  # training rows per list; faiss asks for 39
+_ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives the same recall
+_CODES = 16  # values of a 4-bit code
+_FIRST_MORE = 32  # labels that are searched beyond k if labels are excluded
+
+Floats = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.int64]
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+CountOrAuto = Annotated[int, Field(ge=0, le=1 << 40)]
+
+
+@contextlib.contextmanager
+def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
+    """Sets the number of threads of faiss calls in this thread; 0 keeps faiss's own number."""
+    faiss = faiss or faiss_module()
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(num_threads(threads) if threads else before)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+class IndexOptions(BaseModel):
+    """Build and search options of an index; options that a kind does not use are ignored.
+
+    Attributes:
+        links, build, search: M, efConstruction and efSearch of HNSW.
+        lists: number of inverted lists; 0: chosen by `num_lists`.
+        copies: unused, but present in older bundles.
+        probes: lists that a search scans; 0: chosen by `num_probes`.
+        code_dims: dimensions that share a 4-bit code.
+        rescore: candidates per result that are scored exactly.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    links: Count = 32
+    build: Count = 200
+    search: Count = 200
+    lists: CountOrAuto = 0
+    copies: Annotated[int, Field(ge=0, le=2)] = 0
+    probes: CountOrAuto = 0
+    code_dims: Count = 4
+    rescore: Count = 8
+
+    def num_lists(self, num_labels: int) -> int:
+        """Number of lists: `lists`, or 16 sqrt(L) with at least 64 labels per list. Capped at L / 8."""
+        auto = min(round(16 * math.sqrt(num_labels)), num_labels // 64)
+        return max(1, min(self.lists or auto, num_labels // 8))
+
+    def num_probes(self, num_lists: int) -> int:
+        """Number of lists that a search scans: `probes`, or a twelfth of the lists but at least 8."""
+        return min(self.probes or max(8, num_lists // 12), num_lists)
+
+    def empty(self, kind: Kind, dim: int, num_labels: int) -> Any:
+        """An empty faiss index for vectors of width `dim`; for coded kinds padded to a multiple of `code_dims`.
+
+        Raises:
+            ValueError: an unknown kind.
+        """
+        faiss, pieces = faiss_module(), -(-dim // self.code_dims)
+        product, lists = f"PQ{pieces}x4np", f"IVF{self.num_lists(num_labels)}"
+        strings = {"flat": "Flat", "pq": product, "hnsw": f"HNSW{self.links},Flat", "ivf-pq": f"{lists},{product}"}
+        if kind not in strings:
+            raise ValueError(f"unknown kind of index {kind!r}, expected one of {', '.join(KINDS)}")
+        width = pieces * self.code_dims if kind in COMPRESSED else dim
+        return faiss.index_factory(width, strings[kind], faiss.METRIC_INNER_PRODUCT)
+
+
+class LabelIndex:
+    """An index over label vectors for inner-product search. Searching is thread-safe.
+
+    A compressed kind searches in two stages: its codes select candidates, which are scored exactly with the float32
+    vectors. Results therefore have exact scores, and `recall` measures the missed labels. An HNSW graph over vectors of
+    unequal length (`clf_normalize=False`) favours long vectors: check its recall, or use another kind.
+
+    Args:
+        index: the faiss index; becomes `stored`.
+        data: the buffer that `index` has views into, kept alive.
+
+    Attributes:
+        kind, options: kind of index, and its build and search options.
+        vectors: label vectors that score the candidates; None if the index itself holds the vectors.
+        stored: the faiss index as written to a file.
+        threads: threads of one search, 0 for faiss's default. More than one is faster only for many queries at once.
+    """
+
+    def __init__(
+        self, index: Any, kind: Kind, options: IndexOptions, vectors: Heads | None = None, data: Any = None
+    ) -> None:
+        if kind in COMPRESSED and vectors is None:
+            raise ValueError(f"an index of kind {kind!r} needs the labels' vectors to score candidates")
+        self.kind, self.options, self.threads = kind, options, 0
+        self._faiss = faiss_module()
+        self.vectors = vectors if kind in COMPRESSED else None
+        self.stored, self._data, self._index = index, data, _searchable(index, kind)
+        self.num_labels = int(index.ntotal)
+        self.dim = int(index.d) if vectors is None else vectors.shape[1]
+
+    @classmethod
+    def build(
+        cls, vectors_LD: Floats | Heads, kind: Kind = "flat", threads: int = 1, show: bool = False, **options: int
+    ) -> LabelIndex:
+        """Index label vectors.
+
+        Args:
+            vectors_LD: float32 [L, D], finite, or `Heads`, which compute rows on demand; a compressed kind keeps
+                them to score candidates.
+            kind: one of `KINDS`.
+            threads: threads that build the index, 0 for faiss's default; with more than one, an HNSW graph is not
+                reproducible.
+            show: print progress.
+            options: fields of `IndexOptions`.
+
+        Raises:
+            ValueError: there are no labels, a number is not finite, or the kind is unknown.
+            UnidecError: faiss is not installed.
+        """
+        vectors, settings = as_heads(vectors_LD), IndexOptions(**options)
+        if not all(vectors.shape):
+            raise ValueError(f"vectors_LD must hold at least one label and one dimension, got shape {vectors.shape}")
+        index = settings.empty(kind, vectors.shape[1], vectors.shape[0])
+        if kind == "hnsw":
+            index.hnsw.efConstruction, index.hnsw.efSearch = settings.build, settings.search
+        with faiss_threads(threads):
+            if not index.is_trained:
+                _train(index, kind, vectors)
+            size = _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE
+            num_labels, desc = vectors.shape[0], f"index {kind}"
+            with progress(total=num_labels, desc=desc, unit="label") if show else contextlib.nullcontext() as bar:
+                for rows in blocks(np.arange(num_labels), size):
+                    index.add(_checked_rows(vectors, rows, index.d))
+                    if bar is not None:
+                        bar.update(len(rows))
+        return cls(index, kind, settings, vectors)
+
+    def search(
+        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Labels | None = None
+    ) -> tuple[Floats, Labels]:
+        """The k labels with the largest inner product, best first; ties are ordered by label row.
+
+        With excluded labels, more than k are searched; again with more for queries that still have too few.
+
+        Args:
+            queries_BD: float32 [B, D], finite.
+            k: at least 1; may exceed L.
+            rescore: candidates per result that are scored exactly; 0: `options.rescore`.
+            excluded: int64, unique keys query * L + label of pairs that are not returned.
+
+        Returns:
+            scores float32 [B, K] and label rows int64 [B, K]; -inf and -1 where there is no result.
+        """
+        if excluded is None or not excluded.size:
+            return self._search(queries_BD, k, rescore)
+        num_excluded_B = np.bincount(excluded // self.num_labels, minlength=len(queries_BD))
+        scores_BK = np.full((len(queries_BD), k), -np.inf, dtype=np.float32)
+        rows_BK = np.full((len(queries_BD), k), -1, dtype=np.int64)
+        open_B = np.arange(len(queries_BD))
+        more = _FIRST_MORE
+        while len(open_B):
+            # the same width for all queries: results of an approximate search depend on it, not on other queries
+            width = max(k, min(k + more, self.num_labels))
+            scores, rows = self._search(queries_BD[open_B], width, rescore)
+            removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
+            scores[removed] = -np.inf
+            rows[removed] = -1
+            order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
+            rows_BK[open_B] = np.take_along_axis(rows, order, axis=1)
+            scores_BK[open_B] = np.take_along_axis(scores, order, axis=1)
+            is_short_B = (rows_BK[open_B] < 0).any(axis=1) & (num_excluded_B[open_B] > more)
+            open_B = open_B[is_short_B & (width < self.num_labels)]
+            more *= 8
+        return scores_BK, rows_BK
+
+    def _search(self, queries_BD: Floats, k: int, rescore: int) -> tuple[Floats, Labels]:
+        """As `search`, without exclusions."""
+        scores = np.full((len(queries_BD), k), -np.inf, dtype=np.float32)
+        labels = np.full((len(queries_BD), k), -1, dtype=np.int64)
+        num = num_results = min(k, self.num_labels)
+        if self.vectors is not None:
+            num = min(max(LEAST_CANDIDATES, (rescore or self.options.rescore) * num_results), self.num_labels)
+        score_BC, rows_BC = self._candidates(queries_BD, num)
+        if self.vectors is not None:
+            score_BC = self._exact_scores(queries_BD, rows_BC)
+        score_BC = np.where(rows_BC >= 0, score_BC, np.float32(-np.inf))
+        best_BK = np.lexsort((rows_BC, -score_BC), axis=1)[:, :num_results]
+        scores[:, :num_results] = np.take_along_axis(score_BC, best_BK, axis=1)
+        labels[:, :num_results] = np.take_along_axis(rows_BC, best_BK, axis=1)
+        return scores, labels
+
+    def _exact_scores(self, queries_BD: Floats, rows_BC: Labels) -> Floats:
+        """Inner products of each query with its candidates by the float32 vectors, [B, C]; any value where the row is
+        -1. Computed in blocks of at most `ROWS_AT_ONCE` pairs."""
+        assert self.vectors is not None
+        out_BC = np.empty(rows_BC.shape, dtype=np.float32)
+        columns = min(rows_BC.shape[1], ROWS_AT_ONCE)
+        step = max(1, ROWS_AT_ONCE // max(1, columns))
+        for start in range(0, len(rows_BC), step):
+            some = slice(start, start + step)
+            for first in range(0, rows_BC.shape[1], ROWS_AT_ONCE):
+                rows = rows_BC[some, first : first + ROWS_AT_ONCE].clip(0)
+                out_BC[some, first : first + ROWS_AT_ONCE] = self.vectors.scores(queries_BD[some], rows)
+        return out_BC
+
+    def _candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Labels]:
+        """First stage of a search: candidates, and their inner products with the stored vectors or codes.
+
+        Args:
+            queries_BD: float32 [B, D], finite. num: candidates, at least 1; capped at L.
+
+        Returns:
+            scores float32 [B, C] and label rows int64 [B, C], -1 for no candidate.
+        """
+        queries = np.asarray(queries_BD)
+        if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.dim:
+            expected = f"float32 of shape [B, {self.dim}], the width of the index"
+            raise ValueError(f"queries_BD must be {expected}, got {queries.dtype} of shape {queries.shape}")
+        if not np.isfinite(queries).all():
+            raise ValueError("queries_BD must be finite")
+        if num < 1:
+            raise ValueError(f"k must be at least 1, got {num}")
+        if num >= self.num_labels and self.vectors is not None:  # every label is a candidate
+            every = np.broadcast_to(np.arange(self.num_labels), (len(queries), self.num_labels))
+            return np.zeros(every.shape, dtype=np.float32), every
+        with faiss_threads(self.threads, self._faiss):
+            num = min(num, self.num_labels)
+            return self._index.search(_padded(queries, self._index.d), num, params=self._search_params(num))
+
+    def with_options(self, **changes: int) -> LabelIndex:
+        """The same index with another `search`, `probes` or `rescore`. Nothing is copied."""
+        other = copy.copy(self)
+        other.options = IndexOptions(**self.options.model_dump() | changes)
+        return other
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the index in faiss's format, atomically (`write_file`)."""
+        with write_file(path) as file:
+            try:
+                faiss_module().write_index(self.stored, file.name)
+            except RuntimeError as error:
+                raise OSError(errno.EIO, str(error)[-200:]) from error
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        num_labels: int,
+        dim: int,
+        kind: Kind = "flat",
+        options: IndexOptions | None = None,
+        vectors: Floats | Heads | None = None,
+    ) -> LabelIndex:
+        """Load an index, which must hold `num_labels` vectors of width `dim`.
+
+        The file is memory-mapped, and processes that load it share its pages (packed 4-bit codes are private memory).
+        `faiss_file.py` checks it, so that a malicious file can neither exhaust memory nor cause reads outside of it.
+        An index of an older bundle that stores each label in two lists is rebuilt.
+
+        Raises:
+            ArtifactError: the file is missing or damaged, or holds another kind or size of index.
+            ValueError: a compressed kind without `vectors`.
+            UnidecError: faiss is not installed.
+        """
+        options, rows = options or IndexOptions(), None if vectors is None else as_heads(vectors)
+        index, data = read_index_file(Path(path), options.empty(kind, dim, num_labels), num_labels)
+        if rows is not None and index.ntotal > num_labels:
+            return cls.build(rows, kind, **options.model_dump())
+        return cls(index, kind, options, rows, data)
+
+    def _search_params(self, num: int) -> Any:
+        """faiss search parameters; passed per search, because settings of the index are shared between threads."""
+        faiss = self._faiss
+        if self.kind == "hnsw":
+            return faiss.SearchParametersHNSW(efSearch=max(self.options.search, num))
+        if self.kind != "ivf-pq":
+            return None
+        lists = self._index.nlist
+        enough = -(-2 * num * lists // self.num_labels)  # lists that hold twice the candidates if equally long
+        return faiss.SearchParametersIVF(nprobe=min(lists, max(self.options.num_probes(lists), enough)))
+
+
+def _searchable(index: Any, kind: Kind) -> Any:
+    """The faiss index that searches: `index` itself, or for codes its fast-scan form. If there are many list centroids,
+    they are searched by codes too, and the nearest ones are compared exactly."""
+    faiss = faiss_module()
+    if kind == "pq":
+        return faiss.IndexPQFastScan(index)
+    if kind != "ivf-pq":
+        return index
+    packed = faiss.IndexIVFPQFastScan(index)
+    if index.nlist > FLAT_CENTROIDS and index.d % 2 == 0:
+        centroid_CD = faiss.downcast_index(index.quantizer).reconstruct_n(0, index.nlist)
+        codes = faiss.index_factory(index.d, f"PQ{index.d // 2}x4fs", faiss.METRIC_INNER_PRODUCT)
+        codes.pq.cp.niter = 4
+        codes.train(centroid_CD[:: max(1, len(centroid_CD) // 4096)])
+        codes.add(centroid_CD)
+        packed.quantizer = faiss.IndexRefine(codes, index.quantizer)
+        packed.referenced_objects = [codes, packed.quantizer]
+    return packed
+
+
+class ExactIndex:
+    """All labels, compared one by one in tiles (`model.search`), on the model's device: for tuning and evaluation.
+
+    Args:
+        vectors: the labels' vectors. device: where to compute; None: the CPU.
+    """
+
+    def __init__(self, vectors: Heads, device: Any = None) -> None:
+        self.vectors = vectors
+        self.device = device
+
+    def search(
+        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Labels | None = None
+    ) -> tuple[Floats, Labels]:
+        """As `LabelIndex.search`, but with at most L columns."""
+        from unidec.model.search import exact_search
+
+        num_labels = self.vectors.num_labels
+        exclude = None
+        if excluded is not None:
+            pairs = np.divmod(excluded, num_labels)
+            exclude = csr_matrix((np.ones(len(excluded), bool), pairs), shape=(len(queries_BD), num_labels))
+        scores_BK, labels_BK = exact_search(
+            queries_BD,
+            self.vectors.take(slice(None)),
+            min(k, num_labels),
+            exclude=exclude,
+            device=self.device,
+            desc="exact search",
+        )
+        order_BK = np.lexsort((labels_BK, -scores_BK), axis=1)
+        return np.take_along_axis(scores_BK, order_BK, axis=1), np.take_along_axis(labels_BK, order_BK, axis=1)
+
+
+def blocks(rows: Labels, size: int = ROWS_AT_ONCE) -> Iterator[Labels]:
+    """Slices of `size` rows; a single empty slice if there are no rows."""
+    for start in range(0, max(1, len(rows)), size):
+        yield rows[start : start + size]
+
+
+def _padded(array_PD: Floats, width: int) -> Floats:
+    """Zero-padded to `width` columns: float32 [P, width], contiguous."""
+    out = np.zeros((len(array_PD), width), dtype=np.float32)  # np.pad takes ten times as long
+    out[:, : array_PD.shape[1]] = array_PD
+    return out
+
+
+def _checked_rows(vectors: Heads, rows_P: Labels, width: int) -> Floats:
+    """Zero-padded rows float32 [P, width], contiguous; raises ValueError for a number that is not finite."""
+    array = vectors.take(rows_P)
+    if not (finite_P := np.isfinite(array).all(axis=1)).all():
+        raise ValueError(f"vectors_LD must be finite, row {rows_P[np.argmin(finite_P)]} is not")
+    return _padded(array, width)
+
+
+def _train(index: Any, kind: Kind, vectors: Heads) -> None:
+    """Train the centroids on a sample of the rows; the sample is the same for each build."""
+    num_labels = vectors.shape[0]
+    num_rows = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind == "ivf-pq" else 0)
+    rows = np.arange(num_labels)
+    if num_rows < num_labels:
+        rows = np.sort(np.random.default_rng(0).choice(num_labels, num_rows, replace=False))
+    sample = _checked_rows(vectors, rows, index.d)
+    if len(sample) < _CODES:
+        sample = np.resize(sample, (_CODES, index.d))  # faiss requires a row for each centroid
+    index.pq.cp.niter, index.pq.cp.min_points_per_centroid = _ROUNDS, 1
+    if kind == "ivf-pq":
+        index.cp.niter, index.cp.min_points_per_centroid = _ROUNDS, 1
+        if index.nlist > FLAT_CENTROIDS:  # two-level k-means
+            from faiss.contrib.clustering import two_level_clustering
+
+            num_clusters = round(index.nlist**0.5)
+            settings = {"clustering_niter": _ROUNDS, "spherical": True, "min_points_per_centroid": 1}
+            index.quantizer.add(two_level_clustering(sample, num_clusters, index.nlist, **settings)[0])
+    index.train(sample)
+
+
+def recall(approx_NK: Labels, exact_NK: Labels) -> float:
+    """Share of the exact results that the approximate search found, over all queries, 0 to 1; 1 without any results.
+
+    Both arguments are label rows, -1 for no result; K may differ between them."""
+    num_results = int((exact_NK >= 0).sum())
+    if not num_results:
+        return 1.0
+    span = int(max(exact_NK.max(), approx_NK.max())) + 1
+    rows = np.arange(len(exact_NK), dtype=np.int64)[:, None] * span
+    hit_NK = np.isin(approx_NK + rows, (exact_NK + rows)[exact_NK >= 0]) & (approx_NK >= 0)
+    return float(hit_NK.sum() / num_results)
