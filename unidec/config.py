@@ -22,11 +22,9 @@ from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.addresses import without_credentials
 from unidec.errors import ConfigError
-from unidec.params import Params
+from unidec.params import Params, leaves, nested
 from unidec.sections import Section
 
-OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
-"""Sections that do not affect the model; a bundle does not store them."""
 _PATTERNS = {  # of unidec/sections.py, in words
     r"^\S(.*\S)?$": "one line that neither begins nor ends with a blank",
     r"^\w([\w. -]*\w)?$": "letters, digits and _, between them also . - and blanks, as in team-unidec",
@@ -113,15 +111,6 @@ def nearest(name: str, names: list[str]) -> str | None:
     by_lower = {known.lower(): known for known in names}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
-
-
-def leaves(params: Section) -> Iterator[tuple[str, Any]]:
-    """All parameters as (`section.key`, value), in the order of `Params`."""
-    for name, value in params:
-        if isinstance(value, Section):
-            yield from ((f"{name}.{key}", leaf) for key, leaf in value)
-        else:
-            yield name, value
 
 
 def known_keys() -> list[str]:
@@ -279,15 +268,6 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             given[name] = value
     return given
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
-    nested_values: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (nested_values.setdefault(section, {}) if section else nested_values)[name] = value
-    return nested_values
 
 
 def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, str]:

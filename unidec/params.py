@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from pydantic.fields import FieldInfo
 
 from unidec import sections
-from unidec.sections import Conflict, Section, key
+from unidec.sections import Conflict, Result, Section, key
 
 _NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}  # no hard negatives, no propensities
 
@@ -22,7 +25,7 @@ class TrainingSettings:
     Attributes:
         propensity: constants A and B of the inverse propensities.
         keep: `warm.keep`.
-        everything: all parameters as plain values, stored in the model's file and in the run's identity.
+        everything: all parameters that decide a result, as `recorded` for the model's file and the run's identity.
     """
 
     seed: int
@@ -42,7 +45,7 @@ class Params(Section):
     """All of params.yaml."""
 
     recipe: str | None = key(None, "name of a shipped recipe (unidec/recipes); keys set here override it")
-    seed: sections.Seed = key(0, "random seed of training")
+    seed: sections.Seed = key(0, "random seed of training", "training", "index")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to train; auto: a GPU if there is one")
     data: sections.Data = sections.Data()
     raw: sections.RawBounds = sections.RawBounds()
@@ -69,9 +72,11 @@ class Params(Section):
         """The parameters that training reads."""
         names = ("seed", "device", "encoder", "model", "pool", "loss", "optim", "run")
         return TrainingSettings(
-            **{name: getattr(self, name) for name in names}, keep=self.warm.keep, everything=self.model_dump(),
+            **{name: getattr(self, name) for name in names},
             propensity=(self.data.propensity_a, self.data.propensity_b),
-        )  # fmt: skip
+            keep=self.warm.keep,
+            everything=recorded(self.model_dump()),
+        )
 
     @property
     def reads_label_graph(self) -> bool:
@@ -209,3 +214,72 @@ class Params(Section):
         if self.retrain.start == "warm" and self.encoder.start:
             what = "training cannot start from two models, the champion and encoder.start"
             yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')
+
+
+RESULTS: tuple[Result, ...] = ("data", "tokens", "training", "index", "evaluation")
+"""Results that a model and its figures consist of; their parameters are stored with them."""
+
+
+@functools.cache
+def what_decides() -> dict[str, tuple[Result, ...]]:
+    """The results that each parameter decides, by key path in the order of `Params`."""
+    decides = {}
+    for name, field in Params.model_fields.items():
+        if isinstance(field.default, Section):
+            section = type(field.default)
+            for inner, inner_field in section.model_fields.items():
+                decides[f"{name}.{inner}"] = _decided(inner_field, section)
+        else:
+            decides[name] = _decided(field, Params)
+    return decides
+
+
+def _decided(field: FieldInfo, section: type[Section]) -> tuple[Result, ...]:
+    own = field.json_schema_extra  # of `key`
+    return tuple(cast("list[Result]", own["decides"])) if isinstance(own, dict) else section.decides
+
+
+def keys_deciding(*results: Result, warm: bool = False) -> list[str]:
+    """Key paths of the parameters that decide at least one of these results.
+
+    Args:
+        warm: include those of section `warm`, which apply only if training starts from an earlier model.
+    """
+    found = [key for key, decided in what_decides().items() if not set(decided).isdisjoint(results)]
+    return [key for key in found if warm or not key.startswith("warm.")]
+
+
+def leaves(params: Section) -> Iterator[tuple[str, Any]]:
+    """All parameters as (`section.key`, value), in the order of `Params`."""
+    for name, value in params:
+        if isinstance(value, Section):
+            yield from ((f"{name}.{inner}", leaf) for inner, leaf in value)
+        else:
+            yield name, value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
+    nested_values: dict[str, Any] = {}
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        (nested_values.setdefault(section, {}) if section else nested_values)[name] = value
+    return nested_values
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return dict(leaves(Params()))
+
+
+def value_at(values: Mapping[str, Any], path: str) -> Any:
+    """The value at a key path in plain values by section; its default if an older version wrote no such key."""
+    section, _, name = path.rpartition(".")
+    place = values.get(section, {}) if section else values
+    return place.get(name, _defaults()[path])
+
+
+def recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all parameters, as plain values by section, the recipe's name and those that decide a result."""
+    keys = ["recipe", *keys_deciding(*RESULTS, warm=True)]
+    return nested({key: value_at(values, key) for key in keys})

@@ -1,4 +1,5 @@
-"""The sections of params.yaml: each parameter with its type, bounds, default and description, and conflicts of values.
+"""The sections of params.yaml: each parameter with its type, bounds, default, description, the results that it decides,
+and conflicts of values.
 
 `unidec.config` reads a parameter file into these classes; all other code takes one section or plain arguments.
 """
@@ -6,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -23,6 +24,9 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Severity = Literal["error", "warn", "off"]
 Mining = Literal["exact", "faiss"]
 LossName = Literal["ds", "supcon", "infonce", "triplet", "bce", "hinge", "softtopk"]
+Result = Literal["data", "checks", "tokens", "training", "index", "evaluation", "operation"]
+"""What a parameter decides, in the order of the pipeline: the data set, whether its checks pass, the token caches, the
+trained model, the bundle, the metrics; or only where and how something runs ("operation")."""
 
 
 def _known_metric(name: str) -> str:
@@ -48,9 +52,9 @@ def _not_removed(kind: object) -> object:
 IndexKind = Annotated[Literal["flat", "pq", "hnsw", "ivf-pq"], BeforeValidator(_not_removed)]
 
 
-def key(default: Any, description: str) -> Any:
-    """A parameter's default and its description."""
-    return Field(default, description=description)
+def key(default: Any, description: str, *decides: Result) -> Any:
+    """A parameter's default, its description and the results that it decides, if not those of its section."""
+    return Field(default, description=description, json_schema_extra={"decides": list(decides)} if decides else None)
 
 
 class Conflict(NamedTuple):
@@ -67,7 +71,14 @@ class Conflict(NamedTuple):
 
 
 class Section(BaseModel):
-    """A frozen group of parameters that rejects unknown keys."""
+    """A frozen group of parameters that rejects unknown keys.
+
+    Attributes:
+        decides: the first results that these parameters decide, unless a key says otherwise; what is made from them
+            follows.
+    """
+
+    decides: ClassVar[tuple[Result, ...]] = ("operation",)
 
     # strict: "3" is not accepted as a number, nor true as a count, so that a typing error is reported
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
@@ -80,14 +91,18 @@ class Section(BaseModel):
 class Data(Section):
     """Location of the raw data, and how queries are split."""
 
-    path: str = key("data/raw/lf-debian", "folder with the raw files")
+    decides: ClassVar[tuple[Result, ...]] = ("data",)
+
+    path: str = key("data/raw/lf-debian", "folder with the raw files", "operation")  # the files decide, not their place
     format: Literal["auto", "xmc-json", "xmc-text", "pecos", "beir", "tables"] = key(
         "auto", "layout of the raw files (docs/data.md); auto: recognised by the file names"
     )
     validation_share: Annotated[float, Field(ge=0, lt=0.5)] = key(
         0.05, "share of the training queries held out for validation, if the data has no validation split"
     )
-    validation_sample: CountOrZero = key(0, "training queries to compute metrics on if there is no validation split")
+    validation_sample: CountOrZero = key(
+        0, "training queries to compute metrics on if there is no validation split", "evaluation"
+    )
     test_share: Annotated[float, Field(ge=0, lt=0.9)] = key(0.2, "share of queries to test on, if no split is given")
     split_seed: Seed = key(0, "random seed of the validation and test splits")
     propensity_a: Positive = key(0.55, "constant A of the inverse propensities (Jain et al. 2016), set per data set")
@@ -97,7 +112,9 @@ class Data(Section):
 class RawBounds(Section):
     """Limits of raw files and other tables, and how quotes in them are read."""
 
-    quotes: Literal["auto", "yes", "no"] = key("auto", "quotes enclose fields of .csv and .tsv files (docs/data.md)")
+    quotes: Literal["auto", "yes", "no"] = key(
+        "auto", "quotes enclose fields of .csv and .tsv files (docs/data.md)", "data"
+    )
     max_row_bytes: Annotated[int, Field(ge=1000, le=2**30)] = key(16 << 20, "maximum bytes per line or CSV row")
     max_text_chars: Count = key(1_000_000, "maximum characters per title or content")
     max_unpack_ratio: Count = key(50, "maximum unpacked size as a multiple of the file's size; 64 MB always allowed")
@@ -105,6 +122,8 @@ class RawBounds(Section):
 
 class Validation(Section):
     """Checks of the data: the allowed share of such rows; a larger one is an error (no training), a warning, or off."""
+
+    decides: ClassVar[tuple[Result, ...]] = ("checks",)
 
     empty_texts: Share = key(0.01, "allowed share of queries, and of labels, with an empty text")
     empty_texts_severity: Severity = key("error", "severity of a larger share")
@@ -125,12 +144,16 @@ class Validation(Section):
 class Tokens(Section):
     """How texts become token ids."""
 
+    decides: ClassVar[tuple[Result, ...]] = ("checks", "tokens")
+
     text: Literal["title", "title+content"] = key("title", "fields of each query and label that the model reads")
     max_length: Annotated[int, Field(ge=3, le=512)] = key(32, "maximum tokens per text, including special tokens")
 
 
 class LabelGraph(Section):
     """The label graph: soft targets for label texts that serve as training queries (Gandalf)."""
+
+    decides: ClassVar[tuple[Result, ...]] = ("training",)
 
     kind: Literal["cooccurrence", "random-walk", "glas", "self"] = key(
         "cooccurrence", "soft targets by shared queries, by random walks, symmetric (GLaS), or the label itself only"
@@ -144,16 +167,29 @@ class Encoder(Section):
     """Text -> vector: a transformer, a bag of tokens (a weighted sum of their embeddings), both concatenated, or
     convolutions over token embeddings (InceptionXML)."""
 
-    name: str = key("all-MiniLM-L6-v2", "transformer: an alias, a local folder or a name on the Hugging Face hub")
+    decides: ClassVar[tuple[Result, ...]] = ("training",)
+
+    name: str = key(
+        "all-MiniLM-L6-v2",
+        "transformer: an alias, a local folder or a name on the Hugging Face hub",
+        "checks",
+        "tokens",
+        "training",
+    )
     kind: Literal["transformer", "bag", "both", "inception"] = key(
-        "both", "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's convolutions"
+        "both",
+        "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's convolutions",
+        "checks",
+        "training",
     )
     pooling: Literal["mean", "cls"] = key("mean", "pooling of the transformer's token vectors")
     trainable_layers: Annotated[int, Field(ge=-1)] = key(0, "top transformer layers to train; 0: none; -1: everything")
     bag_dropout: Share = key(0.0, "share of a text's tokens dropped from the bag during training")
     bag_words: Annotated[int, Field(ge=0, le=2**24)] = key(0, "embedding rows for hashed multi-token words; 0: none")
     bag_head: CountOrZero = key(0, "first tokens of a text (its title) that are also summed separately; 0: none")
-    transformer_tokens: CountOrZero = key(0, "number of first tokens of a text that the transformer reads; 0: all")
+    transformer_tokens: CountOrZero = key(
+        0, "number of first tokens of a text that the transformer reads; 0: all", "checks", "training"
+    )
     inception_tokens: Annotated[int, Field(ge=1, le=512)] = key(16, "first tokens of a text that inception reads")
     dropout: BelowOne = key(0.0, "dropout of the encoder's output")
     residual: bool = key(False, "add a trained residual network on top of a bag or a frozen transformer")
@@ -190,6 +226,8 @@ class Encoder(Section):
 
 class Model(Section):
     """The heads (dual encoder, classifier) and the table of classifier rows, one row per label."""
+
+    decides: ClassVar[tuple[Result, ...]] = ("training",)
 
     heads: Literal["both", "de", "clf"] = key("both", "heads to train: dual encoder, classifier, or both (UniDEC)")
     projection: bool = key(True, "each head is a trained layer over the encoder's vector; false: that vector itself")
@@ -228,6 +266,8 @@ class Model(Section):
 class Pool(Section):
     """Batches of queries, and the pool: the labels on which the loss of a batch is computed."""
 
+    decides: ClassVar[tuple[Result, ...]] = ("training",)
+
     batches: Literal["clustered", "random"] = key("clustered", "batches of similar queries, or of random ones")
     batch_size: Count = key(512, "queries per batch; clustered batches have N / 2^depth of the N training queries")
     batch_fit: Literal["most", "least"] = key("most", "pool.batch_size is an upper or (published code) a lower limit")
@@ -261,6 +301,8 @@ class Pool(Section):
 class Loss(Section):
     """Losses of both heads on the pool, and how they are combined and weighted."""
 
+    decides: ClassVar[tuple[Result, ...]] = ("training",)
+
     reduction: Literal["psl", "psl-sum", "pal-n", "pol"] = key(
         "psl",
         "how the losses of a query's positives combine: mean over those in the pool, their sum, sum divided by the "
@@ -288,6 +330,8 @@ class Loss(Section):
 
 class Optim(Section):
     """Optimisers, learning rates and stopping."""
+
+    decides: ClassVar[tuple[Result, ...]] = ("training",)
 
     epochs: Count = key(20, "passes over the training queries")
     lr_encoder: Positive = key(1e-4, "learning rate of the transformer")
@@ -323,6 +367,8 @@ class Optim(Section):
 
 class Index(Section):
     """The label index, and how the scores of both heads are combined."""
+
+    decides: ClassVar[tuple[Result, ...]] = ("index",)
 
     kind: IndexKind = key("flat", "kind of faiss index (flat: exact); `unidec index tune` measures recall and speed")
     space: Literal["both", "de", "clf"] = key("both", "which head's vectors are searched")
@@ -393,6 +439,8 @@ class Source(Section):
 
 class Warm(Section):
     """A training that starts from an earlier model, named in data/start.json."""
+
+    decides: ClassVar[tuple[Result, ...]] = ("training",)
 
     epochs: Count = key(4, "passes over the training queries, instead of optim.epochs")
     lr_scale: Positive = key(0.7, "factor for every learning rate")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from unidec.config import OPERATIONS, load_params
+from unidec.config import load_params
+from unidec.params import recorded
 from unidec.tracking.provenance import artifact_tags, code_tags, dvc_hash, md5_of, uncommitted
 
 
@@ -54,8 +55,8 @@ def write_lock(folder: Path, outs: dict[str, str], raw: dict[str, str]) -> None:
 
 
 def made_with(project: Path) -> dict[str, Any]:
-    """What index writes into a bundle: all parameters but those of operations."""
-    return load_params(project / "params.yaml").model_dump(exclude=set(OPERATIONS))
+    """What index writes into a bundle: the parameters that decide a result."""
+    return recorded(load_params(project / "params.yaml").model_dump())
 
 
 def test_only_what_decides_a_model_makes_it_dirty(project: Path) -> None:
@@ -81,12 +82,13 @@ def test_parameters_count_by_value_with_their_recipe(project: Path) -> None:
     assert uncommitted(code_tags(project, made_with=made_with(project)), project) == ["params.yaml"]
     write(project / "params.yaml", "recipe: depsl\noptim: {epochs: 5}\n")
     assert uncommitted(code_tags(project, made_with=made_with(project)), project) == ["params.yaml"]
-    # a trial works in a folder of its own, with absolute paths to the project's data
+    # a trial works in a folder of its own, with absolute paths to the project's models
     trial = project / "runs/own/abc"
     trial.mkdir(parents=True)
-    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\n")
+    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\nencoder: {start: outputs/first}\n")
+    commit(project)
     params = made_with(project)
-    params["data"]["path"] = str(project / params["data"]["path"])
+    params["encoder"]["start"] = str(project / params["encoder"]["start"])
     assert code_tags(trial, made_with=params)["git.dirty"] == "false"
     params["optim"]["epochs"] = 6
     assert uncommitted(code_tags(trial, made_with=params), project) == ["params.yaml"]

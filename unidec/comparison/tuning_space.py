@@ -10,9 +10,9 @@ from typing import Any
 
 from unidec.config import Params, ParamsError, build_params, describe, leaves, problem, read_yaml, short
 from unidec.errors import ConfigError
+from unidec.params import keys_deciding, what_decides
 
-SECTIONS = ("encoder", "label_graph", "loss", "model", "optim", "pool")
-"""Sections that affect a training on one data set and its tokens; `encoder.name` would require other tokens."""
+_FIXED = {"data", "tokens", "index"}  # results that all trials share, or that a trial does not make
 
 
 def import_optuna() -> Any:
@@ -70,8 +70,10 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
 def _distribution(key: str, entry: Any, takes: str) -> Any:
     """The distribution of a key; a ValueError describes what would be valid."""
     kinds = import_optuna().distributions
-    if key.partition(".")[0] not in SECTIONS or key == "encoder.name":
-        raise ValueError(f"a key of {', '.join(SECTIONS)} that needs no other tokens")
+    tunable = [name for name in keys_deciding("training") if _FIXED.isdisjoint(what_decides()[name])]
+    if key not in tunable:
+        sections = sorted({name.partition(".")[0] for name in tunable})
+        raise ValueError(f"a key of {', '.join(sections)} that needs no other tokens")
     if isinstance(entry, list):
         return kinds.CategoricalDistribution(entry)
     numbers = {"number", "integer"} & set(takes.split())

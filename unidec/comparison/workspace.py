@@ -27,6 +27,7 @@ from unidec.comparison.plan import START, ComparisonFile, Job, Planner, flat, re
 from unidec.config import Params, fingerprint
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
+from unidec.params import keys_deciding
 from unidec.version import PACKAGE
 
 ROOT = Path("runs/compare")
@@ -45,9 +46,7 @@ TRAINING = (
     "evaluation/metrics.py",
 )
 PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/baselines.py")
-# ... and which parameters; the data set has a key of its own
-_DECIDES = [name for name in Params.model_fields if name not in ("run", "tracking", "device", "data", "recipe")]
-_PEERS_TAKE = ["seed", "encoder", "optim.epochs", "pool.batch_size"]
+_PEERS_TAKE = ["seed", "encoder", "optim.epochs", "pool.batch_size"]  # parameters that a peer reads, besides its data
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,9 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
     needed = {job.needs for job in jobs.values()}
     for job in jobs.values():
         data, before = _data_step(job, root), steps.get(job.needs)
-        decides = _PEERS_TAKE if job.kind == "peer" else _DECIDES
-        key = _digest([fingerprint(job.params, *decides), job.kind, job.peer, data.key, before and before.key])
+        # the data set has a key of its own
+        keys = _PEERS_TAKE if job.kind == "peer" else keys_deciding("training", "index", "evaluation")
+        key = _digest([fingerprint(job.params, *keys), job.kind, job.peer, data.key, before and before.key])
         folder = root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{key[:8]}"
         links = {f"data/{name}": data.folder / "data" / name for name in ("dataset", "tokens", "propensity")}
         links["data/cache"] = root / "shared" / "cache"
@@ -192,8 +192,7 @@ def _data_step(job: Job, root: Path) -> Step:
 
     Its key hashes raw files, slice, split, texts and tokenizer. Like a run, it is rebuilt if the code has changed.
     """
-    section = job.params.data.model_copy(update={"path": ""})
-    params = fingerprint(job.params.model_copy(update={"data": section}), "data", "tokens", "encoder.name")
+    params = fingerprint(job.params, *keys_deciding("data", "tokens"))
     key = _digest([params, job.entry.train, job.entry.test, raw_sha256(str(Path(job.entry.path).resolve()))])
     spec = {
         "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,

@@ -12,13 +12,14 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from unidec.config import OPERATIONS, Params
+from unidec.config import Params
 from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
 from unidec.methods.assembly import load_model
 from unidec.model.unidec import UniDEC
+from unidec.params import recorded
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
 from unidec.retrieval.bundle import Bundle
@@ -121,7 +122,7 @@ def index(params: Params) -> Indexed:
         Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration),
         Facts(
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
-            params.model_dump(exclude=set(OPERATIONS)), card,
+            recorded(params.model_dump()), card,
         ),
         voters,
     )  # fmt: skip

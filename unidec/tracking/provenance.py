@@ -14,9 +14,10 @@ from typing import Any
 
 import yaml
 
-from unidec.config import OPERATIONS, load_params
+from unidec.config import load_params
 from unidec.data.storage import file_sha256
 from unidec.errors import ConfigError
+from unidec.params import RESULTS, keys_deciding, value_at
 from unidec.tracking.repository import GitError, ask, git, head, is_inside
 from unidec.tracking.store import user
 from unidec.version import __version__
@@ -151,8 +152,8 @@ def _committed_sha256(project: Path, commit: str) -> str:
 
 
 def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
-    """sha256 (hex) of the values of all parameters that affect a model; paths in the project relative to it."""
-    values = {name: section for name, section in params.items() if name not in (*OPERATIONS, "recipe", "run")}
+    """sha256 (hex) of the values of all parameters that decide a result; paths in the project relative to it."""
+    values = {key: value_at(params, key) for key in keys_deciding(*RESULTS, warm=True)}
     text = json.dumps(values, sort_keys=True).replace(f"{project}{os.sep}", "")  # a trial's paths are absolute
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -21,10 +21,9 @@ from unidec.data.storage import file_sha256, files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
+from unidec.params import keys_deciding, value_at
 from unidec.version import PACKAGE
 
-# sections that affect the trained model; the others decide where it runs and how it is evaluated or served
-SECTIONS = ("seed", "tokens", "encoder", "model", "pool", "loss", "optim")
 _NO_PARAMETERS = ("data", "tokens.queries", "tokens.labels", "label_graph", "tokenizer", "code", "start")
 
 
@@ -39,7 +38,7 @@ def run_identity(
     """The identity of a run: everything that affects the trained model.
 
     Args:
-        parameters: all parameters, as plain values by section.
+        parameters: those that decide a result or all, as plain values by section.
         start: hash of the bundle from which a warm start begins.
 
     Returns:
@@ -49,16 +48,17 @@ def run_identity(
     Raises:
         ArtifactError: there is no model at `encoder.start`.
     """
-    pool, reads_graph = parameters["pool"], parameters["pool"]["gandalf"] or parameters["model"]["clf_graph"]
-    deciding = {name: parameters[name] for name in (*SECTIONS, *(["label_graph"] if reads_graph else []))}
+    pool = parameters["pool"]
+    reads_graph = pool["gandalf"] or parameters["model"]["clf_graph"]
+    keys = keys_deciding("tokens", "training")
+    if not reads_graph:
+        keys = [key for key in keys if not key.startswith("label_graph.")]
     if parameters["loss"]["weights"] == "propensity" or pool["positives"] == "tail":
-        deciding["data"] = {key: parameters["data"][key] for key in ("propensity_a", "propensity_b")}
-    identity = {"seed": json.dumps(deciding.pop("seed"))}
-    for name, section in deciding.items():
-        identity |= {f"{name}.{key}": json.dumps(value) for key, value in section.items()}
+        keys += ["data.propensity_a", "data.propensity_b"]
+    identity = {key: json.dumps(value_at(parameters, key)) for key in keys}
     if parameters["encoder"]["start"]:  # the hash of its content replaces the path
         identity["encoder.start"] = start_sha256(parameters["encoder"]["start"])
-    if start is not None:
+    if start is not None:  # the other keys of `warm` are in `optim` already
         identity |= {"start": start, "warm.keep": json.dumps(parameters["warm"]["keep"])}
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
