@@ -5,7 +5,6 @@ The run's folder is named by it, every checkpoint contains it, and a run resumes
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -15,14 +14,14 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from unidec.code import code_sha256
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import file_sha256, files_sha256, read_manifest
+from unidec.data.storage import files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
 from unidec.params import keys_deciding, value_at
-from unidec.version import PACKAGE
 
 _NO_PARAMETERS = ("data", "tokens.queries", "tokens.labels", "label_graph", "tokenizer", "code", "start")
 
@@ -65,7 +64,7 @@ def run_identity(
         files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]
         identity[f"tokens.{name}"] = files_sha256({name: entry["sha256"] for name, entry in files.items()})
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
-    identity["code"] = code_sha256()
+    identity["code"] = code_sha256("training")
     if reads_graph and label_graph is not None:
         digest = hashlib.sha256()
         for array in (label_graph.indptr, label_graph.indices, label_graph.data):
@@ -73,14 +72,6 @@ def run_identity(
             digest.update(np.ascontiguousarray(array).data)
         identity["label_graph"] = digest.hexdigest()
     return identity
-
-
-@functools.cache  # the code that this process runs, even if a file is edited meanwhile
-def code_sha256() -> str:
-    """sha256 of the modules `unidec.model`, `unidec.methods` and `unidec.training`."""
-    folders = [PACKAGE / name for name in ("model", "methods", "training")]
-    files = [file for folder in folders for file in folder.rglob("*.py")]
-    return files_sha256({file.relative_to(PACKAGE).as_posix(): file_sha256(file) for file in files})
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
