@@ -41,8 +41,8 @@ from measure import MIB, machine
 from served import Served
 from serving_memory import measure_memory
 
+from unidec.config import Serve
 from unidec.data.storage import write_json
-from unidec.sections import Serve
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

@@ -18,13 +18,13 @@ def make_bundle(folder: Path, num_labels: int, dim: int) -> Path:
     """A bundle with a bag of tokens and random unit vectors; memory does not depend on what they say."""
     import torch
 
+    from unidec.config import Encoder, Model
     from unidec.data.storage import write_folder
     from unidec.model.sources import resolve_encoder
     from unidec.model.unidec import UniDEC
     from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
     from unidec.retrieval.scoring_space import LabelRows
-    from unidec.sections import Encoder, Model
 
     rng = np.random.default_rng(0)
     torch.manual_seed(0)

@@ -77,7 +77,7 @@ def serve(mode: str, port: int) -> None:
     """The child: a server whose model answers at once."""
     import uvicorn
 
-    from unidec.sections import Serve
+    from unidec.config import Serve
     from unidec.serving.app import create_app
     from unidec.serving.engine import Service
     from unidec.serving.run import SWITCH_SECONDS, server_options

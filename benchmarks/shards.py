@@ -40,13 +40,13 @@ def make_bundle(folder: Path) -> None:
     """An untrained bundle of the data set's labels."""
     import torch
 
+    from unidec.config import Encoder, Model
     from unidec.data.tokens import encode_texts
     from unidec.model.sources import resolve_encoder
     from unidec.model.unidec import UniDEC
     from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
     from unidec.retrieval.scoring_space import LabelRows
-    from unidec.sections import Encoder, Model
 
     dataset = XMCDataset.open(DATASET)
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ from prefect.futures import as_completed
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from flows import lifecycle
+from unidec.config import RawBounds
 from unidec.cores import num_threads
 from unidec.data.shards import Work, alone, shards_folder
 from unidec.errors import ConfigError, TrainingError, UnidecError
@@ -39,7 +40,6 @@ from unidec.pipeline.parent_watch import watch
 from unidec.pipeline.paths import BUNDLES
 from unidec.progress import progress
 from unidec.retrieval import predict_file
-from unidec.sections import RawBounds
 from unidec.tracking.fetch import fetch_bundle
 
 VARIABLE = "UNIDEC_RUNNER"

@@ -25,10 +25,9 @@ from flows import lifecycle
 from unidec import pipeline
 from unidec.addresses import without_credentials
 from unidec.cli.init import matches_git
-from unidec.config import Params
+from unidec.config import Params, Source
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.pipeline import paths
-from unidec.sections import Source
 from unidec.tracking.repository import is_inside
 
 MODEL_STAGES = ("train", "index", "evaluate")

@@ -14,7 +14,7 @@ from typing import Any
 from unidec.version import PACKAGE
 
 DECIDED_BY: dict[str, tuple[str, ...]] = {
-    # results of the pipeline, as parameters name them (`unidec.sections.Result`)
+    # results of the pipeline, as parameters name them (`unidec.config.Result`)
     "data": ("data",),
     "checks": ("validation",),
     "tokens": ("data/tokens.py",),

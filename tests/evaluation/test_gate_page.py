@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from html_page import Page
 
+from unidec.config import Gate
 from unidec.evaluation.page import render
 from unidec.pipeline.gating import resource_checks
 from unidec.retrieval.probe import Probe
-from unidec.sections import Gate
 
 HOSTILE = "<script>alert('x')</script>"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from unidec.config import RawBounds
 from unidec.data.formats import read_raw
 from unidec.data.table_file import read_rows
 from unidec.errors import DataError
 from unidec.retrieval.text_file import read_texts
-from unidec.sections import RawBounds
 
 MOST = 10**9
 CHILD = """

@@ -44,13 +44,13 @@ def place(helper, tmp_path_factory) -> Path:
     import torch
     from label_vectors import label_vectors
 
+    from unidec.config import Encoder, Model
     from unidec.data.storage import write_folder
     from unidec.data.tokens import encode_texts
     from unidec.model.unidec import UniDEC
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
-    from unidec.sections import Encoder, Model
 
     root = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)

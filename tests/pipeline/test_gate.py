@@ -19,12 +19,12 @@ import pyarrow as pa
 import pytest
 
 from unidec import pipeline
+from unidec.config import Validation
 from unidec.data.dataset import XMCDataset
 from unidec.errors import ArtifactError, ConfigError, Refused
 from unidec.pipeline import gating
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.probe import Probe
-from unidec.sections import Validation
 from unidec.tracking.provenance import code_tags
 
 

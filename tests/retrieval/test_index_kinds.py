@@ -10,7 +10,7 @@ import pytest
 from label_vectors import label_vectors
 from tiny_bundle import recall_with_ties
 
-from unidec.config import load_params
+from unidec.config import Index, load_params
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.faiss_library import faiss_module
 from unidec.retrieval.index import (
@@ -22,7 +22,6 @@ from unidec.retrieval.index import (
     recall,
 )
 from unidec.retrieval.scoring_space import LabelRows, as_rows, query_vectors, unit_rows
-from unidec.sections import Index
 
 pytest.importorskip("faiss")
 

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_bundle as tiny
 
+from unidec.config import RawBounds
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.label_change import MOST_SHOWN, LabelChange, LabelText, estimated_rows, read_labels
 from unidec.retrieval.scoring_space import unit_rows
-from unidec.sections import RawBounds
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from unidec.config import RawBounds
 from unidec.errors import DataError
 from unidec.retrieval.text_file import read_window
-from unidec.sections import RawBounds
 
 TEXTS, LABELS = ["red car", "a, b\nc", "zwei größer"], [["L1", "L2"], [], ["L3"]]
 ROWS = [{"query": text, "labels": labels} for text, labels in zip(TEXTS, LABELS, strict=True)]

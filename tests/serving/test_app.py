@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from unidec.config import Serve
 from unidec.retrieval.calibration import Calibration
-from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.engine import Engine, Service
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pytest
 
 import unidec.retrieval.answer  # noqa: F401  its imports take seconds: not within a time limit
+from unidec.config import Serve
 from unidec.data.storage import write_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.retrieval.probe import NUM_TITLES, Probe, known_texts
-from unidec.sections import Serve
 from unidec.serving import follow
 from unidec.serving.engine import Engine as RealEngine
 from unidec.serving.engine import Identity, Service

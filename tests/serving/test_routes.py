@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from unidec.config import Serve
 from unidec.retrieval.text_file import read_window
-from unidec.sections import Serve
 from unidec.serving.engine import Service
 
 

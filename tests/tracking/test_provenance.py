@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from unidec.config import load_params
-from unidec.params import recorded
+from unidec.config import load_params, recorded
 from unidec.tracking.provenance import artifact_tags, code_tags, dvc_hash, md5_of, uncommitted
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from unidec.config import load_params
-from unidec.params import recorded
+from unidec.config import load_params, recorded
 from unidec.tracking.provenance import code_tags
 from unidec.tracking.restore import restore_point
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from unidec.config import keys_deciding, what_decides
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError
-from unidec.params import keys_deciding, what_decides
 from unidec.training.identity import check_same, differences, run_identity
 
 HASH, OTHER = "a" * 64, "b" * 64

@@ -19,8 +19,11 @@ from pydantic_core import ErrorDetails
 
 from unidec.comparison.peers import PEERS
 from unidec.config import (
+    Count,
     Params,
     ParamsError,
+    Section,
+    Seed,
     build_params,
     leaves,
     nearest,
@@ -31,7 +34,6 @@ from unidec.config import (
     valid_values,
 )
 from unidec.errors import ConfigError
-from unidec.sections import Count, Section, Seed
 
 log = logging.getLogger(__name__)
 

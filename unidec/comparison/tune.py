@@ -27,13 +27,12 @@ from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step
 from unidec.comparison.plan import DataEntry, Job
 from unidec.comparison.tuning_space import holds, import_optuna, read_space
 from unidec.comparison.workspace import Step, steps_of
-from unidec.config import Params, build_params, fingerprint, leaves, nearest, to_yaml
+from unidec.config import Params, build_params, fingerprint, keys_deciding, leaves, nearest, to_yaml
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
 from unidec.interrupt import signals_raise, stop_signals
 from unidec.metric_names import metric_names
-from unidec.params import keys_deciding
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
 from unidec.progress import Progress, progress

@@ -8,9 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unidec.config import Params, ParamsError, build_params, describe, leaves, problem, read_yaml, short
+from unidec.config import (
+    Params,
+    ParamsError,
+    build_params,
+    describe,
+    keys_deciding,
+    leaves,
+    problem,
+    read_yaml,
+    short,
+    what_decides,
+)
 from unidec.errors import ConfigError
-from unidec.params import keys_deciding, what_decides
 
 _FIXED = {"data", "tokens", "index"}  # results that all trials share, or that a trial does not make
 

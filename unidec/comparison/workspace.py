@@ -25,10 +25,9 @@ from typing import Any
 from unidec.code import code_sha256
 from unidec.comparison.chosen import read_chosen
 from unidec.comparison.plan import START, ComparisonFile, Job, Planner, flat, read_file, slug
-from unidec.config import Params, fingerprint
+from unidec.config import Params, fingerprint, keys_deciding
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
-from unidec.params import keys_deciding
 
 ROOT = Path("runs/compare")
 EXAMPLE = "comparison/fair.yaml is an example"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unidec.config import Params
+from unidec.config import Gate, Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, remove_folder, write_json
 from unidec.errors import ArtifactError
@@ -33,7 +33,6 @@ from unidec.progress import progress
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.probe import Probe, probe_bundle
 from unidec.retrieval.query_encoder import Runtime
-from unidec.sections import Gate
 from unidec.tracking import promotion
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of

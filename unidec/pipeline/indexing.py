@@ -12,14 +12,13 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from unidec.config import Params
+from unidec.config import Params, recorded
 from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
 from unidec.methods.assembly import load_model
 from unidec.model.unidec import UniDEC
-from unidec.params import recorded
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
 from unidec.retrieval.bundle import Bundle

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from unidec.config import Validation
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import PROFILE_KEY, text_facts, text_hashes
 from unidec.data.raw import SPLITS
@@ -28,7 +29,6 @@ from unidec.evaluation.significance import Check
 from unidec.model.unidec import KIND, VERSION
 from unidec.retrieval.bundle_folder import BundleInfo, read_info
 from unidec.retrieval.neighbours import read_titles
-from unidec.sections import Validation
 
 RECORD = "seen_queries.npy"
 """File in a model's folder: uint64 [Q], ascending hashes of texts."""

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from unidec.config import Params
+from unidec.config import Params, keys_deciding, value_at
 from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
-from unidec.params import keys_deciding, value_at
 from unidec.pipeline import paths, seen
 from unidec.pipeline.lock import replaces_inputs
 from unidec.retrieval.bundle_folder import read_info, read_labels

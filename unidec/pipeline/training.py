@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from unidec.config import Params, flatten
+from unidec.config import RESULTS, Params, flatten, keys_deciding
 from unidec.data.storage import files_sha256, read_json_lines, write_bytes_atomic, write_folder, write_json
 from unidec.interrupt import signals_raise
 from unidec.machine import memory_used
 from unidec.model.unidec import KIND, VERSION
-from unidec.params import RESULTS, keys_deciding
 from unidec.pipeline import launch, paths, runs
 from unidec.pipeline.launch import LAUNCHER, Job, Launcher
 from unidec.pipeline.lock import one_at_a_time

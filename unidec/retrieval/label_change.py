@@ -25,6 +25,7 @@ import pyarrow as pa
 import scipy.sparse as sp
 from scipy.sparse import csr_matrix
 
+from unidec.config import RawBounds
 from unidec.data.lookalike import Known, difference, visible
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import read_manifest
@@ -36,7 +37,6 @@ from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, Facts, K
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import LabelRows, unit_rows
-from unidec.sections import RawBounds
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]

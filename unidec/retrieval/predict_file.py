@@ -21,6 +21,7 @@ from typing import IO
 
 import pyarrow as pa
 
+from unidec.config import RawBounds
 from unidec.cores import num_threads
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.shards import Work, alone, cuts, shards_folder
@@ -32,7 +33,6 @@ from unidec.retrieval.bundle import PREDICTION_SCHEMA, Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.retrieval.query_encoder import Runtime, open_encoder
 from unidec.retrieval.text_file import read_texts
-from unidec.sections import RawBounds
 
 QUERIES_A_SHARD = 1 << 16  # seconds for a bag of tokens, a few minutes for a transformer on one core
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")

@@ -10,9 +10,9 @@ import orjson
 from unidec.version import __version__
 
 if TYPE_CHECKING:
+    from unidec.config import Serve
     from unidec.retrieval.answer import Explanation
     from unidec.retrieval.bundle import Bundle, Prediction
-    from unidec.sections import Serve
 
 NUM_EXAMPLES = 6
 LABELS_SHOWN = 10  # of a training query

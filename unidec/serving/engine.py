@@ -25,9 +25,9 @@ from unidec.serving.answers import card
 from unidec.serving.metrics import Metrics
 
 if TYPE_CHECKING:
+    from unidec.config import Serve
     from unidec.retrieval.answer import Answerer, Request
     from unidec.retrieval.bundle import Bundle, Prediction
-    from unidec.sections import Serve
 
 
 _NUM_BLOCKS, _BLOCK = 4, 1024  # of each file that /readyz compares: a fraction of a millisecond for a bundle

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from unidec.addresses import without_credentials
+from unidec.config import Serve
 from unidec.data.storage import remove_folder
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.machine import available_host, give_back
 from unidec.retrieval.probe import Probe, probe_bundle
-from unidec.sections import Serve
 from unidec.serving.engine import Engine, Identity, Service
 from unidec.tracking.fetch import (
     COPIES,

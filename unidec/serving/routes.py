@@ -18,10 +18,10 @@ import orjson
 from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
 
+from unidec.config import Serve
 from unidec.data.line_file import append_line
 from unidec.errors import DataError
 from unidec.retrieval.answer import Request as Asked
-from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.answers import Answer, answer_of, explain_json, predict_json
 from unidec.serving.batching import Batcher

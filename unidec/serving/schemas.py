@@ -13,8 +13,8 @@ import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import PydanticCustomError
 
+from unidec.config import Serve
 from unidec.data.raw import is_blank
-from unidec.sections import Serve
 from unidec.serving.errors import RequestError, wrong_values
 
 Head = Literal["both", "de", "clf"]

@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from unidec.config import load_params
+from unidec.config import RESULTS, keys_deciding, load_params, value_at
 from unidec.data.storage import file_sha256
 from unidec.errors import ConfigError
-from unidec.params import RESULTS, keys_deciding, value_at
 from unidec.tracking.repository import GitError, ask, git, head, is_inside
 from unidec.tracking.store import user
 from unidec.version import __version__

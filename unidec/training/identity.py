@@ -15,13 +15,13 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from unidec.code import code_sha256
+from unidec.config import keys_deciding, value_at
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
-from unidec.params import keys_deciding, value_at
 
 _NO_PARAMETERS = ("data", "tokens.queries", "tokens.labels", "label_graph", "tokenizer", "code", "start")
 

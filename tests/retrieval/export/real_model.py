@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from label_vectors import label_vectors
 
+from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
 from unidec.model.unidec import KIND, VERSION, UniDEC
@@ -16,7 +17,6 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import query_vectors
-from unidec.sections import Encoder, Model
 
 LABELS = ["river engine", "music window", "garden", "planet bread letter", "river river w1", "music w17 label"]
 # of all lengths: cut at 16 tokens, of one piece and of many, empty, of characters that the tokenizer does not know

@@ -1,4 +1,4 @@
-"""`Params`, all parameters of params.yaml, and the conflicts between its sections."""
+"""`Params`, all parameters of params.yaml: conflicts between its sections, and which key decides which result."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any, Literal, cast
 
 from pydantic.fields import FieldInfo
 
-from unidec import sections
-from unidec.sections import Conflict, Result, Section, key
+from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
+from unidec.config.section import Conflict, Result, Section, Seed, key
+from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
+from unidec.config.training_sections import Encoder, Loss, Model, Optim, Pool, Run, Warm
 
 _NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}  # no hard negatives, no propensities
 
@@ -30,12 +32,12 @@ class TrainingSettings:
 
     seed: int
     device: str
-    encoder: sections.Encoder
-    model: sections.Model
-    pool: sections.Pool
-    loss: sections.Loss
-    optim: sections.Optim
-    run: sections.Run
+    encoder: Encoder
+    model: Model
+    pool: Pool
+    loss: Loss
+    optim: Optim
+    run: Run
     propensity: tuple[float, float]
     keep: float
     everything: Mapping[str, Any]
@@ -45,27 +47,27 @@ class Params(Section):
     """All of params.yaml."""
 
     recipe: str | None = key(None, "name of a shipped recipe (unidec/recipes); keys set here override it")
-    seed: sections.Seed = key(0, "random seed of training", "training", "index")
+    seed: Seed = key(0, "random seed of training", "training", "index")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to train; auto: a GPU if there is one")
-    data: sections.Data = sections.Data()
-    raw: sections.RawBounds = sections.RawBounds()
-    validation: sections.Validation = sections.Validation()
-    tokens: sections.Tokens = sections.Tokens()
-    label_graph: sections.LabelGraph = sections.LabelGraph()
-    encoder: sections.Encoder = sections.Encoder()
-    model: sections.Model = sections.Model()
-    pool: sections.Pool = sections.Pool()
-    loss: sections.Loss = sections.Loss()
-    optim: sections.Optim = sections.Optim()
-    index: sections.Index = sections.Index()
-    run: sections.Run = sections.Run()
-    source: sections.Source = sections.Source()
-    warm: sections.Warm = sections.Warm()
-    retrain: sections.Retrain = sections.Retrain()
-    gate: sections.Gate = sections.Gate()
-    drift: sections.Drift = sections.Drift()
-    serve: sections.Serve = sections.Serve()
-    tracking: sections.Tracking = sections.Tracking()
+    data: Data = Data()
+    raw: RawBounds = RawBounds()
+    validation: Validation = Validation()
+    tokens: Tokens = Tokens()
+    label_graph: LabelGraph = LabelGraph()
+    encoder: Encoder = Encoder()
+    model: Model = Model()
+    pool: Pool = Pool()
+    loss: Loss = Loss()
+    optim: Optim = Optim()
+    index: Index = Index()
+    run: Run = Run()
+    source: Source = Source()
+    warm: Warm = Warm()
+    retrain: Retrain = Retrain()
+    gate: Gate = Gate()
+    drift: Drift = Drift()
+    serve: Serve = Serve()
+    tracking: Tracking = Tracking()
 
     @property
     def training(self) -> TrainingSettings:
@@ -84,7 +86,7 @@ class Params(Section):
         return self.pool.gandalf or (self.model.clf_graph and self.model.heads != "de")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Every conflict within a section and between sections."""
+        """Every conflict within a section and between"""
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.conflicts()

@@ -1,7 +1,6 @@
 """params.yaml as frozen, typed sections: unknown keys are rejected, all errors reported together; recipes, fingerprint.
 
-The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, with the line of every key. `load_params` is
-called by the command line and the flows only; everything else takes one section or plain arguments.
+The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, with the line of every key.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.addresses import without_credentials
+from unidec.config.params import Params, leaves, nested
+from unidec.config.section import Section
 from unidec.errors import ConfigError
-from unidec.params import Params, leaves, nested
-from unidec.sections import Section
 
-_PATTERNS = {  # of unidec/sections.py, in words
+_PATTERNS = {  # of the sections, in words
     r"^\S(.*\S)?$": "one line that neither begins nor ends with a blank",
     r"^\w([\w. -]*\w)?$": "letters, digits and _, between them also . - and blanks, as in team-unidec",
 }
