@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from unidec import code
 from unidec.code import DECIDED_BY, code_files, code_sha256, tree_text
+from unidec.config import Result, keys_deciding, known_keys
 
 SOURCE = '''"""A module."""
 
@@ -77,6 +81,21 @@ def test_every_place_exists_and_has_code() -> None:
         for place in places:
             assert (code.PACKAGE / place).exists(), f"{result}: {place}"
         assert code_files(result)
+
+
+def test_the_page_says_what_decides_what() -> None:
+    """docs/lineage.md has the parameters of each result, and its code but for the long list of the index."""
+    page = (code.PACKAGE.parent / "docs" / "lineage.md").read_text()
+    table = page.partition("## What makes a result out of date")[2].partition("\n- ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
+    shown = {row[0].strip(" `"): [re.findall(r"`([\w./*]+)`", cell) for cell in row[2:]] for row in rows}
+    assert list(shown) == list(get_args(Result))
+    for result, (patterns, places) in shown.items():
+        keys = {key for key in known_keys() if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)}
+        assert keys == set(keys_deciding(result, warm=True)), result
+        if result in ("index", "evaluation", "operation"):
+            continue
+        assert [place.rstrip("/") for place in places] == list(DECIDED_BY[result]), result
 
 
 @pytest.fixture

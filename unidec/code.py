@@ -14,10 +14,12 @@ from typing import Any
 from unidec.version import PACKAGE
 
 DECIDED_BY: dict[str, tuple[str, ...]] = {
-    # results of the pipeline, as parameters name them (`unidec.config.Result`)
+    # results of the pipeline, by the names that parameters use (`unidec.config.Result`)
     "data": ("data",),
     "checks": ("validation",),
     "tokens": ("data/tokens.py",),
+    "propensity": ("data/propensity.py",),
+    "label_graph": ("data/label_graph.py",),
     "training": ("model", "methods", "training", "pipeline/seen.py"),
     "index": (
         "retrieval",

@@ -113,7 +113,7 @@ class Search:
         about = {
             "ranges": {key: str(ranged) for key, ranged in space.items()},
             "metric": metric, "data": self.data.key, "code": trial.spec["code"],
-            "parameters": fingerprint(params, *keys_deciding("tokens", "training", "index")),
+            "parameters": fingerprint(params, *keys_deciding("tokens", "label_graph", "training", "index")),
         }  # fmt: skip
         self._open(about)
         self.tracker = Tracker(EXPERIMENT)

@@ -80,7 +80,7 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
 def _distribution(key: str, entry: Any, takes: str) -> Any:
     """The distribution of a key; a ValueError describes what would be valid."""
     kinds = import_optuna().distributions
-    tunable = [name for name in keys_deciding("training") if _FIXED.isdisjoint(what_decides()[name])]
+    tunable = [name for name in keys_deciding("label_graph", "training") if _FIXED.isdisjoint(what_decides()[name])]
     if key not in tunable:
         sections = sorted({name.partition(".")[0] for name in tunable})
         raise ValueError(f"a key of {', '.join(sections)} that needs no other tokens")

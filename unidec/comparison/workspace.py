@@ -160,7 +160,7 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
     for job in jobs.values():
         data, before = _data_step(job, root), steps.get(job.needs)
         # the data set has a key of its own
-        keys = _PEERS_TAKE if job.kind == "peer" else keys_deciding("training", "index", "evaluation")
+        keys = _PEERS_TAKE if job.kind == "peer" else keys_deciding("label_graph", "training", "index", "evaluation")
         key = _digest([fingerprint(job.params, *keys), job.kind, job.peer, data.key, before and before.key])
         folder = root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{key[:8]}"
         links = {f"data/{name}": data.folder / "data" / name for name in ("dataset", "tokens", "propensity")}
@@ -183,7 +183,7 @@ def _data_step(job: Job, root: Path) -> Step:
 
     Its key hashes raw files, slice, split, texts and tokenizer. Like a run, it is rebuilt if the code has changed.
     """
-    params = fingerprint(job.params, *keys_deciding("data", "tokens"))
+    params = fingerprint(job.params, *keys_deciding("data", "tokens", "propensity"))
     key = _digest([params, job.entry.train, job.entry.test, raw_sha256(str(Path(job.entry.path).resolve()))])
     spec = {
         "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,

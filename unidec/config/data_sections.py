@@ -29,8 +29,10 @@ class Data(Section):
     )
     test_share: Annotated[float, Field(ge=0, lt=0.9)] = key(0.2, "share of queries to test on, if no split is given")
     split_seed: Seed = key(0, "random seed of the validation and test splits")
-    propensity_a: Positive = key(0.55, "constant A of the inverse propensities (Jain et al. 2016), set per data set")
-    propensity_b: NonNegative = key(1.5, "constant B of the inverse propensities, set per data set")
+    propensity_a: Positive = key(
+        0.55, "constant A of the inverse propensities (Jain et al. 2016), set per data set", "propensity"
+    )
+    propensity_b: NonNegative = key(1.5, "constant B of the inverse propensities, set per data set", "propensity")
 
 
 class RawBounds(Section):
@@ -77,7 +79,7 @@ class Tokens(Section):
 class LabelGraph(Section):
     """The label graph: soft targets for label texts that serve as training queries (Gandalf)."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("training",)
+    decides: ClassVar[tuple[Result, ...]] = ("label_graph",)
 
     kind: Literal["cooccurrence", "random-walk", "glas", "self"] = key(
         "cooccurrence", "soft targets by shared queries, by random walks, symmetric (GLaS), or the label itself only"

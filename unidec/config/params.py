@@ -218,7 +218,7 @@ class Params(Section):
             yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')
 
 
-RESULTS: tuple[Result, ...] = ("data", "tokens", "training", "index", "evaluation")
+RESULTS: tuple[Result, ...] = ("data", "tokens", "propensity", "label_graph", "training", "index", "evaluation")
 """Results that a model and its figures consist of; their parameters are stored with them."""
 
 

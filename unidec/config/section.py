@@ -16,9 +16,12 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
-Result = Literal["data", "checks", "tokens", "training", "index", "evaluation", "operation"]
-"""What a parameter decides, in the order of the pipeline: the data set, whether its checks pass, the token caches, the
-trained model, the bundle, the metrics; or only where and how something runs ("operation")."""
+Result = Literal[
+    "data", "checks", "tokens", "propensity", "label_graph", "training", "index", "evaluation", "operation"
+]  # fmt: skip
+"""What a parameter decides, in the order of the pipeline: the data set, whether its checks pass, the token caches,
+propensities of labels, label graph, trained model, bundle, metrics; or only where and how something runs ("operation").
+"""
 
 
 def key(default: Any, description: str, *decides: Result) -> Any:

@@ -234,7 +234,7 @@ def _listed(keys: list[str], most: int = 4) -> str:
 def _changed_parameters(params: Params, bundle: Path) -> list[str]:
     """Keys that determine what is learnt, without the seed, whose value differs from the champion's training."""
     champion, values = read_info(bundle).params, params.model_dump()
-    keys = [key for key in keys_deciding("tokens", "training") if key != "seed"]
+    keys = [key for key in keys_deciding("tokens", "label_graph", "training") if key != "seed"]
     return [key for key in keys if json.dumps(value_at(champion, key)) != json.dumps(value_at(values, key))]
 
 

@@ -50,10 +50,10 @@ def run_identity(
     pool = parameters["pool"]
     reads_graph = pool["gandalf"] or parameters["model"]["clf_graph"]
     keys = keys_deciding("tokens", "training")
-    if not reads_graph:
-        keys = [key for key in keys if not key.startswith("label_graph.")]
+    if reads_graph:
+        keys += keys_deciding("label_graph")
     if parameters["loss"]["weights"] == "propensity" or pool["positives"] == "tail":
-        keys += ["data.propensity_a", "data.propensity_b"]
+        keys += keys_deciding("propensity")
     identity = {key: json.dumps(value_at(parameters, key)) for key in keys}
     if parameters["encoder"]["start"]:  # the hash of its content replaces the path
         identity["encoder.start"] = start_sha256(parameters["encoder"]["start"])
