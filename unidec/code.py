@@ -75,13 +75,9 @@ def _write(node: Any, parts: list[str]) -> None:
         parts.append(")")
     elif isinstance(node, list):
         for entry in node:
-            if not _is_text_alone(entry):
-                _write(entry, parts)
-                parts.append(",")
+            if isinstance(entry, ast.Expr) and isinstance(entry.value, ast.Constant):
+                continue  # a docstring: a constant alone does nothing
+            _write(entry, parts)
+            parts.append(",")
     else:
         parts.append(repr(node))
-
-
-def _is_text_alone(node: Any) -> bool:
-    """Whether a statement is only a text: a docstring."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -18,11 +18,8 @@ from unidec.config import (
     problem,
     read_yaml,
     short,
-    what_decides,
 )
 from unidec.errors import ConfigError
-
-_FIXED = {"data", "tokens", "index"}  # results that all trials share, or that a trial does not make
 
 
 def import_optuna() -> Any:
@@ -80,7 +77,8 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
 def _distribution(key: str, entry: Any, takes: str) -> Any:
     """The distribution of a key; a ValueError describes what would be valid."""
     kinds = import_optuna().distributions
-    tunable = [name for name in keys_deciding("label_graph", "training") if _FIXED.isdisjoint(what_decides()[name])]
+    # all trials share data and tokens; the seed decides the index, too
+    tunable = set(keys_deciding("label_graph", "training")) - set(keys_deciding("tokens", "index"))
     if key not in tunable:
         sections = sorted({name.partition(".")[0] for name in tunable})
         raise ValueError(f"a key of {', '.join(sections)} that needs no other tokens")

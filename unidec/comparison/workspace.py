@@ -37,7 +37,8 @@ MODEL, PREDICTIONS, SCORES = "outputs/model", "labels.npy", "scores.npz"
 # results of the code that makes a peer's or another run's result; a page's look changes none
 PEER_CODE = ("peers", "metrics")
 RUN_CODE = ("training", "index", "metrics")
-_PEERS_TAKE = ["seed", "encoder", "optim.epochs", "pool.batch_size"]  # parameters that a peer reads, besides its data
+# parameters that a peer reads, besides those of its data
+_PEERS_TAKE = ["seed", "encoder.name", "encoder.pooling", "optim.epochs", "pool.batch_size"]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.addresses import without_credentials
-from unidec.config.params import Params, leaves, nested
+from unidec.config.params import Params, leaves, nested, what_decides
 from unidec.config.section import Section
 from unidec.errors import ConfigError
 
@@ -114,7 +114,7 @@ def nearest(name: str, names: list[str]) -> str | None:
 
 def known_keys() -> list[str]:
     """All key paths that a parameter file may contain."""
-    return [key for key, _ in leaves(Params())]
+    return list(what_decides())
 
 
 def recipe_names() -> list[str]:
@@ -230,17 +230,14 @@ def flatten(params: Params) -> dict[str, str | int | float]:
     return {key: plain(value) for key, value in leaves(params)}
 
 
-def fingerprint(params: Params, *sections: str) -> str:
-    """sha256 (hex) over the canonical JSON of the named sections or key paths.
+def fingerprint(params: Params, *keys: str) -> str:
+    """sha256 (hex) over the canonical JSON of the parameters at these key paths.
 
     The default is all parameters without the recipe's name, but with the values that it sets.
     """
     values = dict(leaves(params))
-    names = sections or [name for name in Params.model_fields if name != "recipe"]
-    keys_by_name = {name: [key for key in values if key == name or key.startswith(f"{name}.")] for name in names}
-    if missing := [name for name, keys in keys_by_name.items() if not keys]:
-        raise KeyError(f"no such parameters: {', '.join(missing)}")
-    chosen = {key: values[key] for keys in keys_by_name.values() for key in keys}
+    del values["recipe"]
+    chosen = {key: values[key] for key in keys or values}
     text = json.dumps(chosen, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

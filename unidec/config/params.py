@@ -8,9 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
-
-from pydantic.fields import FieldInfo
+from typing import Any, Literal
 
 from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
 from unidec.config.section import Conflict, Result, Section, Seed, key
@@ -225,20 +223,7 @@ RESULTS: tuple[Result, ...] = ("data", "tokens", "propensity", "label_graph", "t
 @functools.cache
 def what_decides() -> dict[str, tuple[Result, ...]]:
     """The results that each parameter decides, by key path in the order of `Params`."""
-    decides = {}
-    for name, field in Params.model_fields.items():
-        if isinstance(field.default, Section):
-            section = type(field.default)
-            for inner, inner_field in section.model_fields.items():
-                decides[f"{name}.{inner}"] = _decided(inner_field, section)
-        else:
-            decides[name] = _decided(field, Params)
-    return decides
-
-
-def _decided(field: FieldInfo, section: type[Section]) -> tuple[Result, ...]:
-    own = field.json_schema_extra  # of `key`
-    return tuple(cast("list[Result]", own["decides"])) if isinstance(own, dict) else section.decides
+    return Params.decided()
 
 
 def keys_deciding(*results: Result, warm: bool = False) -> list[str]:

@@ -5,7 +5,7 @@ decide, and conflicts of values.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -54,6 +54,20 @@ class Section(BaseModel):
 
     # strict: "3" is not accepted as a number, nor true as a count, so that a typing error is reported
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+    @classmethod
+    def decided(cls, prefix: str = "") -> dict[str, tuple[Result, ...]]:
+        """The results that each key decides, by its path."""
+        found: dict[str, tuple[Result, ...]] = {}
+        for name, field in cls.model_fields.items():
+            own = field.json_schema_extra  # of `key`
+            if isinstance(field.default, Section):
+                found |= field.default.decided(f"{name}.")
+            elif isinstance(own, dict):
+                found[prefix + name] = tuple(cast("list[Result]", own["decides"]))
+            else:
+                found[prefix + name] = cls.decides
+        return found
 
     def conflicts(self) -> Iterator[Conflict]:
         """All conflicts between the values of this section."""

@@ -15,15 +15,13 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from unidec.code import code_sha256
-from unidec.config import keys_deciding, value_at
+from unidec.config import keys_deciding, value_at, what_decides
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
-
-_NO_PARAMETERS = ("data", "tokens.queries", "tokens.labels", "label_graph", "tokenizer", "code", "start")
 
 
 def run_identity(
@@ -87,7 +85,7 @@ def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collect
     lines = {line.partition(":")[0]: line for line in differences(old, new)} if old else {}
     changed = [key for key in lines if key not in accepted]
     if changed:
-        kinds = ", ".join(dict.fromkeys(key if key in _NO_PARAMETERS else "parameters" for key in changed))
+        kinds = ", ".join(dict.fromkeys("parameters" if key in what_decides() else key for key in changed))
         accept = " ".join(f"--accept {key}" for key in changed)
         raise ConfigError(
             "the run was started with other " + kinds, where=where, got="\n       ".join(lines[key] for key in changed),
