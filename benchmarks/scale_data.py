@@ -89,9 +89,9 @@ def propensity(folder: Path, size: Facts) -> Facts:
 
 def label_graph(folder: Path, size: Facts) -> Facts:
     """The label co-occurrence graph."""
+    from unidec.config import LabelGraph
     from unidec.data.dataset import XMCDataset
     from unidec.data.label_graph import build_label_graph, load_label_graph
-    from unidec.sections import LabelGraph
 
     build_label_graph(XMCDataset.open(folder / "dataset", verify=False), LabelGraph(), folder / "label_graph")
     return {"edges": int(load_label_graph(folder / "label_graph", verify=False).nnz)}

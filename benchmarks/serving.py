@@ -39,8 +39,8 @@ from http_load import (
 from measure import MIB, machine
 from served import Served
 
+from unidec.config import Serve
 from unidec.data.storage import write_json
-from unidec.sections import Serve
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

@@ -33,13 +33,13 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 
 from flows import lifecycle
 from unidec.bundle import predict_file
+from unidec.config import RawBounds
 from unidec.cores import num_threads
 from unidec.data.shards import Work, alone, shards_folder
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import watch
 from unidec.pipeline.paths import BUNDLES
 from unidec.progress import progress
-from unidec.sections import RawBounds
 from unidec.tracking.fetch import fetch_bundle
 
 VARIABLE = "UNIDEC_RUNNER"

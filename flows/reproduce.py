@@ -26,10 +26,9 @@ from flows import lifecycle
 from unidec import pipeline
 from unidec.addresses import without_credentials
 from unidec.cli.init import matches_git
-from unidec.config import Params
+from unidec.config import Params, Source
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.pipeline import paths
-from unidec.sections import Source
 from unidec.tracking.repository import is_inside
 
 MODEL_STAGES = ("train", "index", "evaluate")
@@ -42,7 +41,6 @@ _PASSING = re.compile(  # in DVC's messages: locks of another process, networks 
     r"temporar(y failure|ily)|unreachable|name resolution|could not (resolve|connect)|cannot connect|"
     r"service unavailable|bad gateway|too many requests|slow ?down|incomplete read|broken pipe"
 )
-_MISSING_KEYS = re.compile(r"Parameters? '(.+?)' (?:are|is) missing from 'params.yaml'", re.DOTALL)
 _KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL when a command is cancelled
 _NOISE = re.compile(  # lines that DVC prints around a stage's output
     r"Running stage|> |ERROR: failed to reproduce|Stage '|Updating lock|To track|Use `dvc|\s*git add|\s*dvc config"
@@ -73,9 +71,6 @@ def failure(words: Sequence[str], code: int, message: str, stage_code: int | Non
     if _PASSING.search(message):
         fix = "run again when the other process, the network or the server allows it"
         return lifecycle.MayRecover(f"{command} failed", got=message, fix=fix)
-    if found := _MISSING_KEYS.search(message):
-        fix = "add them: DVC requires each key that dvc.yaml names"
-        return ConfigError(f"keys are missing: {' '.join(found[1].split())}", where="params.yaml", fix=fix)
     return ConfigError(f"{command} failed", where="dvc", got=message, fix="correct the file or setting that is named")
 
 
@@ -157,8 +152,8 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
 
 
 def commit(stages: Sequence[str]) -> None:
-    """Record the stages' current outputs in dvc.lock and the cache."""
-    dvc(["commit", "--force", *stages])
+    """Record the stages' current outputs, and those of the stage `inputs`, in dvc.lock and the cache."""
+    dvc(["commit", "--force", "inputs", *stages])
 
 
 def inputs_state() -> dict[str, tuple[int, ...]]:
@@ -213,6 +208,7 @@ def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
 
 def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     """Fetch raw data and bring the data stages up to date; returns the model's stages that are then out of date."""
+    pipeline.inputs(params)
     if params.source.kind == "dvc":
         lifecycle.say(f"fetch: {lifecycle.run('fetch', fetch, params.source, retry=True)}")
     elif params.source.kind != "none":

@@ -225,6 +225,7 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
     store = beside.submit(_open_store, is_registered)
     beside.shutdown(wait=False)  # after an error, or Ctrl-C, nothing waits for it
     if through_dvc and params.source.kind == "none" and server.is_needed():
+        pipeline.inputs(params)
         data_changed, work = reproduce.stale(DATA_STEPS)
         store.result()
         if not (data_changed or work or options["force"]):

@@ -14,12 +14,12 @@ from label_vectors import label_vectors
 from scipy.sparse import csr_matrix
 
 from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
-from unidec.sections import Encoder, Model
 
 WORDS = [f"{a}{b}" for a in ("red", "blue", "old", "new", "big") for b in ("car", "boat", "house", "tree", "lamp")]
 NUM_QUERIES = 60

@@ -284,6 +284,7 @@ def test_config_check_and_keys(run) -> None:
     _, out, _ = run("config", "keys")
     for key in known_keys():
         assert f"{key} = " in out
+    assert "(integer >= 1); decides: training\n" in out and "decides: operation\n" in out
 
 
 def test_init_writes_a_file_that_loads_and_has_what_dvc_needs(run, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from unidec import config, params, sections
+from unidec import config
 from unidec.config import ParamsError, parse_overrides, read_yaml
 from unidec.errors import ConfigError
 
@@ -42,7 +42,7 @@ def test_an_override_beats_the_file_and_the_file_beats_the_recipe(tmp_path: Path
     recipe = load(tmp_path, "recipe: unidec-gpu")
     params = load(tmp_path, "recipe: unidec-gpu\npool: {beta: 7, eta: 1}\n", pool__eta=9)
     assert (params.pool.beta, params.pool.eta) == (7, 9)
-    assert params.pool.batch_size == recipe.pool.batch_size != sections.Pool().batch_size
+    assert params.pool.batch_size == recipe.pool.batch_size != config.Pool().batch_size
     assert params.encoder == recipe.encoder
 
 
@@ -258,7 +258,8 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         made = {name: getattr(config.Params(), name).model_copy(update=group) for name, group in groups.items()}
         found |= set(config.Params.model_construct(**made).conflicts())
     assert all(set(conflict.keys.split()) <= set(config.known_keys()) for conflict in found)
-    written = sum(inspect.getsource(module).count("yield Conflict(") for module in (params, sections))
+    files = Path(config.__file__).parent.glob("*.py")
+    written = sum(file.read_text().count("yield Conflict(") for file in files)
     # soft top-k, of both heads; gates, graph, queries of a residual row; seven keys of SimCSE, six of Astec's
     # surrogate, four of a label tree
     in_loops = 3 + 16
@@ -356,14 +357,42 @@ def test_fingerprint_changes_with_every_parameter_and_with_nothing_else() -> Non
         else:
             changed = base.model_copy(update=change)
         assert config.fingerprint(changed) != everything, key
-        top = section or key
-        assert config.fingerprint(changed, top) != config.fingerprint(base, top)
-        rest = [name for name in config.Params.model_fields if name not in (top, "recipe")]
+        assert config.fingerprint(changed, key) != config.fingerprint(base, key)
+        rest = [other for other in config.known_keys() if other not in (key, "recipe")]
         assert config.fingerprint(changed, *random.sample(rest, len(rest))) == config.fingerprint(base, *rest)
     assert config.fingerprint(base.model_copy(update={"recipe": "unidec"})) == everything
     assert config.fingerprint(base, "pool.beta") != config.fingerprint(base, "pool.eta")
     with pytest.raises(KeyError):
         config.fingerprint(base, "pol")
+
+
+def test_each_parameter_says_once_what_it_decides() -> None:
+    decides = config.what_decides()
+    assert list(decides) == config.known_keys()
+    for key, results in decides.items():
+        assert results and set(results) <= set(get_args(config.Result)), key
+        assert "operation" not in results or results == ("operation",), key  # a key that decides is more than operation
+    assert decides["optim.epochs"] == ("training",) and decides["index.kind"] == ("index",)
+    assert decides["encoder.name"] == ("checks", "tokens", "training")  # the tokenizer is the encoder's
+    assert decides["raw.quotes"] == ("data",) and decides["raw.max_row_bytes"] == ("operation",)
+    operations = {key.partition(".")[0] for key in config.keys_deciding("operation")}
+    deciding = {key.partition(".")[0] for key in config.keys_deciding(*config.RESULTS, "checks", warm=True)}
+    assert operations - deciding == {
+        "recipe", "device", "run", "source", "retrain", "gate", "drift", "serve", "tracking"
+    }  # fmt: skip
+    assert operations & deciding == {"data", "raw"}  # the place and the limits of raw files
+
+
+def test_what_is_recorded_is_what_decides_and_older_files_have_the_defaults() -> None:
+    values = config.Params(seed=3).model_dump()
+    recorded = config.recorded(values)
+    keys = {key for key, _ in config.leaves(config.Params.model_validate(recorded))}
+    assert keys == set(config.known_keys())
+    assert recorded["seed"] == 3 and recorded["raw"] == {"quotes": "auto"} and "path" not in recorded["data"]
+    assert not {"gate", "serve", "run", "validation", "device"} & recorded.keys()
+    older = {name: section for name, section in values.items() if name not in ("raw", "warm")}
+    older["pool"] = {key: value for key, value in values["pool"].items() if key != "fill"}
+    assert config.recorded(older) == recorded
 
 
 def test_every_parameter_is_described() -> None:

@@ -1,7 +1,7 @@
 """dvc.yaml as DVC reads it: what a change makes stale. The real file, the real DVC; the stages' work is replaced.
 
 `bin/python` runs what $UNIDEC_PYTHON names: here a stand-in that writes a stage's outputs as a hash of what
-dvc.yaml says it depends on, and notes that it ran.
+dvc.yaml says it depends on, and notes that it ran. The stage `inputs` does its own work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 DESCRIBED = yaml.safe_load((ROOT / "dvc.yaml").read_text())
-STAGES = list(DESCRIBED["stages"])
+STAGES = [name for name in DESCRIBED["stages"] if name != "inputs"]
 AFTER_TRAIN = ["train", "index", "evaluate"]
 
 STAND_IN = """#!{python}
@@ -36,20 +36,20 @@ PLOTS = {{
 }}
 words = sys.argv[1:]
 stage = (words[words.index("--steps") + 1] if "--steps" in words else words[-1]).replace("-", "_")
+if stage == "inputs":
+    from unidec.config import load_params
+    from unidec.pipeline import inputs
+    inputs(load_params())
+    sys.exit()
 described = yaml.safe_load(open("dvc.yaml"))["stages"][stage]
 params = yaml.safe_load(open("params.yaml"))
 digest = hashlib.sha256()
 for entry in described.get("deps", []):
-    entry = entry.replace("${{data.path}}", params["data"]["path"]).replace("${{recipe}}", params["recipe"])
+    entry = entry.replace("${{data.path}}", params["data"]["path"])
     path = pathlib.Path(entry)
     assert path.exists(), path
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         digest.update(file.read_bytes() if file.is_file() else b"")
-for key in described.get("params", []):
-    value = params
-    for name in key.split("."):
-        value = value[name]
-    digest.update(repr(value).encode())
 for kind in ("outs", "metrics", "plots"):
     for entry in described.get(kind, []):
         path = pathlib.Path(next(iter(entry)) if isinstance(entry, dict) else entry)
@@ -149,14 +149,15 @@ class Project:
         return done.stdout
 
     def repro(self) -> list[str]:
-        """The stages that `dvc repro` ran, in order."""
+        """The stages that `dvc repro` ran, in order, without `inputs`."""
         log = Path(self.env["RAN"])
         log.unlink(missing_ok=True)
         self.dvc("repro")
         return log.read_text().split() if log.exists() else []
 
     def stale(self) -> list[str]:
-        """The stages of which a dependency changed, sorted."""
+        """The stages of which a dependency changed, sorted, without `inputs`."""
+        self.dvc("repro", "inputs")
         return sorted(json.loads(self.dvc("status", "--json")))
 
     def edit(self, name: str, old: str, new: str) -> None:
@@ -186,6 +187,8 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     ran = project.repro()
     assert sorted(ran[:2]) == ["tokens", "validate"] and ran[2:] == AFTER_TRAIN  # the checks read the tokens, too
     project.edit("params.yaml", " beta,", " beta: 2,")
+    assert project.repro() == []  # the recipe's own value
+    project.edit("params.yaml", " beta: 2,", " beta: 3,")
     assert project.repro() == AFTER_TRAIN
     project.edit("params.yaml", "index: {kind: pq,", "index: {kind: hnsw,")
     assert project.repro() == ["index", "evaluate"]
@@ -208,14 +211,22 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     # what is no dependency, and what is one for whom
     project.edit("params.yaml", "device: auto", "device: cpu")
     project.edit("unidec/recipes/depsl.yaml", "optim: {epochs:", "optim: {warmup_epochs: 0.5, epochs:")
-    project.edit("unidec/cli/__init__.py", "import os", "import os  # changed")
+    project.edit("unidec/recipes/unidec.yaml", "#", "# changed")
+    project.edit("unidec/cli/__init__.py", "import os", "import os, sys as other")
+    project.edit("unidec/training/fit.py", '"""', '"""In other words: ')
+    project.edit("unidec/evaluation/metrics.py", "import annotations", "import annotations  # changed")
     cache = project.root / "unidec" / "model" / "__pycache__"
     cache.mkdir()
     (cache / "x.pyc").write_bytes(b"x")
-    assert project.stale() == []
-    project.edit("unidec/recipes/unidec.yaml", "#", "# changed")
-    project.edit("unidec/evaluation/__init__.py", "", "# changed\n")
-    assert project.stale() == ["evaluate", "index", "label_graph", "tokens", "train", "validate"]
+    assert project.stale() == [] and project.repro() == []
+    project.edit("unidec/evaluation/__init__.py", "", "ADDED = 1\n")
+    assert project.stale() == ["evaluate"]
+    project.edit("unidec/recipes/unidec.yaml", "optim: {", "optim: {clip_norm: 0.5, ")
+    project.edit("unidec/config/data_sections.py", 'key("title",', 'key("title+content",')  # a default
+    project.edit("unidec/recipes/unidec.yaml", "text: title, ", "")
+    assert project.stale() == ["evaluate", "tokens", "train", "validate"]
+    project.edit("unidec/ranking/__init__.py", "", "ADDED = 1\n")
+    assert project.stale() == ["evaluate", "index", "tokens", "train", "validate"]
     (project.root / "data" / "raw" / "lf-debian" / "raw.txt").write_text("other texts")
     assert "ingest" in project.stale()
 
@@ -320,42 +331,15 @@ def test_an_experiment_can_set_every_key(tmp_path: Path) -> None:
     assert all(value == 7 for section in raw.values() if isinstance(section, dict) for value in section.values())
 
 
-def test_every_parameter_belongs_to_a_stage() -> None:
-    from unidec.config import known_keys
+def test_each_result_is_a_dependency_of_the_stages_that_make_it() -> None:
+    from unidec.config import RESULTS
 
-    tracked = {key for stage in DESCRIBED["stages"].values() for key in stage.get("params", [])}
-    tracked |= set(re.findall(r"\$\{([a-z._]+)\}", (ROOT / "dvc.yaml").read_text()))
-    untracked = {key for key in known_keys() if not any(key == name or key.startswith(f"{name}.") for name in tracked)}
-    untracked.remove("data.validation_sample")  # draws curves; DVC would refuse an older params.yaml without the key
-    # none of these changes what is learnt
-    assert {key.partition(".")[0] for key in untracked} == {
-        "device",
-        "run",
-        "source",
-        "retrain",
-        "gate",
-        "drift",
-        "serve",
-        "tracking",
-    }
-
-
-def test_dependencies_on_code_exist() -> None:
+    made = {
+        "data": "ingest", "checks": "validate", "tokens": "tokens", "propensity": "propensity",
+        "label_graph": "label_graph", "training": "train", "index": "index", "evaluation": "evaluate",
+    }  # fmt: skip
+    assert set(made) == {"checks", *RESULTS} and set(made.values()) == set(STAGES)
+    for result, stage in made.items():
+        assert f"data/inputs/{result}.json" in DESCRIBED["stages"][stage]["deps"], stage
     for name, stage in DESCRIBED["stages"].items():
-        for path in stage["deps"]:
-            if path.startswith("unidec/") and "$" not in path:
-                assert (ROOT / path).exists(), f"{name}: {path}"
-    for name in (
-        "data",
-        "raw",
-        "validation",
-        "tokens",
-        "label_graph",
-        "encoder",
-        "model",
-        "pool",
-        "loss",
-        "optim",
-        "index",
-    ):
-        assert name in yaml.safe_load((ROOT / "params.yaml").read_text()), "DVC refuses a section that is not there"
+        assert "params" not in stage and not (name != "inputs" and any("unidec" in dep for dep in stage["deps"])), name

@@ -305,10 +305,10 @@ def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
     from label_vectors import label_vectors
     from transformers import BertConfig, BertModel
 
+    from unidec.config import Encoder, Model
     from unidec.data.storage import write_folder
     from unidec.model.unidec import UniDEC
     from unidec.ranking.heads import Heads
-    from unidec.sections import Encoder, Model
 
     monkeypatch.undo()  # the stub
     source = tmp_path / "source"

@@ -14,9 +14,9 @@ import tiny_bundle as tiny
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.label_change import MOST_SHOWN, LabelChange, LabelText, estimated_rows, read_labels
+from unidec.config import RawBounds
 from unidec.errors import DataError
 from unidec.ranking.heads import unit_rows
-from unidec.sections import RawBounds
 
 
 @pytest.fixture

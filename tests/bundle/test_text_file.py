@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from unidec.bundle.text_file import read_window
+from unidec.config import RawBounds
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 TEXTS, LABELS = ["red car", "a, b\nc", "zwei größer"], [["L1", "L2"], [], ["L3"]]
 ROWS = [{"query": text, "labels": labels} for text, labels in zip(TEXTS, LABELS, strict=True)]

@@ -76,6 +76,7 @@ def test_the_wheel_takes_one_name_and_brings_a_project(environment: Path, tmp_pa
     made = {out if isinstance(out, str) else next(iter(out)) for out in outs}
     assert {path for path in used if not any(path.startswith(out) for out in made)} == {
         "${data.path}",
+        "params.yaml",
         "data/start.json",
     }
     assert set(described) == set(yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"])

@@ -18,7 +18,7 @@ from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.comparison import cell, results, workspace
-from unidec.comparison.workspace import Comparison, Step, code_sha256, load_comparison
+from unidec.comparison.workspace import Comparison, Step, load_comparison
 from unidec.config import nested
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_json
@@ -262,7 +262,7 @@ def test_results_and_scores_alone_give_the_same_page(
             copy = tmp_path / file.relative_to(project.comparison.root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
-    monkeypatch.setattr(workspace, "code_sha256", lambda parts: "other")  # newer code, of readers too
+    monkeypatch.setattr(workspace, "code_sha256", lambda *results: "other")  # newer code, of readers too
     elsewhere = load_comparison(project.folder / "c.yaml", folder=tmp_path)
     assert not any(step.is_done() for step in elsewhere.steps.values())
     assert json.loads((results.write_report(elsewhere).parent / "results.json").read_text()) == page
@@ -283,8 +283,12 @@ def test_results_and_scores_alone_give_the_same_page(
 def test_results_of_other_code_are_shown_and_counted(
     project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    real = code_sha256
-    monkeypatch.setattr(workspace, "code_sha256", lambda parts: "other" if "model" in parts[0] else real(parts))
+    real = workspace.code_sha256
+
+    def changed(*results: str) -> str:
+        return "other" if "training" in results else real(*results)
+
+    monkeypatch.setattr(workspace, "code_sha256", changed)
     comparison = opened(project.folder)
     found = results.gather(comparison)
     assert len(found) == 5

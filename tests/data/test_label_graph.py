@@ -9,10 +9,10 @@ import pytest
 from label_targets import soft_targets
 from scipy.sparse import csr_matrix
 
+from unidec.config import LabelGraph
 from unidec.data import label_graph, storage
 from unidec.data.label_graph import build_label_graph, chosen_labels, load_label_graph
 from unidec.errors import ArtifactError
-from unidec.sections import LabelGraph
 
 
 def dense_reference(truth, threshold):

@@ -8,10 +8,10 @@ import pytest
 
 from unidec.bundle.label_change import read_labels
 from unidec.bundle.text_file import read_texts, read_window
+from unidec.config import RawBounds
 from unidec.data.formats import read_raw
 from unidec.data.table_file import read_rows
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 
 def read(path: Path, text: str, quotes: str = "auto") -> list[tuple[int, list[str]]]:

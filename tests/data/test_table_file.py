@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from unidec.config import RawBounds
 from unidec.data.table_file import ending, read_rows
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 CSV = 'id,text\nq1,"two\nlines, ""quoted"""\n\nq2,plain\nq3\nq4,größer\n'
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
+from unidec.config import Gate
 from unidec.evaluation.metrics import by_query, evaluate
 from unidec.evaluation.significance import challenge, paired_differences
 from unidec.metric_names import metric_names
-from unidec.sections import Gate
 
 RULES = {"metric": "nDCG@5", "margin": 0.0, "confidence": 0.9, "guarded": ["P@1", "tail/R@10"], "tolerance": 0.5}
 

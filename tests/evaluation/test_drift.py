@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import jensenshannon
 
+from unidec.config import Drift
 from unidec.data.dataset import write_dataset
 from unidec.data.profile import measure_texts, profile_dataset
 from unidec.data.raw import RawData
 from unidec.evaluation.drift import Check, _distance, _share, compare, js_distance, served_facts
-from unidec.sections import Drift
 
 LIMITS = Drift()
 TOPICS = np.array(["river", "music", "engine", "garden", "letter", "planet", "bread", "window"])

@@ -9,9 +9,9 @@ import pytest
 from html_page import Page
 
 from unidec.bundle.probe import Probe
+from unidec.config import Gate
 from unidec.evaluation.page import render
 from unidec.pipeline.gating import resource_checks
-from unidec.sections import Gate
 
 HOSTILE = "<script>alert('x')</script>"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from unidec.config import Source
 from unidec.errors import ConfigError, DataError
-from unidec.sections import Source
 
 
 @pytest.fixture(scope="module")

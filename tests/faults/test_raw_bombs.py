@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from unidec.bundle.text_file import read_texts
+from unidec.config import RawBounds
 from unidec.data.formats import read_raw
 from unidec.data.table_file import read_rows
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 MOST = 10**9
 CHILD = """

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from unidec.sections import Serve
+from unidec.config import Serve
 
 pytest.importorskip("uvicorn")
 

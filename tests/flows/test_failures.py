@@ -82,11 +82,8 @@ def test_kills_locks_and_networks_may_recover(flows, code, message, stage_code, 
         ("ERROR: failed to reproduce 'ingest': [Errno 2] No such file or directory: 'x'", None, ConfigError),
         ("ERROR: 'dvc.yaml' is invalid.", None, ConfigError),
         ("ERROR: failed to push data to the cloud - 403 Forbidden", None, ConfigError),
-        ("ERROR: Parameters 'serve, drift' are missing from 'params.yaml'.", None, ConfigError),
     ],
 )
 def test_everything_else_is_final(flows, message, stage_code, kind) -> None:
     error = flows.reproduce.failure(["repro"], 255, message, stage_code)
     assert type(error) is kind
-    if "missing" in message:
-        assert "serve, drift" in str(error) and error.where == "params.yaml"

@@ -46,11 +46,11 @@ def place(helper, tmp_path_factory) -> Path:
 
     from unidec.bundle.bundle import Bundle
     from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
+    from unidec.config import Encoder, Model
     from unidec.data.storage import write_folder
     from unidec.data.tokens import encode_texts
     from unidec.model.unidec import UniDEC
     from unidec.ranking.index import LabelIndex
-    from unidec.sections import Encoder, Model
 
     root = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)

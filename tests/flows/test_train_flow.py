@@ -79,6 +79,8 @@ class Stages(types.SimpleNamespace):
 
     def import_training(self) -> None: ...
 
+    def inputs(self, _params: Params) -> None: ...
+
     def check_before_work(self, _params: Params, _steps: list[str]) -> None: ...
 
     def fetch(self, _params: Params) -> Fetched:
@@ -490,6 +492,7 @@ def dvc_project(place, monkeypatch):
     links = {"train": ("params.yaml", "model"), "index": ("model", "bundle"), "evaluate": ("bundle", "metrics")}
     stages = {name: {"cmd": copy(*link), "deps": [link[0]], "outs": [link[1]]} for name, link in links.items()}
     stages["index"]["params"] = ["index.kind"]
+    stages["inputs"] = {"cmd": "true"}
     stages["validate"] = {"cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""}
     Path("dvc.yaml").write_text(json.dumps({"stages": stages}))
     assert reproduce.run(["init", "--no-scm", "-q"])[0] == 0

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.errors import ArtifactError
 from unidec.model.arrays import CLASSIFIER, KIND, VERSION, ModelConfig, read_arrays
 from unidec.model.unidec import UniDEC
-from unidec.sections import Encoder, Model
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from unidec.config import Encoder
 from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens
 from unidec.errors import ConfigError
 from unidec.model.encoder import (
@@ -20,7 +21,6 @@ from unidec.model.encoder import (
     load_transformer,
     pool_tokens,
 )
-from unidec.sections import Encoder
 
 CPU = torch.device("cpu")
 NUM_TOKENS, WIDTH = 40, 7

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from unidec.config import Encoder
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder, TextEncoder, load_transformer
 from unidec.model.frozen import FrozenCaches, cached_inputs, frozen_sha256
-from unidec.sections import Encoder
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from unidec.config import Encoder
 from unidec.data.tokens import Tokens
 from unidec.model.encoder import InputBuilder, TextEncoder
-from unidec.sections import Encoder
 
 CPU = torch.device("cpu")
 NUM_TOKENS, WIDTH, READ = 40, 36, 5

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from scipy.sparse import csr_matrix
 
+from unidec.config import Loss
 from unidec.model import pairs
 from unidec.model.losses import (
     ENTRYWISE,
@@ -23,7 +24,6 @@ from unidec.model.losses import (
     triplet,
 )
 from unidec.model.pairs import REDUCTIONS, Pairs, PoolTargets, to_device
-from unidec.sections import Loss
 
 # name of the case -> (loss, options)
 VARIANTS = {

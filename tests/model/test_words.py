@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from unidec.config import Encoder, Model
 from unidec.errors import ConfigError
 from unidec.model.encoder import InputBuilder
 from unidec.model.unidec import UniDEC
 from unidec.model.words import continuing_pieces, with_words
-from unidec.sections import Encoder, Model
 
 
 def words_by_loop(texts, continues, num_buckets, bucket_of):

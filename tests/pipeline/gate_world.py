@@ -14,14 +14,13 @@ import numpy as np
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
-from unidec.config import Params
+from unidec.config import Encoder, Gate, Model, Params, Tracking
 from unidec.data.dataset import write_dataset
 from unidec.data.profile import text_hashes
 from unidec.data.propensity import build_propensity
 from unidec.data.raw import RawData, text_table
 from unidec.data.storage import folder_sha256
 from unidec.pipeline.seen import RECORD, SEEN_KEY
-from unidec.sections import Encoder, Gate, Model, Tracking
 from unidec.tracking.store import open_client, prepare_store
 
 WORDS = [f"{a}{b}" for a in ("red", "blue", "old", "new", "big") for b in ("car", "boat", "house", "tree", "lamp")]

@@ -21,10 +21,10 @@ import pytest
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import Probe
+from unidec.config import Validation
 from unidec.data.dataset import XMCDataset
 from unidec.errors import ArtifactError, ConfigError, Refused
 from unidec.pipeline import gating
-from unidec.sections import Validation
 from unidec.tracking.provenance import code_tags
 
 

@@ -20,7 +20,7 @@ from scipy.sparse import csr_matrix
 
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
-from unidec.config import Params
+from unidec.config import Params, recorded
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import ConfigError
@@ -131,7 +131,7 @@ def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
     model, trainer = UniDEC.load(paths.MODEL), pipeline.training.open_trainer(done.params(), run)
     state = trainer.model.state_dict()
     assert all(np.array_equal(value.numpy(), state[name].numpy()) for name, value in model.state_dict().items())
-    assert model.params == done.params().model_dump(mode="json")
+    assert model.params == recorded(done.params().model_dump(mode="json"))
 
 
 def test_bundle_and_index(done: SimpleNamespace) -> None:

@@ -257,7 +257,7 @@ def test_data_and_tokenizer_and_code_are_refused(work: SimpleNamespace, monkeypa
         train(work.params(), resume="")
     pipeline.ingest(work.params())
     with monkeypatch.context() as patch:
-        patch.setattr("unidec.training.identity.code_sha256", lambda: "0" * 64)
+        patch.setattr("unidec.training.identity.code_sha256", lambda *results: "0" * 64)
         with pytest.raises(ConfigError, match="--accept code"):
             train(work.params(), resume="")
         assert train(work.params(), resume="", accept=["code"])[0].finished

@@ -39,7 +39,7 @@ def test_what_only_shows_or_serves_it_does_not(ingested: SimpleNamespace, change
 def test_other_data_and_other_code_are_another_run(ingested: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     before = start.run_identity(ingested.params())
     with monkeypatch.context() as patch:
-        patch.setattr("unidec.training.identity.code_sha256", lambda: "other")
+        patch.setattr("unidec.training.identity.code_sha256", lambda *results: "other")
         assert start.run_identity(ingested.params()) != before
     with monkeypatch.context() as patch:
         patch.setattr("unidec.data.dataset.manifest_sha256", lambda manifest: "other")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from unidec.config import Params, flatten
+from unidec.config import Params, Warm, flatten
 from unidec.evaluation.metrics import evaluate
 from unidec.pipeline.evaluation import markdown_table, split_figures
 from unidec.pipeline.training import model_params, step_figures
-from unidec.sections import Warm
 
 FLAT = flatten(Params())
 

@@ -10,7 +10,7 @@ import pytest
 from label_vectors import label_vectors
 from tiny_bundle import recall_with_ties
 
-from unidec.config import load_params
+from unidec.config import Index, load_params
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.faiss_library import faiss_module
 from unidec.ranking.heads import Heads, as_heads, unit_rows
@@ -22,7 +22,6 @@ from unidec.ranking.index import (
     LabelIndex,
     recall,
 )
-from unidec.sections import Index
 
 pytest.importorskip("faiss")
 

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unidec.bundle.bundle_model import write_model
+from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, KIND, VERSION, ModelConfig
 from unidec.model.unidec import UniDEC
 from unidec.ranking.query_encoder import CHUNK_TEXTS, FastEncoder, ModelEncoder, open_encoder
-from unidec.sections import Encoder, Model
 
 pytest.importorskip("onnxruntime")
 WORDS = ["river", "bread", "music", "letter", "planet", "unknowable", "wörd"]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from unidec.config import Serve
 from unidec.errors import DataError
 from unidec.ranking.ranker import Prediction
-from unidec.sections import Serve
 from unidec.serving.app import create_app
 from unidec.serving.engine import Identity, Service
 from unidec.serving.run import hosts_of

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from unidec.config import Serve
 from unidec.ranking.ranker import Prediction
-from unidec.sections import Serve
 from unidec.serving.schemas import answer_of, card, explain_json, predict_json
 
 MODEL = b'{"sha256":"a","version":null}'

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from tiny_bundle import write_tiny_bundle
 
+from unidec.config import Serve
 from unidec.ranking.ranker import Calibration
-from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.engine import Engine, Service
 

@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn")
 
 import uvicorn
 
-from unidec.sections import Serve
+from unidec.config import Serve
 from unidec.serving import connection as bounds
 from unidec.serving import run
 from unidec.serving.app import create_app

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from unidec.config import Serve
 from unidec.errors import ArtifactError
-from unidec.sections import Serve
 from unidec.serving.engine import Engine, Identity, LabelSearch, MappedFiles, Service
 
 

@@ -15,12 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import unidec.bundle.answer  # noqa: F401  its imports take seconds: not within a time limit
 from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.bundle.probe import NUM_TITLES, Probe, known_texts
+from unidec.config import Serve
 from unidec.data.storage import write_manifest
 from unidec.errors import ArtifactError, ConfigError
-from unidec.sections import Serve
 from unidec.serving import follow
 from unidec.serving.engine import Engine as RealEngine
 from unidec.serving.engine import Identity, Service

@@ -428,7 +428,7 @@ def test_everything_that_can_be_used_has_a_name(tab: Any, server: Any) -> None:
 @pytest.fixture(scope="module")
 def real(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The server itself, with a bundle of 400 labels whose training queries vote."""
-    from unidec.sections import Serve
+    from unidec.config import Serve
     from unidec.serving.app import create_app
     from unidec.serving.engine import Engine, Service
 

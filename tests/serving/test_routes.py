@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unidec.bundle.text_file import read_window
-from unidec.sections import Serve
+from unidec.config import Serve
 from unidec.serving.engine import Service
 
 

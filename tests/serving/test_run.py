@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from unidec.config import Serve
 from unidec.errors import ConfigError
-from unidec.sections import Serve
 from unidec.serving import run
 
 SETS = ("--set", "serve.threads=1", "--set", "serve.runtime=torch")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unidec.sections import Serve
+from unidec.config import Serve
 from unidec.serving import schemas
 from unidec.serving.errors import RequestError, shown
 

@@ -16,7 +16,7 @@ import yaml
 
 pytest.importorskip("prometheus_client")
 
-from unidec.sections import Serve
+from unidec.config import Serve
 from unidec.serving import schemas
 from unidec.serving.app import create_app
 from unidec.serving.engine import Engine, Service

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
-from unidec.config import OPERATIONS, load_params
-from unidec.tracking.provenance import artifact_tags, code_tags, dvc_hash, md5_of, uncommitted
+from unidec.config import load_params, recorded
+from unidec.tracking.provenance import artifact_tags, code_tags, dvc_hash, uncommitted
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def write_lock(folder: Path, outs: dict[str, str], raw: dict[str, str]) -> None:
 
 
 def made_with(project: Path) -> dict[str, Any]:
-    """What index writes into a bundle: all parameters but those of operations."""
-    return load_params(project / "params.yaml").model_dump(exclude=set(OPERATIONS))
+    """What index writes into a bundle: the parameters that decide a result."""
+    return recorded(load_params(project / "params.yaml").model_dump())
 
 
 def test_only_what_decides_a_model_makes_it_dirty(project: Path) -> None:
@@ -81,12 +81,13 @@ def test_parameters_count_by_value_with_their_recipe(project: Path) -> None:
     assert uncommitted(code_tags(project, made_with=made_with(project)), project) == ["params.yaml"]
     write(project / "params.yaml", "recipe: depsl\noptim: {epochs: 5}\n")
     assert uncommitted(code_tags(project, made_with=made_with(project)), project) == ["params.yaml"]
-    # a trial works in a folder of its own, with absolute paths to the project's data
+    # a trial works in a folder of its own, with absolute paths to the project's models
     trial = project / "runs/own/abc"
     trial.mkdir(parents=True)
-    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\n")
+    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\nencoder: {start: outputs/first}\n")
+    commit(project)
     params = made_with(project)
-    params["data"]["path"] = str(project / params["data"]["path"])
+    params["encoder"]["start"] = str(project / params["encoder"]["start"])
     assert code_tags(trial, made_with=params)["git.dirty"] == "false"
     params["optim"]["epochs"] = 6
     assert uncommitted(code_tags(trial, made_with=params), project) == ["params.yaml"]
@@ -120,47 +121,46 @@ def test_where_git_cannot_say_nothing_is_said(project: Path, tmp_path_factory: p
     assert "git.dirty" not in code_tags(project)  # a status that failed is not a clean one
 
 
-def test_a_folders_hash_is_dvcs(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    folder = tmp_path / "folder"
-    for name in ("b.txt", "a/z.bin", "a-b/c", "a/ä ö.txt", "empty", "a.b/c"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(b"" if name == "empty" else rng.bytes(2_000_000 if name == "b.txt" else 9))
-    run(tmp_path, "git", "init", "-q")
-    dvc = (sys.executable, "-m", "dvc")
-    run(tmp_path, *dvc, "init", "-q")
-    (tmp_path / "file").write_text("x")
-    run(tmp_path, *dvc, "add", "-q", "folder", "file")
-    said = {
-        name: yaml.safe_load((tmp_path / f"{name}.dvc").read_text())["outs"][0]["md5"] for name in ("folder", "file")
+def recorded_by_dvc(folder: Path) -> dict[str, str]:
+    """A project whose outputs DVC has recorded in dvc.lock; returns their hashes."""
+    run(folder, sys.executable, "-m", "dvc", "init", "-q", "--no-scm")
+    write(folder / "data/raw/x", "0")
+    for name in ("data/dataset/x", "outputs/model/x", "outputs/bundle/x"):
+        write(folder / name, name)
+    stages = {
+        "ingest": {"cmd": "true", "deps": ["data/raw"], "outs": ["data/dataset"]},
+        "other": {"cmd": "true", "outs": ["outputs/model", "outputs/bundle"]},
     }
-    assert said == {name: md5_of(tmp_path / name) for name in said}
-    assert md5_of(tmp_path / "nothing") is None
+    write(folder / "dvc.yaml", yaml.safe_dump({"stages": stages}))
+    run(folder, sys.executable, "-m", "dvc", "commit", "-q", "--force")
+    locked = yaml.safe_load((folder / "dvc.lock").read_text())["stages"].values()
+    entries = [entry for stage in locked for kind in ("deps", "outs") for entry in stage.get(kind, [])]
+    return {entry["path"]: entry["md5"] for entry in entries}
 
 
 def test_a_tag_never_says_more_than_is_so(tmp_path: Path) -> None:
-    write(tmp_path / "data/dataset/x", "1")
-    write(tmp_path / "outputs/bundle/x", "2")
     assert artifact_tags("data/raw", tmp_path) == {}
-    dataset, bundle = md5_of(tmp_path / "data/dataset"), md5_of(tmp_path / "outputs/bundle")
-    assert dataset and bundle
-    write_lock(
-        tmp_path, {"data/dataset": dataset, "outputs/bundle": bundle, "outputs/model": "1.dir"}, {"data/raw": "7.dir"}
-    )
-    assert artifact_tags("data/raw/", tmp_path) == {
-        "dvc.data/dataset": dataset, "dvc.outputs/bundle": bundle, "dvc.data/raw": "7.dir",
-        "dvc.differs": "outputs/model",
-    }  # fmt: skip
-    assert artifact_tags("data/raw", tmp_path, only=["outputs/bundle"]) == {"dvc.outputs/bundle": bundle}
+    hashes = recorded_by_dvc(tmp_path)
+    assert all(md5.endswith(".dir") for md5 in hashes.values()) and len(hashes) == 4
+    assert artifact_tags("data/raw/", tmp_path) == {f"dvc.{path}": md5 for path, md5 in hashes.items()}
+    shutil.rmtree(tmp_path / "outputs/model")
+    kept = {f"dvc.{path}": md5 for path, md5 in hashes.items() if path != "outputs/model"}
+    assert artifact_tags("data/raw", tmp_path) == kept | {"dvc.differs": "outputs/model"}
+    only = {"dvc.outputs/bundle": hashes["outputs/bundle"]}
+    assert artifact_tags("data/raw", tmp_path, only=["outputs/bundle"]) == only
     write(tmp_path / "outputs/bundle/x", "3")
-    write(tmp_path / "data/dataset/x", "4")
+    write(tmp_path / "data/dataset/more", "4")
     assert artifact_tags("data/raw", tmp_path) == {"dvc.differs": "data/dataset, outputs/model, outputs/bundle"}
-    assert dvc_hash("data/dataset", tmp_path) == dataset
+    assert dvc_hash("data/dataset", tmp_path) == hashes["data/dataset"]
 
 
-def test_a_path_that_is_no_name_of_a_tag(tmp_path: Path) -> None:
-    write(tmp_path / "data/dataset/x", "1")
-    dataset = md5_of(tmp_path / "data/dataset")
-    assert dataset
-    write_lock(tmp_path, {"data/dataset": dataset}, {"../raw (new)": "7.dir"})
+def test_where_dvc_cannot_say_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_lock(tmp_path, {"data/dataset": "1.dir"}, {"data/raw": "7.dir"})
+    assert artifact_tags("data/raw", tmp_path) == {"dvc.differs": "data/dataset"}
+    assert "dvc data status" in caplog.text
+
+
+def test_a_path_that_is_no_name_of_a_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unidec.tracking.provenance._changed_outputs", lambda root: set())
+    write_lock(tmp_path, {"data/dataset": "1.dir"}, {"../raw (new)": "7.dir"})
     assert artifact_tags("../raw (new)", tmp_path)["dvc.../raw _new_"] == "7.dir"

@@ -263,10 +263,10 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
     from transformers import BertConfig, BertModel
 
     from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
+    from unidec.config import Encoder, Model
     from unidec.data.tokens import encode_texts
     from unidec.model.unidec import KIND, VERSION, UniDEC
     from unidec.ranking.index import LabelIndex
-    from unidec.sections import Encoder, Model
 
     words = ["[PAD]", "[UNK]", *sorted({word for title in titles for word in title.split()})]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))

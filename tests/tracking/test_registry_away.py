@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 import unidec
+from unidec.config import Serve
 from unidec.data.storage import folder_sha256
 from unidec.errors import ArtifactError, ConfigError
-from unidec.sections import Serve
 from unidec.serving.engine import Service
 from unidec.serving.follow import Follower
 from unidec.tracking import fetch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unidec.config import OPERATIONS, load_params
+from unidec.config import load_params, recorded
 from unidec.tracking.provenance import code_tags
 from unidec.tracking.restore import restore_point
 
@@ -38,7 +38,7 @@ class Project:
         return self.git("rev-parse", "HEAD")
 
     def tags(self) -> dict[str, str]:
-        made_with = load_params(self.folder / "params.yaml").model_dump(exclude=set(OPERATIONS))
+        made_with = recorded(load_params(self.folder / "params.yaml").model_dump())
         return code_tags(self.folder, made_with=made_with)
 
     def point(self, tags: dict[str, str]) -> tuple[Any, list[str]]:

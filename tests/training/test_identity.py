@@ -2,7 +2,7 @@
 
 import pytest
 
-from unidec.config import Params, leaves
+from unidec.config import keys_deciding, what_decides
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError
 from unidec.training.identity import check_same, differences, run_identity
@@ -19,11 +19,12 @@ def identify(tiny_dataset, tiny_tokens, tiny_params):
 
 
 def test_every_parameter_has_a_place(identify):
-    """A new parameter decides, or is of a section that never does."""
+    """The identity has each key that decides tokens or training, but those that apply to some runs only."""
     identity = identify()
-    without = {key.partition(".")[0] for key, _ in leaves(Params()) if key not in identity}
-    operations = {"raw", "validation", "source", "warm", "retrain", "gate", "drift", "serve", "tracking"}
-    assert without == operations | {"recipe", "device", "data", "label_graph", "index", "run"}
+    expected = set(keys_deciding("tokens", "training"))
+    assert {key for key in identity if key in what_decides()} == expected
+    sections = {key.partition(".")[0] for key in expected}
+    assert sections == {"seed", "tokens", "encoder", "model", "pool", "loss", "optim"}
     assert {"data", "tokens.queries", "tokens.labels", "tokenizer", "code"} < identity.keys()
     assert identity["seed"] == "3" and identity["encoder.kind"] == '"bag"' and len(identity["code"]) == 64
     assert all(isinstance(value, str) for value in identity.values())

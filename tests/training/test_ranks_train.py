@@ -9,8 +9,8 @@ import shutil
 import numpy as np
 import pytest
 
+from unidec.config import LabelGraph
 from unidec.data.label_graph import build_label_graph
-from unidec.sections import LabelGraph
 from unidec.training.distributed import ALONE
 
 pytestmark = pytest.mark.timeout(600)

@@ -7,8 +7,8 @@ import pytest
 import scipy.sparse as sp
 import torch
 
+from unidec.config import Pool
 from unidec.model.pool import PoolSampler, num_clusters
-from unidec.sections import Pool
 from unidec.training.refresh import Refresh, cluster_size, make_clusters, make_refresh
 from unidec.training.sampler import queries_a_batch
 

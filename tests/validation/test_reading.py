@@ -13,10 +13,10 @@ import pytest
 from html_page import Page
 from scipy.sparse import csr_matrix
 
+from unidec.config import Validation
 from unidec.data.dataset import Text, XMCDataset, write_dataset
 from unidec.data.profile import profile_dataset
 from unidec.data.raw import RawData, are_blank, is_blank, text_array, text_table
-from unidec.sections import Validation
 from unidec.validation.frames import Reading, label_frame, query_frame
 from unidec.validation.suite import advice, validate_dataset
 

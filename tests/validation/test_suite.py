@@ -16,11 +16,11 @@ import pytest
 from html_page import Loaded, Page
 from scipy.sparse import csr_matrix
 
+from unidec.config import Validation
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.raw import RawData, text_table
 from unidec.data.storage import read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.sections import Validation
 from unidec.validation.frames import Reading, label_frame, query_frame, text_counts
 from unidec.validation.suite import CHECKS, distributions, validate_dataset
 

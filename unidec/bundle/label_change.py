@@ -26,7 +26,16 @@ import scipy.sparse as sp
 from scipy.sparse import csr_matrix
 
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.bundle_folder import KIND, VERSION, BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.bundle.bundle_folder import (
+    KIND,
+    VERSION,
+    BundleLabels,
+    Facts,
+    KnnInfo,
+    Scoring,
+    write_bundle,
+)
+from unidec.config import RawBounds
 from unidec.data.lookalike import Known, difference, visible
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import read_manifest
@@ -36,7 +45,6 @@ from unidec.errors import ConfigError, DataError
 from unidec.ranking.heads import Heads, unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
-from unidec.sections import RawBounds
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]

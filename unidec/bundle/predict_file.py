@@ -24,6 +24,7 @@ import pyarrow as pa
 from unidec.bundle.bundle import PREDICTION_SCHEMA, Bundle
 from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.bundle.text_file import read_texts
+from unidec.config import RawBounds
 from unidec.cores import num_threads
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.shards import Work, alone, cuts, shards_folder
@@ -32,7 +33,6 @@ from unidec.errors import ArtifactError, DataError
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.query_encoder import Runtime, open_encoder
-from unidec.sections import RawBounds
 
 QUERIES_A_SHARD = 1 << 16  # seconds for a bag of tokens, a few minutes for a transformer on one core
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unidec.config import RawBounds
 from unidec.data.line_file import readable_rows
 from unidec.data.lookalike import names_like
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.table_file import no_text, read_rows
 from unidec.data.tokens import is_blank
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 TEXT_COLUMNS = ("query", "text")
 LABEL_COLUMNS = ("labels", "label", "relevant")

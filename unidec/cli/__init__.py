@@ -36,7 +36,7 @@ from unidec.cli.commands import (
     load,
     table,
 )
-from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
+from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml, what_decides
 from unidec.cores import one_thread_of_blas
 from unidec.errors import (
     ConfigError,
@@ -213,9 +213,10 @@ def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments =
 
 @command(config_app, "| grep pool", name="keys")
 def config_keys() -> None:
-    """List every parameter with its default, description and valid values."""
+    """List every parameter with its default, description, valid values and the results that it decides."""
+    decides = what_decides()
     for key, default, takes, about in describe():
-        print(f"{key} = {default}\n    {about} ({takes})")
+        print(f"{key} = {default}\n    {about} ({takes}); decides: {', '.join(decides[key])}")
     print(f"\nrecipes: {', '.join(recipe_names())}")
 
 

@@ -18,6 +18,8 @@ Column = Annotated[str | None, Option(metavar="NAME", help="column of the texts;
 
 data_app = group("data", "Read, check and prepare the data of a training, and compare it over time.")
 for _name, _stage, _about, _options in (
+    ("inputs", "inputs", "Write what each result depends on, its parameters and a hash of its code, for "
+     "`dvc repro`, to data/inputs.", ""),
     ("ingest", "ingest", "Read raw files of any supported layout into data/dataset, and split off validation queries.",
      "--set data.path=my/folder --set data.format=tables"),
     ("validate", "validate", "Check the data set with Great Expectations; writes data/validation/index.html; exit "

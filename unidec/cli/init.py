@@ -97,7 +97,7 @@ def _warn_of_missing(data: Path) -> None:
 
 
 def _new(values: dict[str, str]) -> str:
-    """A new params.yaml. DVC requires every section, and `dvc exp run -S KEY` every key, with or without a value."""
+    """A new params.yaml. `dvc exp run -S KEY` requires every key, with or without a value."""
     own = ("recipe", "seed", "device", "data")
     keys = {name: ", ".join(getattr(Params(), name).model_dump()) for name in Params.model_fields if name not in own}
     sections = "".join(f"{name}: {{{listed}}}\n" for name, listed in keys.items())
@@ -188,7 +188,6 @@ def _adapted(file: Path, template: Path) -> str:
     if name == "bin/python":
         return text.replace("exec python3 ", f'exec "{sys.executable}" ')
     if name == "dvc.yaml":
-        text = re.sub(r'^ +- "?unidec/.*\n', "", text, flags=re.MULTILINE)
-        text = re.sub(r', "?unidec/[^,\]]+', "", text)
-        return f"# unidec-xmc's code is not a dependency here: after an upgrade run `dvc repro --force`.\n{text}"
+        text = text.replace("[params.yaml, unidec]", "[params.yaml]")
+        return f"# unidec-xmc's code is not a dependency here: after an upgrade run `dvc repro --force inputs`.\n{text}"
     return text

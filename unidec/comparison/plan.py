@@ -20,8 +20,11 @@ from pydantic_core import ErrorDetails
 from unidec.comparison.peers import PEERS
 from unidec.comparison.tuning_space import RATES, applied, problems_of, unchanged
 from unidec.config import (
+    Count,
     Params,
     ParamsError,
+    Section,
+    Seed,
     build_params,
     nearest,
     problem,
@@ -31,7 +34,6 @@ from unidec.config import (
     valid_values,
 )
 from unidec.errors import ConfigError
-from unidec.sections import Count, Section, Seed
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,17 @@ from typing import Any
 from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step
 from unidec.comparison.chosen import Trials
 from unidec.comparison.plan import DataEntry, Job, in_words, slug
-from unidec.comparison.tuning_space import SECTIONS, applied, distributions, import_optuna, read_space, unchanged
+from unidec.comparison.tuning_space import applied, distributions, import_optuna, read_space, unchanged
 from unidec.comparison.workspace import Comparison, Step, steps_of, with_needed
-from unidec.config import Params, build_params, fingerprint, leaves, nearest, to_yaml
+from unidec.config import (
+    Params,
+    build_params,
+    fingerprint,
+    keys_deciding,
+    leaves,
+    nearest,
+    to_yaml,
+)
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
@@ -195,7 +203,7 @@ class Search:
             "metric": self.metric,
             "data": self._data.key,
             "code": self.first.spec["code"],
-            "parameters": fingerprint(self.params, "seed", "tokens", "index", *SECTIONS),
+            "parameters": fingerprint(self.params, *keys_deciding("tokens", "label_graph", "training", "index")),
         }
         self._open(about)
         self.tracker = Tracker(self.params.tracking.experiment)

@@ -13,11 +13,19 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from unidec.config import Params, ParamsError, build_params, describe, leaves, problem, read_yaml, short
+from unidec.config import (
+    Params,
+    ParamsError,
+    build_params,
+    describe,
+    keys_deciding,
+    leaves,
+    problem,
+    read_yaml,
+    short,
+)
 from unidec.errors import ConfigError
 
-SECTIONS = ("encoder", "label_graph", "loss", "model", "optim", "pool")
-"""Sections that affect a training on one data set and its tokens; `encoder.name` would require other tokens."""
 RATES = "lr"
 Ranges = Mapping[str, Any]
 
@@ -85,8 +93,11 @@ def _values(entry: Any) -> list[Any]:
 
 def _check_form(key: str, entry: Any, takes: str) -> None:
     """A ValueError describes what would be valid."""
-    if key != RATES and (key.partition(".")[0] not in SECTIONS or key == "encoder.name"):
-        raise ValueError(f"a key of {', '.join(SECTIONS)} that needs no other tokens")
+    # all trials share data and tokens; the seed decides the index, too
+    tunable = set(keys_deciding("label_graph", "training")) - set(keys_deciding("tokens", "index"))
+    if key != RATES and key not in tunable:
+        sections = sorted({name.partition(".")[0] for name in tunable})
+        raise ValueError(f"a key of {', '.join(sections)} that needs no other tokens")
     if isinstance(entry, list):
         if not entry:
             raise ValueError("one or more choices")

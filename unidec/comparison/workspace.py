@@ -22,33 +22,23 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from unidec.code import code_sha256
 from unidec.comparison.chosen import read_chosen
 from unidec.comparison.plan import START, ComparisonFile, Job, Planner, flat, read_file, slug
-from unidec.config import Params, fingerprint
+from unidec.config import Params, fingerprint, keys_deciding
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
-from unidec.version import PACKAGE
 
 ROOT = Path("runs/compare")
 EXAMPLE = "comparison/fair.yaml is an example"
 RESULT, FAILURE, LOG, SPEC = "result.json", "failure.json", "log.txt", "cell.json"
 MODEL, PREDICTIONS, SCORES = "outputs/model", "labels.npy", "scores.npz"
 
-# which code affects which results; pages and command lines affect none
-READERS = ("data/**/*.py",)
-TRAINING = (
-    "model/**/*.py",
-    "methods/**/*.py",
-    "training/**/*.py",
-    "bundle/**/*.py",
-    "ranking/**/*.py",
-    "pipeline/*.py",
-    "evaluation/metrics.py",
-)
-PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/baselines.py")
-# ... and which parameters; the data set has a key of its own
-_DECIDES = [name for name in Params.model_fields if name not in ("run", "tracking", "device", "data", "recipe")]
-_PEERS_TAKE = ["seed", "encoder", "optim.epochs", "pool.batch_size"]
+# results of the code that makes a peer's or another run's result; a page's look changes none
+PEER_CODE = ("peers", "metrics")
+RUN_CODE = ("training", "index", "metrics")
+# parameters that a peer reads, besides those of its data
+_PEERS_TAKE = ["seed", "encoder.name", "encoder.pooling", "optim.epochs", "pool.batch_size"]
 
 
 @dataclass(frozen=True)
@@ -190,8 +180,9 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
     needed = {job.needs for job in jobs.values()}
     for job in jobs.values():
         data, before = _data_step(job, root), steps.get(job.needs)
-        decides = _PEERS_TAKE if job.kind == "peer" else _DECIDES
-        key = _digest([fingerprint(job.params, *decides), job.kind, job.peer, data.key, before and before.key])
+        # the data set has a key of its own
+        keys = _PEERS_TAKE if job.kind == "peer" else keys_deciding("label_graph", "training", "index", "evaluation")
+        key = _digest([fingerprint(job.params, *keys), job.kind, job.peer, data.key, before and before.key])
         folder = root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{key[:8]}"
         links = {f"data/{name}": data.folder / "data" / name for name in ("dataset", "tokens", "propensity")}
         links["data/cache"] = root / "shared" / "cache"
@@ -199,7 +190,7 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
             links[MODEL if job.kind == "model_of" else START] = before.folder / MODEL
         spec = {
             "kind": job.kind, "name": job.key, "params": _placed(job.params), "peer": job.peer,
-            "code": code_sha256(PEER_CODE if job.kind == "peer" else TRAINING),
+            "code": code_sha256(*(PEER_CODE if job.kind == "peer" else RUN_CODE)),
             "keep": job.key in needed,
             "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
         }  # fmt: skip
@@ -213,12 +204,11 @@ def _data_step(job: Job, root: Path) -> Step:
 
     Its key hashes raw files, slice, split, texts and tokenizer. Like a run, it is rebuilt if the code has changed.
     """
-    section = job.params.data.model_copy(update={"path": ""})
-    params = fingerprint(job.params.model_copy(update={"data": section}), "data", "tokens", "encoder.name")
+    params = fingerprint(job.params, *keys_deciding("data", "tokens", "propensity"))
     key = _digest([params, job.entry.train, job.entry.test, raw_sha256(str(Path(job.entry.path).resolve()))])
     spec = {
         "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,
-        "test": job.entry.test, "code": code_sha256(READERS), "keep": False, "links": {},
+        "test": job.entry.test, "code": code_sha256("data"), "keep": False, "links": {},
     }  # fmt: skip
     return Step(f"data {job.data} ({key[:8]})", key, root / "shared" / f"data-{key[:16]}", spec)
 
@@ -241,13 +231,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 raw_sha256 = cache(folder_sha256)  # read once per process
-
-
-@cache
-def code_sha256(patterns: tuple[str, ...]) -> str:
-    """Hash of modules of unidec, as they are on disk at the first call."""
-    files = sorted(file for pattern in patterns for file in PACKAGE.glob(pattern))
-    return _digest([[file.relative_to(PACKAGE).as_posix(), file.read_text(encoding="utf-8")] for file in files])
 
 
 def _digest(values: list[Any]) -> str:

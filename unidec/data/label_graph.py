@@ -17,11 +17,11 @@ from typing import Literal
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from unidec.config import LabelGraph
 from unidec.data.array_file import growing_array, load_csr
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest, verify_once, write_folder
 from unidec.progress import progress
-from unidec.sections import LabelGraph
 
 KIND = "label_graph"
 VERSION = 1

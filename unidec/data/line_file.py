@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unidec.config import RawBounds
 from unidec.data.raw_lines import DEFAULT_BOUNDS, refuse
 from unidec.data.table_file import ending, read_rows
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 log = logging.getLogger(__name__)
 

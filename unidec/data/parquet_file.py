@@ -15,9 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from unidec.config import RawBounds
 from unidec.data.raw_lines import check_unpacked
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 _BUFFER = 1 << 20  # bytes of a column that are read at once; without a buffer, whole row groups are
 _BATCH_BYTES = 32 << 20  # encoded bytes in memory

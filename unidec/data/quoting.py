@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from unidec.config import RawBounds
 from unidec.data.raw_lines import Report, decode, read_lines, row_too_long
 from unidec.errors import DataError
 from unidec.progress import say
-from unidec.sections import RawBounds
 
 _EITHER = "set raw.quotes: yes if quotes enclose fields, or raw.quotes: no if they are part of the texts"
 _DOUBLE = 'double each quote within quoted text (""), or set raw.quotes: no if quotes are part of the texts'

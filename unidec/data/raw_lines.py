@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from unidec.config import RawBounds
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 Report = Callable[[str, int, object], None]
 """Called for each error in a file with a description, the line (1-based) and the offending value."""

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unidec.config import RawBounds
 from unidec.data.lookalike import names_like, visible
 from unidec.data.parquet_file import read_parquet
 from unidec.data.quoting import read_cells
 from unidec.data.raw_lines import DEFAULT_BOUNDS, NOT_UTF8, Report, check_file, decode, read_lines, refuse
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 T = TypeVar("T")
 Check = Callable[[list[str]], object]

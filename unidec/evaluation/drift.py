@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from scipy.spatial.distance import jensenshannon
 
-from unidec.sections import Drift
+from unidec.config import Drift
 
 Unit = Literal["count", "mean", "share", "distance", "shift", "metric"]
 State = Literal["stop", "warning", "ok", "not judged"]

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from unidec.config import Gate
 from unidec.evaluation.metrics import Floats, QueryParts, by_query, evaluate
 from unidec.metric_names import parse
-from unidec.sections import Gate
 
 ALPHA = 0.05
 NUM_SAMPLES = 10_000

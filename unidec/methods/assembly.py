@@ -15,6 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
+from unidec.config import Model, Pool, TrainingSettings
 from unidec.data.dataset import XMCDataset
 from unidec.methods.auxiliary import AUXILIARY, new_vectors, with_auxiliary
 from unidec.methods.cluster_tree import TREE, LabelTree, TreeLoss
@@ -31,8 +32,6 @@ from unidec.methods.surrogate import ClusterRows
 from unidec.model.additions import Additions, Exported, Methods, Part, Rows, TextInput
 from unidec.model.pool import PoolSampler, TrainingPairs, num_clusters
 from unidec.model.unidec import UniDEC
-from unidec.params import TrainingSettings
-from unidec.sections import Model, Pool
 
 # values of section `model` of an ordinary model
 _ORDINARY = {

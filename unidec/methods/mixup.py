@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unidec.config import Loss
 from unidec.model.additions import Drawn
 from unidec.model.batch import Prepared
 from unidec.model.pairs import PoolTargets, rows_at, to_device
 from unidec.model.pool import PoolBatch
-from unidec.sections import Loss
 
 _STREAM = 0x6D6978  # separates these random numbers from others of a step
 

@@ -19,10 +19,10 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor, nn
 
+from unidec.config import Model
 from unidec.model.batch import Prepared
 from unidec.model.pairs import PoolTargets
 from unidec.model.pool import PoolBatch
-from unidec.sections import Model
 
 Part = nn.Module | nn.Parameter | Tensor
 TextInput = Callable[[str, np.ndarray], Tensor]  # source and rows int64 [n] -> the encoder's outputs [n, W]

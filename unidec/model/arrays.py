@@ -12,8 +12,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from unidec.config import Encoder, Model
 from unidec.errors import ArtifactError
-from unidec.sections import Encoder, Model
 
 KIND, VERSION = "model", 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

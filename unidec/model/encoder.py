@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unidec.config import Encoder
 from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens, length_chunks
 from unidec.errors import ConfigError
 from unidec.model.inception import Inception
 from unidec.model.pairs import rows_at, to_device
 from unidec.model.row_table import RowTable
 from unidec.model.words import with_words
-from unidec.sections import Encoder
 
 
 @dataclass(frozen=True)

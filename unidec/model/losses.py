@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from unidec.config import Loss
 from unidec.model.pairs import (
     ALL_COLUMNS,
     MASKED,
@@ -40,7 +41,6 @@ from unidec.model.pairs import (
     rows_at,
     target_weights,
 )
-from unidec.sections import Loss
 
 BLOCK = 1 << 22  # entries of the largest temporary of a triplet loss, 16 MB of float32
 # Largest number of Newton steps of soft top-k. On a CPU they end once all rows have converged (after 3 to 5); on a GPU

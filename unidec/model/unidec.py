@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unidec.config import Encoder, Model
 from unidec.data.storage import Folder, read_manifest
 from unidec.data.tensor_file import open_tensors, write_tensors
 from unidec.data.tokens import Tokens
@@ -35,7 +36,6 @@ from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import copy_into, take_start
 from unidec.model.words import continuing_pieces
 from unidec.progress import Progress, progress
-from unidec.sections import Encoder, Model
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

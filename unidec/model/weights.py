@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unidec.config import Encoder, Model
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import KIND, VERSION, WEIGHTS
-from unidec.sections import Encoder, Model
 
 if TYPE_CHECKING:
     from torch import Tensor

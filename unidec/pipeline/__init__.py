@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unidec.pipeline.data import fetch, ingest, label_graph, propensity, tokens, validate
+    from unidec.pipeline.dependencies import inputs
     from unidec.pipeline.drift_check import data_change, drift, monitor
     from unidec.pipeline.evaluation import evaluate
     from unidec.pipeline.gating import gate, needs_gate, promote
@@ -31,6 +32,7 @@ _MODULES = {
     "evaluation": "evaluate",
     "gating": "gate needs_gate promote",
     "indexing": "index",
+    "dependencies": "inputs",
     "labels": "refresh_labels",
     "marks": "from_feedback",
     "preflight": "check_before_work",

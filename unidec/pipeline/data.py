@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unidec.config import Params
+from unidec.config import Params, Source
 from unidec.data.dataset import write_dataset
 from unidec.data.formats import find_rows, read_section
 from unidec.data.label_graph import build_label_graph, load_label_graph
@@ -21,7 +21,6 @@ from unidec.metric_names import GROUPS
 from unidec.model.sources import check_positions, resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
-from unidec.sections import Source
 from unidec.tracking.repository import git
 
 TEXTS_A_BATCH = 4096

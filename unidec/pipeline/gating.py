@@ -21,7 +21,7 @@ import numpy as np
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import Probe, probe_bundle
-from unidec.config import Params
+from unidec.config import Gate, Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, remove_folder, write_json
 from unidec.errors import ArtifactError
@@ -33,7 +33,6 @@ from unidec.pipeline.ranking import K, headline
 from unidec.pipeline.seen import unseen_queries
 from unidec.progress import progress
 from unidec.ranking.query_encoder import Runtime
-from unidec.sections import Gate
 from unidec.tracking import promotion
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of

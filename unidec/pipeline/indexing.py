@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
-from unidec.config import OPERATIONS, Params
+from unidec.config import Params, recorded
 from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
@@ -121,7 +121,7 @@ def index(params: Params) -> Indexed:
         Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration),
         Facts(
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
-            params.model_dump(exclude=set(OPERATIONS)), card,
+            recorded(params.model_dump()), card,
         ),
         voters,
     )  # fmt: skip

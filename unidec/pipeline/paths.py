@@ -27,6 +27,7 @@ RELATIVE: dict[str, str | Path] = {
     "TOKENS": "data/tokens",
     "PROPENSITY": "data/propensity",
     "LABEL_GRAPH": "data/label_graph",
+    "INPUTS": "data/inputs",
     "CACHE": "data/cache",
     "START": "data/start.json",
     "RUNS": "runs",

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from unidec.bundle.bundle_folder import BundleInfo, read_info
+from unidec.config import Validation
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import PROFILE_KEY, text_facts, text_hashes
 from unidec.data.raw import SPLITS
@@ -28,7 +29,6 @@ from unidec.data.storage import Folder, load_array, read_manifest
 from unidec.evaluation.significance import Check
 from unidec.model.unidec import KIND, VERSION
 from unidec.ranking.neighbours import read_titles
-from unidec.sections import Validation
 
 RECORD = "seen_queries.npy"
 """File in a model's folder: uint64 [Q], ascending hashes of texts."""

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.bundle.bundle_folder import read_info, read_labels
-from unidec.config import Params, leaves
+from unidec.config import Params, keys_deciding, value_at
 from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths, seen
 from unidec.pipeline.lock import replaces_inputs
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.training import identity
-from unidec.training.identity import SECTIONS
 
 if TYPE_CHECKING:
     from unidec.training.start import Start
@@ -234,14 +233,9 @@ def _listed(keys: list[str], most: int = 4) -> str:
 
 def _changed_parameters(params: Params, bundle: Path) -> list[str]:
     """Keys that determine what is learnt, without the seed, whose value differs from the champion's training."""
-    champion, defaults, changed = read_info(bundle).params, dict(leaves(Params())), []
-    for key, value in leaves(params):
-        section, _, name = key.partition(".")
-        # a key that did not exist yet when the champion was trained counts with its default
-        before = champion.get(section, {}).get(name, defaults[key]) if name else None
-        if section in {*SECTIONS, "label_graph"} - {"seed"} and json.dumps(before) != json.dumps(value):
-            changed.append(key)
-    return changed
+    champion, values = read_info(bundle).params, params.model_dump()
+    keys = [key for key in keys_deciding("tokens", "label_graph", "training") if key != "seed"]
+    return [key for key in keys if json.dumps(value_at(champion, key)) != json.dumps(value_at(values, key))]
 
 
 def open_start() -> Start | None:

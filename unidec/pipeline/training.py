@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from unidec.config import Params, flatten
+from unidec.config import RESULTS, Params, flatten, keys_deciding
 from unidec.data.storage import files_sha256, read_json_lines, write_bytes_atomic, write_folder, write_json
 from unidec.interrupt import signals_raise
 from unidec.machine import memory_used
@@ -46,7 +46,6 @@ _REFRESH_METRICS = {  # key of the refresh report -> name in MLflow
     "refresh_seconds": "seconds", "cluster_cosine": "cluster_cosine", "mine_negative_score": "negative_score",
     "mine_positives_found": "positives_found", "mine_recall": "recall",
 }  # fmt: skip
-_NOT_OF_MODEL = ("raw", "validation", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
 
 
 def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE) -> Trainer:
@@ -339,9 +338,9 @@ def step_figures(figures: Mapping[str, float]) -> Figures:
 
 
 def model_params(flat: Mapping[str, str | int | float], is_warm: bool) -> dict[str, str | int | float]:
-    """The parameters (by dotted keys) that determine the model; those of section `warm` only for a warm start."""
-    omitted = _NOT_OF_MODEL if is_warm else (*_NOT_OF_MODEL, "warm")
-    return {key: value for key, value in flat.items() if key.partition(".")[0] not in omitted and key != "data.path"}
+    """The parameters (by dotted keys) that decide a result, and the recipe's name; those of section `warm` only for a
+    warm start."""
+    return {key: flat[key] for key in ["recipe", *keys_deciding(*RESULTS, warm=is_warm)]}
 
 
 def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> None:

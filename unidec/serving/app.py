@@ -14,7 +14,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from unidec.sections import Serve
+from unidec.config import Serve
 from unidec.serving import schemas
 from unidec.serving.engine import Service
 from unidec.serving.errors import RequestError, wrong_values

@@ -27,8 +27,8 @@ from unidec.serving.schemas import card
 if TYPE_CHECKING:
     from unidec.bundle.answer import Answerer, Request
     from unidec.bundle.bundle import Bundle
+    from unidec.config import Serve
     from unidec.ranking.ranker import Prediction
-    from unidec.sections import Serve
 
 
 _NUM_BLOCKS, _BLOCK = 4, 1024  # of each file that /readyz compares: a fraction of a millisecond for a bundle

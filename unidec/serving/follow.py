@@ -20,10 +20,10 @@ from typing import Any
 
 from unidec.addresses import without_credentials
 from unidec.bundle.probe import Probe, probe_bundle
+from unidec.config import Serve
 from unidec.data.storage import remove_folder
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.machine import available_host, give_back
-from unidec.sections import Serve
 from unidec.serving.engine import Engine, Identity, Service
 from unidec.tracking.fetch import (
     COPIES,

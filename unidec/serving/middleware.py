@@ -17,7 +17,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unidec.sections import Serve
+from unidec.config import Serve
 from unidec.serving.connection import HEAD_BYTES, large_head
 from unidec.serving.errors import ClientGone, RequestError
 from unidec.serving.metrics import Metrics

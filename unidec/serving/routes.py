@@ -19,9 +19,9 @@ from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
 
 from unidec.bundle.answer import Request as Asked
+from unidec.config import Serve
 from unidec.data.line_file import append_line
 from unidec.errors import DataError
-from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.batching import Batcher
 from unidec.serving.engine import Engine, Service

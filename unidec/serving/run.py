@@ -22,9 +22,9 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unidec.config import Serve
 from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError, ConfigError
-from unidec.sections import Serve
 
 if TYPE_CHECKING:
     import uvicorn

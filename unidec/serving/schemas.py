@@ -15,8 +15,8 @@ import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import PydanticCustomError
 
+from unidec.config import Serve
 from unidec.data.tokens import is_blank
-from unidec.sections import Serve
 from unidec.serving.errors import RequestError, wrong_values
 from unidec.version import __version__
 

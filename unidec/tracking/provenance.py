@@ -1,12 +1,15 @@
-"""Provenance of a run: git commit, uncommitted changes, dvc.lock, versions; read-only, without dvc or git libraries."""
+"""Provenance of a run: git commit, uncommitted changes, dvc.lock, versions; git and DVC are asked by their commands."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from unidec.config import OPERATIONS, load_params
+from unidec.config import RESULTS, keys_deciding, load_params, value_at
 from unidec.data.storage import file_sha256
 from unidec.errors import ConfigError
 from unidec.tracking.repository import GitError, ask, git, head, is_inside
@@ -38,6 +41,7 @@ CODE_TAGS = (COMMIT_TAG, DIRTY_TAG, CHANGED_TAG, UNKNOWN_TAG)
 PARAMS = "params.yaml"  # among what changed: compared by its values, with those of its recipe
 _CODE = ("unidec", "flows")
 _LONGEST_TAG = 5000
+log = logging.getLogger(__name__)
 _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag's name
 
 
@@ -151,8 +155,8 @@ def _committed_sha256(project: Path, commit: str) -> str:
 
 
 def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
-    """sha256 (hex) of the values of all parameters that affect a model; paths in the project relative to it."""
-    values = {name: section for name, section in params.items() if name not in (*OPERATIONS, "recipe", "run")}
+    """sha256 (hex) of the values of all parameters that decide a result; paths in the project relative to it."""
+    values = {key: value_at(params, key) for key in keys_deciding(*RESULTS, warm=True)}
     text = json.dumps(values, sort_keys=True).replace(f"{project}{os.sep}", "")  # a trial's paths are absolute
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -171,32 +175,31 @@ def dvc_hash(path: str, root: Path | str = ".") -> str | None:
 def artifact_tags(raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
     """DVC's hash of each artifact: {"dvc.data/dataset": "0a1b...dir", ...}; {} without a lock file.
 
-    An artifact whose content differs from its hash in dvc.lock is left out and named in "dvc.differs". The hash of the
-    raw data (at the path `raw`) is taken from the lock file unchecked, if data/dataset matches its own.
+    An artifact whose content differs from its hash in dvc.lock, according to DVC, is left out and named in
+    "dvc.differs"; so are all, if DVC does not answer. The hash of the raw data (at the path `raw`) is taken from the
+    lock file unchecked, if data/dataset matches its own.
     """
     lock = _lock(root)
-    known, tags, differ = _entries(lock, "outs"), {}, []
-    for path in only:
-        if path not in known:
-            continue
-        if md5_of(Path(root) / path) == known[path]:
-            tags[f"{DVC_TAG}{path}"] = known[path]
-        else:
-            differ.append(path)
+    outs = _entries(lock, "outs")
+    known = {path: outs[path] for path in only if path in outs}
+    changed = _changed_outputs(root) if known else set()
+    differ = [path for path in known if changed is None or path in changed]
+    tags = {f"{DVC_TAG}{path}": md5 for path, md5 in known.items() if path not in differ}
     source = _entries({"ingest": lock.get("ingest", {})}, "deps").get(raw.rstrip("/"))
     if source and f"{DVC_TAG}{ARTIFACTS[0]}" in tags:
         tags[DVC_TAG + _UNFIT.sub("_", raw.rstrip("/"))[:200]] = source
     return tags | ({DIFFERS_TAG: ", ".join(differ)} if differ else {})
 
 
-def md5_of(path: Path) -> str | None:
-    """DVC's hash of a file or, ending in ".dir", of a folder (the hash of its list of files, sorted by name, in DVC's
-    format); None if the path does not exist."""
-    if not path.is_dir():
-        return _file_md5(path) if path.is_file() else None
-    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    listed = [{"md5": _file_md5(path / name), "relpath": name} for name in names]
-    return hashlib.md5(json.dumps(listed, sort_keys=True).encode(), usedforsecurity=False).hexdigest() + ".dir"
+def _changed_outputs(root: Path | str) -> set[str] | None:
+    """Outputs in dvc.lock whose content is different now, or that are gone; None if DVC does not answer."""
+    command = [sys.executable, "-m", "dvc", "data", "status", "--json"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        log.warning("dvc data status: %s", done.stderr.strip()[-500:])
+        return None
+    uncommitted = json.loads(done.stdout).get("uncommitted", {})
+    return {path.rstrip("/") for paths in uncommitted.values() for path in paths}
 
 
 def _lock(root: Path | str) -> dict[str, Any]:
@@ -210,8 +213,3 @@ def _entries(stages: Mapping[str, Any], kind: str) -> dict[str, str]:
     """path -> hash of the stages' outputs or dependencies."""
     entries = (entry for stage in stages.values() for entry in stage.get(kind, []))
     return {entry.get("path", "").rstrip("/"): entry["md5"] for entry in entries if entry.get("md5")}
-
-
-def _file_md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from unidec.config import TrainingSettings
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import inverse_propensity, label_counts
 from unidec.data.tokens import TokenCache
@@ -22,7 +23,6 @@ from unidec.model.encoder import InputBuilder
 from unidec.model.losses import BY_COLUMNS
 from unidec.model.pairs import ALL_COLUMNS, Columns, PoolTargets, to_device
 from unidec.model.pool import PoolBatch, PoolSampler, TrainingPairs
-from unidec.params import TrainingSettings
 from unidec.training.distributed import ALONE, OwnColumns, Ranks
 from unidec.training.gradient_cache import TextParts, cut_texts
 from unidec.training.sampler import Labels, encoded_labels, head_labels, weighs_by_propensity

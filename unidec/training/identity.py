@@ -5,7 +5,6 @@ The run's folder is named by it, every checkpoint contains it, and a run resumes
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -15,17 +14,14 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from unidec.code import code_sha256
+from unidec.config import keys_deciding, value_at, what_decides
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import file_sha256, files_sha256, read_manifest
+from unidec.data.storage import files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
-from unidec.version import PACKAGE
-
-# sections that affect the trained model; the others decide where it runs and how it is evaluated or served
-SECTIONS = ("seed", "tokens", "encoder", "model", "pool", "loss", "optim")
-_NO_PARAMETERS = ("data", "tokens.queries", "tokens.labels", "label_graph", "tokenizer", "code", "start")
 
 
 def run_identity(
@@ -39,7 +35,7 @@ def run_identity(
     """The identity of a run: everything that affects the trained model.
 
     Args:
-        parameters: all parameters, as plain values by section.
+        parameters: those that decide a result or all, as plain values by section.
         start: hash of the bundle from which a warm start begins.
 
     Returns:
@@ -49,23 +45,24 @@ def run_identity(
     Raises:
         ArtifactError: there is no model at `encoder.start`.
     """
-    pool, reads_graph = parameters["pool"], parameters["pool"]["gandalf"] or parameters["model"]["clf_graph"]
-    deciding = {name: parameters[name] for name in (*SECTIONS, *(["label_graph"] if reads_graph else []))}
+    pool = parameters["pool"]
+    reads_graph = pool["gandalf"] or parameters["model"]["clf_graph"]
+    keys = keys_deciding("tokens", "training")
+    if reads_graph:
+        keys += keys_deciding("label_graph")
     if parameters["loss"]["weights"] == "propensity" or pool["positives"] == "tail":
-        deciding["data"] = {key: parameters["data"][key] for key in ("propensity_a", "propensity_b")}
-    identity = {"seed": json.dumps(deciding.pop("seed"))}
-    for name, section in deciding.items():
-        identity |= {f"{name}.{key}": json.dumps(value) for key, value in section.items()}
+        keys += keys_deciding("propensity")
+    identity = {key: json.dumps(value_at(parameters, key)) for key in keys}
     if parameters["encoder"]["start"]:  # the hash of its content replaces the path
         identity["encoder.start"] = start_sha256(parameters["encoder"]["start"])
-    if start is not None:
+    if start is not None:  # the other keys of `warm` are in `optim` already
         identity |= {"start": start, "warm.keep": json.dumps(parameters["warm"]["keep"])}
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
         files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]
         identity[f"tokens.{name}"] = files_sha256({name: entry["sha256"] for name, entry in files.items()})
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
-    identity["code"] = code_sha256()
+    identity["code"] = code_sha256("training")
     if reads_graph and label_graph is not None:
         digest = hashlib.sha256()
         for array in (label_graph.indptr, label_graph.indices, label_graph.data):
@@ -73,14 +70,6 @@ def run_identity(
             digest.update(np.ascontiguousarray(array).data)
         identity["label_graph"] = digest.hexdigest()
     return identity
-
-
-@functools.cache  # the code that this process runs, even if a file is edited meanwhile
-def code_sha256() -> str:
-    """sha256 of the modules `unidec.model`, `unidec.methods` and `unidec.training`."""
-    folders = [PACKAGE / name for name in ("model", "methods", "training")]
-    files = [file for folder in folders for file in folder.rglob("*.py")]
-    return files_sha256({file.relative_to(PACKAGE).as_posix(): file_sha256(file) for file in files})
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -96,7 +85,7 @@ def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collect
     lines = {line.partition(":")[0]: line for line in differences(old, new)} if old else {}
     changed = [key for key in lines if key not in accepted]
     if changed:
-        kinds = ", ".join(dict.fromkeys(key if key in _NO_PARAMETERS else "parameters" for key in changed))
+        kinds = ", ".join(dict.fromkeys("parameters" if key in what_decides() else key for key in changed))
         accept = " ".join(f"--accept {key}" for key in changed)
         raise ConfigError(
             "the run was started with other " + kinds, where=where, got="\n       ".join(lines[key] for key in changed),

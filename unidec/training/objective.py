@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unidec.config import Loss
 from unidec.model.additions import Methods
 from unidec.model.batch import Prepared
 from unidec.model.full_bce import full_bce
 from unidec.model.losses import UNSCALED, loss_options, symmetric_loss
 from unidec.model.pairs import PoolTargets
 from unidec.model.unidec import UniDEC
-from unidec.sections import Loss
 from unidec.training.distributed import Ranks
 
 

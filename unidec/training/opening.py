@@ -15,6 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
+from unidec.config import TrainingSettings
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.data.tokens import TokenCache
@@ -25,7 +26,6 @@ from unidec.model.frozen import cached_inputs
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
-from unidec.params import TrainingSettings
 from unidec.training.batches import Batches, TrainingTexts, inverse_propensities, query_pairs
 from unidec.training.checkpoint import Checkpoint, load_checkpoint
 from unidec.training.distributed import Ranks

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from unidec.config import Optim
 from unidec.model.row_table import RowTable
 from unidec.model.unidec import UniDEC
-from unidec.sections import Optim
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 MOMENTUM = 0.9

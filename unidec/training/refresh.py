@@ -21,14 +21,13 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
+from unidec.config import Mining, Pool, TrainingSettings
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
 from unidec.model.faiss_library import faiss_module
 from unidec.model.pool import PoolSampler, num_clusters
 from unidec.model.search import exact_search, labels_that_fit, query_block
-from unidec.params import TrainingSettings
 from unidec.progress import progress
-from unidec.sections import Mining, Pool
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures

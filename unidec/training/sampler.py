@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
+from unidec.config import Loss, Model, Pool
 from unidec.model.pool import num_clusters, step_rng
-from unidec.sections import Loss, Model, Pool
 
 _RANDOM_BATCHES, _CLUSTER_ORDER = 1, 2  # streams of random numbers; `unidec.model.pool` has another
 

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unidec.config import TrainingSettings
 from unidec.data.storage import Folder
 from unidec.errors import TrainingError
 from unidec.interrupt import stop_signals
 from unidec.model.batch import Prepared
 from unidec.model.unidec import UniDEC
-from unidec.params import TrainingSettings
 from unidec.progress import progress
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart
 from unidec.training.distributed import ALONE, Ranks

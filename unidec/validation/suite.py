@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from unidec.config import Validation
 from unidec.data.dataset import XMCDataset
 from unidec.data.profile import spaced
 from unidec.data.storage import swap_folder, write_json
 from unidec.evaluation.drift import Check as DriftCheck
 from unidec.evaluation.figures import Chart, bar_chart
 from unidec.evaluation.page import render
-from unidec.sections import Validation
 from unidec.validation.frames import TITLES, Reading, label_frame, pair_frame, query_frame, text_counts
 
 CHANGE_TABLE = "data_change"

@@ -11,12 +11,12 @@ from label_vectors import label_vectors
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
+from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex
-from unidec.sections import Encoder, Model
 
 LABELS = ["river engine", "music window", "garden", "planet bread letter", "river river w1", "music w17 label"]
 # of all lengths: cut at 16 tokens, of one piece and of many, empty, of characters that the tokenizer does not know

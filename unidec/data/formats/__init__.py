@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from unidec.config import Data, RawBounds
 from unidec.data.formats import folder, tables, xmc
 from unidec.data.formats.files import Lines, Source, rows_of
 from unidec.data.raw import RawData, hold_out, make_slice
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import file_sha256
 from unidec.errors import DataError
-from unidec.sections import Data, RawBounds
 
 __all__ = [
     "LAYOUTS",

@@ -21,12 +21,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix, load_npz
 
+from unidec.config import RawBounds
 from unidec.data.formats import folder
 from unidec.data.raw import RawData
 from unidec.data.raw_lines import DEFAULT_BOUNDS, Report, check_unpacked, decode, read_lines
 from unidec.data.table_file import in_blocks
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 MAX_SAMPLES = 20
 Lines = Callable[[np.ndarray], np.ndarray]

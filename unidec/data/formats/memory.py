@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 from scipy.sparse import coo_matrix, issparse
 
+from unidec.config import RawBounds
 from unidec.data.formats.files import Lines, Pairs, Source
 from unidec.data.formats.tables import (
     LABEL_COLUMNS,
@@ -33,7 +34,6 @@ from unidec.data.formats.tables import (
 from unidec.data.raw import RawData
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.errors import DataError
-from unidec.sections import RawBounds
 
 _NAME = "memory"  # of a data set that was not read from files
 _IDS = ("id", "query_id", "label_id")

@@ -1,7 +1,6 @@
 """params.yaml as frozen, typed sections: unknown keys are rejected, all errors reported together; recipes, fingerprint.
 
-The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, with the line of every key. `load_params` is
-called by the command line and the flows only; everything else takes one section or plain arguments.
+The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, with the line of every key.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.addresses import without_credentials
+from unidec.config.params import Params, leaves, nested, what_decides
+from unidec.config.section import Section
 from unidec.errors import ConfigError
-from unidec.params import Params
-from unidec.sections import Section
 
-OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
-"""Sections that do not affect the model; a bundle does not store them."""
-_PATTERNS = {  # of unidec/sections.py, in words
+_PATTERNS = {  # of the sections, in words
     r"^\S(.*\S)?$": "one line that neither begins nor ends with a blank",
     r"^\w([\w. -]*\w)?$": "letters, digits and _, between them also . - and blanks, as in team-unidec",
 }
@@ -115,18 +112,9 @@ def nearest(name: str, names: list[str]) -> str | None:
     return by_lower[matches[0]] if matches else None
 
 
-def leaves(params: Section) -> Iterator[tuple[str, Any]]:
-    """All parameters as (`section.key`, value), in the order of `Params`."""
-    for name, value in params:
-        if isinstance(value, Section):
-            yield from ((f"{name}.{key}", leaf) for key, leaf in value)
-        else:
-            yield name, value
-
-
 def known_keys() -> list[str]:
     """All key paths that a parameter file may contain."""
-    return [key for key, _ in leaves(Params())]
+    return list(what_decides())
 
 
 def recipe_names() -> list[str]:
@@ -242,17 +230,14 @@ def flatten(params: Params) -> dict[str, str | int | float]:
     return {key: plain(value) for key, value in leaves(params)}
 
 
-def fingerprint(params: Params, *sections: str) -> str:
-    """sha256 (hex) over the canonical JSON of the named sections or key paths.
+def fingerprint(params: Params, *keys: str) -> str:
+    """sha256 (hex) over the canonical JSON of the parameters at these key paths.
 
     The default is all parameters without the recipe's name, but with the values that it sets.
     """
     values = dict(leaves(params))
-    names = sections or [name for name in Params.model_fields if name != "recipe"]
-    keys_by_name = {name: [key for key in values if key == name or key.startswith(f"{name}.")] for name in names}
-    if missing := [name for name, keys in keys_by_name.items() if not keys]:
-        raise KeyError(f"no such parameters: {', '.join(missing)}")
-    chosen = {key: values[key] for keys in keys_by_name.values() for key in keys}
+    del values["recipe"]
+    chosen = {key: values[key] for key in keys or values}
     text = json.dumps(chosen, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -279,15 +264,6 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             given[name] = value
     return given
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
-    nested_values: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (nested_values.setdefault(section, {}) if section else nested_values)[name] = value
-    return nested_values
 
 
 def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""`Params`, all parameters of params.yaml, and the conflicts between its sections."""
+"""`Params`, all parameters of params.yaml: conflicts between its sections, and which key decides which result."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from unidec import sections
-from unidec.sections import Conflict, Section, key
+from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
+from unidec.config.section import Conflict, Result, Section, Seed, key
+from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
+from unidec.config.training_sections import Encoder, Loss, Model, Optim, Pool, Run, Warm
 
 _NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}  # no hard negatives, no propensities
 
@@ -22,17 +25,17 @@ class TrainingSettings:
     Attributes:
         propensity: constants A and B of the inverse propensities.
         keep: `warm.keep`.
-        everything: all parameters as plain values, stored in the model's file and in the run's identity.
+        everything: all parameters that decide a result, as `recorded` for the model's file and the run's identity.
     """
 
     seed: int
     device: str
-    encoder: sections.Encoder
-    model: sections.Model
-    pool: sections.Pool
-    loss: sections.Loss
-    optim: sections.Optim
-    run: sections.Run
+    encoder: Encoder
+    model: Model
+    pool: Pool
+    loss: Loss
+    optim: Optim
+    run: Run
     propensity: tuple[float, float]
     keep: float
     everything: Mapping[str, Any]
@@ -42,36 +45,38 @@ class Params(Section):
     """All of params.yaml."""
 
     recipe: str | None = key(None, "name of a shipped recipe (unidec/recipes); keys set here override it")
-    seed: sections.Seed = key(0, "random seed of training")
+    seed: Seed = key(0, "random seed of training", "training", "index")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to train; auto: a GPU if there is one")
-    data: sections.Data = sections.Data()
-    raw: sections.RawBounds = sections.RawBounds()
-    validation: sections.Validation = sections.Validation()
-    tokens: sections.Tokens = sections.Tokens()
-    label_graph: sections.LabelGraph = sections.LabelGraph()
-    encoder: sections.Encoder = sections.Encoder()
-    model: sections.Model = sections.Model()
-    pool: sections.Pool = sections.Pool()
-    loss: sections.Loss = sections.Loss()
-    optim: sections.Optim = sections.Optim()
-    index: sections.Index = sections.Index()
-    run: sections.Run = sections.Run()
-    source: sections.Source = sections.Source()
-    warm: sections.Warm = sections.Warm()
-    retrain: sections.Retrain = sections.Retrain()
-    gate: sections.Gate = sections.Gate()
-    drift: sections.Drift = sections.Drift()
-    serve: sections.Serve = sections.Serve()
-    tracking: sections.Tracking = sections.Tracking()
+    data: Data = Data()
+    raw: RawBounds = RawBounds()
+    validation: Validation = Validation()
+    tokens: Tokens = Tokens()
+    label_graph: LabelGraph = LabelGraph()
+    encoder: Encoder = Encoder()
+    model: Model = Model()
+    pool: Pool = Pool()
+    loss: Loss = Loss()
+    optim: Optim = Optim()
+    index: Index = Index()
+    run: Run = Run()
+    source: Source = Source()
+    warm: Warm = Warm()
+    retrain: Retrain = Retrain()
+    gate: Gate = Gate()
+    drift: Drift = Drift()
+    serve: Serve = Serve()
+    tracking: Tracking = Tracking()
 
     @property
     def training(self) -> TrainingSettings:
         """The parameters that training reads."""
         names = ("seed", "device", "encoder", "model", "pool", "loss", "optim", "run")
         return TrainingSettings(
-            **{name: getattr(self, name) for name in names}, keep=self.warm.keep, everything=self.model_dump(),
+            **{name: getattr(self, name) for name in names},
             propensity=(self.data.propensity_a, self.data.propensity_b),
-        )  # fmt: skip
+            keep=self.warm.keep,
+            everything=recorded(self.model_dump()),
+        )
 
     @property
     def reads_label_graph(self) -> bool:
@@ -79,7 +84,7 @@ class Params(Section):
         return self.pool.gandalf or (self.model.clf_graph and self.model.heads != "de")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Every conflict within a section and between sections."""
+        """Every conflict within a section and between"""
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.conflicts()
@@ -209,3 +214,59 @@ class Params(Section):
         if self.retrain.start == "warm" and self.encoder.start:
             what = "training cannot start from two models, the champion and encoder.start"
             yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')
+
+
+RESULTS: tuple[Result, ...] = ("data", "tokens", "propensity", "label_graph", "training", "index", "evaluation")
+"""Results that a model and its figures consist of; their parameters are stored with them."""
+
+
+@functools.cache
+def what_decides() -> dict[str, tuple[Result, ...]]:
+    """The results that each parameter decides, by key path in the order of `Params`."""
+    return Params.decided()
+
+
+def keys_deciding(*results: Result, warm: bool = False) -> list[str]:
+    """Key paths of the parameters that decide at least one of these results.
+
+    Args:
+        warm: include those of section `warm`, which apply only if training starts from an earlier model.
+    """
+    found = [key for key, decided in what_decides().items() if not set(decided).isdisjoint(results)]
+    return [key for key in found if warm or not key.startswith("warm.")]
+
+
+def leaves(params: Section) -> Iterator[tuple[str, Any]]:
+    """All parameters as (`section.key`, value), in the order of `Params`."""
+    for name, value in params:
+        if isinstance(value, Section):
+            yield from ((f"{name}.{inner}", leaf) for inner, leaf in value)
+        else:
+            yield name, value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
+    nested_values: dict[str, Any] = {}
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        (nested_values.setdefault(section, {}) if section else nested_values)[name] = value
+    return nested_values
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return dict(leaves(Params()))
+
+
+def value_at(values: Mapping[str, Any], path: str) -> Any:
+    """The value at a key path in plain values by section; its default if an older version wrote no such key."""
+    section, _, name = path.rpartition(".")
+    place = values.get(section, {}) if section else values
+    return place.get(name, _defaults()[path])
+
+
+def recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all parameters, as plain values by section, the recipe's name and those that decide a result."""
+    keys = ["recipe", *keys_deciding(*RESULTS, warm=True)]
+    return nested({key: value_at(values, key) for key in keys})
