@@ -36,8 +36,8 @@ from unidec.training.precision import autocast_type
 if TYPE_CHECKING:
     import torch
 
+    from unidec.config import Index
     from unidec.model.unidec import UniDEC
-    from unidec.sections import Index
 
 K = 100
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
