@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -130,7 +129,9 @@ def split_words(texts: Any) -> tuple[np.ndarray, dict[str, int]]:
 
 def text_hashes(array: pa.Array) -> np.ndarray:
     """A 64-bit hash of each text, uint64 [N], which is the same in every process."""
-    return pd.util.hash_array(array.to_numpy(zero_copy_only=False).astype(object), categorize=False)
+    from pandas.util import hash_array  # takes half a second to import
+
+    return hash_array(array.to_numpy(zero_copy_only=False).astype(object), categorize=False)
 
 
 def share(part: Any, whole: Any) -> Share:
@@ -177,6 +178,13 @@ def profile_dataset(
     }
 
 
+def _repeats(hash_N: np.ndarray) -> np.ndarray:
+    """Whether a value occurred before, bool [N]."""
+    is_first = np.zeros(len(hash_N), dtype=bool)
+    is_first[np.unique(hash_N, return_index=True)[1]] = True
+    return ~is_first
+
+
 def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dict[str, Share]:
     """Shares counted over the whole data set, without sampling."""
     hash_N, length_N = text_facts(dataset, "queries", text)
@@ -188,8 +196,8 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     flags = {
         "empty_queries": length_N == 0,
         "empty_labels": length_L == 0,
-        "repeated_queries": pd.Series(train).duplicated(),
-        "repeated_labels": pd.Series(hash_L).duplicated(),
+        "repeated_queries": _repeats(train),
+        "repeated_labels": _repeats(hash_L),
         "test_texts_in_train": leaked_N[tested_N],
         "queries_without_positives": np.diff(dataset.relevance.indptr) == 0,
         "labels_without_training_points": points_L == 0,

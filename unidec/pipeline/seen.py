@@ -27,7 +27,7 @@ from unidec.data.profile import PROFILE_KEY, text_facts, text_hashes
 from unidec.data.raw import SPLITS
 from unidec.data.storage import Folder, load_array, read_manifest
 from unidec.evaluation.significance import Check
-from unidec.model.unidec import KIND, VERSION
+from unidec.model.arrays import KIND, VERSION
 from unidec.ranking.neighbours import read_titles
 
 RECORD = "seen_queries.npy"
