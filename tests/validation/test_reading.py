@@ -16,7 +16,8 @@ from scipy.sparse import csr_matrix
 from unidec.config import Validation
 from unidec.data.dataset import Text, XMCDataset, write_dataset
 from unidec.data.profile import profile_dataset
-from unidec.data.raw import RawData, are_blank, is_blank, text_array, text_table
+from unidec.data.raw import RawData, are_blank, text_array, text_table
+from unidec.data.tokens import is_blank
 from unidec.validation.frames import Reading, label_frame, query_frame
 from unidec.validation.suite import advice, validate_dataset
 
