@@ -35,7 +35,7 @@ MOST_TEXTS = 10**7  # whose tokens are made at their greatest length: more would
 ENCODER = {"name": "distilbert-base-uncased", "kind": "transformer", "trainable_layers": -1}
 AMAZON = {"encoder": ENCODER, "model": {"dim": 256}, "pool": {"batch_size": 1098, "size": 3000, "beta": 3, "eta": 6},
           "tokens": {"max_length": 32}}  # fmt: skip
-# the classifier alone, random batches: nobody searches 450 million labels exactly every few epochs
+# the classifier alone, random batches: an exact search over 450 million labels every few epochs is not practical
 BID = {"encoder": ENCODER, "model": {"dim": 64, "heads": "clf", "clf_init": "normal", "clf_dtype": "bf16"},
        "pool": {"batch_size": 2048, "size": 3000, "eta": 0, "batches": "random"}, "tokens": {"max_length": 12},
        "index": {"space": "clf"}}  # fmt: skip

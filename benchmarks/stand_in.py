@@ -128,7 +128,7 @@ def _width(encoder: str) -> int:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.1f}"
+        return f"{value:.1f}" if value >= 1 else f"{value:.2g}"  # a small figure must not read as 0
     return f"{value:,}" if isinstance(value, int) else str(value).replace("\n", " ").replace("|", "/")
 
 

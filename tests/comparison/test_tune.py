@@ -231,7 +231,7 @@ def test_each_trial_is_a_run_below_the_searchs(
 
 
 def test_the_search_of_a_comparisons_cell(params: Params, trainings: Trainings) -> None:
-    """It is stopped by its event, goes on where it was, and says what each trial changed."""
+    """Its event stops it, the next call resumes it, and each trial records what it changed."""
     text = (
         "name: t\ndata: {d: {path: raw}}\ncommon: {optim.epochs: 4, model.dropout: 0.1, pool.beta: 2}\n"
         "tuning: {data: d, file: chosen.yaml, trials: 4, ranges: {pool.beta: [1, 2, 3]}}\n"

@@ -255,7 +255,7 @@ class Search:
         """Run trials until there are `trials` in total.
 
         Returns:
-            The best; None: no trial was run, none has finished, or no best.yaml is asked for.
+            The best; None: no trial ran or finished, or the subject has no best.yaml.
         """
         for step in self.needed:
             for _ in self._rounds(step, "data" if step is self._data else step.name):
