@@ -1,8 +1,7 @@
 """What pyproject.toml cannot say: a wheel has the flows in the template of `unidec init --project`.
 
-As a top-level package `flows` they would take that name in everybody's environment. A checkout, installed editable,
-keeps its folder.
-"""
+As a top-level package `flows` they would take that name in everybody's environment. A checkout,
+installed editable, keeps its folder."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +9,15 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-TEMPLATE = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore", "bin/python", "flows/*.*")
+TEMPLATE = (
+    "dvc.yaml",
+    "prefect.yaml",
+    "prefect.toml",
+    ".gitignore",
+    ".dvcignore",
+    "bin/python",
+    "flows/*.*",
+)
 
 
 class BuildPackages(build_py):

@@ -1,14 +1,16 @@
 """What the library does on a GPU, in ten minutes: right, fast, without waiting, within memory.
 
-    python benchmarks/gpu.py                                 # the card; without one, its small form on the processor
-    python benchmarks/gpu.py --only step --only refresh
-    python benchmarks/gpu.py --out benchmarks/results/gpu-cpu-form
+    python benchmarks/gpu.py                                 # the card; without one, its small form
+    on the processor python benchmarks/gpu.py --only step --only refresh python benchmarks/gpu.py
+    --out benchmarks/results/gpu-cpu-form
 
-Prints a table and writes <out>.json and <out>.md. Each figure names its origin: measured on a device, or computed. A
-section that fails, or for which no time is left, is a line of the table, and the others run. The exit code is 1 if
-`correctness` or `synchronisations` failed: a figure beyond its tolerance, or an error.
+Prints a table and writes <out>.json and <out>.md. Each figure names its origin: measured on a
+device, or computed. A section that fails, or for which no time is left, is a line of the table, and
+the others run. The exit code is 1 if `correctness` or `synchronisations` failed: a figure beyond
+its tolerance, or an error.
 
-Nothing is downloaded: encoders have random weights (the tokenizer is that of extra `minilm`), data are synthetic. Times
+Nothing is downloaded: encoders have random weights (the tokenizer is that of extra `minilm`), data
+are synthetic. Times
 of a step do not depend on the weights' values; quality is not measured here.
 """
 
@@ -41,7 +43,8 @@ class Section:
 
     Attributes:
         run: adds figures to the bench.
-        seconds: that it needs on the card and in the form of the processor, as a guess for the time budget.
+        seconds: that it needs on the card and in the form of the processor, as a guess for the time
+        budget.
         check: its failure is the program's.
     """
 
@@ -67,7 +70,8 @@ def run_sections(bench: Bench, names: Sequence[str]) -> int:
     """Run some sections one after the other; the exit code."""
     failed = False
     for name in names:
-        section, begin = SECTIONS[name], time.monotonic()
+        section = SECTIONS[name]
+        begin = time.monotonic()
         bench.section, first = name, len(bench.figures)
         needed = section.seconds[0 if bench.on_card else 1]
         if bench.left < needed:
@@ -80,7 +84,9 @@ def run_sections(bench: Bench, names: Sequence[str]) -> int:
         except Exception as error:  # whatever it is, the other sections run
             traceback.print_exc()
             what = f"{type(error).__name__}: {str(error)[:300]}"
-            bench.figures.append(Figure(name, "failed", what, "", "an error", "", "no error", False))
+            bench.figures.append(
+                Figure(name, "failed", what, "", "an error", "", "no error", False)
+            )
         clean_up(bench.device)
         failed |= section.check and any(figure.ok is False for figure in bench.figures[first:])
         took = time.monotonic() - begin
@@ -91,7 +97,10 @@ def run_sections(bench: Bench, names: Sequence[str]) -> int:
 def as_table(figures: Sequence[Figure]) -> str:
     """In Markdown."""
     verdict = {None: "", True: "met", False: "**not met**"}
-    rows = [(f.section, f.what, _shown(f.value), f.unit, f.goal, verdict[f.ok], f.origin, f.sizes) for f in figures]
+    rows = [
+        (f.section, f.what, _shown(f.value), f.unit, f.goal, verdict[f.ok], f.origin, f.sizes)
+        for f in figures
+    ]
     return table(("section", "figure", "value", "unit", "goal", "verdict", "origin", "sizes"), rows)
 
 
@@ -104,8 +113,15 @@ def _shown(value: float | str) -> str:
 def write(out: Path, bench: Bench, form: str) -> str:
     """`<out>.json` and `<out>.md`; the table."""
     found = as_table(bench.figures)
-    about = {**machine(), "load of the last minutes": " ".join(f"{load:.1f}" for load in os.getloadavg())}
-    facts = {"form": form, "machine": about, "figures": [asdict(figure) for figure in bench.figures]}
+    about = {
+        **machine(),
+        "load of the last minutes": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+    }
+    facts = {
+        "form": form,
+        "machine": about,
+        "figures": [asdict(figure) for figure in bench.figures],
+    }
     write_json(out.with_name(f"{out.name}.json"), facts)
     where = ", ".join(f"{key}: {value}" for key, value in about.items())
     text = f"# `benchmarks/gpu.py`, form `{form}`\n\n{where}\n\n{found}\n"
@@ -115,13 +131,26 @@ def write(out: Path, bench: Bench, form: str) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the program; its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=list(SECTIONS), help="this section; may be repeated")
-    parser.add_argument("--minutes", type=float, default=10.0, help="sections that would not fit are skipped (10)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu-card", help="of the two files, without their ending")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", choices=list(SECTIONS), help="this section; may be repeated"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="sections that would not fit are skipped (10)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS / "gpu-card",
+        help="of the two files, without their ending",
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--form", choices=list(SIZES), help="sizes (card with a GPU, else cpu)")
-    parser.add_argument("--work", type=Path, help="folder for the data, kept for the next time (a temporary one)")
+    parser.add_argument(
+        "--work", type=Path, help="folder for the data, kept for the next time (a temporary one)"
+    )
     options = parser.parse_args(words)
     until = time.monotonic() + 60 * options.minutes
     device = choose_device(options.device)
@@ -129,7 +158,9 @@ def main(words: Sequence[str] | None = None) -> int:
     with work_folder(options.work) as folder:
         bench = Bench(device, SIZES[form], folder, until)
         torch.manual_seed(0)
-        code = run_sections(bench, [name for name in SECTIONS if not options.only or name in options.only])
+        code = run_sections(
+            bench, [name for name in SECTIONS if not options.only or name in options.only]
+        )
         options.out.parent.mkdir(parents=True, exist_ok=True)
         print(write(options.out, bench, form))
     return code

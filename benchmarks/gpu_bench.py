@@ -1,7 +1,8 @@
-"""What the sections of `gpu.py` share: sizes, figures with their origin, clocks, and trainers on synthetic data.
+"""What the sections of `gpu.py` share: sizes, figures with their origin, clocks, and trainers on
+synthetic data.
 
-Everything takes the device as a value; what only CUDA has is behind the functions at the head of this file.
-"""
+Everything takes the device as a value; what only CUDA has is behind the functions at the head of
+this file."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from unidec.training.trainer import Trainer, TrainingData
 
 MINILM = "all-MiniLM-L6-v2"  # its tokenizer comes with extra `minilm`; no weights of it are used
 
-# -- the device -------------------------------------------------------------------------------------------------------
+# -- the device
+# --------------------------------------------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
@@ -67,7 +69,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def clean_up(device: torch.device) -> None:
-    """After a section, whatever became of it: its memory is free, and nothing is refused any longer."""
+    """After a section, whatever became of it: its memory is free, and nothing is refused any
+    longer.
+    """
     if device.type == "cuda":
         gc.collect()
         torch.cuda.set_sync_debug_mode("default")
@@ -79,7 +83,8 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the processor"
 
 
-# -- sizes and figures ------------------------------------------------------------------------------------------------
+# -- sizes and figures
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,8 @@ class Sizes:
         hidden, layers: of the DistilBERT that trains, with random weights.
         train, labels, batch, pool, dim: of the step, the refresh and what compile brings.
         steps: whole steps that are timed.
-        small: queries, labels, batch and pool of what is compared with the CPU; its encoder is small too.
+        small: queries, labels, batch and pool of what is compared with the CPU; its encoder is
+        small too.
         search: labels, queries and their width, of search and mining.
         product: queries, pool labels, width of the encoder and of a head, of the products in bf16.
         compiler: torch.compile's backend.
@@ -112,12 +118,36 @@ class Sizes:
 
 SIZES = {
     # LF-AmazonTitles-131K as published: 294,805 queries, batches of N / 2^8 = 1,152
-    "card": Sizes(768, 6, 294_805, 131_073, 1024, 3000, 384, 20, (2048, 2000, 256, 700), (1_305_265, 8192, 384),
-                  (1152, 3000, 768, 384)),
-    "cpu": Sizes(128, 2, 4096, 4000, 128, 350, 64, 8, (512, 500, 64, 180), (50_000, 1024, 64),
-                 (1152, 3000, 768, 384)),
-    "tiny": Sizes(64, 1, 96, 60, 16, 40, 16, 2, (96, 60, 16, 40), (300, 24, 16), (16, 40, 32, 16), "eager"),
-}  # fmt: skip
+    "card": Sizes(
+        768,
+        6,
+        294_805,
+        131_073,
+        1024,
+        3000,
+        384,
+        20,
+        (2048, 2000, 256, 700),
+        (1_305_265, 8192, 384),
+        (1152, 3000, 768, 384),
+    ),
+    "cpu": Sizes(
+        128,
+        2,
+        4096,
+        4000,
+        128,
+        350,
+        64,
+        8,
+        (512, 500, 64, 180),
+        (50_000, 1024, 64),
+        (1152, 3000, 768, 384),
+    ),
+    "tiny": Sizes(
+        64, 1, 96, 60, 16, 40, 16, 2, (96, 60, 16, 40), (300, 24, 16), (16, 40, 32, 16), "eager"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -127,7 +157,8 @@ class Figure:
     Attributes:
         section, what, value: what was found; a number is rounded for people only in the table.
         origin: "measured on ...", "computed ..."; sizes: what it was taken at.
-        goal: in words, "" where there is none; ok: whether it is met, None where it cannot be said here.
+        goal: in words, "" where there is none; ok: whether it is met, None where it cannot be said
+        here.
     """
 
     section: str
@@ -156,7 +187,9 @@ class Bench:
     until: float = float("inf")
     section: str = ""
     figures: list[Figure] = field(default_factory=list)
-    _data: dict[tuple[int, int], tuple[XMCDataset, TokenCache, TokenCache]] = field(default_factory=dict)
+    _data: dict[tuple[int, int], tuple[XMCDataset, TokenCache, TokenCache]] = field(
+        default_factory=dict
+    )
 
     @property
     def on_card(self) -> bool:
@@ -168,9 +201,16 @@ class Bench:
         return self.until - time.monotonic()
 
     def add(
-        self, what: str, value: float | str, unit: str, sizes: str, *, most: float | None = None,
-        judged: bool = True, origin: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        what: str,
+        value: float | str,
+        unit: str,
+        sizes: str,
+        *,
+        most: float | None = None,
+        judged: bool = True,
+        origin: str = "",
+    ) -> None:
         """Take down a figure of this section.
 
         Args:
@@ -182,32 +222,51 @@ class Bench:
         origin = origin or f"measured on {device_name(self.device)}"
         self.figures.append(Figure(self.section, what, value, unit, origin, sizes, goal, ok))
 
-    # -- trainers ---------------------------------------------------------------------------------------------------
+    # -- trainers
+    # ----------------------------------------------------------------------------------------------
 
     def encoder(self, hidden: int, layers: int, *, to_compare: bool = False) -> Path:
-        """A DistilBERT of random weights. What is compared between devices has no dropout, since they draw other
-        numbers, and weights five times as wide, so that its attention attends."""
+        """A DistilBERT of random weights. What is compared between devices has no dropout, since
+        they draw other numbers, and weights five times as wide, so that its attention attends.
+        """
         folder = self.folder / f"encoder-{hidden}-{layers}{'-to-compare' * to_compare}"
         if folder.is_dir():
             return folder
-        write_encoder(folder, hidden=hidden, layers=layers, tokenizer_from=resolve_encoder(MINILM), kind="distilbert")
+        write_encoder(
+            folder,
+            hidden=hidden,
+            layers=layers,
+            tokenizer_from=resolve_encoder(MINILM),
+            kind="distilbert",
+        )
         if to_compare:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             config |= {"dropout": 0.0, "attention_dropout": 0.0}
             (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
             weights = load_file(folder / "model.safetensors")
-            wider = {name: 5 * weight if weight.ndim == 2 else weight for name, weight in weights.items()}
+            wider = {
+                name: 5 * weight if weight.ndim == 2 else weight for name, weight in weights.items()
+            }
             save_file(wider, folder / "model.safetensors", {"format": "pt"})
         return folder
 
     def params(self, recipe: str, **overrides: Any) -> Params:
         """A recipe at this bench's sizes, on its device."""
-        sizes, file = self.sizes, self.folder / f"{recipe}.yaml"
+        sizes = self.sizes
+        file = self.folder / f"{recipe}.yaml"
         file.write_text(f"recipe: {recipe}\n", encoding="utf-8")
-        return load_params(file, {
-            "device": self.device.type, "encoder.name": str(self.encoder(sizes.hidden, sizes.layers)),
-            "tokens.max_length": 32, "pool.batch_size": sizes.batch, "pool.size": sizes.pool, "model.dim": sizes.dim,
-        } | overrides)  # fmt: skip
+        return load_params(
+            file,
+            {
+                "device": self.device.type,
+                "encoder.name": str(self.encoder(sizes.hidden, sizes.layers)),
+                "tokens.max_length": 32,
+                "pool.batch_size": sizes.batch,
+                "pool.size": sizes.pool,
+                "model.dim": sizes.dim,
+            }
+            | overrides,
+        )
 
     def data(self, train: int, labels: int) -> tuple[XMCDataset, TokenCache, TokenCache]:
         """Synthetic data and their tokens, made once."""
@@ -228,10 +287,15 @@ class Bench:
 
 
 def uniform(trainer: Trainer) -> Refresh:
-    """Random batches and uniform hard negatives, in place of a refresh: two thirds of a pool lie anywhere."""
-    pool, data = trainer.settings.pool, trainer.dataset
+    """Random batches and uniform hard negatives, in place of a refresh: two thirds of a pool lie
+    anywhere.
+    """
+    pool = trainer.settings.pool
+    data = trainer.dataset
     shape = (data.num_queries, max(1, pool.eta * pool.refresh))
-    return Refresh(negatives=np.random.default_rng(0).integers(0, data.num_labels, shape, dtype=np.int32))
+    return Refresh(
+        negatives=np.random.default_rng(0).integers(0, data.num_labels, shape, dtype=np.int32)
+    )
 
 
 def some_batches(trainer: Trainer, count: int) -> list[Prepared]:
@@ -250,6 +314,7 @@ def train(trainer: Trainer, batches: Iterable[Prepared]) -> None:
 def of_step(trainer: Trainer, batch: Prepared) -> str:
     """A step's sizes in words."""
     return (
-        f"{len(batch.pool.rows_B)} queries, {len(batch.pool.pool_S)} pool labels, {batch.counts.tokens} tokens, "
+        f"{len(batch.pool.rows_B)} queries, {len(batch.pool.pool_S)} pool labels, "
+        f"{batch.counts.tokens} tokens, "
         f"{trainer.dataset.num_labels} labels, {trainer.settings.optim.precision}"
     )

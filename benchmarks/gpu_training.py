@@ -1,4 +1,6 @@
-"""Sections of `gpu.py` that run the project's own trainer: correctness, step, refresh, synchronisations, compile."""
+"""Sections of `gpu.py` that run the project's own trainer: correctness, step, refresh,
+synchronisations, compile.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,18 @@ from unidec.training.trainer import LOG_EVERY, Trainer
 
 GPU_RECIPES = ("unidec-gpu", "unidec-gpu-long")
 ROUNDS = 5  # in which what is compared takes turns
-# most that the device may differ from the CPU in float32: losses, gradients, clusters' mean cosine, and what share of
-# the shortlist may be other labels (None: shown, not judged)
+# most that the device may differ from the CPU in float32: losses, gradients, clusters' mean cosine,
+# and what share of the shortlist may be other labels (None: shown, not judged)
 TOLERANCES = {
-    # sums of some 10^4 terms in another order differ by some 10^-6 of their value, and 1 / temperature = 18 multiplies
-    # that in logits; of equal or nearly equal scores at a shortlist's end either may be in it
+    # sums of some 10^4 terms in another order differ by some 10^-6 of their value, and 1 /
+    # temperature = 18 multiplies that in logits; of equal or nearly equal scores at a shortlist's
+    # end either may be in it
     "fp32": (1e-4, 1e-3, 1e-3, 0.01),
-    # the frozen transformer's vectors are kept in float16: where the two devices' float32 values round to different
-    # neighbours, an input differs by 2^-11 of its value
+    # the frozen transformer's vectors are kept in float16: where the two devices' float32 values
+    # round to different neighbours, an input differs by 2^-11 of its value
     "fp32, frozen vectors in float16": (1e-3, 1e-2, 1e-3, 0.02),
-    # each of a transformer's products is rounded to 8 bits, 2^-9 of its value, a dozen of them one after the other; a
-    # random encoder's texts are nearly alike, so that this reorders them
+    # each of a transformer's products is rounded to 8 bits, 2^-9 of its value, a dozen of them one
+    # after the other; a random encoder's texts are nearly alike, so that this reorders them
     "bf16": (5e-2, 2e-1, 2e-2, None),
 }
 
@@ -42,13 +45,21 @@ def made(trainer: Trainer) -> Refresh:
     return Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
 
 
-# -- correctness ------------------------------------------------------------------------------------------------------
+# -- correctness
+# --------------------------------------------------------------------------------------------------
 
 
 def correctness(bench: Bench) -> None:
-    """Losses, gradients and one refresh on the device against the same on the CPU in float32, from the same start."""
+    """Losses, gradients and one refresh on the device against the same on the CPU in float32, from
+    the same start.
+    """
     for recipe in (*GPU_RECIPES, "unidec"):
-        _compare(bench, recipe, "fp32", "fp32" if recipe in GPU_RECIPES else "fp32, frozen vectors in float16")
+        _compare(
+            bench,
+            recipe,
+            "fp32",
+            "fp32" if recipe in GPU_RECIPES else "fp32, frozen vectors in float16",
+        )
     if autocast_type("auto", bench.device) is not None:
         for recipe in GPU_RECIPES:
             _compare(bench, recipe, "bf16", "bf16")
@@ -57,16 +68,24 @@ def correctness(bench: Bench) -> None:
 def _compare(bench: Bench, recipe: str, precision: str, tolerance: str) -> None:
     train_rows, labels, batch, pool = bench.sizes.small
     values = {
-        "encoder.name": str(bench.encoder(64, 2, to_compare=True)), "encoder.dropout": 0.0,
-        "encoder.bag_dropout": 0.0, "model.dropout": 0.0, "model.dim": 64, "pool.batch_size": batch, "pool.size": pool,
-    }  # fmt: skip
+        "encoder.name": str(bench.encoder(64, 2, to_compare=True)),
+        "encoder.dropout": 0.0,
+        "encoder.bag_dropout": 0.0,
+        "model.dropout": 0.0,
+        "model.dim": 64,
+        "pool.batch_size": batch,
+        "pool.size": pool,
+    }
     on_cpu = bench.params(recipe, **values, **{"device": "cpu", "optim.precision": "fp32"})
     reference = bench.trainer(on_cpu, train_rows, labels)
-    own = bench.trainer(bench.params(recipe, **values, **{"optim.precision": precision}), train_rows, labels)
+    own = bench.trainer(
+        bench.params(recipe, **values, **{"optim.precision": precision}), train_rows, labels
+    )
     own.model.load_dense_state(reference.model.dense_state())
     own.optimisers.load_row_states(reference.optimisers.row_states())
 
-    expected, found = reference.refresh(), own.refresh()
+    expected = reference.refresh()
+    found = own.refresh()
     shortlists = made(own).negatives, made(reference).negatives
     reference.made = own.made = made(reference)  # of the same clusters and negatives from here on
     differences: dict[str, float] = {}
@@ -77,10 +96,18 @@ def _compare(bench: Bench, recipe: str, precision: str, tolerance: str) -> None:
             differences[part] = max(differences.get(part, 0.0), relative)
 
     with_itself = "" if bench.on_card else "; the processor is compared with itself"
-    against = f"{recipe} in {precision}, {batch} queries, pool of {pool}, {labels} labels{with_itself}"
+    against = (
+        f"{recipe} in {precision}, {batch} queries, pool of {pool}, {labels} labels{with_itself}"
+    )
     most = TOLERANCES[tolerance]
     for part, value in differences.items():
-        bench.add(f"{part}, relative difference to the CPU", value, "", against, most=most[part != "losses"])
+        bench.add(
+            f"{part}, relative difference to the CPU",
+            value,
+            "",
+            against,
+            most=most[part != "losses"],
+        )
     cosine = abs(found["cluster_cosine"] - expected["cluster_cosine"])
     bench.add("refresh: mean cosine of clusters, difference", cosine, "", against, most=most[2])
     if shortlists[0] is not None and shortlists[1] is not None:
@@ -97,7 +124,9 @@ def _losses(trainer: Trainer, batch: Prepared) -> Tensor:
 
 
 def _losses_and_gradients(trainer: Trainer, batch: Prepared) -> dict[str, Tensor]:
-    """Both heads' losses [2], and the gradients of each part of the model one after another, on the CPU."""
+    """Both heads' losses [2], and the gradients of each part of the model one after another, on the
+    CPU.
+    """
     x_BW, backward = encode_texts(trainer.model.encoder, batch.texts, trainer.encoding.autocast)
     losses = torch.stack(list(trainer.objective.losses(x_BW, batch, 0).values()))
     backward(losses.sum())
@@ -109,12 +138,16 @@ def _losses_and_gradients(trainer: Trainer, batch: Prepared) -> dict[str, Tensor
     for row in trainer.optimisers.row.values():
         assert row.table.used is not None and row.table.used[1].grad is not None
         parts.setdefault("gradients of table rows", []).append(row.table.used[1].grad)
-    found = {part: torch.cat([x.float().flatten().cpu() for x in gradients]) for part, gradients in parts.items()}
+    found = {
+        part: torch.cat([x.float().flatten().cpu() for x in gradients])
+        for part, gradients in parts.items()
+    }
     trainer.optimisers.zero_grad()
     return {"losses": losses.detach().cpu(), **found}
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- time
+# --------------------------------------------------------------------------------------------------
 
 
 def step(bench: Bench) -> None:
@@ -135,12 +168,16 @@ def step(bench: Bench) -> None:
         bench.add(f"{what} / encoder alone", ratio, "", sizes, most=1.05, judged=bench.on_card)
 
 
-def _in_turn(bench: Bench, trainer: Trainer, batches: list[Prepared]) -> tuple[list[float], list[float]]:
+def _in_turn(
+    bench: Bench, trainer: Trainer, batches: list[Prepared]
+) -> tuple[list[float], list[float]]:
     """Seconds of the encoder alone, and of a step, in each of `ROUNDS` turns."""
 
     def bare() -> None:
         for batch in batches:
-            x_BW, backward = encode_texts(trainer.model.encoder, batch.texts, trainer.encoding.autocast)
+            x_BW, backward = encode_texts(
+                trainer.model.encoder, batch.texts, trainer.encoding.autocast
+            )
             backward(x_BW.sum())
             trainer.optimisers.zero_grad()
 
@@ -150,7 +187,9 @@ def _in_turn(bench: Bench, trainer: Trainer, batches: list[Prepared]) -> tuple[l
     for warm_up in (bare, whole):
         warm_up()
     turns = [(seconds(bench.device, bare), seconds(bench.device, whole)) for _ in range(ROUNDS)]
-    bare_s, whole_s = ([taken / len(batches) for taken in column] for column in zip(*turns, strict=True))
+    bare_s, whole_s = (
+        [taken / len(batches) for taken in column] for column in zip(*turns, strict=True)
+    )
     return bare_s, whole_s
 
 
@@ -159,7 +198,9 @@ def _median(values: list[float]) -> float:
 
 
 def chunks(bench: Bench) -> None:
-    """A step with short texts padded together up to several numbers of tokens; 0: 256 texts, as on a CPU."""
+    """A step with short texts padded together up to several numbers of tokens; 0: 256 texts, as on
+    a CPU.
+    """
     trainer = bench.trainer(bench.params("unidec-gpu"))
     trainer.made = uniform(trainer)
     tokens = encoder.GPU_CHUNK_TOKENS
@@ -171,7 +212,9 @@ def chunks(bench: Bench) -> None:
             cut = getattr(batches[-1].texts, "chunks", ())
             sizes = f"{len(cut)} chunks, {of_step(trainer, batches[-1])}"
             bench.add(f"step, up to {most} tokens together", 1000 * _median(whole_s), "ms", sizes)
-            bench.add("its tokens, with padding", sum(mask.numel() for _, _, mask in cut), "", sizes)
+            bench.add(
+                "its tokens, with padding", sum(mask.numel() for _, _, mask in cut), "", sizes
+            )
     finally:
         encoder.GPU_CHUNK_TOKENS = tokens
 
@@ -183,20 +226,26 @@ def refresh(bench: Bench) -> None:
     refresh_s = seconds(bench.device, lambda: report.update(trainer.refresh()))
     trainer.made = made(trainer)
     rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
-    warm_up, timed = rows[:3], rows[3 : 3 + bench.sizes.steps]
+    warm_up = rows[:3]
+    timed = rows[3 : 3 + bench.sizes.steps]
     train(trainer, trainer.batches.ahead(warm_up, 0, 0, trainer.made.negatives))
     steps = lambda: train(trainer, trainer.batches.ahead(timed, 0, 0, trainer.made.negatives))  # noqa: E731
     step_s = seconds(bench.device, steps) / len(timed)
     round_s = 5 * trainer.steps_per_epoch * step_s
 
     sizes = (
-        f"{len(trainer.rows)} queries, {trainer.dataset.num_labels} labels, {trainer.steps_per_epoch} steps an epoch"
+        f"{len(trainer.rows)} queries, {trainer.dataset.num_labels} labels, "
+        f"{trainer.steps_per_epoch} steps an epoch"
     )
     for key in ("encode_queries", "cluster", "encode_labels", "mine"):
         bench.add(f"of it: {key.replace('_', ' ')}", report[f"{key}_seconds"], "s", sizes)
     bench.add("refresh", refresh_s, "s", sizes)
     bench.add(
-        "five epochs of steps", round_s, "s", sizes, origin=f"computed from the mean of {len(timed)} measured steps"
+        "five epochs of steps",
+        round_s,
+        "s",
+        sizes,
+        origin=f"computed from the mean of {len(timed)} measured steps",
     )
     share = refresh_s / (refresh_s + round_s)
     bench.add("share of the refresh at T = 5", share, "", sizes, most=0.05, judged=bench.on_card)
@@ -209,7 +258,9 @@ def compile_encoder(bench: Bench) -> None:
     batches = some_batches(trainer, bench.sizes.steps)
     sizes = of_step(trainer, batches[-1])
     train(trainer, batches)
-    as_it_is = _median([seconds(bench.device, lambda: train(trainer, batches)) for _ in range(ROUNDS)]) / len(batches)
+    as_it_is = _median(
+        [seconds(bench.device, lambda: train(trainer, batches)) for _ in range(ROUNDS)]
+    ) / len(batches)
     before = _losses(trainer, batches[-1])
     try:
         begin = time.perf_counter()
@@ -224,10 +275,13 @@ def compile_encoder(bench: Bench) -> None:
     bench.add("step with run.compile", 1000 * compiled, "ms", sizes)
     bench.add("compiled / as it is", compiled / as_it_is, "", sizes)
     bench.add("compiling", first - len(batches) * compiled, "s", sizes)
-    bench.add("losses, relative difference", float((after - before).norm() / before.norm()), "", sizes)
+    bench.add(
+        "losses, relative difference", float((after - before).norm() / before.norm()), "", sizes
+    )
 
 
-# -- synchronisations -------------------------------------------------------------------------------------------------
+# -- synchronisations
+# -------------------------------------------------------------------------------------------------
 
 
 def synchronisations(bench: Bench) -> None:
@@ -243,15 +297,24 @@ def synchronisations(bench: Bench) -> None:
             transformer.transformer.set_attn_implementation("sdpa")  # as on a GPU
         rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
         train(trainer, [trainer.prepare(rows[0], 0)])
-        waited, where = 0, ""
+        waited = 0
+        where = ""
         for number in range(1, LOG_EVERY):
             error = _waits(bench, trainer, rows[number % len(rows)], number)
             if error is not None:
-                waited, where = waited + 1, where or _place(error)
+                waited = waited + 1
+                where = where or _place(error)
                 trainer.optimisers.zero_grad()
             trainer.at.step = number + 1
-        means = "set_sync_debug_mode" if bench.on_card else "a mode that refuses operators that wait, on the processor"
-        sizes = f"{recipe}, rows on the {place}, {LOG_EVERY - 1} steps, {means}{where and '; first at ' + where}"
+        means = (
+            "set_sync_debug_mode"
+            if bench.on_card
+            else "a mode that refuses operators that wait, on the processor"
+        )
+        sizes = (
+            f"{recipe}, rows on the {place}, {LOG_EVERY - 1} steps, "
+            f"{means}{where and '; first at ' + where}"
+        )
         bench.add("steps in which the host waits", waited, "", sizes, most=0)
 
 
@@ -277,6 +340,8 @@ def _waits(bench: Bench, trainer: Trainer, rows_B: np.ndarray, number: int) -> E
 
 def _place(error: Exception) -> str:
     """The innermost line of the library."""
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if "unidec" in frame.filename]
+    lines = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "unidec" in frame.filename
+    ]
     frame = lines[-1] if lines else traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"

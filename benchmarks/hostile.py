@@ -1,9 +1,10 @@
 """Sends requests that mean harm to a server, and judges its answers (fault 21).
 
-    python benchmarks/hostile.py --port 8080 --count 1000       # against a server of ours on this machine; JSON
+    python benchmarks/hostile.py --port 8080 --count 1000       # against a server of ours on this
+    machine; JSON
 
-Beside the status, which each case of `hostile_cases.py` names: an error is JSON in the house's shape, short, comes
-within a second, and shows nothing of the inside. Only loopback is ever asked.
+Beside the status, which each case of `hostile_cases.py` names: an error is JSON in the house's
+shape, short, comes within a second, and shows nothing of the inside. Only loopback is ever asked.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ WAIT_SECONDS = 15.0  # for those that send slowly: until the server ends it
 
 @dataclass
 class Judge:
-    """Checks every answer; `faults` says what was wrong, with the case's kind and the beginning of what was sent.
+    """Checks every answer; `faults` says what was wrong, with the case's kind and the beginning of
+    what was sent.
 
-    What was refused late is in `late`: it may have stood behind others, or the machine is busy. `attack` asks it again
+    What was refused late is in `late`: it may have stood behind others, or the machine is busy.
+    `attack` asks it again
     alone, and it is a fault where it is late again and again.
     """
 
@@ -58,7 +61,10 @@ class Judge:
     def _faults(self, case: Case, answers: list[Answer]) -> Iterable[str]:
         for answer in answers:
             if answer.status not in case.allowed:
-                yield f"status {answer.status}, right were {sorted(case.allowed)}; got {answer.body[:300]!r}"
+                yield (
+                    f"status {answer.status}, right were {sorted(case.allowed)}; got "
+                    f"{answer.body[:300]!r}"
+                )
             elif answer.status == 200 and case.labels:
                 yield from self._answered(case, answer)
             elif answer.status >= 400 and not case.head and not case.plain:
@@ -85,7 +91,9 @@ class Judge:
                 yield f"an error that shows the inside ({mark!r}): {answer.body[:400]!r}"
         try:
             error = answer.json()["error"]
-            if sorted(error) != ERROR_KEYS or not all(isinstance(value, str) for value in error.values()):
+            if sorted(error) != ERROR_KEYS or not all(
+                isinstance(value, str) for value in error.values()
+            ):
                 raise ValueError(sorted(error))
             if not (error["what"] and error["fix"]):
                 raise ValueError("nothing said")
@@ -94,16 +102,22 @@ class Judge:
 
     def facts(self) -> dict[str, Any]:
         return {
-            "requests": sum(self.kinds.values()), "faults": self.faults[:20], "num_faults": len(self.faults),
+            "requests": sum(self.kinds.values()),
+            "faults": self.faults[:20],
+            "num_faults": len(self.faults),
             "late": Counter(case.kind for case in self.late),
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
             "kinds": dict(sorted(self.kinds.items())),
             "slowest_ms": {kind: round(1000 * s, 1) for kind, s in sorted(self.slowest.items())},
-        }  # fmt: skip
+        }
 
 
-async def attack(port: int, cases: list[Case], *, clients: int = 4, rate: float | None = None) -> Judge:
-    """Send all cases, `clients` at a time (unfinished ones beside them), at most `rate` a second."""
+async def attack(
+    port: int, cases: list[Case], *, clients: int = 4, rate: float | None = None
+) -> Judge:
+    """Send all cases, `clients` at a time (unfinished ones beside them), at most `rate`
+    a second.
+    """
     judge = Judge()
     left = iter(cases)
     waiting: set[asyncio.Task[None]] = set()
@@ -119,7 +133,9 @@ async def attack(port: int, cases: list[Case], *, clients: int = 4, rate: float 
             for _ in range(case.answers):
                 answers.append(await asyncio.wait_for(connection.answer(), WAIT_SECONDS))  # noqa: PERF401
         except TimeoutError:
-            judge.faults.append(f"{case.kind}: nothing within {WAIT_SECONDS:.0f} s; sent {case.data[:300]!r}")
+            judge.faults.append(
+                f"{case.kind}: nothing within {WAIT_SECONDS:.0f} s; sent {case.data[:300]!r}"
+            )
             connection.close()
             return
         judge.take(case, answers, time.perf_counter() - at)
@@ -151,17 +167,31 @@ async def attack(port: int, cases: list[Case], *, clients: int = 4, rate: float 
         await asyncio.gather(*waiting)
     for case in judge.late:
         if (seconds := await _soonest(port, case)) > SOON_SECONDS:
-            judge.faults.append(f"{case.kind}: refused after {seconds:.2f} s, time and again; sent {case.data[:300]!r}")
+            judge.faults.append(
+                f"{case.kind}: refused after {seconds:.2f} s, time and again; sent "
+                f"{case.data[:300]!r}"
+            )
     return judge
 
 
 def started(port: int, *, count: int, rate: float, seed: int) -> subprocess.Popen[str]:
-    """An attack in a process of its own, from now on; its last line on stdout are the facts as JSON.
+    """An attack in a process of its own, from now on; its last line on stdout are the facts as
+    JSON.
 
-    What making the requests costs this machine is over by then: it is no part of what they cost a server. Fair requests
+    What making the requests costs this machine is over by then: it is no part of what they cost a
+    server. Fair requests
     of very many queries are not among them.
     """
-    words = [sys.executable, __file__, "--port", str(port), "--seed", str(seed), "--count", str(count)]
+    words = [
+        sys.executable,
+        __file__,
+        "--port",
+        str(port),
+        "--seed",
+        str(seed),
+        "--count",
+        str(count),
+    ]
     words += ["--rate", str(rate), "--small", "--wait"]
     attack = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert attack.stdin is not None and attack.stdout is not None
@@ -186,14 +216,20 @@ async def _soonest(port: int, case: Case) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=None, help="requests a second at most")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="without fair requests of very many queries")
-    parser.add_argument("--wait", action="store_true", help="say that all are made, and begin with a line of stdin")
+    parser.add_argument(
+        "--small", action="store_true", help="without fair requests of very many queries"
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="say that all are made, and begin with a line of stdin"
+    )
     options = parser.parse_args()
     cases = make_cases(options.count, options.seed, large=not options.small)
     if options.wait:

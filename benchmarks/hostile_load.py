@@ -1,13 +1,13 @@
 """Latency of valid traffic beside each cheap attack on a server (fault 36).
 
-    python benchmarks/hostile_load.py                       # a small bundle, made in a second; prints a table
-    python benchmarks/hostile_load.py --bundle outputs/bundle --seconds 10 --out results.json
-    python benchmarks/hostile_load.py --only 'query parameters' 'one-byte chunks'
+    python benchmarks/hostile_load.py                       # a small bundle, made in a second;
+    prints a table python benchmarks/hostile_load.py --bundle outputs/bundle --seconds 10 --out
+    results.json python benchmarks/hostile_load.py --only 'query parameters' 'one-byte chunks'
 
-An attack runs in a process of its own and is bounded: so many bytes a second, or so many connections. Valid queries
-come at times drawn before (`http_load.open_loop`), first alone, then beside the attack. Goal: p99 at most twice that
-alone (`GOAL`). Only loopback is asked.
-"""
+An attack runs in a process of its own and is bounded: so many bytes a second, or so many
+connections. Valid queries
+come at times drawn before (`http_load.open_loop`), first alone, then beside the attack. Goal: p99
+at most twice that alone (`GOAL`). Only loopback is asked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Attack:
     """What is sent, again and again, each time on a new connection.
 
     Attributes:
-        data: the bytes of one connection. slowly: one byte at a time, on all connections. connections: at once.
+        data: the bytes of one connection. slowly: one byte at a time, on all connections.
+        connections: at once.
         a_second: new connections a second at most; None: as `BYTES_A_SECOND` allows.
         reads: whether answers are read.
     """
@@ -50,7 +51,12 @@ class Attack:
 
 
 def _posted(body: bytes, *more: bytes) -> bytes:
-    return HEAD + b"".join(line + b"\r\n" for line in more) + b"content-length: %d\r\n\r\n" % len(body) + body
+    return (
+        HEAD
+        + b"".join(line + b"\r\n" for line in more)
+        + b"content-length: %d\r\n\r\n" % len(body)
+        + body
+    )
 
 
 def attacks() -> dict[str, Attack]:
@@ -69,17 +75,26 @@ def attacks() -> dict[str, Attack]:
         "many headers": Attack(f"{begin}{headers}\r\n".encode()),
         "cookies": Attack(f"{begin}{cookies}\r\n".encode()),
         "endless head": Attack(f"{begin}x: ".encode() + b"y" * 10_000_000),
-        "trailers": Attack(HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"t: x\r\n" * 100_000),
+        "trailers": Attack(
+            HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"t: x\r\n" * 100_000
+        ),
         "pipelined": Attack(get("/healthz") * 5000, reads=False),
         "metrics": Attack(get("/metrics") * 5000, reads=False),
         "many keys": Attack(_posted(keys)),
         "deep JSON": Attack(_posted(b'{"queries": ' + b"[" * 900_000)),
         "long number": Attack(_posted(b'{"queries": ["x"], "k": ' + b"7" * 900_000 + b"}")),
         "many values": Attack(_posted(b'{"queries": [' + b"[]," * 300_000 + b"1]}")),
-        "form": Attack(post("/predict", {}).replace(b"application/json", b"multipart/form-data; boundary=x") * 200),
+        "form": Attack(
+            post("/predict", {}).replace(b"application/json", b"multipart/form-data; boundary=x")
+            * 200
+        ),
         "compressed": Attack(_posted(b"\x1f\x8b" + b"\0" * 900_000, b"content-encoding: gzip")),
-        "ranges": Attack(f"{begin}range: bytes={'0-1,' * 10_000}1-2\r\n\r\n".replace("/healthz", "/").encode()),
-        "upgrades": Attack(f"{begin}connection: upgrade\r\nupgrade: websocket\r\n\r\n".encode() + b"x" * 2000),
+        "ranges": Attack(
+            f"{begin}range: bytes={'0-1,' * 10_000}1-2\r\n\r\n".replace("/healthz", "/").encode()
+        ),
+        "upgrades": Attack(
+            f"{begin}connection: upgrade\r\nupgrade: websocket\r\n\r\n".encode() + b"x" * 2000
+        ),
         "connects": Attack(b"", a_second=200),
         "idle connections": Attack(b"", connections=1200, slowly=True),
         "slow heads": Attack(begin.encode() + b"x" * 1000, connections=400, slowly=True),
@@ -105,7 +120,9 @@ async def _send(port: int, attack: Attack, end: float) -> None:
                 connection.send(attack.data[at : at + PIECE])
                 await asyncio.sleep(seconds)
         if attack.a_second:
-            await asyncio.sleep(max(0.0, begun + attack.connections / attack.a_second - time.perf_counter()))
+            await asyncio.sleep(
+                max(0.0, begun + attack.connections / attack.a_second - time.perf_counter())
+            )
         connection.close(reset=True)
 
 
@@ -125,7 +142,9 @@ async def attack_until(port: int, name: str, seconds: float) -> None:
     attack = attacks()[name]
     end = time.perf_counter() + seconds
     print("begun", flush=True)
-    await asyncio.gather(*(_send(port, attack, end) for _ in range(attack.connections)), return_exceptions=True)
+    await asyncio.gather(
+        *(_send(port, attack, end) for _ in range(attack.connections)), return_exceptions=True
+    )
 
 
 def _valid() -> Iterator[bytes]:
@@ -143,7 +162,16 @@ def measure_valid(port: int, rate: float, seconds: float) -> Measured:
 
 def beside(port: int, name: str, rate: float, seconds: float) -> Measured:
     """The same while an attack runs; it begins a second before."""
-    words = [sys.executable, __file__, "--attack", name, "--port", str(port), "--seconds", str(seconds + 2)]
+    words = [
+        sys.executable,
+        __file__,
+        "--attack",
+        name,
+        "--port",
+        str(port),
+        "--seconds",
+        str(seconds + 2),
+    ]
     attacker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     with attacker:
         assert attacker.stdout is not None
@@ -157,12 +185,16 @@ def beside(port: int, name: str, rate: float, seconds: float) -> Measured:
 def facts(name: str, found: Measured, alone: dict[str, float]) -> dict[str, Any]:
     """p50 and p99 in milliseconds alone and beside the attack, and their ratios."""
     latency = percentiles(found.latencies_ms)
-    refused = {str(status): count for status, count in sorted(found.statuses.items()) if status != 200}
+    refused = {
+        str(status): count for status, count in sorted(found.statuses.items()) if status != 200
+    }
     row: dict[str, Any] = {"attack": name, "not_200": refused}
     for share in ("p50", "p99"):
         row[f"{share}_alone"] = alone[share]
         row[share] = latency.get(share)
-        row[f"{share}_ratio"] = round(latency[share] / alone[share], 2) if share in latency else None
+        row[f"{share}_ratio"] = (
+            round(latency[share] / alone[share], 2) if share in latency else None
+        )
     row["within_goal"] = not refused and row["p99_ratio"] <= GOAL
     return row
 
@@ -199,9 +231,13 @@ def small_bundle(folder: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bundle", type=Path, help="default: a small one")
-    parser.add_argument("--only", nargs="*", default=list(attacks()), choices=list(attacks()), metavar="ATTACK")
+    parser.add_argument(
+        "--only", nargs="*", default=list(attacks()), choices=list(attacks()), metavar="ATTACK"
+    )
     parser.add_argument("--rate", type=float, default=40.0, help="valid queries a second")
     parser.add_argument("--seconds", type=float, default=5.0, help="beside each attack")
     parser.add_argument("--out", type=Path, help="JSON")
@@ -218,7 +254,10 @@ def main() -> int:
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
     missed = [row["attack"] for row in rows if not row["within_goal"]]
-    print(f"p99 above {GOAL:g} times that without an attack, or other answers than 200:", ", ".join(missed) or "none")
+    print(
+        f"p99 above {GOAL:g} times that without an attack, or other answers than 200:",
+        ", ".join(missed) or "none",
+    )
     return bool(missed)
 
 

@@ -1,11 +1,15 @@
 """An HTTP/1.1 client with little overhead, and the loads that it makes: closed loop and open loop.
 
-    python benchmarks/http_load.py --port 8080 --rate 50 --seconds 10       # one open loop, JSON on the last line
+    python benchmarks/http_load.py --port 8080 --rate 50 --seconds 10       # one open loop, JSON on
+    the last line
 
-*Closed loop*: so many clients, each asks again when it was answered. It measures throughput. Its latencies leave out
+*Closed loop*: so many clients, each asks again when it was answered. It measures throughput. Its
+latencies leave out
 what a stalled server would have done to those who had come meanwhile (coordinated omission).
-*Open loop*: requests come at times drawn before (a Poisson process), answered or not, and each latency counts from the
-time at which the request was due, not from when it could be sent: whoever had to wait for a connection waited too.
+*Open loop*: requests come at times drawn before (a Poisson process), answered or not, and each
+latency counts from the
+time at which the request was due, not from when it could be sent: whoever had to wait for a
+connection waited too.
 
 Only loopback is ever asked. Latencies are milliseconds.
 """
@@ -45,7 +49,9 @@ def get(path: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: status, head and body as they were; `status` 0 where the connection ended without an answer."""
+    """What came back: status, head and body as they were; `status` 0 where the connection ended
+    without an answer.
+    """
 
     status: int
     head: bytes = b""
@@ -73,7 +79,9 @@ def parse_answer(buffer: bytes | bytearray, bodyless: bool = False) -> tuple[Ans
     if end < 0:
         return None
     head = bytes(buffer[:end])
-    lower, status, begin = head.lower(), int(head[9:12]), end + 4
+    lower = head.lower()
+    status = int(head[9:12])
+    begin = end + 4
     if 100 <= status < 200:  # "100 Continue": the answer follows
         later = parse_answer(buffer[begin:], bodyless)
         return None if later is None else (later[0], later[1] + begin)
@@ -105,7 +113,9 @@ def _chunked(buffer: bytes | bytearray, at: int, answer: Answer) -> tuple[Answer
 
 
 class Connection(asyncio.Protocol):
-    """A connection that is kept open; one request at a time, unless `send` and `answer` are used apart."""
+    """A connection that is kept open; one request at a time, unless `send` and `answer` are used
+    apart.
+    """
 
     def __init__(self) -> None:
         self.buffer = bytearray()
@@ -181,12 +191,16 @@ class Measured:
 
     Attributes:
         latencies_ms: of the answers with status 200, in the order in which they came.
-        service_ms: open loop: the same from when each request was sent; what a closed loop would have called latency.
+        service_ms: open loop: the same from when each request was sent; what a closed loop would
+        have called latency.
         statuses: how many answers by status; 0: none, the connection ended.
-        seconds: how long it took. answers: the last answers with another status than 200, 20 at most.
+        seconds: how long it took. answers: the last answers with another status than 200, 20 at
+        most.
         refused_ms: latencies of the answers with another status.
-        late_ms: open loop: how late requests were sent for which a connection was free: the client's own fault.
-        cpu_share: share of a core that this process used meanwhile; near 1 the client is what is measured.
+        late_ms: open loop: how late requests were sent for which a connection was free: the
+        client's own fault.
+        cpu_share: share of a core that this process used meanwhile; near 1 the client is what is
+        measured.
     """
 
     latencies_ms: list[float] = field(default_factory=list)
@@ -216,25 +230,34 @@ class Measured:
     def facts(self) -> dict[str, Any]:
         """For JSON: rate, statuses, percentiles."""
         found: dict[str, Any] = {
-            "seconds": round(self.seconds, 3), "rate": round(self.rate, 1),
+            "seconds": round(self.seconds, 3),
+            "rate": round(self.rate, 1),
             "client_cpu_share": round(self.cpu_share, 2),
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
             "latency_ms": percentiles(self.latencies_ms),
-        }  # fmt: skip
+        }
         if self.service_ms:
-            found |= {"service_ms": percentiles(self.service_ms), "late_ms": percentiles(self.late_ms)}
+            found |= {
+                "service_ms": percentiles(self.service_ms),
+                "late_ms": percentiles(self.late_ms),
+            }
         if self.refused_ms:
             found["refused_ms"] = percentiles(self.refused_ms)
         return found
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """p50, p90, p99, p999 and the largest, each a value that occurred (never one between); with their number."""
+    """p50, p90, p99, p999 and the largest, each a value that occurred (never one between); with
+    their number.
+    """
     ordered = np.sort(np.fromiter(values, dtype=np.float64))
     if not ordered.size:
         return {"count": 0}
     shares = {"p50": 50, "p90": 90, "p99": 99, "p999": 99.9, "max": 100}
-    found = {name: float(np.percentile(ordered, share, method="higher")) for name, share in shares.items()}
+    found = {
+        name: float(np.percentile(ordered, share, method="higher"))
+        for name, share in shares.items()
+    }
     return {"count": int(ordered.size), "mean": round(float(ordered.mean()), 3)} | {
         name: round(value, 3) for name, value in found.items()
     }
@@ -242,16 +265,22 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _timed(measured: Measured) -> Iterator[float]:
-    begun, cpu = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
+    cpu = time.process_time()
     yield begun
     measured.seconds = time.perf_counter() - begun
     measured.cpu_share = (time.process_time() - cpu) / measured.seconds
 
 
 async def closed_loop(
-    port: int, requests: Iterator[bytes], clients: int, *, seconds: float = 1e9, count: int | None = None,
+    port: int,
+    requests: Iterator[bytes],
+    clients: int,
+    *,
+    seconds: float = 1e9,
+    count: int | None = None,
     pause: float = 0.0,
-) -> Measured:  # fmt: skip
+) -> Measured:
     """`clients` connections, each asks again when it was answered.
 
     Args:
@@ -281,12 +310,19 @@ async def closed_loop(
 
 
 async def open_loop(
-    port: int, requests: Iterator[bytes], rate: float, seconds: float, *, connections: int = 64, seed: int = 0
+    port: int,
+    requests: Iterator[bytes],
+    rate: float,
+    seconds: float,
+    *,
+    connections: int = 64,
+    seed: int = 0,
 ) -> Measured:
     """Requests at times of a Poisson process; all that were due within `seconds` are waited for.
 
     Args:
-        rate: requests a second. connections: at most; who finds none free waits, and its latency counts.
+        rate: requests a second. connections: at most; who finds none free waits, and its latency
+        counts.
         seed: of the times.
     """
     measured = Measured()
@@ -339,7 +375,8 @@ def run(coroutine: Any) -> Any:
         return runner.run(coroutine)
 
 
-# -- queries ----------------------------------------------------------------------------------------------------------
+# -- queries
+# --------------------------------------------------------------------------------------------------
 
 
 def split_titles(dataset: Path, split: str) -> list[str]:
@@ -349,14 +386,17 @@ def split_titles(dataset: Path, split: str) -> list[str]:
     from unidec.data.dataset import XMCDataset
 
     opened = XMCDataset.open(dataset)
-    return list(dict.fromkeys(opened.queries["title"].take(pa.array(opened.rows(split))).to_pylist()))
+    return list(
+        dict.fromkeys(opened.queries["title"].take(pa.array(opened.rows(split))).to_pylist())
+    )
 
 
 def unique_texts(texts: list[str], seed: int = 0) -> Iterator[str]:
-    """The texts in an order drawn once, then the same with their words in other orders, for ever; none comes twice.
+    """The texts in an order drawn once, then the same with their words in other orders, for ever;
+    none comes twice.
 
-    Two that differ in case or white space only count as the same, so that no cache can know one from the other. Other
-    orders keep lengths and words as real queries have them.
+    Two that differ in case or white space only count as the same, so that no cache can know one
+    from the other. Other orders keep lengths and words as real queries have them.
 
     Raises:
         ValueError: no more orders are found.
@@ -368,7 +408,9 @@ def unique_texts(texts: list[str], seed: int = 0) -> Iterator[str]:
         without += 1
         for row in rng.permutation(len(texts)):
             words = texts[row].split()
-            text = texts[row] if turn == 0 else " ".join(words[i] for i in rng.permutation(len(words)))
+            text = (
+                texts[row] if turn == 0 else " ".join(words[i] for i in rng.permutation(len(words)))
+            )
             key = " ".join(text.lower().split())
             if key not in seen:
                 seen.add(key)
@@ -379,7 +421,9 @@ def unique_texts(texts: list[str], seed: int = 0) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -388,7 +432,9 @@ def main() -> None:
     options = parser.parse_args()
     texts = unique_texts(split_titles(options.dataset, "test"), options.seed)
     requests = (post("/predict", {"queries": [text]}) for text in texts)
-    measured = run(open_loop(options.port, requests, options.rate, options.seconds, seed=options.seed))
+    measured = run(
+        open_loop(options.port, requests, options.rate, options.seconds, seed=options.seed)
+    )
     print(json.dumps(measured.facts()))
 
 

@@ -20,8 +20,8 @@ def status(process: int | str = "self") -> dict[str, int]:
 
 
 class Memory:
-    """Peak memory of what runs within: `peak` is all that was resident (mapped files too, which the kernel may drop),
-    `anonymous` what only this process holds, looked at a hundred times a second.
+    """Peak memory of what runs within: `peak` is all that was resident (mapped files too, which the
+    kernel may drop), `anonymous` what only this process holds, looked at a hundred times a second.
     """
 
     def __enter__(self) -> Self:
@@ -34,7 +34,10 @@ class Memory:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop.set()
         self._thread.join()
@@ -58,11 +61,17 @@ def machine() -> dict[str, Any]:
     """Processor, cores, memory and versions."""
     import torch
 
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")]  # fmt: skip
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "processor": names[0] if names else platform.machine(), "cores": os.cpu_count(),
-        "memory_gib": round(pages / 2**30, 1), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "processor": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(pages / 2**30, 1),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-    }  # fmt: skip
+    }

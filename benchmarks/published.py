@@ -1,13 +1,14 @@
-"""What papers published for seven data sets (published/*.yaml): as params.yaml, beside measured figures, tried out.
+"""What papers published for seven data sets (published/*.yaml): as params.yaml, beside measured
+figures, tried out.
 
-    python benchmarks/published.py list
-    python benchmarks/published.py params LF-AmazonTitles-131K --method unidec-v2-bce --out params.yaml
-    python benchmarks/published.py compare LF-AmazonTitles-131K outputs/metrics.json --method unidec-v2-bce
-    python benchmarks/published.py stand-in LF-AmazonTitles-131K --share 0.01
+    python benchmarks/published.py list python benchmarks/published.py params LF-AmazonTitles-131K
+    --method unidec-v2-bce --out params.yaml python benchmarks/published.py compare
+    LF-AmazonTitles-131K outputs/metrics.json --method unidec-v2-bce python benchmarks/published.py
+    stand-in LF-AmazonTitles-131K --share 0.01
 
-`params` expects the raw files as they come from the XMC repository in `data/raw/<data set>`. `stand-in` makes synthetic
-raw files of a data set's size and runs every stage on them; `all` names all data sets. It ends with 1 if one failed.
-"""
+`params` expects the raw files as they come from the XMC repository in `data/raw/<data set>`.
+`stand-in` makes synthetic raw files of a data set's size and runs every stage on them; `all` names
+all data sets. It ends with 1 if one failed."""
 
 from __future__ import annotations
 
@@ -49,38 +50,54 @@ def data_set(name: str) -> Facts:
     """
     if name not in names():
         near = nearest(name, names())
-        raise ConfigError("nothing is kept of this data set", where=str(FOLDER), got=name,
-                          expected=", ".join(names()), fix=f"did you mean {near}?" if near else None)  # fmt: skip
+        raise ConfigError(
+            "nothing is kept of this data set",
+            where=str(FOLDER),
+            got=name,
+            expected=", ".join(names()),
+            fix=f"did you mean {near}?" if near else None,
+        )
     return read_yaml(FOLDER / f"{name}.yaml")[0]
 
 
 def groups(name: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Settings of a method on a data set, as (source, values by key path); later ones override earlier ones.
+    """Settings of a method on a data set, as (source, values by key path); later ones override
+    earlier ones.
 
     Raises:
         ConfigError: no such data set, or the method was not published for it.
     """
     own = data_set(name)
     if method not in own["methods"]:
-        fix = f"another --method; {NOT_PUBLISHED} for {name}: {', '.join(own['not_published']) or 'none of them'}"
-        raise ConfigError("no such method", where=name, got=method, expected=", ".join(own["methods"]), fix=fix)
+        fix = (
+            f"another --method; {NOT_PUBLISHED} for {name}: "
+            f"{', '.join(own['not_published']) or 'none of them'}"
+        )
+        raise ConfigError(
+            "no such method", where=name, got=method, expected=", ".join(own["methods"]), fix=fix
+        )
     every = [*methods()["settings"], *own["settings"]]
     base = methods()["methods"][method].get("settings_of", method)
     chosen = [group for group in every if base in group.get("methods", [base])]
     if base != method:
         chosen += [group for group in every if method in group.get("methods", [])]
     for group in chosen:
-        values = {f"{at}.{key}": value for at, keys in group["set"].items() for key, value in keys.items()}
+        values = {
+            f"{at}.{key}": value for at, keys in group["set"].items() for key, value in keys.items()
+        }
         yield group["source"], values
 
 
 def resolve(name: str, method: str, others: Mapping[str, Any] | None = None) -> Params:
-    """All parameters of a method on a data set: its recipe, what was published, then `others` by key path.
+    """All parameters of a method on a data set: its recipe, what was published, then `others` by
+    key path.
 
     Raises:
         ConfigError: as `groups`; or values that the project's parameters refuse.
     """
-    values = {"recipe": methods()["methods"][method]["recipe"]} if method in methods()["methods"] else {}
+    values = (
+        {"recipe": methods()["methods"][method]["recipe"]} if method in methods()["methods"] else {}
+    )
     values["data.path"] = f"data/raw/{name}"
     for _, given in groups(name, method):
         values |= given
@@ -88,38 +105,60 @@ def resolve(name: str, method: str, others: Mapping[str, Any] | None = None) -> 
 
 
 def params_yaml(name: str, method: str, others: Mapping[str, Any] | None = None) -> str:
-    """A whole params.yaml, whose head says where each value comes from, and what was not published."""
-    about, source_of = methods()["methods"][method], {}
+    """A whole params.yaml, whose head says where each value comes from, and what was
+    not published.
+    """
+    about = methods()["methods"][method]
+    source_of = {}
     params = resolve(name, method, others)
     for source, values in groups(name, method):
         source_of |= dict.fromkeys(values, source)
-    lines = [f"{name}, {method}: {about['what']}.", f"Differs from it: {about['differs']}.", "Sources:"]
+    lines = [
+        f"{name}, {method}: {about['what']}.",
+        f"Differs from it: {about['differs']}.",
+        "Sources:",
+    ]
     for source in dict.fromkeys(source_of.values()):
         keys = ", ".join(key for key, own in source_of.items() if own == source)
         lines.append(f"  {source}: {keys}")
-    lines.append(f"Other keys have the values of recipe {about['recipe']} (unidec/recipes), or their defaults.")
+    lines.append(
+        f"Other keys have the values of recipe {about['recipe']} (unidec/recipes), or their "
+        "defaults."
+    )
     lines += [f"The sources are silent on: {text}" for text in data_set(name)["silent"]]
-    return "".join(f"# {line}\n" for line in lines) + f"recipe: {about['recipe']}\n" + to_yaml(params)
+    return (
+        "".join(f"# {line}\n" for line in lines) + f"recipe: {about['recipe']}\n" + to_yaml(params)
+    )
 
 
 def comparison(name: str, measured: Mapping[str, Any], method: str | None = None) -> list[str]:
-    """Lines of a table: published figures, what `unidec evaluate` measured, and the difference, in points.
+    """Lines of a table: published figures, what `unidec evaluate` measured, and the difference, in
+    points.
 
     Args:
-        measured: outputs/metrics.json; `test` is compared with a method's figures, `de` and `clf` with those of its
-            heads alone.
+        measured: outputs/metrics.json; `test` is compared with a method's figures, `de` and `clf`
+            with those of its heads alone.
         method: whose figures; None: all that were published for the data set.
     """
-    lines = ["| method | figures | " + " | ".join(METRICS) + " |", "|---|---|" + "---|" * len(METRICS)]
+    lines = [
+        "| method | figures | " + " | ".join(METRICS) + " |",
+        "|---|---|" + "---|" * len(METRICS),
+    ]
     figures = [row for row in data_set(name)["figures"] if method in (None, row["method"])]
     for row in figures:
         part = row.get("of", "test")
         ours = measured.get(part, {})
         title = row["method"] + (f", {part} alone" if part != "test" else "")
-        lines.append(_line(title, f"published: {row['source']}", [row.get(metric) for metric in METRICS], ".2f"))
+        lines.append(
+            _line(
+                title, f"published: {row['source']}", [row.get(metric) for metric in METRICS], ".2f"
+            )
+        )
         lines.append(_line("", "measured", [ours.get(metric) for metric in METRICS], ".2f"))
         both = [(ours.get(metric), row.get(metric)) for metric in METRICS]
-        points = [own - theirs if own is not None and theirs is not None else None for own, theirs in both]
+        points = [
+            own - theirs if own is not None and theirs is not None else None for own, theirs in both
+        ]
         lines.append(_line("", "difference", points, "+.2f"))
     if not figures:
         lines = [f"{name}: figures of {method} are {NOT_PUBLISHED} in the sources used here"]
@@ -139,7 +178,11 @@ def overview() -> list[str]:
         own = data_set(name)
         with_figures = {row["method"] for row in own["figures"]}
         words = [
-            NOT_PUBLISHED if method not in own["methods"] else "figures" if method in with_figures else "settings"
+            NOT_PUBLISHED
+            if method not in own["methods"]
+            else "figures"
+            if method in with_figures
+            else "settings"
             for method in known
         ]
         lines.append(f"| {name} | " + " | ".join(words) + " |")
@@ -151,17 +194,24 @@ def _read_metrics(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         fix = "run `unidec evaluate`, which writes outputs/metrics.json"
-        raise ConfigError("no metrics can be read", where=str(path), got=str(error), fix=fix) from error
+        raise ConfigError(
+            "no metrics can be read", where=str(path), got=str(error), fix=fix
+        ) from error
 
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="data sets and methods")
     known = list(methods()["methods"])
-    for command, about in (("params", "write a params.yaml"), ("compare", "published figures beside measured ones"),
-                           ("stand-in", "run every stage on synthetic data of a data set's size")):  # fmt: skip
+    for command, about in (
+        ("params", "write a params.yaml"),
+        ("compare", "published figures beside measured ones"),
+        ("stand-in", "run every stage on synthetic data of a data set's size"),
+    ):
         one = commands.add_parser(command, help=about)
         one.add_argument("data_set", help="; ".join(names()))
         if command == "params":
@@ -172,13 +222,26 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("metrics", type=Path, help="outputs/metrics.json")
             one.add_argument("--method", choices=known, help="one alone")
         else:
-            one.add_argument("--method", choices=known, help="default: unidec-v2-bce, or the first that was published")
-            one.add_argument("--share", type=float, default=0.01, help="of the queries and of the labels (0.01)")
+            one.add_argument(
+                "--method",
+                choices=known,
+                help="default: unidec-v2-bce, or the first that was published",
+            )
+            one.add_argument(
+                "--share", type=float, default=0.01, help="of the queries and of the labels (0.01)"
+            )
             one.add_argument("--steps", type=int, default=20, help="training steps")
             one.add_argument("--batch", type=int, default=64, help="queries a batch at most (64)")
             one.add_argument("--encoder", help="a transformer in place of a small random one")
-            one.add_argument("--until", default="evaluate", metavar="STAGE", help="the last stage: ingest, tokens, ...")
-            one.add_argument("--folder", type=Path, help="where to work, kept; default: a temporary one")
+            one.add_argument(
+                "--until",
+                default="evaluate",
+                metavar="STAGE",
+                help="the last stage: ingest, tokens, ...",
+            )
+            one.add_argument(
+                "--folder", type=Path, help="where to work, kept; default: a temporary one"
+            )
             one.add_argument("--output", type=Path, help="also write the table here")
     return top
 
@@ -191,7 +254,10 @@ def main() -> int:
     elif given.command == "params":
         others = {"data.path": given.data_path} if given.data_path else {}
         write_bytes_atomic(given.out, params_yaml(given.data_set, given.method, others).encode())
-        print(f"{given.out}: {given.method} on {given.data_set}; next: unidec config check, make train")
+        print(
+            f"{given.out}: {given.method} on {given.data_set}; next: unidec config check, "
+            "make train"
+        )
     elif given.command == "compare":
         print("\n".join(comparison(given.data_set, _read_metrics(given.metrics), given.method)))
     else:

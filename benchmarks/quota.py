@@ -3,12 +3,13 @@
     python benchmarks/quota.py --small
     python benchmarks/quota.py --project . --output benchmarks/results/quota.json
 
-Three runs of one training: alone; in a control group (container) of `--cores` cores; and beside `--busy` processes
-that never wait. By default it is `make train` in a project, each time with another seed, so that nothing is reused;
-`--small` is `unidec.fit` on 1,200 queries. The fair time is the processor time of the run alone, divided by the cores
-that it can have, or its wall time if that is longer. Beside busy processes, a training of as many threads as cores has
-its share of them. Requires root, or a control group that may be written.
-"""
+Three runs of one training: alone; in a control group (container) of `--cores` cores; and beside
+`--busy` processes
+that never wait. By default it is `make train` in a project, each time with another seed, so that
+nothing is reused; `--small` is `unidec.fit` on 1,200 queries. The fair time is the processor time
+of the run alone, divided by the cores that it can have, or its wall time if that is longer. Beside
+busy processes, a training of as many threads as cores has its share of them. Requires root, or a
+control group that may be written."""
 
 from __future__ import annotations
 
@@ -75,9 +76,11 @@ def measure(project: Path | None, seed: int, prefix: tuple[str, ...] = ()) -> di
     command = [sys.executable, "-c", FIT, str(seed)]
     if project is not None:
         command = ["make", "train", f"ARGS=--set seed={seed}"]
-    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begin = time.perf_counter()
     subprocess.run([*prefix, *command], cwd=project, check=True)
-    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"wall_s": round(wall, 1), "processor_s": round(used, 1)}
 
@@ -85,13 +88,23 @@ def measure(project: Path | None, seed: int, prefix: tuple[str, ...] = ()) -> di
 def compared(run: dict[str, float], alone: dict[str, float], cores: float) -> dict[str, float]:
     """A run with its fair time and the ratio to it."""
     fair = max(alone["wall_s"], alone["processor_s"] / cores)
-    return run | {"cores": round(cores, 2), "fair_s": round(fair, 1), "ratio": round(run["wall_s"] / fair, 2)}
+    return run | {
+        "cores": round(cores, 2),
+        "fair_s": round(fair, 1),
+        "ratio": round(run["wall_s"] / fair, 2),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--project", type=Path, default=Path(), help="folder in which `make train` works")
-    parser.add_argument("--small", action="store_true", help="unidec.fit on 1,200 queries, in place of make train")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--project", type=Path, default=Path(), help="folder in which `make train` works"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="unidec.fit on 1,200 queries, in place of make train"
+    )
     parser.add_argument("--cores", type=float, default=1.5)
     parser.add_argument("--busy", type=int, default=2)
     parser.add_argument("--output", type=Path)
@@ -100,7 +113,11 @@ def main() -> int:
     num_cores = len(os.sched_getaffinity(0))
     seed = int(time.time())
     alone = measure(project, seed)
-    found: dict[str, Any] = {"machine_cores": num_cores, "load_before": round(os.getloadavg()[0], 1), "alone": alone}
+    found: dict[str, Any] = {
+        "machine_cores": num_cores,
+        "load_before": round(os.getloadavg()[0], 1),
+        "alone": alone,
+    }
     with control_group(given.cores) as folder:
         limited = measure(project, seed + 1, ("sh", "-c", JOIN, "sh", str(folder)))
     found["control group"] = compared(limited, alone, min(given.cores, num_cores))

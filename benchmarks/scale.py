@@ -1,16 +1,17 @@
-"""How time and memory grow with the number of queries N and labels L, on synthetic data; writes benchmarks/results/.
+"""How time and memory grow with the number of queries N and labels L, on synthetic data; writes
+benchmarks/results/.
 
     python benchmarks/scale.py step     # training steps from 10^4 to 10^7 labels at a fixed pool
-    python benchmarks/scale.py data     # ingest, tokens, propensities, label graph, clustering, mining
-    python benchmarks/scale.py all      # both: about 11 minutes on two cores, 12 GiB of memory, 6 GB of disk
-    python benchmarks/scale.py step --labels 1e4,1e5 --rounds 3    # a quick look
-    python benchmarks/scale.py show     # the tables of the results that are there
+    python benchmarks/scale.py data     # ingest, tokens, propensities, label graph, clustering,
+    mining python benchmarks/scale.py all      # both: about 11 minutes on two cores, 12 GiB of
+    memory, 6 GB of disk python benchmarks/scale.py step --labels 1e4,1e5 --rounds 3    # a quick
+    look python benchmarks/scale.py show     # the tables of the results that are there
 
-What a result file has already is not measured again (--again measures everything anew). Every size runs in a process
-of its own, so that peak memory is its own. The sizes of `step` take turns, a few steps each, and are compared with
-L = 10^5 within each turn: what disturbs the machine disturbs all of them alike. A second process of 10^5 labels shows
-what the difference between two equal processes is.
-"""
+What a result file has already is not measured again (--again measures everything anew). Every size
+runs in a process of its own, so that peak memory is its own. The sizes of `step` take turns, a few
+steps each, and are compared with L = 10^5 within each turn: what disturbs the machine disturbs all
+of them alike. A second process of 10^5 labels shows what the difference between two equal processes
+is."""
 
 from __future__ import annotations
 
@@ -41,7 +42,15 @@ VARIANTS = {
     "fp32-adam": {"dtype": "fp32", "state": "adam"},
     "bf16-adagrad-disk": {"dtype": "bf16", "state": "adagrad", "place": "disk"},
 }
-STEP_SIZE = {"train": 100_000, "batch": 256, "pool": 1500, "dim": 64, "kind": "bag", "hidden": 64, "layers": 1}
+STEP_SIZE = {
+    "train": 100_000,
+    "batch": 256,
+    "pool": 1500,
+    "dim": 64,
+    "kind": "bag",
+    "hidden": 64,
+    "layers": 1,
+}
 FROM_RAW = (
     "raw",
     "ingest",
@@ -55,7 +64,8 @@ FROM_RAW = (
     "mine",
 )
 STORED = ("store", "token_cache", "propensity", "label_graph", "sampler", "vectors", "mine")
-LARGEST_RAW, MOST_QUERIES = 1_000_000, 1_000_000
+LARGEST_RAW = 1_000_000
+MOST_QUERIES = 1_000_000
 
 
 class Results:
@@ -64,7 +74,9 @@ class Results:
     def __init__(self, path: Path, again: bool) -> None:
         self.path = path
         there = path.is_file() and not again
-        self.cells: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["cells"] if there else {}
+        self.cells: dict[str, Any] = (
+            json.loads(path.read_text(encoding="utf-8"))["cells"] if there else {}
+        )
 
     def add(self, cells: dict[str, Any]) -> None:
         self.cells |= cells
@@ -131,22 +143,31 @@ def work_folder(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
+# -- steps
+# --------------------------------------------------------------------------------------------------
 
 
 def measure_steps(options: argparse.Namespace) -> None:
     """Interleaved steps of all sizes, a variant after the other."""
     results = Results(options.output / "scale_step.json", options.again)
-    labels = [int(float(number)) for number in options.labels.split(",")] if options.labels else list(LABELS)
+    labels = (
+        [int(float(number)) for number in options.labels.split(",")]
+        if options.labels
+        else list(LABELS)
+    )
     with work_folder(options.work) as work:
         for variant in options.variants.split(","):
             names = {f"{variant}/{count}": count for count in labels}
             names |= {f"{variant}/{CONTROL}": REFERENCE} if REFERENCE in labels else {}
             if names.keys() <= results.cells.keys():
                 continue
-            sizes = {name: STEP_SIZE | VARIANTS[variant] | {"labels": count, "threads": options.threads}
-                     for name, count in names.items()}  # fmt: skip
-            results.add(_interleaved(work, sizes, options.rounds, options.steps, options.warm_up, variant))
+            sizes = {
+                name: STEP_SIZE | VARIANTS[variant] | {"labels": count, "threads": options.threads}
+                for name, count in names.items()
+            }
+            results.add(
+                _interleaved(work, sizes, options.rounds, options.steps, options.warm_up, variant)
+            )
     print(step_table(results.cells))
 
 
@@ -161,18 +182,25 @@ def _interleaved(
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
         for turn in progress(range(rounds), desc=f"steps {variant}", unit="round"):
             names = list(workers)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:  # none is always the first
+            # none is always the first
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 answers[name].append(workers[name].run(steps))
         cells = {}
         for name, worker in workers.items():
             step_ms = [float(np.median(answer["step_ms"])) for answer in answers[name]]
             prepare_ms = [float(np.median(answer["prepare_ms"])) for answer in answers[name]]
             cells[name] = {
-                **sizes[name], **worker.started, **worker.end(), "rounds": rounds, "steps_a_round": steps,
-                "warm_up": warm_up, "pool_labels": answers[name][-1]["pool"],
-                "step_ms": round(statistics.median(step_ms), 2), "prepare_ms": round(statistics.median(prepare_ms), 2),
+                **sizes[name],
+                **worker.started,
+                **worker.end(),
+                "rounds": rounds,
+                "steps_a_round": steps,
+                "warm_up": warm_up,
+                "pool_labels": answers[name][-1]["pool"],
+                "step_ms": round(statistics.median(step_ms), 2),
+                "prepare_ms": round(statistics.median(prepare_ms), 2),
                 "step_ms_by_round": [round(x, 2) for x in step_ms],
-            }  # fmt: skip
+            }
     finally:
         for worker in workers.values():
             worker.close()
@@ -187,38 +215,77 @@ def _interleaved(
 
 def step_table(cells: dict[str, Any]) -> str:
     """As people read it; ratios are to L = 10^5 of the same turn, with their quartiles."""
-    head = ("variant", "labels", "ms a step", "of it prepare", "ratio to 1e5", "quartiles", "table+state MiB",
-            "anonymous MiB", "peak MiB", "start s")  # fmt: skip
+    head = (
+        "variant",
+        "labels",
+        "ms a step",
+        "of it prepare",
+        "ratio to 1e5",
+        "quartiles",
+        "table+state MiB",
+        "anonymous MiB",
+        "peak MiB",
+        "start s",
+    )
     rows = []
     for name, cell in cells.items():
         variant, _, labels = name.partition("/")
         shown = labels if labels == CONTROL else f"{int(labels):,}"
         quartiles = " - ".join(f"{q:.2f}" for q in cell.get("ratio_quartiles", ()))
         ratio = f"{cell['ratio']:.3f}" if "ratio" in cell else ""
-        rows.append((variant, shown, f"{cell['step_ms']:.1f}", f"{cell['prepare_ms']:.1f}", ratio, quartiles,
-                     f"{cell['table_and_state_mib']:,.0f}", f"{cell['anonymous_mib']:,.0f}",
-                     f"{cell['peak_mib']:,.0f}", f"{cell['start_seconds']:.0f}"))  # fmt: skip
+        rows.append(
+            (
+                variant,
+                shown,
+                f"{cell['step_ms']:.1f}",
+                f"{cell['prepare_ms']:.1f}",
+                ratio,
+                quartiles,
+                f"{cell['table_and_state_mib']:,.0f}",
+                f"{cell['anonymous_mib']:,.0f}",
+                f"{cell['peak_mib']:,.0f}",
+                f"{cell['start_seconds']:.0f}",
+            )
+        )
     return table(head, rows)
 
 
-# -- data -------------------------------------------------------------------------------------------------------------
+# -- data
+# --------------------------------------------------------------------------------------------------
 
 
 def measure_data(options: argparse.Namespace) -> None:
     """Every stage at every size, each in a process of its own."""
     results = Results(options.output / "scale_data.json", options.again)
-    labels = [int(float(number)) for number in options.labels.split(",")] if options.labels else list(LABELS)
+    labels = (
+        [int(float(number)) for number in options.labels.split(",")]
+        if options.labels
+        else list(LABELS)
+    )
     cells = [(stage, count) for count in labels for stage in _stages(count, options.stages)]
-    with work_folder(options.work) as work, progress(total=len(cells), desc="data", unit="cell") as bar:
+    with (
+        work_folder(options.work) as work,
+        progress(total=len(cells), desc="data", unit="cell") as bar,
+    ):
         for stage, count in cells:
             name = f"{stage}/{count}"
             bar.note(name)
-            # what makes the data runs whenever its folder is not there; the others where they are not measured yet
-            needed = {"raw": "raw", "store": "dataset", "ingest": "dataset", "tokens": "tokens"}.get(stage)
+            # what makes the data runs whenever its folder is not there; the others where they are
+            # not measured yet
+            needed = {
+                "raw": "raw",
+                "store": "dataset",
+                "ingest": "dataset",
+                "tokens": "tokens",
+            }.get(stage)
             missing = needed is not None and not (work / f"data-{count}" / needed).exists()
             vectors = stage == "vectors" and not (work / f"data-{count}" / "labels.npy").exists()
             if name not in results.cells or missing or vectors:
-                size = {"train": min(count, MOST_QUERIES), "labels": count, "threads": options.threads}
+                size = {
+                    "train": min(count, MOST_QUERIES),
+                    "labels": count,
+                    "threads": options.threads,
+                }
                 results.add({name: size | _stage(stage, work / f"data-{count}", size)})
             bar.update(1)
     print(data_table(results.cells))
@@ -239,30 +306,54 @@ def _stage(stage: str, folder: Path, size: dict[str, Any]) -> dict[str, Any]:
 
 def data_table(cells: dict[str, Any]) -> str:
     """As people read it; memory is what came on top of the imported libraries."""
-    head = ("stage", "queries", "labels", "s", "us a row", "peak MiB", "anonymous MiB", "bytes a row", "remarks")
+    head = (
+        "stage",
+        "queries",
+        "labels",
+        "s",
+        "us a row",
+        "peak MiB",
+        "anonymous MiB",
+        "bytes a row",
+        "remarks",
+    )
     plain = {"seconds", "before_mib", "peak_mib", "anonymous_mib", "train", "labels", "threads"}
     rows = []
     for name, cell in sorted(cells.items(), key=lambda item: (_order(item[0]), item[1]["labels"])):
         per_row = cell["anonymous_mib"] * 2**20 / (cell["train"] + cell["labels"])
         count = cell["queries"] if name.startswith("mine") else cell["train"] + cell["labels"]
-        remarks = ", ".join(f"{key} {_number(value)}" for key, value in cell.items() if key not in plain)
-        rows.append((name.partition("/")[0], f"{cell['train']:,}", f"{cell['labels']:,}", f"{cell['seconds']:.2f}",
-                     f"{1e6 * cell['seconds'] / count:.2f}", f"{cell['peak_mib']:,.0f}",
-                     f"{cell['anonymous_mib']:,.0f}", f"{per_row:,.0f}", remarks))  # fmt: skip
+        remarks = ", ".join(
+            f"{key} {_number(value)}" for key, value in cell.items() if key not in plain
+        )
+        rows.append(
+            (
+                name.partition("/")[0],
+                f"{cell['train']:,}",
+                f"{cell['labels']:,}",
+                f"{cell['seconds']:.2f}",
+                f"{1e6 * cell['seconds'] / count:.2f}",
+                f"{cell['peak_mib']:,.0f}",
+                f"{cell['anonymous_mib']:,.0f}",
+                f"{per_row:,.0f}",
+                remarks,
+            )
+        )
     return table(head, rows)
 
 
 def _order(name: str) -> int:
     stage = name.partition("/")[0]
     known = [*dict.fromkeys((*FROM_RAW, *STORED))]
-    return known.index(stage) if stage in known else len(known)  # a stage of an older version comes last
+    # a stage of an older version comes last
+    return known.index(stage) if stage in known else len(known)
 
 
 def _number(value: float) -> str:
     return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"
 
 
-# -- all --------------------------------------------------------------------------------------------------------------
+# -- all
+# --------------------------------------------------------------------------------------------------
 
 
 def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
@@ -290,17 +381,27 @@ COMMANDS = {"step": measure_steps, "data": measure_data, "all": measure_all, "sh
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=list(COMMANDS))
     parser.add_argument("--labels", help="sizes, such as 1e4,1e6 (10^4 to 10^7)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"step: of {', '.join(VARIANTS)}")
+    parser.add_argument(
+        "--variants", default=",".join(VARIANTS), help=f"step: of {', '.join(VARIANTS)}"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="step: turns of each size (10)")
     parser.add_argument("--steps", type=int, default=10, help="step: steps a turn (10)")
-    parser.add_argument("--warm-up", type=int, default=50, help="step: steps before the clock starts (50)")
+    parser.add_argument(
+        "--warm-up", type=int, default=50, help="step: steps before the clock starts (50)"
+    )
     parser.add_argument("--stages", help="data: some of the stages, such as propensity,mine")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch (all cores)")
-    parser.add_argument("--work", type=Path, help="folder for the data, kept for the next time (a temporary one)")
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the JSON files")
+    parser.add_argument(
+        "--work", type=Path, help="folder for the data, kept for the next time (a temporary one)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=HERE / "results", help="folder of the JSON files"
+    )
     parser.add_argument("--again", action="store_true", help="measure what is there already, too")
     options = parser.parse_args()
     COMMANDS[options.what](options)

@@ -1,14 +1,17 @@
-"""The whole pipeline at 10^6 labels, and 10^7 queries predicted: time and memory of each stage, in one resumable run.
+"""The whole pipeline at 10^6 labels, and 10^7 queries predicted: time and memory of each stage, in
+one resumable run.
 
-    python benchmarks/scale_run.py runs/scale                              # everything; the same command resumes
-    python benchmarks/scale_run.py runs/scale-small --scale 0.01           # a rehearsal at a hundredth
-    python benchmarks/scale_run.py runs/scale --stages train,index         # some stages (again)
-    python benchmarks/scale_run.py runs/scale --show                       # the table
+    python benchmarks/scale_run.py runs/scale                              # everything; the same
+    command resumes python benchmarks/scale_run.py runs/scale-small --scale 0.01           # a
+    rehearsal at a hundredth python benchmarks/scale_run.py runs/scale --stages train,index
+    # some stages (again) python benchmarks/scale_run.py runs/scale --show                       #
+    the table
 
-Synthetic text (synthetic.py), the program's own commands: raw files -> ingest -> Great Expectations -> tokens ->
-propensities -> one epoch -> index -> evaluation of 5,000 test queries -> MLflow's registry, gate, promotion ->
-queries to a server -> predictions for a file of queries. A stage that is in FOLDER/scale_run.json is not run again; one
-that was stopped in training or predicting resumes where it was.
+Synthetic text (synthetic.py), the program's own commands: raw files -> ingest -> Great Expectations
+-> tokens -> propensities -> one epoch -> index -> evaluation of 5,000 test queries -> MLflow's
+registry, gate, promotion -> queries to a server -> predictions for a file of queries. A stage that
+is in FOLDER/scale_run.json is not run again; one that was stopped in training or predicting resumes
+where it was.
 
 Legend: N training queries, L labels.
 """
@@ -42,18 +45,26 @@ from unidec.progress import progress
 
 HERE = Path(__file__).resolve().parent
 LABELS = QUERIES = 1_000_000
-PREDICTED, TEST, VALIDATION = 10_000_000, 5_000, 2_000
+PREDICTED = 10_000_000
+TEST = 5_000
+VALIDATION = 2_000
 ASKED = 200  # requests to the server
 BLOCK = 65_536
 PARAMS = """\
 seed: 0
 data: {{path: raw, format: xmc-text, validation_share: {validation_share}}}
-validation: {{label_texts_given_twice_severity: warn, test_texts_in_train_severity: warn}}  # short random texts
+validation:  # short random texts
+  label_texts_given_twice_severity: warn
+  test_texts_in_train_severity: warn
 tokens: {{text: title, max_length: 16}}
 encoder: {{name: all-MiniLM-L6-v2, kind: bag, trainable_layers: 0, bag_words: 0}}
 model: {{heads: both, dim: 64, clf_init: label_embedding, clf_dtype: bf16}}
-pool: {{batches: clustered, batch_size: 512, beta: 2, eta: 2, size: 3000, mining: faiss, clf_labels: pool, refresh: 1}}
-optim: {{epochs: 1, warmup_epochs: 0.1, lr_bag: 3.0e-3, lr_heads: 3.0e-3, lr_clf: 3.0e-2, clf_state: adagrad}}
+pool:
+  {{batches: clustered, batch_size: 512, beta: 2, eta: 2, size: 3000, mining: faiss,
+    clf_labels: pool, refresh: 1}}
+optim:
+  {{epochs: 1, warmup_epochs: 0.1, lr_bag: 3.0e-3, lr_heads: 3.0e-3, lr_clf: 3.0e-2,
+    clf_state: adagrad}}
 index: {{kind: ivf-pq, ivf_probes: 325, space: both, clf_weight: 1.0, knn_weight: 0}}
 """
 Facts = dict[str, Any]
@@ -63,7 +74,14 @@ def stages(size: Facts) -> dict[str, list[str]]:
     """The command of each stage, run in the work folder; in order."""
     unidec = [sys.executable, "-m", "unidec.cli"]
     own = [sys.executable, str(HERE / "scale_run.py"), ".", "--do"]
-    raw = [sys.executable, str(HERE / "synthetic.py"), "raw", "raw", "--train", str(size["queries"])]
+    raw = [
+        sys.executable,
+        str(HERE / "synthetic.py"),
+        "raw",
+        "raw",
+        "--train",
+        str(size["queries"]),
+    ]
     return {
         "raw": [*raw, "--test", str(size["test"]), "--labels", str(size["labels"])],
         "ingest": [*unidec, "data", "ingest"],
@@ -84,11 +102,15 @@ def stages(size: Facts) -> dict[str, list[str]]:
 
 def size_of(scale: float) -> Facts:
     """Counts at a share of the full size; small splits stay large enough to measure on."""
-    labels, queries = int(LABELS * scale), int(QUERIES * scale)
+    labels = int(LABELS * scale)
+    queries = int(QUERIES * scale)
     return {
-        "labels": labels, "queries": queries, "test": min(TEST, queries // 5), "predicted": int(PREDICTED * scale),
+        "labels": labels,
+        "queries": queries,
+        "test": min(TEST, queries // 5),
+        "predicted": int(PREDICTED * scale),
         "validation_share": min(0.05, VALIDATION / queries),
-    }  # fmt: skip
+    }
 
 
 def run(work: Path, size: Facts, wanted: list[str] | None) -> None:
@@ -97,7 +119,8 @@ def run(work: Path, size: Facts, wanted: list[str] | None) -> None:
     done: Facts = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
     if done and done["size"] != size:
         raise SystemExit(f"{work} has results of another size: {done['size']}; name another folder")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `measured` ends the stage's process too
+    # so that `measured` ends the stage's process too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work.mkdir(parents=True, exist_ok=True)
     (work / "params.yaml").write_text(PARAMS.format(**size), encoding="utf-8")
     write_json(work / "size.json", size)
@@ -109,17 +132,31 @@ def run(work: Path, size: Facts, wanted: list[str] | None) -> None:
             bar.note(name)
             cells[name] = measured(work, name, commands[name])
             write_json(
-                results, {"machine": machine(), "size": size, "cells": {n: cells[n] for n in commands if n in cells}}
+                results,
+                {
+                    "machine": machine(),
+                    "size": size,
+                    "cells": {n: cells[n] for n in commands if n in cells},
+                },
             )
             bar.update(1)
 
 
 def measured(work: Path, name: str, command: list[str]) -> Facts:
-    """Run a command; its seconds, the peaks of it and its children together, and what lies on the disk after it."""
-    begin, peaks = time.perf_counter(), {"anonymous": 0, "resident": 0}
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    """Run a command; its seconds, the peaks of it and its children together, and what lies on the
+    disk after it.
+    """
+    begin = time.perf_counter()
+    peaks = {"anonymous": 0, "resident": 0}
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
     with open(work / f"{name}.log", "ab") as log:
-        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, cwd=work, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             while process.poll() is None:
                 for kind, now in memory_of(process.pid).items():
@@ -131,21 +168,32 @@ def measured(work: Path, name: str, command: list[str]) -> Facts:
             raise
     if process.returncode:
         tail = (work / f"{name}.log").read_text(encoding="utf-8", errors="replace")[-3000:]
-        raise SystemExit(f"{name} ended with {process.returncode}; the end of {work / name}.log:\n{tail}")
+        raise SystemExit(
+            f"{name} ended with {process.returncode}; the end of {work / name}.log:\n{tail}"
+        )
     said = work / f"{name}.json"
-    on_disk = sum(file.stat().st_size for file in work.rglob("*") if file.is_file() and not file.is_symlink())
+    on_disk = sum(
+        file.stat().st_size for file in work.rglob("*") if file.is_file() and not file.is_symlink()
+    )
     return {
-        "seconds": round(time.perf_counter() - begin, 1), "peak_mib": round(peaks["resident"] / MIB),
-        "anonymous_mib": round(peaks["anonymous"] / MIB), "disk_mib": round(on_disk / MIB),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "peak_mib": round(peaks["resident"] / MIB),
+        "anonymous_mib": round(peaks["anonymous"] / MIB),
+        "disk_mib": round(on_disk / MIB),
         **(json.loads(said.read_text(encoding="utf-8")) if said.is_file() else {}),
-    }  # fmt: skip
+    }
 
 
 def memory_of(process: int) -> dict[str, int]:
-    """Bytes of a process and all that it started: anonymous, and all that is resident (shared pages count twice)."""
+    """Bytes of a process and all that it started: anonymous, and all that is resident (shared pages
+    count twice).
+    """
     total = {"anonymous": 0, "resident": 0}
     try:
-        family = [process, *(child.pid for child in psutil.Process(process).children(recursive=True))]
+        family = [
+            process,
+            *(child.pid for child in psutil.Process(process).children(recursive=True)),
+        ]
     except psutil.NoSuchProcess:
         return total
     for one in family:
@@ -158,7 +206,8 @@ def memory_of(process: int) -> dict[str, int]:
     return total
 
 
-# -- stages of this program -------------------------------------------------------------------------------------------
+# -- stages of this program
+# -------------------------------------------------------------------------------------------
 
 
 def make_queries(size: Facts) -> None:
@@ -167,21 +216,36 @@ def make_queries(size: Facts) -> None:
     data = Synthetic(Words(), first + size["predicted"], 0, size["labels"])
     schema = pa.schema({"query": pa.large_string()})
     with pq.ParquetWriter("live.parquet.part", schema, compression="zstd") as writer:
-        for start in progress(range(first, first + size["predicted"], BLOCK), desc="live queries", unit="block"):
+        for start in progress(
+            range(first, first + size["predicted"], BLOCK), desc="live queries", unit="block"
+        ):
             rows = np.arange(start, min(start + BLOCK, first + size["predicted"]))
-            writer.write_table(pa.table({"query": texts(data.words, data.query_words(rows))}, schema))
+            writer.write_table(
+                pa.table({"query": texts(data.words, data.query_words(rows))}, schema)
+            )
     os.replace("live.parquet.part", "live.parquet")
 
 
 def serve(size: Facts) -> None:
-    """Start a server of the champion, ask it one query after another; serve.json: milliseconds, seconds to be ready."""
+    """Start a server of the champion, ask it one query after another; serve.json: milliseconds,
+    seconds to be ready.
+    """
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "unidec.cli", "serve", "models:/unidec@champion", "--port", str(port)]
-    begin, address = time.perf_counter(), f"http://127.0.0.1:{port}"
+    command = [
+        sys.executable,
+        "-m",
+        "unidec.cli",
+        "serve",
+        "models:/unidec@champion",
+        "--port",
+        str(port),
+    ]
+    begin = time.perf_counter()
+    address = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(command)
     try:
         while not _answers(f"{address}/readyz"):
@@ -196,10 +260,14 @@ def serve(size: Facts) -> None:
     finally:
         process.terminate()
         process.wait()
-    write_json(Path("serve.json"), {
-        "ready_seconds": round(ready, 1), "p50_ms": round(statistics.median(milliseconds), 1),
-        "p95_ms": round(float(np.quantile(milliseconds, 0.95)), 1),
-    })  # fmt: skip
+    write_json(
+        Path("serve.json"),
+        {
+            "ready_seconds": round(ready, 1),
+            "p50_ms": round(statistics.median(milliseconds), 1),
+            "p95_ms": round(float(np.quantile(milliseconds, 0.95)), 1),
+        },
+    )
 
 
 def _answers(url: str) -> bool:
@@ -212,7 +280,9 @@ def _answers(url: str) -> bool:
 
 def _ask(address: str, text: str) -> float:
     body = json.dumps({"queries": [text], "k": 5}).encode()
-    request = urllib.request.Request(f"{address}/predict", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{address}/predict", body, {"Content-Type": "application/json"}
+    )
     begin = time.perf_counter()
     with urllib.request.urlopen(request, timeout=60) as answer:
         found = json.load(answer)
@@ -238,10 +308,16 @@ def shown(results: Facts) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--scale", type=float, default=1.0, help="share of 10^6 labels and 10^7 predicted queries")
-    parser.add_argument("--stages", help="names with commas: only these, also where they are measured already")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="share of 10^6 labels and 10^7 predicted queries"
+    )
+    parser.add_argument(
+        "--stages", help="names with commas: only these, also where they are measured already"
+    )
     parser.add_argument("--show", action="store_true", help="only the table of what is measured")
     parser.add_argument("--do", choices=sorted(OWN), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -249,7 +325,11 @@ def main() -> None:
         OWN[options.do](json.loads(Path("size.json").read_text(encoding="utf-8")))
         return
     if not options.show:
-        run(options.folder, size_of(options.scale), options.stages.split(",") if options.stages else None)
+        run(
+            options.folder,
+            size_of(options.scale),
+            options.stages.split(",") if options.stages else None,
+        )
     print(shown(json.loads((options.folder / "scale_run.json").read_text(encoding="utf-8"))))
 
 

@@ -1,11 +1,12 @@
-"""Training steps at one size, in a process of its own; `scale.py step` and `scale.py gpu` drive several of them.
+"""Training steps at one size, in a process of its own; `scale.py step` and `scale.py gpu` drive
+several of them.
 
     python benchmarks/scale_step.py FOLDER '{"labels": 1000000, "device": "cpu", ...}'
 
-Reads lines from stdin: `run K` trains K steps and answers with the milliseconds of each, `end` answers with memory and
-ends. The trainer is the real one, on synthetic data; hard negatives are uniform over all labels, the hardest case for
-caches: two thirds of a pool's rows lie anywhere in the table.
-"""
+Reads lines from stdin: `run K` trains K steps and answers with the milliseconds of each, `end`
+answers with memory and
+ends. The trainer is the real one, on synthetic data; hard negatives are uniform over all labels,
+the hardest case for caches: two thirds of a pool's rows lie anywhere in the table."""
 
 from __future__ import annotations
 
@@ -32,20 +33,36 @@ from unidec.training.trainer import Trainer, TrainingData
 
 NEGATIVES = 30  # eta x T
 SIZE = {
-    "labels": 10_000, "train": 100_000, "batch": 512, "pool": 3000, "dim": 64, "kind": "bag", "hidden": 64, "layers": 1,
-    "max_length": 32, "dtype": "fp32", "state": "adam", "place": "device", "device": "cpu",
-    "virtual": False, "recompute": False,
-}  # fmt: skip
+    "labels": 10_000,
+    "train": 100_000,
+    "batch": 512,
+    "pool": 3000,
+    "dim": 64,
+    "kind": "bag",
+    "hidden": 64,
+    "layers": 1,
+    "max_length": 32,
+    "dtype": "fp32",
+    "state": "adam",
+    "place": "device",
+    "device": "cpu",
+    "virtual": False,
+    "recompute": False,
+}
 
 
 class VirtualDataset(XMCDataset):
-    """What a trainer asks of a data set, without texts on disk: for more labels than a disk should hold."""
+    """What a trainer asks of a data set, without texts on disk: for more labels than a disk should
+    hold.
+    """
 
     def __init__(self, data: Synthetic, folder: Path) -> None:
-        self.path, self.name = folder, f"synthetic-{data.num_labels}"
+        self.path = folder
+        self.name = f"synthetic-{data.num_labels}"
         self.manifest = {"meta": {"name": self.name, "num_labels": data.num_labels}, "files": {}}
         self.sha256 = f"{data.num_train}-{data.num_labels}-{data.seed}"
-        self.num_queries, self.num_labels = data.num_queries, data.num_labels
+        self.num_queries = data.num_queries
+        self.num_labels = data.num_labels
         self.split_N = np.repeat(np.array([0, 2], np.uint8), [data.num_train, data.num_test])
         labels, offsets = data.positives(np.arange(data.num_queries))
         shape = (data.num_queries, data.num_labels)
@@ -59,27 +76,38 @@ class VirtualDataset(XMCDataset):
 def parameters(size: dict[str, Any], encoder: Path) -> Params:
     """The cell's parameters: the library's defaults but for what the size says."""
     overrides = {
-        "device": size["device"], "tokens.max_length": size["max_length"],
-        "encoder.name": str(encoder), "encoder.kind": size["kind"],
+        "device": size["device"],
+        "tokens.max_length": size["max_length"],
+        "encoder.name": str(encoder),
+        "encoder.kind": size["kind"],
         "encoder.trainable_layers": -1 if size["kind"] == "transformer" else 0,
-        "model.dim": size["dim"], "model.clf_init": "xavier", "model.clf_dtype": size["dtype"],
-        "optim.clf_state": size["state"], "optim.epochs": 1000, "run.table_place": size["place"],
+        "model.dim": size["dim"],
+        "model.clf_init": "xavier",
+        "model.clf_dtype": size["dtype"],
+        "optim.clf_state": size["state"],
+        "optim.epochs": 1000,
+        "run.table_place": size["place"],
         "run.recompute": size["recompute"],
-        "pool.batches": "random", "pool.batch_size": size["batch"], "pool.size": size["pool"],
-    }  # fmt: skip
+        "pool.batches": "random",
+        "pool.batch_size": size["batch"],
+        "pool.size": size["pool"],
+    }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "params.yaml"
         file.write_text("recipe: null\n", encoding="utf-8")
         return load_params(file, overrides)
 
 
-def open_data(size: dict[str, Any], folder: Path, tokenizer: Path) -> tuple[XMCDataset, TokenCache, TokenCache]:
+def open_data(
+    size: dict[str, Any], folder: Path, tokenizer: Path
+) -> tuple[XMCDataset, TokenCache, TokenCache]:
     """The size's data, written to `folder` where it is not there yet."""
     data = Synthetic(Words(), size["train"], max(1, size["train"] // 20), size["labels"])
     if size["virtual"]:
         dataset: XMCDataset = VirtualDataset(data, folder)
         hashed = [
-            HashedTokens(data, which, tokenizer, size["max_length"], folder / which) for which in ("queries", "labels")
+            HashedTokens(data, which, tokenizer, size["max_length"], folder / which)
+            for which in ("queries", "labels")
         ]
         return dataset, hashed[0], hashed[1]  # type: ignore[return-value]
     if not (folder / "dataset").is_dir():
@@ -87,7 +115,9 @@ def open_data(size: dict[str, Any], folder: Path, tokenizer: Path) -> tuple[XMCD
     for which in ("queries", "labels"):
         if not (folder / "tokens" / which).is_dir():
             write_tokens(data, folder / "tokens" / which, which, tokenizer, size["max_length"])
-    caches = [TokenCache.open(folder / "tokens" / which, verify=False) for which in ("queries", "labels")]
+    caches = [
+        TokenCache.open(folder / "tokens" / which, verify=False) for which in ("queries", "labels")
+    ]
     return XMCDataset.open(folder / "dataset", verify=False), caches[0], caches[1]
 
 
@@ -98,18 +128,24 @@ def open_trainer(size: dict[str, Any], folder: Path, run_dir: Path) -> Trainer:
     if not encoder.is_dir():
         architecture = "distilbert" if size["kind"] == "transformer" else "bert"
         write_encoder(
-            encoder, hidden=size["hidden"], layers=size["layers"], tokenizer_from=tokenizer, kind=architecture
+            encoder,
+            hidden=size["hidden"],
+            layers=size["layers"],
+            tokenizer_from=tokenizer,
+            kind=architecture,
         )
     params = parameters(size, encoder)
     dataset, queries, labels = open_data(size, folder, tokenizer)
-    trainer = Trainer(params.training, TrainingData(dataset, queries, labels), run_dir, folder / "cache")
+    trainer = Trainer(
+        params.training, TrainingData(dataset, queries, labels), run_dir, folder / "cache"
+    )
     rng = np.random.default_rng(0)
     shape = (dataset.num_queries, NEGATIVES)
     trainer.made = Refresh(negatives=rng.integers(0, dataset.num_labels, shape, dtype=np.int32))
     trainer.model.train()
     if trainer.device.type == "cpu":
-        # zeros that nobody has written yet have no memory behind them: without this, what is timed in a large table is
-        # the kernel's first touch of each page, which a training pays once
+        # zeros that nobody has written yet have no memory behind them: without this, what is timed
+        # in a large table is the kernel's first touch of each page, which a training pays once
         for state in trainer.optimisers.row_states().values():
             for tensor in state.values():
                 tensor.add_(0)
@@ -125,11 +161,15 @@ class Steps:
         self.done = 0
 
     def run(self, count: int) -> dict[str, Any]:
-        """Milliseconds of `count` steps, and of their preparation (within them); on a GPU all steps' mean."""
-        trainer, cuda = self.trainer, self.trainer.device.type == "cuda"
+        """Milliseconds of `count` steps, and of their preparation (within them); on a GPU all
+        steps' mean.
+        """
+        trainer = self.trainer
+        cuda = self.trainer.device.type == "cuda"
         whole: list[float] = []
         prepare: list[float] = []
-        loss, pool = 0.0, 0
+        loss = 0.0
+        pool = 0
         if cuda:
             torch.cuda.synchronize()
         first = begin = time.perf_counter()
@@ -143,7 +183,8 @@ class Steps:
             now = time.perf_counter()
             whole.append(1000 * (now - begin))
             prepare.append(1000 * (ready - begin))
-            begin, pool = now, len(batch.pool.pool_S)
+            begin = now
+            pool = len(batch.pool.pool_S)
             loss = logs["loss"] if logs else loss
         if cuda:
             torch.cuda.synchronize()
@@ -152,13 +193,18 @@ class Steps:
 
     def facts(self) -> dict[str, Any]:
         """Memory as it is, and the bytes of the table and its optimiser's state by their shapes."""
-        now, trainer = status(), self.trainer
-        held = [trainer.model.tables()["table"].weight, *trainer.optimisers.row_states()["table"].values()]
+        now = status()
+        trainer = self.trainer
+        held = [
+            trainer.model.tables()["table"].weight,
+            *trainer.optimisers.row_states()["table"].values(),
+        ]
         facts = {
-            "anonymous_mib": round(now["RssAnon"] / MIB, 1), "file_mib": round(now["RssFile"] / MIB, 1),
+            "anonymous_mib": round(now["RssAnon"] / MIB, 1),
+            "file_mib": round(now["RssFile"] / MIB, 1),
             "peak_mib": round(now["VmHWM"] / MIB, 1),
             "table_and_state_mib": round(sum(x.numel() * x.element_size() for x in held) / MIB, 1),
-        }  # fmt: skip
+        }
         if trainer.device.type == "cuda":
             facts["gpu_peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB, 1)
             facts["gpu_reserved_mib"] = round(torch.cuda.max_memory_reserved() / MIB, 1)
@@ -171,8 +217,10 @@ def answer(facts: dict[str, Any], out: Any) -> None:
 
 def main() -> None:
     # answers go to the real stdout; what others print must not mix with them
-    out, sys.stdout = sys.stdout, sys.stderr
-    folder, size = Path(sys.argv[1]), SIZE | json.loads(sys.argv[2])
+    out = sys.stdout
+    sys.stdout = sys.stderr
+    folder = Path(sys.argv[1])
+    size = SIZE | json.loads(sys.argv[2])
     torch.set_num_threads(int(size.get("threads", torch.get_num_threads())))
     folder.mkdir(parents=True, exist_ok=True)
     imported = status()["VmRSS"]
@@ -181,7 +229,13 @@ def main() -> None:
         run_dir = Path(run) / "run"
         run_dir.mkdir()
         steps = Steps(open_trainer(size, folder, run_dir))
-        answer({"start_seconds": time.perf_counter() - begin, "imported_mib": round(imported / MIB, 1)}, out)
+        answer(
+            {
+                "start_seconds": time.perf_counter() - begin,
+                "imported_mib": round(imported / MIB, 1),
+            },
+            out,
+        )
         for line in sys.stdin:
             word, _, number = line.partition(" ")
             if word.strip() == "end":

@@ -21,7 +21,8 @@ from typing import Any, Self
 from measure import status
 
 HOST = "127.0.0.1"
-START_SECONDS, END_SECONDS = 180.0, 20.0
+START_SECONDS = 180.0
+END_SECONDS = 20.0
 
 
 def free_port() -> int:
@@ -35,33 +36,57 @@ class Served:
 
     Args:
         bundle: a folder, or `models:/name@alias`.
-        assignments: parameters ("serve.batch_queries=1"). environment: further variables. folder: where it runs.
+        assignments: parameters ("serve.batch_queries=1"). environment: further variables. folder:
+        where it runs.
 
     Attributes:
         port, pid: of the server. log: what it wrote.
-        listening_seconds, ready_seconds: from the process's start until /healthz, and until /readyz, answered 200.
+        listening_seconds, ready_seconds: from the process's start until /healthz, and until
+        /readyz, answered 200.
     """
 
     def __init__(
-        self, bundle: str | Path, *assignments: str, environment: Mapping[str, str] | None = None,
+        self,
+        bundle: str | Path,
+        *assignments: str,
+        environment: Mapping[str, str] | None = None,
         folder: str | Path = ".",
-    ) -> None:  # fmt: skip
-        self.bundle, self.assignments, self.folder = str(bundle), assignments, Path(folder)
+    ) -> None:
+        self.bundle = str(bundle)
+        self.assignments = assignments
+        self.folder = Path(folder)
         self.environment = os.environ | dict(environment or {})
-        if "OMP_NUM_THREADS" not in (environment or {}):  # set for programs beside it; a server decides by itself
+        # set for programs beside it; a server decides by itself
+        if "OMP_NUM_THREADS" not in (environment or {}):
             self.environment.pop("OMP_NUM_THREADS", None)
-        self.port, self.pid = free_port(), 0
+        self.port = free_port()
+        self.pid = 0
         self.listening_seconds = self.ready_seconds = float("nan")
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         # open until __exit__
         self._file = tempfile.NamedTemporaryFile(prefix="unidec-serve-", suffix=".log")
-        words = [sys.executable, "-m", "unidec.cli", "serve", self.bundle, "--host", HOST, "--port", str(self.port)]
+        words = [
+            sys.executable,
+            "-m",
+            "unidec.cli",
+            "serve",
+            self.bundle,
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+        ]
         words += [word for assignment in self.assignments for word in ("--set", assignment)]
         begun = time.monotonic()
         self._process = subprocess.Popen(
-            words, cwd=self.folder, env=self.environment, stdout=self._file, stderr=self._file, start_new_session=True
+            words,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=self._file,
+            stderr=self._file,
+            start_new_session=True,
         )
         self.pid = self._process.pid
         try:
@@ -73,7 +98,10 @@ class Served:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._process is not None
         try:
@@ -90,7 +118,9 @@ class Served:
         return Path(self._file.name).read_text(errors="replace")
 
     def said_seconds(self) -> float | None:
-        """What it says itself: seconds from its start, imports of the command line left out, until it was ready."""
+        """What it says itself: seconds from its start, imports of the command line left out, until
+        it was ready.
+        """
         for _ in range(100):  # /readyz may be a little before the line
             if found := re.search(r"^serve: ready at .* after ([\d.]+) s", self.log, re.M):
                 return float(found.group(1))
@@ -106,7 +136,9 @@ class Served:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=30)
         try:
             body = None if what is None else json.dumps(what).encode()
-            connection.request("GET" if body is None else "POST", path, body, {"content-type": "application/json"})
+            connection.request(
+                "GET" if body is None else "POST", path, body, {"content-type": "application/json"}
+            )
             answer = connection.getresponse()
             text = answer.read().decode()
         finally:
@@ -117,7 +149,11 @@ class Served:
 
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics: name, with labels as they stand there -> value."""
-        lines = (line.rpartition(" ") for line in self.ask("/metrics").splitlines() if line and line[0] != "#")
+        lines = (
+            line.rpartition(" ")
+            for line in self.ask("/metrics").splitlines()
+            if line and line[0] != "#"
+        )
         return {name: float(value) for name, _, value in lines}
 
     def memory(self) -> dict[str, int]:

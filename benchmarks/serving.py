@@ -1,14 +1,17 @@
-"""What `unidec serve` does over HTTP on this machine: latency, throughput, overload, start, hostile requests.
+"""What `unidec serve` does over HTTP on this machine: latency, throughput, overload, start, hostile
+requests.
 
-    python benchmarks/serving.py --bundle outputs/bundle --name minilm             # all of it, some six minutes
-    python benchmarks/serving.py --bundle bag/bundle --name bag --modes latency,throughput --seconds 2
+    python benchmarks/serving.py --bundle outputs/bundle --name minilm             # all of it, some
+    six minutes python benchmarks/serving.py --bundle bag/bundle --name bag --modes
+    latency,throughput --seconds 2
 
-Starts servers of its own on loopback and ends them; queries are the test split's titles of `--dataset`, then those with
-their words in another order, so that none comes twice: a run in which the server's cache answered is refused. What
-each mode measures stands at its function; `results/serving-<name>.json` has every figure, with the machine's load.
+Starts servers of its own on loopback and ends them; queries are the test split's titles of
+`--dataset`, then those with their words in another order, so that none comes twice: a run in which
+the server's cache answered is refused. What each mode measures stands at its function;
+`results/serving-<name>.json` has every figure, with the machine's load.
 
-Ratios (batches against one at a time, beside hostile requests against alone) are taken in turns within one run.
-"""
+Ratios (batches against one at a time, beside hostile requests against alone) are taken in turns
+within one run."""
 
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 MODES = ("start", "latency", "throughput", "open", "overload", "hostile")
 ONE_AT_A_TIME = ("serve.batch_queries=1",)
-HITS, SIZES = "unidec_cache_hits_total", "unidec_batch_queries"
+HITS = "unidec_cache_hits_total"
+SIZES = "unidec_batch_queries"
 
 
 class Queries:
@@ -65,11 +69,20 @@ class Queries:
 
     def of(self, number: int) -> bytes:
         """A request of several queries."""
-        return post("/predict", {"queries": [next(self._texts) for _ in range(number)], "k": self.k})
+        return post(
+            "/predict", {"queries": [next(self._texts) for _ in range(number)], "k": self.k}
+        )
 
     def warm(self, served: Served, clients: int, count: int = 600) -> None:
         """Let a server answer queries of the validation split: none of them is measured."""
-        run(closed_loop(served.port, (post("/predict", {"queries": [t]}) for t in self._warm), clients, count=count))
+        run(
+            closed_loop(
+                served.port,
+                (post("/predict", {"queries": [t]}) for t in self._warm),
+                clients,
+                count=count,
+            )
+        )
 
 
 def answering(served: Served) -> dict[str, Any]:
@@ -81,7 +94,9 @@ def uncached(served: Served, before: dict[str, float]) -> None:
     """Refuse what the cache answered."""
     hits = served.metrics()[HITS] - before[HITS]
     if hits:
-        raise SystemExit(f"{hits:.0f} answers came from the cache: these figures would say nothing of the model")
+        raise SystemExit(
+            f"{hits:.0f} answers came from the cache: these figures would say nothing of the model"
+        )
 
 
 def all_well(measured: Measured, what: str) -> None:
@@ -90,31 +105,48 @@ def all_well(measured: Measured, what: str) -> None:
         raise SystemExit(f"{what}: {dict(measured.statuses)} {shown}")
 
 
-# -- the modes --------------------------------------------------------------------------------------------------------
+# -- the modes
+# --------------------------------------------------------------------------------------------------
 
 
 def measure_start(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
-    """From the process's start until it listens, and until it is ready: with an empty cache folder, then twice with
-    what the first left there; and what the server says of itself."""
+    """From the process's start until it listens, and until it is ready: with an empty cache folder,
+    then twice with what the first left there; and what the server says of itself.
+    """
     found = []
     with tempfile.TemporaryDirectory(prefix="unidec-cache-") as cache:
         for turn in ("first", "again", "again"):
-            with Served(options.bundle, *options.set, environment={"XDG_CACHE_HOME": cache}) as served:
-                found.append({
-                    "turn": turn, "listening_s": round(served.listening_seconds, 2), "ready_s":
-                    round(served.ready_seconds, 2), "said_s": served.said_seconds(), "load": os.getloadavg()[0],
-                    "memory_mib": {name: round(size / MIB) for name, size in served.memory().items()},
-                    "version": answering(served),
-                })  # fmt: skip
+            with Served(
+                options.bundle, *options.set, environment={"XDG_CACHE_HOME": cache}
+            ) as served:
+                found.append(
+                    {
+                        "turn": turn,
+                        "listening_s": round(served.listening_seconds, 2),
+                        "ready_s": round(served.ready_seconds, 2),
+                        "said_s": served.said_seconds(),
+                        "load": os.getloadavg()[0],
+                        "memory_mib": {
+                            name: round(size / MIB) for name, size in served.memory().items()
+                        },
+                        "version": answering(served),
+                    }
+                )
             row = found[-1]
-            print(f"start {turn:6} listening {row['listening_s']:6.2f} s  ready {row['ready_s']:6.2f} s  "
-                  f"itself says {row['said_s']} s  memory {row['memory_mib']['VmRSS']} MiB", flush=True)  # fmt: skip
+            print(
+                f"start {turn:6} listening {row['listening_s']:6.2f} s  ready "
+                f"{row['ready_s']:6.2f} s  "
+                f"itself says {row['said_s']} s  memory {row['memory_mib']['VmRSS']} MiB",
+                flush=True,
+            )
     return {"starts": found}
 
 
 def measure_latency(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
-    """One client, one query at a time, unlike any before: at once after each answer, and with pauses of 20 ms; the same
-    queries again, which the cache knows; and /healthz, which is all HTTP and no model."""
+    """One client, one query at a time, unlike any before: at once after each answer, and with
+    pauses of 20 ms; the same queries again, which the cache knows; and /healthz, which is all HTTP
+    and no model.
+    """
     with Served(options.bundle, *options.set) as served:
         queries.warm(served, 1)
         unique = [next(queries) for _ in range(options.count)]
@@ -126,7 +158,9 @@ def measure_latency(options: argparse.Namespace, queries: Queries) -> dict[str, 
         known = unique[-1000:]
         found["cached"] = run(closed_loop(served.port, iter(known), 1))
         hits = served.metrics()[HITS] - before[HITS]
-        found["healthz"] = run(closed_loop(served.port, itertools.repeat(get("/healthz")), 1, count=options.count // 2))
+        found["healthz"] = run(
+            closed_loop(served.port, itertools.repeat(get("/healthz")), 1, count=options.count // 2)
+        )
         for name, measured in found.items():
             all_well(measured, name)
             show(f"latency {name}", measured)
@@ -135,8 +169,10 @@ def measure_latency(options: argparse.Namespace, queries: Queries) -> dict[str, 
 
 
 def measure_throughput(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
-    """`--clients` clients without a pause: a server as it is set against one that answers one query at a time, both up
-    the whole time, measured in turns (A B, B A, ...); the ratio of each turn, and of all together."""
+    """`--clients` clients without a pause: a server as it is set against one that answers one query
+    at a time, both up the whole time, measured in turns (A B, B A, ...); the ratio of each turn,
+    and of all together.
+    """
     ways = {"batches": (), "one at a time": ONE_AT_A_TIME}
     if options.naive:
         ways["one at a time, torch"] = (*ONE_AT_A_TIME, "serve.runtime=torch")
@@ -148,35 +184,54 @@ def measure_throughput(options: argparse.Namespace, queries: Queries) -> dict[st
         same_answers(servers, [next(queries) for _ in range(30)])
         for turn in range(options.turns):
             for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
-                served, before = servers[name], servers[name].metrics()
+                served = servers[name]
+                before = servers[name].metrics()
                 cpu = served.cpu_seconds()
-                measured = run(closed_loop(served.port, queries, options.clients, seconds=options.seconds))
+                measured = run(
+                    closed_loop(served.port, queries, options.clients, seconds=options.seconds)
+                )
                 cpu = served.cpu_seconds() - cpu
                 all_well(measured, name)
                 uncached(served, before)
                 after = served.metrics()
-                sizes = [after[f"{SIZES}_{part}"] - before[f"{SIZES}_{part}"] for part in ("sum", "count")]
-                more = {"cpu_ms_a_query": 1000 * cpu / measured.statuses[200], "batch": sizes[0] / max(sizes[1], 1)}
+                sizes = [
+                    after[f"{SIZES}_{part}"] - before[f"{SIZES}_{part}"]
+                    for part in ("sum", "count")
+                ]
+                more = {
+                    "cpu_ms_a_query": 1000 * cpu / measured.statuses[200],
+                    "batch": sizes[0] / max(sizes[1], 1),
+                }
                 show(
                     f"throughput {name}",
                     measured,
                     "  {cpu_ms_a_query:.2f} ms CPU, batches of {batch:.1f}".format(**more),
                 )
-                rows[name].append(measured.facts() | {key: round(value, 3) for key, value in more.items()})
+                rows[name].append(
+                    measured.facts() | {key: round(value, 3) for key, value in more.items()}
+                )
     rates = {name: sum(row["rate"] for row in some) / len(some) for name, some in rows.items()}
     ratios = {
-        name: {"all": rates["batches"] / rates[name], "turns": [a["rate"] / b["rate"] for a, b in zip(
-            rows["batches"], some, strict=True)]}
-        for name, some in rows.items() if name != "batches"
-    }  # fmt: skip
+        name: {
+            "all": rates["batches"] / rates[name],
+            "turns": [a["rate"] / b["rate"] for a, b in zip(rows["batches"], some, strict=True)],
+        }
+        for name, some in rows.items()
+        if name != "batches"
+    }
     for name, ratio in ratios.items():
-        print(f"batches {rates['batches']:.0f}/s : {name} {rates[name]:.0f}/s = {ratio['all']:.2f} "
-              f"({min(ratio['turns']):.2f} to {max(ratio['turns']):.2f})", flush=True)  # fmt: skip
+        print(
+            f"batches {rates['batches']:.0f}/s : {name} {rates[name]:.0f}/s = {ratio['all']:.2f} "
+            f"({min(ratio['turns']):.2f} to {max(ratio['turns']):.2f})",
+            flush=True,
+        )
     return {"clients": options.clients, "rows": rows, "rates": rates, "ratios": ratios}
 
 
 def measure_open(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
-    """Requests at times that do not wait for answers, at shares of what a closed loop reached in the same run."""
+    """Requests at times that do not wait for answers, at shares of what a closed loop reached in
+    the same run.
+    """
     found: dict[str, Any] = {}
     with Served(options.bundle, *options.set) as served:
         queries.warm(served, options.clients)
@@ -184,7 +239,11 @@ def measure_open(options: argparse.Namespace, queries: Queries) -> dict[str, Any
         for share in (0.3, 0.5, 0.7, 0.85):
             before = served.metrics()
             seconds = 2 * options.seconds
-            measured = run(open_loop(served.port, queries, share * most, seconds, connections=4 * options.clients))
+            measured = run(
+                open_loop(
+                    served.port, queries, share * most, seconds, connections=4 * options.clients
+                )
+            )
             uncached(served, before)
             show(f"open {share:.0%} of {most:.0f}/s", measured)
             found[f"{share:g}"] = measured.facts()
@@ -192,17 +251,26 @@ def measure_open(options: argparse.Namespace, queries: Queries) -> dict[str, Any
 
 
 def measure_overload(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
-    """More than it can answer: 256 clients with 16 queries each, four times what may wait, who ask again at once. Then
-    one client alone: how soon it is answered, and when its median of 20 is at most twice that of before."""
+    """More than it can answer: 256 clients with 16 queries each, four times what may wait, who ask
+    again at once. Then one client alone: how soon it is answered, and when its median of 20 is at
+    most twice that of before.
+    """
     with Served(options.bundle, *options.set, "serve.cache_queries=0") as served:
         queries.warm(served, options.clients)
         calm = percentiles(run(closed_loop(served.port, queries, 1, count=300)).latencies_ms)
         large = [queries.of(16) for _ in range(600)]
         memory = served.memory()["VmRSS"]
-        measured = run(closed_loop(served.port, itertools.cycle(large), 256, seconds=3 * options.seconds))
+        measured = run(
+            closed_loop(served.port, itertools.cycle(large), 256, seconds=3 * options.seconds)
+        )
         ended = time.perf_counter()
-        without = sum(answer.status == 503 and answer.header("retry-after") is None for answer in measured.answers)
-        first, recovered, latest = 0.0, None, []
+        without = sum(
+            answer.status == 503 and answer.header("retry-after") is None
+            for answer in measured.answers
+        )
+        first = 0.0
+        recovered = None
+        latest = []
         while time.perf_counter() < ended + 60 and recovered is None:
             one = run(closed_loop(served.port, queries, 1, count=1))
             if one.statuses[200]:
@@ -213,36 +281,56 @@ def measure_overload(options: argparse.Namespace, queries: Queries) -> dict[str,
         show("overload", measured)
         facts = measured.facts() | {
             "refused_share": 1 - measured.statuses[200] / max(sum(measured.statuses.values()), 1),
-            "queries_a_second": 16 * measured.rate, "without_retry_after": without, "calm_ms": calm,
-            "answered_again_s": first, "recovered_s": recovered, "connections_lost": measured.statuses[0],
+            "queries_a_second": 16 * measured.rate,
+            "without_retry_after": without,
+            "calm_ms": calm,
+            "answered_again_s": first,
+            "recovered_s": recovered,
+            "connections_lost": measured.statuses[0],
             "memory_mib": [round(memory / MIB), round(served.memory()["VmRSS"] / MIB)],
-        }  # fmt: skip
-        print(f"overload: {facts['refused_share']:.1%} refused, answered again after {first:.2f} s, as before after "
-              f"{recovered or float('nan'):.2f} s; {dict(measured.statuses)}", flush=True)  # fmt: skip
+        }
+        print(
+            f"overload: {facts['refused_share']:.1%} refused, answered again after "
+            f"{first:.2f} s, as before after "
+            f"{recovered or float('nan'):.2f} s; {dict(measured.statuses)}",
+            flush=True,
+        )
         return facts
 
 
 def measure_hostile(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
-    """10,000 hostile requests, 100 a second, from a process of their own; valid ones beside them and alone, 40 a
-    second (less where that is more than a third of what one client gets), in turns; memory before and after (fault 21),
-    from a full cache of answers on: filling it is what valid requests do.
+    """10,000 hostile requests, 100 a second, from a process of their own; valid ones beside them
+    and alone, 40 a second (less where that is more than a third of what one client gets), in turns;
+    memory before and after (fault 21), from a full cache of answers on: filling it is what valid
+    requests do.
 
     Requests of 256 queries, which are fair, are not among them: they would keep the model busy.
     """
-    turns, each, rate = options.hostile_turns, 1000, 100
+    turns = options.hostile_turns
+    each = 1000
+    rate = 100
     with Served(options.bundle, *options.set) as served:
         queries.warm(served, options.clients)
         ready = served.memory()["VmRSS"]
         run(closed_loop(served.port, queries, options.clients, count=Serve().cache_queries))
-        large = iter([queries.of(100) for _ in range(20)])  # what fair use takes; on a slow machine some are refused
+        # what fair use takes; on a slow machine some are refused
+        large = iter([queries.of(100) for _ in range(20)])
         run(closed_loop(served.port, large, 2))
-        valid = min(40.0, run(closed_loop(served.port, queries, 1, seconds=options.seconds)).rate / 3)
-        memory, quiet = served.memory()["VmRSS"], len(served.log)
+        valid = min(
+            40.0, run(closed_loop(served.port, queries, 1, seconds=options.seconds)).rate / 3
+        )
+        memory = served.memory()["VmRSS"]
+        quiet = len(served.log)
         parts: dict[str, list[float]] = {"alone": [], "beside": []}
-        reports, statuses = [], set()
+        reports = []
+        statuses = set()
         for turn in range(turns):
             for part in ("alone", "beside") if turn % 2 == 0 else ("beside", "alone"):
-                attack = started(served.port, count=each, rate=rate, seed=turn) if part == "beside" else None
+                attack = (
+                    started(served.port, count=each, rate=rate, seed=turn)
+                    if part == "beside"
+                    else None
+                )
                 measured = run(open_loop(served.port, queries, valid, each / rate, seed=turn))
                 statuses |= set(measured.statuses)
                 parts[part] += measured.latencies_ms
@@ -252,25 +340,39 @@ def measure_hostile(options: argparse.Namespace, queries: Queries) -> dict[str, 
         after = served.memory()["VmRSS"]
         found = {part: percentiles(values) for part, values in parts.items()}
         facts = {
-            "requests": sum(report["requests"] for report in reports), "valid_a_second": valid, "p99_ratio":
-            found["beside"]["p99"] / found["alone"]["p99"], "faults": [one for r in reports for one in r["faults"]],
-            "statuses": _summed(report["statuses"] for report in reports), "valid_statuses": sorted(statuses),
-            "slowest_ms": max(ms for report in reports for ms in report["slowest_ms"].values()), **found,
-            "memory_mib": [round(size / MIB, 1) for size in (ready, memory, after)], "growth": after / memory - 1,
-            "growth_from_ready": after / ready - 1, "log_bytes": len(served.log) - quiet,
-        }  # fmt: skip
-    print(f"hostile: {facts['requests']} requests, {len(facts['faults'])} faults, memory {facts['growth']:+.2%}, p99 "
-          f"{found['alone']['p99']:.1f} -> {found['beside']['p99']:.1f} ms ({facts['p99_ratio']:.2f})")  # fmt: skip
+            "requests": sum(report["requests"] for report in reports),
+            "valid_a_second": valid,
+            "p99_ratio": found["beside"]["p99"] / found["alone"]["p99"],
+            "faults": [one for r in reports for one in r["faults"]],
+            "statuses": _summed(report["statuses"] for report in reports),
+            "valid_statuses": sorted(statuses),
+            "slowest_ms": max(ms for report in reports for ms in report["slowest_ms"].values()),
+            **found,
+            "memory_mib": [round(size / MIB, 1) for size in (ready, memory, after)],
+            "growth": after / memory - 1,
+            "growth_from_ready": after / ready - 1,
+            "log_bytes": len(served.log) - quiet,
+        }
+    print(
+        f"hostile: {facts['requests']} requests, {len(facts['faults'])} faults, memory "
+        f"{facts['growth']:+.2%}, p99 "
+        f"{found['alone']['p99']:.1f} -> {found['beside']['p99']:.1f} ms ({facts['p99_ratio']:.2f})"
+    )
     return facts
 
 
 MEASURES: dict[str, Callable[[argparse.Namespace, Queries], dict[str, Any]]] = {
-    "start": measure_start, "latency": measure_latency, "throughput": measure_throughput, "open": measure_open,
-    "overload": measure_overload, "hostile": measure_hostile,
-}  # fmt: skip
+    "start": measure_start,
+    "latency": measure_latency,
+    "throughput": measure_throughput,
+    "open": measure_open,
+    "overload": measure_overload,
+    "hostile": measure_hostile,
+}
 
 
-# -- small things -----------------------------------------------------------------------------------------------------
+# -- small things
+# --------------------------------------------------------------------------------------------------
 
 
 def _all(servers: Any) -> Any:
@@ -293,7 +395,10 @@ def same_answers(servers: dict[str, Served], requests: list[bytes]) -> None:
 
     async def of(served: Served) -> list[Any]:
         connection = await Connection.open(served.port)
-        answers = [(await connection.ask(request)).json()["predictions"][0]["labels"] for request in requests]
+        answers = [
+            (await connection.ask(request)).json()["predictions"][0]["labels"]
+            for request in requests
+        ]
         connection.close()
         return answers
 
@@ -301,29 +406,46 @@ def same_answers(servers: dict[str, Served], requests: list[bytes]) -> None:
     for other, labels in others:
         alike = sum(a[0]["uid"] == b[0]["uid"] for a, b in zip(first, labels, strict=True))
         if alike < 0.9 * len(requests):
-            raise SystemExit(f"{name} and {other} answer {len(requests) - alike} of {len(requests)} queries otherwise")
+            raise SystemExit(
+                f"{name} and {other} answer {len(requests) - alike} of {len(requests)} "
+                "queries otherwise"
+            )
 
 
 def show(name: str, measured: Measured, more: str = "") -> None:
     facts = measured.facts()
     times = facts["latency_ms"]
-    shown = "  ".join(f"{part} {times.get(part, float('nan')):8.2f}" for part in ("p50", "p90", "p99", "max"))
+    shown = "  ".join(
+        f"{part} {times.get(part, float('nan')):8.2f}" for part in ("p50", "p90", "p99", "max")
+    )
     busy = f"  client {measured.cpu_share:.0%} of a core" if measured.cpu_share > 0.7 else ""
     print(f"{name:34} {measured.rate:8.0f}/s  {shown} ms{more}{busy}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bundle", default="outputs/bundle", help="folder or models:/name@alias")
     parser.add_argument("--name", default="default", help="of the result file")
-    parser.add_argument("--modes", default="start,latency,throughput,open,overload", help=", ".join(MODES))
-    parser.add_argument("--dataset", type=Path, default=Path("data/dataset"), help="whose titles are asked")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="parameters of the server")
+    parser.add_argument(
+        "--modes", default="start,latency,throughput,open,overload", help=", ".join(MODES)
+    )
+    parser.add_argument(
+        "--dataset", type=Path, default=Path("data/dataset"), help="whose titles are asked"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="parameters of the server"
+    )
     parser.add_argument("--count", type=int, default=2000, help="latency: queries")
-    parser.add_argument("--seconds", type=float, default=4.0, help="throughput, open, overload: of one measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="throughput, open, overload: of one measurement"
+    )
     parser.add_argument("--turns", type=int, default=4, help="throughput: of each server")
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--naive", action="store_true", help="throughput: also torch, one at a time")
+    parser.add_argument(
+        "--naive", action="store_true", help="throughput: also torch, one at a time"
+    )
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--hostile-turns", type=int, default=10, help="hostile: of 1,000 requests")
     options = parser.parse_args()
@@ -334,9 +456,14 @@ def main() -> None:
     results = json.loads(path.read_text()) if path.is_file() else {}
     queries = Queries(options.dataset, options.k)
     for mode in modes:
-        begun, load = time.monotonic(), os.getloadavg()[0]
+        begun = time.monotonic()
+        load = os.getloadavg()[0]
         found = MEASURES[mode](options, queries)
-        about = {"load_before": load, "seconds": round(time.monotonic() - begun, 1), "set": options.set}
+        about = {
+            "load_before": load,
+            "seconds": round(time.monotonic() - begun, 1),
+            "set": options.set,
+        }
         results[mode] = about | {"machine": machine()} | found
         write_json(path, results)
 

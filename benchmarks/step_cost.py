@@ -1,14 +1,15 @@
 """What a training step costs, part by part, on the ingested data set and its token caches.
 
-    python benchmarks/step_cost.py
-    python benchmarks/step_cost.py --set encoder.kind=transformer --set encoder.trainable_layers=-1 --set \\
+    python benchmarks/step_cost.py python benchmarks/step_cost.py --set encoder.kind=transformer
+    --set encoder.trainable_layers=-1 --set \\
         encoder.bag_dropout=0 --steps 10
 
-Prints a table and writes JSON. The step is the trainer's own, taken apart where its autograd graph can be cut: at the
-encoder's output, at the heads' outputs and at the similarities, so that backward is split like forward. The same
-number of steps is then run whole, to show what the cutting costs. Clusters and hard negatives come from the mean of
-the transformer's token embeddings: real enough for the size of pools, at no cost. A recipe that caches gradients
-is measured in one pass; BCE over all labels has no similarities of its own and counts with them.
+Prints a table and writes JSON. The step is the trainer's own, taken apart where its autograd graph
+can be cut: at the encoder's output, at the heads' outputs and at the similarities, so that backward
+is split like forward. The same number of steps is then run whole, to show what the cutting costs.
+Clusters and hard negatives come from the mean of the transformer's token embeddings: real enough
+for the size of pools, at no cost. A recipe that caches gradients is measured in one pass; BCE over
+all labels has no similarities of its own and counts with them.
 
 Legend: B queries, S pool labels, W width of the encoder, D width of a head.
 """
@@ -88,7 +89,9 @@ class Stopwatch:
 
 
 class Cuts:
-    """Places where a graph is cut: what goes on is a leaf, whose gradient is carried on by `backward`."""
+    """Places where a graph is cut: what goes on is a leaf, whose gradient is carried on by
+    `backward`.
+    """
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
@@ -111,14 +114,24 @@ class CutStep:
     """The trainer's step in parts. `run` changes weights as `Trainer.train_step` does."""
 
     def __init__(self, trainer: Trainer, watch: Stopwatch) -> None:
-        self.trainer, self.watch = trainer, watch
-        self.at_encoder, self.at_heads, self.at_losses = Cuts(), Cuts(), Cuts()
+        self.trainer = trainer
+        self.watch = watch
+        self.at_encoder = Cuts()
+        self.at_heads = Cuts()
+        self.at_losses = Cuts()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within: heads and losses cut the graph, input building and losses keep time."""
-        trainer, model, watch = self.trainer, self.trainer.model, self.watch
-        kept = {"de": model.de, "clf": model.clf, "loss": trainer.objective.loss, "build": trainer.batches.build}
+        trainer = self.trainer
+        model = self.trainer.model
+        watch = self.watch
+        kept = {
+            "de": model.de,
+            "clf": model.clf,
+            "loss": trainer.objective.loss,
+            "build": trainer.batches.build,
+        }
 
         def head(name: str) -> Any:
             def run(x_BW: Tensor, *rest: Any) -> Tensor:
@@ -135,7 +148,11 @@ class CutStep:
             with watch.part("make the texts' input"):
                 return kept["build"](parts)
 
-        replaced = [(model, "de", head("de")), (model, "clf", head("clf")), (trainer.objective, "loss", loss)]
+        replaced = [
+            (model, "de", head("de")),
+            (model, "clf", head("clf")),
+            (trainer.objective, "loss", loss),
+        ]
         replaced.append((trainer.batches, "build", build))
         for holder, name, function in replaced:
             object.__setattr__(holder, name, function)
@@ -148,7 +165,8 @@ class CutStep:
             trainer.batches.build = kept["build"]
 
     def run(self, rows_B: np.ndarray, step: int) -> Prepared:
-        trainer, watch = self.trainer, self.watch
+        trainer = self.trainer
+        watch = self.watch
         with watch.part("sample the pool"):
             batch = trainer.prepare(rows_B, step)
         with watch.part("encoder forward"), trainer.encoding.autocast():
@@ -168,7 +186,9 @@ class CutStep:
         return batch
 
     def _update(self, step: int, batch: Prepared, losses: dict[str, Tensor]) -> None:
-        trainer, watch, optimisers = self.trainer, self.watch, self.trainer.optimisers
+        trainer = self.trainer
+        watch = self.watch
+        optimisers = self.trainer.optimisers
         with watch.part("norm and finite check"):
             norm = torch.nn.utils.get_total_norm(optimisers.gradients())
             assert bool(torch.isfinite(norm))
@@ -194,7 +214,9 @@ class CutStep:
 def lexical_vectors(tokens: Tokens, rows: np.ndarray, embedding_VD: Tensor) -> np.ndarray:
     """Mean of token embeddings at unit length, float32 [n, D]."""
     flat, offsets = tokens.ragged(rows)
-    mean_ND = F.embedding_bag(torch.from_numpy(flat), embedding_VD, torch.from_numpy(offsets[:-1]), mode="mean")
+    mean_ND = F.embedding_bag(
+        torch.from_numpy(flat), embedding_VD, torch.from_numpy(offsets[:-1]), mode="mean"
+    )
     return F.normalize(mean_ND, dim=-1).numpy()
 
 
@@ -205,10 +227,15 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
         made = (cache.meta["text"], cache.max_length)
         if made != (params.tokens.text, params.tokens.max_length):
             raise ArtifactError(
-                "the token caches are of other parameters", where=str(paths.TOKENS), got=made,
-                expected=(params.tokens.text, params.tokens.max_length), fix="unidec data tokens",
-            )  # fmt: skip
-    trainer = Trainer(params.training, TrainingData(paths.open_dataset(), *tokens.values()), run_dir, paths.CACHE)
+                "the token caches are of other parameters",
+                where=str(paths.TOKENS),
+                got=made,
+                expected=(params.tokens.text, params.tokens.max_length),
+                fix="unidec data tokens",
+            )
+    trainer = Trainer(
+        params.training, TrainingData(paths.open_dataset(), *tokens.values()), run_dir, paths.CACHE
+    )
     transformer: Any = load_transformer(resolve_encoder(params.encoder.name))
     embedding_VD = transformer.get_input_embeddings().weight.detach()
 
@@ -219,16 +246,21 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
         trainer.device,
     )
     trainer.made, _ = make_refresh(
-        trainer.settings, trainer.rows, trainer.batches.sampler, clusters,
+        trainer.settings,
+        trainer.rows,
+        trainer.batches.sampler,
+        clusters,
         lambda: lexical_vectors(tokens["labels"], np.arange(len(tokens["labels"])), embedding_VD),
         device=trainer.device,
-    )  # fmt: skip
+    )
     trainer.model.train()
     return trainer
 
 
 def measure(trainer: Trainer, num_steps: int, warm_up: int) -> dict[str, Any]:
-    """Milliseconds of each part of a step, of the whole step cut and uncut, and the sizes of the batches."""
+    """Milliseconds of each part of a step, of the whole step cut and uncut, and the sizes of the
+    batches.
+    """
     batches = trainer.made.batches(trainer.rows, trainer.settings.pool.batch_size, 0, 0)
     watch = Stopwatch(trainer.device)
     step = CutStep(trainer, watch)
@@ -246,43 +278,68 @@ def measure(trainer: Trainer, num_steps: int, warm_up: int) -> dict[str, Any]:
         for number in range(num_steps):
             trainer.train_step(trainer.prepare(batches[(warm_up + number) % len(batches)], number))
             trainer.at.step += 1
-    milliseconds = {name: 1000 * watch.seconds[name] / num_steps for name in PARTS if name in watch.seconds}
+    milliseconds = {
+        name: 1000 * watch.seconds[name] / num_steps for name in PARTS if name in watch.seconds
+    }
     total = sum(milliseconds.values())
     groups: dict[str, float] = defaultdict(float)
     for name, value in milliseconds.items():
         groups[PARTS[name]] += value / total
-    queries, labels, tokens = (round(float(np.mean(column)), 1) for column in zip(*sizes, strict=True))
+    queries, labels, tokens = (
+        round(float(np.mean(column)), 1) for column in zip(*sizes, strict=True)
+    )
     return {
-        "parts_ms": milliseconds, "share": dict(groups), "step_ms": total,
-        "uncut_step_ms": 1000 * whole.seconds["whole"] / num_steps, "queries": queries, "pool_labels": labels,
-        "tokens": tokens, "overhead_share": sum(groups[name] for name in OVERHEAD),
-        "overhead_share_with_similarities": sum(groups[name] for name in (*OVERHEAD, "similarities")),
-    }  # fmt: skip
+        "parts_ms": milliseconds,
+        "share": dict(groups),
+        "step_ms": total,
+        "uncut_step_ms": 1000 * whole.seconds["whole"] / num_steps,
+        "queries": queries,
+        "pool_labels": labels,
+        "tokens": tokens,
+        "overhead_share": sum(groups[name] for name in OVERHEAD),
+        "overhead_share_with_similarities": sum(
+            groups[name] for name in (*OVERHEAD, "similarities")
+        ),
+    }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as people read it."""
     total = result["step_ms"]
     lines = [f"{'part':24} {'ms':>9} {'share':>7}   group"]
-    lines += [f"{n:24} {v:9.2f} {100 * v / total:6.1f}%   {PARTS[n]}" for n, v in result["parts_ms"].items()]
+    lines += [
+        f"{n:24} {v:9.2f} {100 * v / total:6.1f}%   {PARTS[n]}"
+        for n, v in result["parts_ms"].items()
+    ]
     lines += [
         f"{'step, cut in parts':24} {total:9.2f}",
         f"{'step, uncut':24} {result['uncut_step_ms']:9.2f}",
-        f"{result['queries']:g} queries, {result['pool_labels']:g} pool labels, {result['tokens']:g} tokens a step",
-        f"sampling + losses + classifier update + logging: {100 * result['overhead_share']:.1f}% of a step "
-        f"(with the products of queries and labels: {100 * result['overhead_share_with_similarities']:.1f}%)",
+        (
+            f"{result['queries']:g} queries, {result['pool_labels']:g} pool labels, "
+            f"{result['tokens']:g} tokens a step"
+        ),
+        "sampling + losses + classifier update + logging: "
+        f"{100 * result['overhead_share']:.1f}% of a step "
+        "(with the products of queries and labels: "
+        f"{100 * result['overhead_share_with_similarities']:.1f}%)",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", choices=recipe_names(), default="unidec")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="other parameters")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="other parameters"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the clock starts")
     parser.add_argument("--name", help="of the result; default: the recipe's, and the overrides'")
-    parser.add_argument("--output", type=Path, help="JSON (benchmarks/results/step-cost-<name>.json)")
+    parser.add_argument(
+        "--output", type=Path, help="JSON (benchmarks/results/step-cost-<name>.json)"
+    )
     arguments = parser.parse_args()
     overrides = parse_overrides(arguments.set)
     with tempfile.TemporaryDirectory() as folder:
@@ -292,10 +349,17 @@ def main() -> None:
         trainer = open_trainer(params, Path(folder) / "run")
         result = measure(trainer, arguments.steps, arguments.warm_up)
     facts = {
-        "recipe": arguments.recipe, "overrides": overrides, "steps": arguments.steps, "dataset": trainer.dataset.name,
-        "text": params.tokens.text, "device": trainer.device.type, "autocast": str(trainer.encoding.amp),
-        "torch": torch.__version__, "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
-    }  # fmt: skip
+        "recipe": arguments.recipe,
+        "overrides": overrides,
+        "steps": arguments.steps,
+        "dataset": trainer.dataset.name,
+        "text": params.tokens.text,
+        "device": trainer.device.type,
+        "autocast": str(trainer.encoding.amp),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+    }
     name = arguments.name or "-".join([arguments.recipe, *(str(v) for v in overrides.values())])
     output = arguments.output or Path(__file__).parent / "results" / f"step-cost-{name}.json"
     write_json(output, {"facts": facts, "result": result})

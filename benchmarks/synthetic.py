@@ -1,15 +1,17 @@
-"""Synthetic data of any number of queries N and labels L, as raw text files or in the pipeline's own folders.
+"""Synthetic data of any number of queries N and labels L, as raw text files or in the pipeline's
+own folders.
 
-    python benchmarks/synthetic.py raw   runs/synthetic --train 100000 --labels 100000
-    python benchmarks/synthetic.py store runs/synthetic --train 100000 --labels 10000000 --encoder all-MiniLM-L6-v2
+    python benchmarks/synthetic.py raw   runs/synthetic --train 100000 --labels 100000 python
+    benchmarks/synthetic.py store runs/synthetic --train 100000 --labels 10000000 --encoder
+    all-MiniLM-L6-v2
 
-`raw` writes the layout xmc-text (read by `unidec data ingest`); `store` writes `dataset/` and `tokens/` as ingest and
-the tokeniser would, for sizes at which text files make no sense.
+`raw` writes the layout xmc-text (read by `unidec data ingest`); `store` writes `dataset/` and
+`tokens/` as ingest and the tokeniser would, for sizes at which text files make no sense.
 
-Labels are drawn from a Zipf-Mandelbrot law; a query's further positives come from the first one's topic half of the
-time; its words are mostly words of its labels. Words are those of a real data set, with their frequencies. Every draw
-is a hash of (seed, row, place): a row is the same in blocks of any size, only a block is ever held, and a label's
-text is known without a table of texts.
+Labels are drawn from a Zipf-Mandelbrot law; a query's further positives come from the first one's
+topic half of the time; its words are mostly words of its labels. Words are those of a real data
+set, with their frequencies. Every draw is a hash of (seed, row, place): a row is the same in blocks
+of any size, only a block is ever held, and a label's text is known without a table of texts.
 
 Legend: B rows of a block, F words or tokens of a block in all, V words of the vocabulary.
 """
@@ -53,7 +55,8 @@ class Words:
     """The words of a raw data set's titles and how often each occurs; plain lower-case words only.
 
     Attributes:
-        text_V: large_string [V], most frequent first. slot: int32, word of each of 2^20 equal shares.
+        text_V: large_string [V], most frequent first. slot: int32, word of each of 2^20 equal
+        shares.
     """
 
     def __init__(self, folder: Path = REAL) -> None:
@@ -65,7 +68,9 @@ class Words:
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         self.text_V = pa.array([word for word, _ in ordered], pa.large_string())
         share_V = np.cumsum([count for _, count in ordered], dtype=np.float64)
-        self.slot = np.searchsorted(share_V / share_V[-1], (np.arange(_SLOTS) + 0.5) / _SLOTS).astype(np.int32)
+        self.slot = np.searchsorted(
+            share_V / share_V[-1], (np.arange(_SLOTS) + 0.5) / _SLOTS
+        ).astype(np.int32)
 
 
 class Synthetic:
@@ -82,17 +87,39 @@ class Synthetic:
     """
 
     def __init__(
-        self, words: Words, num_train: int, num_test: int, num_labels: int, *, mean_positives: float = 4.0,
-        query_mean: float = 6.0, label_mean: float = 3.5, exponent: float = 0.75, shift: float = 10.0, seed: int = 0,
-    ) -> None:  # fmt: skip
-        self.words, self.num_train, self.num_test, self.num_labels = words, num_train, num_test, num_labels
-        self.mean_positives, self.exponent, self.shift, self.seed = mean_positives, exponent, shift, seed
-        self.query_mean, self.label_mean = query_mean, label_mean
+        self,
+        words: Words,
+        num_train: int,
+        num_test: int,
+        num_labels: int,
+        *,
+        mean_positives: float = 4.0,
+        query_mean: float = 6.0,
+        label_mean: float = 3.5,
+        exponent: float = 0.75,
+        shift: float = 10.0,
+        seed: int = 0,
+    ) -> None:
+        self.words = words
+        self.num_train = num_train
+        self.num_test = num_test
+        self.num_labels = num_labels
+        self.mean_positives = mean_positives
+        self.exponent = exponent
+        self.shift = shift
+        self.seed = seed
+        self.query_mean = query_mean
+        self.label_mean = label_mean
         mean = mean_positives - 1.0
-        poisson = [math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) if mean > 0 else 1.0 - min(k, 1)
-                   for k in range(MOST_POSITIVES)]  # fmt: skip
+        poisson = [
+            math.exp(k * math.log(mean) - mean - math.lgamma(k + 1))
+            if mean > 0
+            else 1.0 - min(k, 1)
+            for k in range(MOST_POSITIVES)
+        ]
         self._poisson = np.cumsum(poisson)
-        # popular labels lie anywhere in the table, not side by side: ids are ranks times a factor without a common one
+        # popular labels lie anywhere in the table, not side by side: ids are ranks times a factor
+        # without a common one
         self._factor = max(1, int(num_labels * 0.6180339887))
         while math.gcd(self._factor, num_labels) > 1:
             self._factor += 1
@@ -116,10 +143,16 @@ class Synthetic:
         row_F, place_F = _places(length_B)
         query_F = rows_B[row_F]
         pick_F = self._bits(_PICK, query_F, place_F)
-        label_F = self._draw(query_F, (pick_F % self._num_draws(rows_B)[row_F].astype(np.uint64)).astype(np.int64))
-        of_label_F = self._label_word(label_F, (pick_F >> np.uint64(32)).astype(np.int64) % self._label_length(label_F))
+        label_F = self._draw(
+            query_F, (pick_F % self._num_draws(rows_B)[row_F].astype(np.uint64)).astype(np.int64)
+        )
+        of_label_F = self._label_word(
+            label_F, (pick_F >> np.uint64(32)).astype(np.int64) % self._label_length(label_F)
+        )
         other_F = self._word(_WORD, query_F + self.num_labels, place_F)
-        return np.where(self._uniform(_SOURCE, query_F, place_F) < 0.75, of_label_F, other_F), _offsets(length_B)
+        return np.where(
+            self._uniform(_SOURCE, query_F, place_F) < 0.75, of_label_F, other_F
+        ), _offsets(length_B)
 
     def label_words(self, rows_B: np.ndarray) -> Ragged:
         """Words of each label's text: (int32 [F], offsets [B + 1])."""
@@ -128,21 +161,34 @@ class Synthetic:
         return self._label_word(rows_B[row_F], place_F), _offsets(length_B)
 
     def _num_draws(self, rows_B: np.ndarray) -> np.ndarray:
-        return 1 + np.minimum(np.searchsorted(self._poisson, self._uniform(_COUNT, rows_B)), MOST_POSITIVES - 1)
+        return 1 + np.minimum(
+            np.searchsorted(self._poisson, self._uniform(_COUNT, rows_B)), MOST_POSITIVES - 1
+        )
 
     def _draw(self, query_F: np.ndarray, place_F: np.ndarray) -> np.ndarray:
         """The label of a query's draw number `place`."""
         own_F = self._zipf(query_F, place_F)
         related_F = self._zipf(query_F, np.zeros_like(place_F)) // TOPIC * TOPIC
         related_F += (self._bits(_MEMBER, query_F, place_F) % np.uint64(TOPIC)).astype(np.int64)
-        same_F = (place_F > 0) & (self._uniform(_SAME, query_F, place_F) < 0.5) & (related_F < self.num_labels)
+        same_F = (
+            (place_F > 0)
+            & (self._uniform(_SAME, query_F, place_F) < 0.5)
+            & (related_F < self.num_labels)
+        )
         return np.where(same_F, related_F, own_F)
 
     def _zipf(self, query_F: np.ndarray, place_F: np.ndarray) -> np.ndarray:
         power = 1.0 - self.exponent
-        low, high = self.shift**power, (self.num_labels + self.shift) ** power
-        rank_F = (self._uniform(_ZIPF, query_F, place_F) * (high - low) + low) ** (1 / power) - self.shift
-        return np.minimum(rank_F.astype(np.int64), self.num_labels - 1) * self._factor % self.num_labels
+        low = self.shift**power
+        high = (self.num_labels + self.shift) ** power
+        rank_F = (self._uniform(_ZIPF, query_F, place_F) * (high - low) + low) ** (
+            1 / power
+        ) - self.shift
+        return (
+            np.minimum(rank_F.astype(np.int64), self.num_labels - 1)
+            * self._factor
+            % self.num_labels
+        )
 
     def _label_length(self, label_F: np.ndarray) -> np.ndarray:
         return self._length(label_F + self.num_queries, self.label_mean, 4)
@@ -165,9 +211,14 @@ class Synthetic:
         return (self._bits(stream, row_F, place_F) >> np.uint64(11)) * 2.0**-53
 
     def _bits(self, stream: int, row_F: np.ndarray, place_F: np.ndarray | int = 0) -> np.ndarray:
-        """64 random bits of each (seed, stream, row, place): splitmix64 (Steele, Lea and Flood 2014), twice."""
+        """64 random bits of each (seed, stream, row, place): splitmix64 (Steele, Lea and Flood
+        2014), twice.
+        """
         key = np.uint64((self.seed * 16 + stream) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
-        return _mixed(_mixed(np.asarray(row_F).astype(np.uint64) + key) + np.asarray(place_F).astype(np.uint64))
+        return _mixed(
+            _mixed(np.asarray(row_F).astype(np.uint64) + key)
+            + np.asarray(place_F).astype(np.uint64)
+        )
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
@@ -194,7 +245,8 @@ def _blocks(desc: str, begin: int, end: int, block: int = BATCH_ROWS) -> Iterato
             bar.update(min(start + block, end) - start)
 
 
-# -- texts ------------------------------------------------------------------------------------------------------------
+# -- texts
+# --------------------------------------------------------------------------------------------------
 
 
 def texts(words: Words, ragged: Ragged) -> pa.Array:
@@ -205,7 +257,9 @@ def texts(words: Words, ragged: Ragged) -> pa.Array:
 
 
 def _write_lines(file: BinaryIO, lines: pa.Array) -> None:
-    whole = pc.binary_join_element_wise(lines, pa.scalar("", pa.large_string()), pa.scalar("\n", pa.large_string()))
+    whole = pc.binary_join_element_wise(
+        lines, pa.scalar("", pa.large_string()), pa.scalar("\n", pa.large_string())
+    )
     file.write(whole.buffers()[2])  # the characters of all lines, one after the other
 
 
@@ -215,32 +269,47 @@ def write_raw(data: Synthetic, folder: Path, block: int = BATCH_ROWS) -> Path:
         with open(out / "Y.txt", "wb") as file:
             for rows_B in _blocks("write label texts", 0, data.num_labels, block):
                 _write_lines(file, texts(data.words, data.label_words(rows_B)))
-        for short, begin, end in (("trn", 0, data.num_train), ("tst", data.num_train, data.num_queries)):
-            with open(out / f"{short}_X.txt", "wb") as queries, open(out / f"{short}_X_Y.txt", "wb") as pairs:
+        for short, begin, end in (
+            ("trn", 0, data.num_train),
+            ("tst", data.num_train, data.num_queries),
+        ):
+            with (
+                open(out / f"{short}_X.txt", "wb") as queries,
+                open(out / f"{short}_X_Y.txt", "wb") as pairs,
+            ):
                 pairs.write(f"{end - begin} {data.num_labels}\n".encode())
                 for rows_B in _blocks(f"write {short} queries", begin, end, block):
                     _write_lines(queries, texts(data.words, data.query_words(rows_B)))
                     labels, offsets = data.positives(rows_B)
                     entry = pc.binary_join_element_wise(
-                        pc.cast(pa.array(labels), pa.large_string()), pa.scalar("1", pa.large_string()),
+                        pc.cast(pa.array(labels), pa.large_string()),
+                        pa.scalar("1", pa.large_string()),
                         pa.scalar(":", pa.large_string()),
-                    )  # fmt: skip
+                    )
                     lists = pa.LargeListArray.from_arrays(pa.array(offsets), entry)
                     _write_lines(pairs, pc.binary_join(lists, pa.scalar(" ", pa.large_string())))
     return folder
 
 
-# -- the pipeline's own folders ---------------------------------------------------------------------------------------
+# -- the pipeline's own folders
+# ---------------------------------------------------------------------------------------
 
 
 def write_dataset(data: Synthetic, folder: Path) -> Path:
     """The folder that ingest would write of `write_raw`'s files, without validation queries."""
-    num_train, num_test = data.num_train, data.num_test
+    num_train = data.num_train
+    num_test = data.num_test
     meta: dict[str, Any] = {
-        "name": folder.name, "format": "synthetic", "num_queries": data.num_queries, "num_labels": data.num_labels,
-        "num_pairs": 0, "num_filter_pairs": 0, "splits": {"train": num_train, "validation": 0, "test": num_test},
-        "raw_sha256": files_sha256({}), "raw_files": {},
-    }  # fmt: skip
+        "name": folder.name,
+        "format": "synthetic",
+        "num_queries": data.num_queries,
+        "num_labels": data.num_labels,
+        "num_pairs": 0,
+        "num_filter_pairs": 0,
+        "splits": {"train": num_train, "validation": 0, "test": num_test},
+        "raw_sha256": files_sha256({}),
+        "raw_files": {},
+    }
     with write_folder(folder, dataset_module.KIND, dataset_module.VERSION, meta) as out:
         _write_table(out.path / "labels.arrow", data, data.label_words, data.num_labels)
         _write_table(out.path / "queries.arrow", data, data.query_words, data.num_queries)
@@ -257,13 +326,18 @@ def write_dataset(data: Synthetic, folder: Path) -> Path:
                 add_values(np.ones(len(labels)))
                 out.meta["num_pairs"] += len(labels)
         split_N = np.repeat(np.array([0, 2], np.uint8), [num_train, num_test])
-        empty = {"filter_indptr": np.zeros(data.num_queries + 1, np.int64), "filter_indices": np.zeros(0, np.int32)}
+        empty = {
+            "filter_indptr": np.zeros(data.num_queries + 1, np.int64),
+            "filter_indices": np.zeros(0, np.int32),
+        }
         for name, array in {"split": split_N, **empty}.items():
             np.save(out.path / f"{name}.npy", array, allow_pickle=False)
     return folder
 
 
-def _write_table(path: Path, data: Synthetic, words: Callable[[np.ndarray], Ragged], num_rows: int) -> None:
+def _write_table(
+    path: Path, data: Synthetic, words: Callable[[np.ndarray], Ragged], num_rows: int
+) -> None:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, TEXT_SCHEMA) as writer:
         for rows_B in _blocks(f"write {path.stem}", 0, num_rows):
             uids = pc.cast(pa.array(rows_B), pa.large_string())
@@ -271,23 +345,31 @@ def _write_table(path: Path, data: Synthetic, words: Callable[[np.ndarray], Ragg
 
 
 class WordTokens:
-    """The token ids of each word, from the tokenizer itself: BERT's splits at spaces before anything else."""
+    """The token ids of each word, from the tokenizer itself: BERT's splits at spaces before
+    anything else.
+    """
 
     def __init__(self, words: Words, tokenizer: TextTokenizer) -> None:
         flat, length_V = tokenizer.encode(words.text_V.to_pylist())
-        self.tokenizer, whole = tokenizer, _offsets(length_V)
-        self.begin, self.end = int(flat[0]), int(flat[whole[1] - 1])
+        self.tokenizer = tokenizer
+        whole = _offsets(length_V)
+        self.begin = int(flat[0])
+        self.end = int(flat[whole[1] - 1])
         inner = np.ones(len(flat), dtype=bool)
         inner[whole[:-1]] = inner[whole[1:] - 1] = False
-        self.flat, self.count_V = flat[inner], length_V - 2
+        self.flat = flat[inner]
+        self.count_V = length_V - 2
         self.first_V = np.cumsum(self.count_V) - self.count_V
 
     def encode(self, ragged: Ragged) -> Ragged:
-        """Word numbers to token ids, cut and with special tokens as the tokenizer does: (ids [F], offsets [B + 1])."""
+        """Word numbers to token ids, cut and with special tokens as the tokenizer does: (ids [F],
+        offsets [B + 1]).
+        """
         word_F, offsets = ragged
         word_row, _ = _places(np.diff(offsets))
         row_T, place_T = _places(self.count_V[word_F])  # here "rows" are words
-        id_T, text_T = self.flat[self.first_V[word_F][row_T] + place_T], word_row[row_T]
+        id_T = self.flat[self.first_V[word_F][row_T] + place_T]
+        text_T = word_row[row_T]
         full_B = np.bincount(text_T, minlength=len(offsets) - 1)
         place_T = np.arange(len(text_T)) - (np.cumsum(full_B) - full_B)[text_T]
         kept_B = np.minimum(full_B, self.tokenizer.max_length - 2)
@@ -299,15 +381,22 @@ class WordTokens:
         return ids, out
 
 
-def write_tokens(data: Synthetic, folder: Path, which: str, tokenizer_folder: Path, max_length: int = 32) -> Path:
+def write_tokens(
+    data: Synthetic, folder: Path, which: str, tokenizer_folder: Path, max_length: int = 32
+) -> Path:
     """The token cache that the tokeniser would write of "queries" or "labels"."""
     tokenizer = TextTokenizer(tokenizer_folder, max_length)
     encoder = WordTokens(data.words, tokenizer)
     words, num_texts = _texts_of(data, which)
     meta = {
-        "text": "title", "vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "max_length": max_length,
-        "tokenizer_sha256": file_sha256(tokenizer.file), "num_texts": num_texts, "num_tokens": 0,
-    }  # fmt: skip
+        "text": "title",
+        "vocab_size": tokenizer.vocab_size,
+        "pad_id": tokenizer.pad_id,
+        "max_length": max_length,
+        "tokenizer_sha256": file_sha256(tokenizer.file),
+        "num_texts": num_texts,
+        "num_tokens": 0,
+    }
     with (
         write_folder(folder, tokens_module.KIND, tokens_module.VERSION, meta) as out,
         growing_array(out.path / "ids.npy", encoder.flat.dtype) as add_ids,
@@ -329,19 +418,31 @@ def _texts_of(data: Synthetic, which: str) -> tuple[Callable[[np.ndarray], Ragge
 
 
 class HashedTokens(TokenCache):
-    """Token ids computed when they are asked for: texts of 10^8 labels and more that no disk needs to hold.
+    """Token ids computed when they are asked for: texts of 10^8 labels and more that no disk needs
+    to hold.
 
-    `folder`, if given, becomes a token cache without arrays: what names the texts in a run's identity.
+    `folder`, if given, becomes a token cache without arrays: what names the texts in a run's
+    identity.
     """
 
     def __init__(
-        self, data: Synthetic, which: str, tokenizer_folder: Path, max_length: int = 32, folder: Path | None = None
+        self,
+        data: Synthetic,
+        which: str,
+        tokenizer_folder: Path,
+        max_length: int = 32,
+        folder: Path | None = None,
     ) -> None:
         tokenizer = TextTokenizer(tokenizer_folder, max_length)
         nothing = np.zeros(0, np.uint16), np.zeros(1, np.int64)
         super().__init__(*nothing, tokenizer.vocab_size, tokenizer.pad_id, max_length)
-        self.meta = {"text": "title", "tokenizer_sha256": file_sha256(tokenizer.file), "seed": data.seed,
-                     "num_train": data.num_train, "num_labels": data.num_labels}  # fmt: skip
+        self.meta = {
+            "text": "title",
+            "tokenizer_sha256": file_sha256(tokenizer.file),
+            "seed": data.seed,
+            "num_train": data.num_train,
+            "num_labels": data.num_labels,
+        }
         if folder is not None:
             self.path = folder
             with write_folder(folder, tokens_module.KIND, tokens_module.VERSION, self.meta):
@@ -360,14 +461,20 @@ class HashedTokens(TokenCache):
         return ids.astype(np.int64), offsets
 
 
-def write_encoder(folder: Path, *, hidden: int, layers: int, tokenizer_from: Path, kind: str = "bert") -> Path:
-    """A transformer of random weights with another's tokenizer: bert, or distilbert (768 and 6: DistilBERT's size)."""
+def write_encoder(
+    folder: Path, *, hidden: int, layers: int, tokenizer_from: Path, kind: str = "bert"
+) -> Path:
+    """A transformer of random weights with another's tokenizer: bert, or distilbert (768 and 6:
+    DistilBERT's size).
+    """
     import torch
     from transformers import AutoConfig, AutoModel
 
     vocab_size = TextTokenizer(tokenizer_from, 32).vocab_size
-    names = {"bert": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-             "distilbert": ("dim", "n_layers", "n_heads", "hidden_dim")}[kind]  # fmt: skip
+    names = {
+        "bert": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+        "distilbert": ("dim", "n_layers", "n_heads", "hidden_dim"),
+    }[kind]
     sizes = dict(zip(names, (hidden, layers, max(1, hidden // 64), 4 * hidden), strict=True))
     torch.manual_seed(0)
     model = AutoModel.from_config(AutoConfig.for_model(kind, vocab_size=vocab_size, **sizes))
@@ -379,20 +486,31 @@ def write_encoder(folder: Path, *, hidden: int, layers: int, tokenizer_from: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("form", choices=["raw", "store"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--train", type=int, required=True, help="training queries")
-    parser.add_argument("--test", type=int, help="test queries (a twentieth of the training queries)")
+    parser.add_argument(
+        "--test", type=int, help="test queries (a twentieth of the training queries)"
+    )
     parser.add_argument("--labels", type=int, required=True)
-    parser.add_argument("--positives", type=float, default=4.0, help="about so many positives a query")
+    parser.add_argument(
+        "--positives", type=float, default=4.0, help="about so many positives a query"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--encoder", default="all-MiniLM-L6-v2", help="store: whose tokenizer")
     parser.add_argument("--max-length", type=int, default=32, help="store: tokens a text at most")
     options = parser.parse_args()
     num_test = max(1, options.train // 20) if options.test is None else options.test
     data = Synthetic(
-        Words(), options.train, num_test, options.labels, mean_positives=options.positives, seed=options.seed
+        Words(),
+        options.train,
+        num_test,
+        options.labels,
+        mean_positives=options.positives,
+        seed=options.seed,
     )
     if options.form == "raw":
         write_raw(data, options.folder)
@@ -402,7 +520,9 @@ def main() -> None:
     tokenizer_folder = resolve_encoder(options.encoder)
     write_dataset(data, options.folder / "dataset")
     for which in ("queries", "labels"):
-        write_tokens(data, options.folder / "tokens" / which, which, tokenizer_folder, options.max_length)
+        write_tokens(
+            data, options.folder / "tokens" / which, which, tokenizer_folder, options.max_length
+        )
 
 
 if __name__ == "__main__":

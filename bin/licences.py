@@ -13,9 +13,13 @@ COPYLEFT = re.compile(r"GPL|GNU|MPL|Mozilla|EPL|Eclipse|CDDL")
 
 
 def licence(package: metadata.PackageMetadata) -> str:
-    """Licence in the package's metadata: an expression, classifiers, or the first line of a text."""
+    """Licence in the package's metadata: an expression, classifiers, or the first line
+    of a text.
+    """
     given = package.get("License-Expression")
-    classifiers = [name for name in package.get_all("Classifier") or [] if name.startswith("License ::")]
+    classifiers = [
+        name for name in package.get_all("Classifier") or [] if name.startswith("License ::")
+    ]
     named = [name.split(" :: ")[-1] for name in classifiers if name.count(" :: ") > 1]
     text = (package.get("License") or "").strip().split("\n")[0][:60]
     return given or ", ".join(named) or text or "not stated"
@@ -24,7 +28,10 @@ def licence(package: metadata.PackageMetadata) -> str:
 def installed() -> list[tuple[str, str, str]]:
     """(name, version, licence) of each installed package, sorted by name."""
     by_name = {item.metadata["Name"]: item for item in metadata.distributions()}
-    return [(name, by_name[name].version, licence(by_name[name].metadata)) for name in sorted(by_name, key=str.lower)]
+    return [
+        (name, by_name[name].version, licence(by_name[name].metadata))
+        for name in sorted(by_name, key=str.lower)
+    ]
 
 
 if __name__ == "__main__":

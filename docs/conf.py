@@ -1,4 +1,6 @@
-"""Sphinx: README, docs/ and the measured results as a site, read where they are in the repository (`make docs`)."""
+"""Sphinx: README, docs/ and the measured results as a site, read where they are in the repository
+(`make docs`).
+"""
 
 from pathlib import Path
 
@@ -16,8 +18,13 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "benchmarks/README.md", "benchmarks/results/*.md"]
-exclude_patterns = [item.name for item in ROOT.iterdir() if item.is_dir() and item.name not in ("docs", "benchmarks")]
-# README has no table of contents of its own: where the repository is shown its code would be printed
+exclude_patterns = [
+    item.name
+    for item in ROOT.iterdir()
+    if item.is_dir() and item.name not in ("docs", "benchmarks")
+]
+# README has no table of contents of its own: where the repository is shown its code would be
+# printed
 CONTENTS = {
     "Use": [
         "docs/install",
@@ -45,7 +52,8 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
-html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}  # commands with their comments are long lines
+# commands with their comments are long lines
+html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}
 html_title = f"unidec {release}"
 html_show_sourcelink = html_copy_source = html_show_copyright = False
 
@@ -54,7 +62,9 @@ def add_contents(app: Sphinx, page: str, text: list[str]) -> None:
     if page == root_doc:
         for caption, pages in CONTENTS.items():
             listed = "\n".join(pages)
-            text[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{listed}\n```\n"
+            text[0] += (
+                f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{listed}\n```\n"
+            )
 
 
 def setup(app: Sphinx) -> None:

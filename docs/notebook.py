@@ -3,9 +3,8 @@
     python docs/notebook.py            # some minutes; needs no Jupyter
     python docs/notebook.py --page     # only the page, from the outputs that are there
 
-Jupyter executes the same notebook; here a cell's output is what it prints, its last expression and its figures. What
-goes to stderr (progress) is not kept.
-"""
+Jupyter executes the same notebook; here a cell's output is what it prints, its last expression and
+its figures. What goes to stderr (progress) is not kept."""
 
 from __future__ import annotations
 
@@ -64,22 +63,36 @@ def outputs(code: str, names: dict[str, Any], number: int) -> list[Notebook]:
         data = {"text/plain": lines(repr(value))}
         if hasattr(value, "_repr_html_"):
             data = {"text/html": lines(value._repr_html_()), **data}
-        found.append({"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"})
+        found.append(
+            {
+                "data": data,
+                "execution_count": number,
+                "metadata": {},
+                "output_type": "execute_result",
+            }
+        )
     return found + [
-        {"data": {"image/png": figure, "text/plain": ["<Figure>"]}, "metadata": {}, "output_type": "display_data"}
+        {
+            "data": {"image/png": figure, "text/plain": ["<Figure>"]},
+            "metadata": {},
+            "output_type": "display_data",
+        }
         for figure in figures()
     ]
 
 
 def figure_numbers() -> list[int]:
-    return sys.modules["matplotlib.pyplot"].get_fignums() if "matplotlib.pyplot" in sys.modules else []
+    return (
+        sys.modules["matplotlib.pyplot"].get_fignums() if "matplotlib.pyplot" in sys.modules else []
+    )
 
 
 def figures() -> list[str]:
     """The open figures as PNG in base64; they are closed."""
     found = []
     for figure in figure_numbers():
-        plots, png = sys.modules["matplotlib.pyplot"], io.BytesIO()
+        plots = sys.modules["matplotlib.pyplot"]
+        png = io.BytesIO()
         plots.figure(figure).savefig(png, format="png", dpi=80, metadata={"Software": None})
         plots.close(figure)
         found.append(base64.b64encode(png.getvalue()).decode() + "\n")
@@ -88,7 +101,8 @@ def figures() -> list[str]:
 
 def page(notebook: Notebook) -> tuple[str, dict[str, bytes]]:
     """The page in Markdown, and its pictures by name."""
-    parts, pictures = [], {}
+    parts = []
+    pictures = {}
     for cell in notebook["cells"]:
         text = source(cell).strip()
         if cell["cell_type"] == "markdown":
@@ -102,7 +116,11 @@ def page(notebook: Notebook) -> tuple[str, dict[str, bytes]]:
                 pictures[name] = base64.b64decode(data["image/png"])
                 parts.append(f"![the figure that this cell draws](images/{name})")
             else:
-                parts.append("```text\n" + "".join(output.get("text") or data["text/plain"]).rstrip() + "\n```")
+                parts.append(
+                    "```text\n"
+                    + "".join(output.get("text") or data["text/plain"]).rstrip()
+                    + "\n```"
+                )
     return "\n\n".join(parts) + "\n", pictures
 
 
@@ -111,7 +129,9 @@ def main() -> None:
     if "--page" not in sys.argv[1:]:
         os.chdir(HERE)
         execute(notebook)
-        NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        NOTEBOOK.write_text(
+            json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     text, pictures = page(notebook)
     NOTEBOOK.with_suffix(".md").write_text(text, encoding="utf-8")
     for name, png in pictures.items():

@@ -1,11 +1,13 @@
-"""Orchestration with Prefect: when the library's stages run, what is shown of them, retries, cancellation; no tensors.
+"""Orchestration with Prefect: when the library's stages run, what is shown of them, retries,
+cancellation; no tensors.
 
-Prefect reads its settings when it is imported, so the settings of this project are set here, before that.
-"""
+Prefect reads its settings when it is imported, so the settings of this project are set here, before
+that."""
 
 from __future__ import annotations
 
-from unidec import interrupt, surroundings  # first, before slow imports: from here on Ctrl-C prints one line
+# first, before slow imports: from here on Ctrl-C prints one line
+from unidec import interrupt, surroundings
 
 if interrupt.IS_PROGRAM:
     surroundings.settle()
@@ -28,8 +30,11 @@ if importlib.util.find_spec("prefect") is None:
 
 
 def _project() -> Path:
-    """The project: the working folder, or else the checkout of this code, which may be that of another project."""
-    folder, checkout = project_folder(), Path(__file__).resolve().parents[1]
+    """The project: the working folder, or else the checkout of this code, which may be that of
+    another project.
+    """
+    folder = project_folder()
+    checkout = Path(__file__).resolve().parents[1]
     is_inside = folder != Path() or Path("prefect.toml").is_file()
     return checkout if not is_inside and (checkout / "prefect.toml").is_file() else folder
 

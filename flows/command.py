@@ -1,8 +1,9 @@
-"""`python -m flows.<name>`: options from the flow's parameters, one line per known error, exit codes.
+"""`python -m flows.<name>`: options from the flow's parameters, one line per known error, exit
+codes.
 
-Besides its flow, a module may define `in_words(result)`, the text printed without --json, and `prepare(options)`, which
-is called while Prefect's temporary server starts; if it returns a result, no flow run is needed.
-"""
+Besides its flow, a module may define `in_words(result)`, the text printed without --json, and
+`prepare(options)`, which is called while Prefect's temporary server starts; if it returns a result,
+no flow run is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "regist
 
 
 def main(name: str, words: Sequence[str] | None = None) -> int:
-    """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
+    """Run the flow `name` of flows/<name>.py with these arguments, by default the program's;
+    returns the exit code.
+    """
     is_program = words is None
     words = list(sys.argv[1:] if words is None else words)
     mask_logs()
@@ -37,7 +40,11 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
     except Exception as error:  # Prefect's log has the traceback of a flow
         if is_debug or not is_of_surroundings(error):
             raise
-        print(in_one_message(error, f"python -m flows.{name} --debug ..."), file=sys.stderr, flush=True)
+        print(
+            in_one_message(error, f"python -m flows.{name} --debug ..."),
+            file=sys.stderr,
+            flush=True,
+        )
         return 1
     if failure := output_failure():
         print(f"the result could not be printed: {failure.strerror}", file=sys.stderr, flush=True)
@@ -45,14 +52,16 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: Sequence[str], is_program: bool) -> int:
-    # a training without options may have nothing to do: flows.train.prepare starts the server if it is needed
+    # a training without options may have nothing to do: flows.train.prepare starts the server if it
+    # is needed
     if not {"-h", "--help"} & set(words) and (words or name != "train"):
         try:
             server.start()  # takes seconds, as do the imports that follow
         except UnidecError as error:
             print(error, file=sys.stderr)
             return error.exit_code
-    module = importlib.import_module(f"flows.{name}")  # not as __main__: workers import it under this name
+    # not as __main__: workers import it under this name
+    module = importlib.import_module(f"flows.{name}")
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
     show = _as_json if options.pop("json") else getattr(module, "in_words", _as_json)
@@ -75,12 +84,14 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     return code
 
 
-def guarded(run: Callable[[], Any], show: Callable[[Any], str], ending: Ending | None = None) -> int:
-    """Run a flow, print its result and return the exit code; known errors are printed without a traceback.
+def guarded(
+    run: Callable[[], Any], show: Callable[[Any], str], ending: Ending | None = None
+) -> int:
+    """Run a flow, print its result and return the exit code; known errors are printed without a
+    traceback.
 
-    If the gate refuses the version and there is no champion, the exit code is 6, and the last line is the command to
-    run.
-    """
+    If the gate refuses the version and there is no champion, the exit code is 6, and the last line
+    is the command to run."""
     from prefect.exceptions import TerminationSignal
 
     from flows.lifecycle import known, one_line_for_known_errors
@@ -89,7 +100,8 @@ def guarded(run: Callable[[], Any], show: Callable[[Any], str], ending: Ending |
         raise TerminationSignal(signal=number)
 
     ending = ending or Ending(show, known)
-    # Prefect restores the previous handler of SIGTERM; the default would end us before a checkpoint is written
+    # Prefect restores the previous handler of SIGTERM; the default would end us before a checkpoint
+    # is written
     before = signal.signal(signal.SIGTERM, terminate)
     one_line_for_known_errors()
     try:
@@ -103,17 +115,23 @@ def guarded(run: Callable[[], Any], show: Callable[[Any], str], ending: Ending |
 
 
 def _parser(module: Any, name: str) -> argparse.ArgumentParser:
-    """A parser with an option for each of the flow's parameters, with type, default and description as in Prefect."""
+    """A parser with an option for each of the flow's parameters, with type, default and description
+    as in Prefect.
+    """
     parser = argparse.ArgumentParser(
-        prog=f"python -m flows.{name}", description=module.__doc__,
+        prog=f"python -m flows.{name}",
+        description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     schema = getattr(module, name).parameters
     for key, described in schema.properties.items():
-        word, default = _NAMES.get(key, key.replace("_", "-")), described.get("default")
+        word = _NAMES.get(key, key.replace("_", "-"))
+        default = described.get("default")
         kinds = {kind.get("type"): kind for kind in described.get("anyOf", [described])}
         about = described["description"].replace("\n", " ").replace("%", "%%")
-        option: dict[str, Any] = {"help": f"{about} Default: {default}." if default and default is not True else about}
+        option: dict[str, Any] = {
+            "help": f"{about} Default: {default}." if default and default is not True else about
+        }
         if key in schema.required and "object" not in kinds and key not in ("input", "output"):
             parser.add_argument(key, metavar=key.upper(), **option)
             continue
@@ -123,7 +141,11 @@ def _parser(module: Any, name: str) -> argparse.ArgumentParser:
                 word, option["help"] = f"no-{word}", f"do not {about}"
             option |= {"action": "store_const", "const": default is False}
         elif "object" in kinds or described.get("type") == "array":
-            option |= {"action": "append", "default": [], "metavar": "KEY=VALUE" if "object" in kinds else "NAME"}
+            option |= {
+                "action": "append",
+                "default": [],
+                "metavar": "KEY=VALUE" if "object" in kinds else "NAME",
+            }
         else:
             text = kinds.get("string", {})
             choices = text.get("enum") or ([text["const"]] if "const" in text else None)

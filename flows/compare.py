@@ -1,8 +1,10 @@
-"""Compare every system of a comparison file on the same data and seeds, and report (docs/comparing.md).
+"""Compare every system of a comparison file on the same data and seeds, and report
+(docs/comparing.md).
 
-`unidec compare FILE` starts `python -m flows.compare FILE`. Each data set and each (data set, system, seed) is a task
-that runs in its own process and writes its result to a folder named by the hash of its inputs: finished tasks are not
-run again, and a training that was stopped resumes from its checkpoint. A failure stops only tasks that depend on it.
+`unidec compare FILE` starts `python -m flows.compare FILE`. Each data set and each (data set,
+system, seed) is a task that runs in its own process and writes its result to a folder named by the
+hash of its inputs: finished tasks are not run again, and a training that was stopped resumes from
+its checkpoint. A failure stops only tasks that depend on it.
 
 examples:
   unidec compare comparison/small.yaml
@@ -41,8 +43,16 @@ from unidec.progress import Progress, progress
 from unidec.tracking.run import RUN_TAGS
 from unidec.tracking.store import tracking_uri
 
-make = task(run_step, name="cell", task_run_name="{step.name}", cache_policy=NO_CACHE, persist_result=False)
-search = task(tune_cell, name="search", task_run_name="{subject.name}", cache_policy=NO_CACHE, persist_result=False)
+make = task(
+    run_step, name="cell", task_run_name="{step.name}", cache_policy=NO_CACHE, persist_result=False
+)
+search = task(
+    tune_cell,
+    name="search",
+    task_run_name="{subject.name}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
 
 
 @flow(name="unidec-compare", description=__doc__, persist_result=False, validate_parameters=False)
@@ -65,11 +75,13 @@ def compare(
         jobs: parallel runs; times are comparable only with 1.
         folder: folder of the workspace, instead of runs/compare/<name>.
         metrics: JSON file to write the metrics of the last requested run to.
-        tune: search the ranges of the file's `tuning` instead, and write the best settings of each cell.
+        tune: search the ranges of the file's `tuning` instead, and write the best settings of each
+        cell.
         keep_results: do not rebuild results that another version of the code made.
 
     Returns:
-        {"report": its path, or "chosen": the file of the tuning; "runs": names of the requested runs}.
+        {"report": its path, or "chosen": the file of the tuning; "runs": names of the requested
+        runs}.
 
     Raises:
         UnidecError: the file is invalid, or some runs have no result; the others are in the report.
@@ -105,17 +117,20 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
     """Runs the steps that have no result yet, `jobs` at a time, and waits for all of them.
 
     Args:
-        steps: ordered so that each step comes after the steps that it needs. tags: tags of the MLflow runs.
+        steps: ordered so that each step comes after the steps that it needs. tags: tags of the
+        MLflow runs.
 
     Returns:
         step -> "", or the reason why it has no result: "failed: ..." or "not run: ...".
 
     Raises:
-        KeyboardInterrupt, TerminationSignal: after the children have written their checkpoints and ended.
+        KeyboardInterrupt, TerminationSignal: after the children have written their checkpoints and
+        ended.
     """
     todo = [step for step in steps if not step.is_done()]
     needed = {need for step in todo for need in step.needs}
-    todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]  # no unused data sets
+    # no unused data sets
+    todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]
     outcomes = {step.name: "" for step in steps}
     shared = _environment(jobs)
     tags = json.loads(os.environ.get(RUN_TAGS, "{}")) | tags
@@ -141,17 +156,27 @@ def tune_cells(comparison: Comparison, searched: Sequence[str], jobs: int) -> Pa
 
     Raises:
         UnidecError: searches failed; the best settings of the others are written.
-        KeyboardInterrupt, TerminationSignal: after the trainings have written their checkpoints and ended.
+        KeyboardInterrupt, TerminationSignal: after the trainings have written their checkpoints and
+        ended.
     """
     tuning = comparison.file.tuning
     assert tuning is not None
     shared = _environment(jobs)
-    inputs = {key: {"subject": subject_of(comparison, key, shared), "trials": tuning.trials} for key in searched}
+    inputs = {
+        key: {"subject": subject_of(comparison, key, shared), "trials": tuning.trials}
+        for key in searched
+    }
     with progress(total=len(searched), desc="tune", unit="cell") as bar:
         futures = _submitted(search, inputs, jobs, {}, bar)
     results_of = {key: future.result(raise_on_failure=False) for key, future in futures.items()}
-    failures = [f"{key}: {error}" for key, error in results_of.items() if isinstance(error, BaseException)]
-    found = {comparison.jobs[key].cell: trials for key, trials in results_of.items() if isinstance(trials, list)}
+    failures = [
+        f"{key}: {error}" for key, error in results_of.items() if isinstance(error, BaseException)
+    ]
+    found = {
+        comparison.jobs[key].cell: trials
+        for key, trials in results_of.items()
+        if isinstance(trials, list)
+    }
     path = write_chosen(comparison.path, comparison.file, found)
     if failures:
         head = f"{len(failures)} of {len(searched)} searches have no result"
@@ -178,7 +203,9 @@ def _submitted(
     needs: dict[str, tuple[str, ...]],
     bar: Progress[Any],
 ) -> dict[str, PrefectFuture[Any]]:
-    """Runs a task for each inputs, `jobs` at a time, each after those it needs; waits for all. Tasks get `stopping`."""
+    """Runs a task for each inputs, `jobs` at a time, each after those it needs; waits for all.
+    Tasks get `stopping`.
+    """
     stopping = threading.Event()
     futures: dict[str, PrefectFuture[Any]] = {}
     with ThreadPoolTaskRunner(max_workers=max(1, jobs)) as pool:

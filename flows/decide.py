@@ -1,4 +1,6 @@
-"""The last steps of a retraining: gate and promotion of a version, sharing and printing of the result."""
+"""The last steps of a retraining: gate and promotion of a version, sharing and printing of the
+result.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ METRICS = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 log = logging.getLogger("unidec.flows")
 
 
-def decide(params: Params, version: Any, promote: bool | None, always: bool = True) -> dict[str, Any]:
+def decide(
+    params: Params, version: Any, promote: bool | None, always: bool = True
+) -> dict[str, Any]:
     """Judge a version by the gate, and promote it if it passes.
 
     Args:
@@ -28,13 +32,17 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         always: False: skip a version that was already judged against the current champion.
 
     Returns:
-        {"gate": the verdict, and "promoted": the promotion, or "refused": the reasons}; {} if the version was skipped.
-        After a refusal without a champion also {"no_champion": {"version", "reason", "command": how to get one}}.
+        {"gate": the verdict, and "promoted": the promotion, or "refused": the reasons}; {} if the
+        version was skipped. After a refusal without a champion also {"no_champion": {"version",
+        "reason", "command": how to get one}}.
     """
-    version, name = str(version), params.tracking.model_name
+    version = str(version)
+    name = params.tracking.model_name
     if not always and not pipeline.needs_gate(params, version):
         return {}
-    verdict = lifecycle.run(f"gate of version {version}", pipeline.gate, params, version, retry=True)
+    verdict = lifecycle.run(
+        f"gate of version {version}", pipeline.gate, params, version, retry=True
+    )
     done = {"gate": pipeline.plain(verdict)}
     failed = {check.check: check.words for check in verdict.reasons if not check.passed}
     if not verdict.passed:
@@ -42,29 +50,43 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     elif not verdict.already and (params.retrain.promote if promote is None else promote):
         task = f"promote version {version}"
         try:
-            promoted = lifecycle.run(task, pipeline.promote, params, version, retry=True, reason="retraining")
+            promoted = lifecycle.run(
+                task, pipeline.promote, params, version, retry=True, reason="retraining"
+            )
             done["promoted"] = pipeline.plain(promoted)
         except Refused as error:
             done["refused"] = str(error)
     lifecycle.say(outcome({"version": version, "model": name, **done}))
     event: dict[str, Any] = {"version": version}
     if "promoted" in done:
-        event |= {"previous": done["promoted"]["previous"], "metrics": verdict.metrics.get("challenger", {})}
+        event |= {
+            "previous": done["promoted"]["previous"],
+            "metrics": verdict.metrics.get("challenger", {}),
+        }
         publish.emit(name, "promoted", event)
     if "refused" in done:
-        publish.emit(name, "refused", event | {"champion": verdict.champion, "reasons": done["gate"]["reasons"]})
+        publish.emit(
+            name,
+            "refused",
+            event | {"champion": verdict.champion, "reasons": done["gate"]["reasons"]},
+        )
         if verdict.champion is None:
             # a damaged bundle has to be trained again; other checks can be overruled
             command = f"{_program()} models promote {version}{' --force' if failed else ''}"
             if failed.keys() & {"hash", "loads"}:
                 command = "make train ARGS=--force"
-            done["no_champion"] = {"version": version, "reason": done["refused"], "command": command}
+            done["no_champion"] = {
+                "version": version,
+                "reason": done["refused"],
+                "command": command,
+            }
     return done
 
 
 def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
-    """Show the result in Prefect, and run `dvc push` and commit to git as section `retrain` sets. A failure is only
-    logged as a warning."""
+    """Show the result in Prefect, and run `dvc push` and commit to git as section `retrain` sets. A
+    failure is only logged as a warning.
+    """
     shared: dict[str, Any] = {}
     publish.show_result(done)
     if params.retrain.push:
@@ -74,9 +96,17 @@ def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
             shared["push"] = "done"
     if params.retrain.commit != "none":
         with publish.harmless("nothing was committed"):
-            verdict = "champion" if "promoted" in done else "refused" if "refused" in done else "registered"
+            verdict = (
+                "champion"
+                if "promoted" in done
+                else "refused"
+                if "refused" in done
+                else "registered"
+            )
             extra = [str(reproduce.dvc_file(params.source))] if params.source.kind == "dvc" else []
-            shared |= lifecycle.run("commit", publish.commit, params, done["version"], verdict, extra)
+            shared |= lifecycle.run(
+                "commit", publish.commit, params, done["version"], verdict, extra
+            )
     return {"shared": shared} if shared else {}
 
 
@@ -84,13 +114,16 @@ def outcome(done: Mapping[str, Any]) -> str:
     """One line that tells what became of the model."""
     if done.get("version") is None:
         return "not registered: a trial, or only some of the steps"
-    version, gate = f"version {done['version']} of {done['model']}", done.get("gate", {})
+    version = f"version {done['version']} of {done['model']}"
+    gate = done.get("gate", {})
     if "promoted" in done:
         previous = done["promoted"].get("previous")
         before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
         return f"{version} is the champion{before}"
     if "refused" in done:
-        return f"{version} is not promoted, see outputs/gate.html: {' '.join(done['refused'].split())}"
+        return (
+            f"{version} is not promoted, see outputs/gate.html: {' '.join(done['refused'].split())}"
+        )
     if gate.get("passed") and not gate.get("already"):
         return f"{version} passed the gate but is not promoted: `unidec models promote` promotes it"
     if "skipped" in done:
@@ -99,7 +132,9 @@ def outcome(done: Mapping[str, Any]) -> str:
 
 
 def summary(done: Mapping[str, Any]) -> str:
-    """The printed result of a training: metrics of the model, the champion and the baselines, and commands to try."""
+    """The printed result of a training: metrics of the model, the champion and the baselines, and
+    commands to try.
+    """
     if "metrics" not in done and "version" not in done:
         return f"done: {', '.join(done['steps'])}"
     report = Path(done.get("report", "outputs/report.html"))
@@ -111,28 +146,42 @@ def summary(done: Mapping[str, Any]) -> str:
     where = "" if bundle == str(paths.BUNDLE) else f" --bundle {bundle}"
     predict = f'{_program()} predict "some text" -k 5{where}'
     pages = "make ui" if Path("Makefile").is_file() else f"{_program()} models list"
-    return "\n".join([*lines, "next:", f"  {predict}", f"  {_program()} serve {served}", f"  {pages}"])
+    return "\n".join(
+        [*lines, "next:", f"  {predict}", f"  {_program()} serve {served}", f"  {pages}"]
+    )
 
 
 def _has_champion(done: Mapping[str, Any]) -> bool:
-    """Whether a model is known to be the champion now; a registered trial is not compared with any."""
+    """Whether a model is known to be the champion now; a registered trial is not
+    compared with any.
+    """
     gate = done.get("gate", {})
     known = "promoted" in done or "skipped" in done or gate.get("already") or gate.get("champion")
     return bool(known) and "no_champion" not in done
 
 
 def _table(done: Mapping[str, Any]) -> list[str]:
-    """A table of metrics in percent: this model, the champion that it was compared with, the baselines."""
+    """A table of metrics in percent: this model, the champion that it was compared with, the
+    baselines.
+    """
     if "metrics" not in done:
         return []
     rows = {f"version {done['version']}" if done.get("version") else "this model": done["metrics"]}
     gate = done.get("gate", {})
     if champion := gate.get("metrics", {}).get("champion"):
-        rows[f"{'former ' if 'promoted' in done else ''}champion, version {gate['champion']}"] = champion
+        rows[f"{'former ' if 'promoted' in done else ''}champion, version {gate['champion']}"] = (
+            champion
+        )
     rows |= {BASELINES[name]: figures for name, figures in done.get("baselines", {}).items()}
-    cells = {name: [f"{row[key]:.1f}" if key in row else "-" for key in METRICS] for name, row in rows.items()}
+    cells = {
+        name: [f"{row[key]:.1f}" if key in row else "-" for key in METRICS]
+        for name, row in rows.items()
+    }
     head = {"test split, percent": METRICS}
-    return [f"{name:<30}" + "".join(f"{cell:>8}" for cell in row) for name, row in (head | cells).items()]
+    return [
+        f"{name:<30}" + "".join(f"{cell:>8}" for cell in row)
+        for name, row in (head | cells).items()
+    ]
 
 
 def _program() -> str:

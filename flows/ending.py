@@ -1,8 +1,8 @@
-"""The end of a flow that was started on the command line: one message and one exit code, whatever Prefect still does.
+"""The end of a flow that was started on the command line: one message and one exit code, whatever
+Prefect still does.
 
-A flow's result or error is known as soon as its body returns. Prefect then records it, which takes seconds after
-Ctrl-C, and minutes if its server is gone.
-"""
+A flow's result or error is known as soon as its body returns. Prefect then records it, which takes
+seconds after Ctrl-C, and minutes if its server is gone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Body:
 
     def begin(self) -> None:
         self.is_over.clear()
-        self.result, self.error = None, None
+        self.result = None
+        self.error = None
 
     def end(self, error: BaseException | None) -> None:
         self.error = error
@@ -50,14 +51,19 @@ class Ending:
         known: an error as one message with its fix, or None for a bug (`lifecycle.known`).
     """
 
-    def __init__(self, show: Callable[[Any], str], known: Callable[[BaseException], UnidecError | None]) -> None:
-        self.show, self.known = show, known
+    def __init__(
+        self, show: Callable[[Any], str], known: Callable[[BaseException], UnidecError | None]
+    ) -> None:
+        self.show = show
+        self.known = known
         self.code = 1
         self._reported = threading.Event()
         self._first = threading.Lock()
 
     def leave_in_time(self) -> None:
-        """Start a thread that ends the process soon after a signal, and in any case when Prefect's server is gone."""
+        """Start a thread that ends the process soon after a signal, and in any case when Prefect's
+        server is gone.
+        """
         threading.Thread(target=self._leave_in_time, daemon=True, name="unidec-ending").start()
 
     def _leave_in_time(self) -> None:
@@ -69,7 +75,9 @@ class Ending:
         leave(self.code)
 
     def report(self, result: Any, error: BaseException | None) -> bool:
-        """Print the result, or the error if there is one; False: the error is a bug and was not printed."""
+        """Print the result, or the error if there is one; False: the error is a bug and was not
+        printed.
+        """
         if not self._first.acquire(blocking=False):
             self._reported.wait()
             return True
@@ -95,7 +103,9 @@ class Ending:
 
 
 def leave(code: int) -> None:
-    """End the process now: without waiting for threads, some of which import modules for seconds."""
+    """End the process now: without waiting for threads, some of which import modules
+    for seconds.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -103,7 +113,9 @@ def leave(code: int) -> None:
 
 def _was_stopped() -> bool:
     """Whether a signal ended the body."""
-    return body.is_over.is_set() and body.error is not None and not isinstance(body.error, Exception)
+    return (
+        body.is_over.is_set() and body.error is not None and not isinstance(body.error, Exception)
+    )
 
 
 def _without_server(result: Any) -> tuple[Any, BaseException | None]:
@@ -120,7 +132,9 @@ def _without_server(result: Any) -> tuple[Any, BaseException | None]:
 def _print_stopped(error: BaseException) -> int:
     """Say that a signal stopped the work; returns the exit code."""
     is_interrupt = isinstance(error, KeyboardInterrupt)
-    print(f"{'interrupted' if is_interrupt else 'terminated'}: {RESUME}", file=sys.stderr, flush=True)
+    print(
+        f"{'interrupted' if is_interrupt else 'terminated'}: {RESUME}", file=sys.stderr, flush=True
+    )
     return 130 if is_interrupt else 143
 
 
@@ -130,7 +144,10 @@ def _print_result(result: Any, show: Callable[[Any], str]) -> int:
     print(show(done), flush=True)
     if missing := done.get("no_champion"):
         why = " ".join(missing["reason"].split())
-        line = f"there is no champion: version {missing['version']} was refused ({why}); run: {missing['command']}"
+        line = (
+            f"there is no champion: version {missing['version']} was refused ({why}); run: "
+            f"{missing['command']}"
+        )
         print(line, file=sys.stderr)
         return Refused.exit_code
     return 0

@@ -1,4 +1,6 @@
-"""Parts that all flows share: steps as tasks with retries, tags, states, one-line errors, end of orphaned processes."""
+"""Parts that all flows share: steps as tasks with retries, tags, states, one-line errors, end of
+orphaned processes.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,38 @@ from unidec.pipeline.lock import environment, one_at_a_time
 from unidec.pipeline.parent_watch import watch
 from unidec.tracking.run import RUN_TAGS
 
-RETRY_SECONDS = [2, 5, 10]  # a helper that was killed must not be waited for longer than half a minute
+# a helper that was killed must not be waited for longer than half a minute
+RETRY_SECONDS = [2, 5, 10]
 # classes of the errors of networks, servers and locked databases, by name: each client has its own
-_PASSING = {"ConnectionError", "OperationalError", "ProtocolError", "Timeout", "TimeoutError", "TransportError"}
+_PASSING = {
+    "ConnectionError",
+    "OperationalError",
+    "ProtocolError",
+    "Timeout",
+    "TimeoutError",
+    "TransportError",
+}
 # MLflow's codes for a server that does not answer, or not now; all others are about the request
-_MLFLOW_PASSING = {"DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "TEMPORARILY_UNAVAILABLE"}
+_MLFLOW_PASSING = {
+    "DEADLINE_EXCEEDED",
+    "INTERNAL_ERROR",
+    "REQUEST_LIMIT_EXCEEDED",
+    "TEMPORARILY_UNAVAILABLE",
+}
 
 # in Prefect's words for a run that a signal ended; flows.ending prints one line for it
-_BY_SIGNAL = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
+_BY_SIGNAL = (
+    "Execution was aborted by an interrupt signal",
+    "Execution was aborted by a termination signal",
+)
 
 T = TypeVar("T")
 
 
 def say(line: str) -> None:
-    """Log a line to the terminal and to the run's page; the library's loggers write only to the page."""
+    """Log a line to the terminal and to the run's page; the library's loggers write only to the
+    page.
+    """
     try:
         get_run_logger().info("%s", line)
     except MissingContextError:
@@ -47,11 +67,15 @@ def say(line: str) -> None:
 
 
 class MayRecover(TrainingError):
-    """A lock, a network, a server or a killed process stopped the work: it may succeed when it is retried."""
+    """A lock, a network, a server or a killed process stopped the work: it may succeed when it is
+    retried.
+    """
 
 
 def known(error: BaseException) -> UnidecError | None:
-    """The error as one message with its fix: an error of the project, the network or the file system; None: a bug."""
+    """The error as one message with its fix: an error of the project, the network or the file
+    system; None: a bug.
+    """
     if isinstance(error, UnidecError):
         return error
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -64,7 +88,9 @@ def known(error: BaseException) -> UnidecError | None:
 
 @contextlib.contextmanager
 def known_errors() -> Iterator[None]:
-    """Inside the block, and in a function that it decorates, errors that are `known` are raised as such."""
+    """Inside the block, and in a function that it decorates, errors that are `known` are raised as
+    such.
+    """
     try:
         yield
     except Exception as error:
@@ -80,8 +106,9 @@ def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
 
 
 def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False, **named: Any) -> T:
-    """Call `work(*arguments, **named)`; in a flow run as a task of this name, whose page shows the result. `retry`:
-    retry it after errors that may go away."""
+    """Call `work(*arguments, **named)`; in a flow run as a task of this name, whose page shows the
+    result. `retry`: retry it after errors that may go away.
+    """
     if FlowRunContext.get() is None:
         return work(*arguments, **named)
 
@@ -93,7 +120,12 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
         return result
 
     # no result cache: DVC and checkpoints decide what is already done
-    options: dict[str, Any] = {"name": name, "task_run_name": name, "cache_policy": NO_CACHE, "persist_result": False}
+    options: dict[str, Any] = {
+        "name": name,
+        "task_run_name": name,
+        "cache_policy": NO_CACHE,
+        "persist_result": False,
+    }
     if retry:
         options |= {"retries": len(RETRY_SECONDS), "retry_delay_seconds": RETRY_SECONDS}
         options |= {"retry_condition_fn": worth_retrying}
@@ -104,8 +136,8 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
 def at_work() -> Iterator[None]:
     """Wrap a flow's body: marks earlier runs that crashed, and tags MLflow runs with this flow run.
 
-    If a worker started the run, it ends when the worker is gone, because then it can no longer be cancelled.
-    """
+    If a worker started the run, it ends when the worker is gone, because then it can no longer be
+    cancelled."""
     one_line_for_known_errors()
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
@@ -133,7 +165,10 @@ def finished(result: T) -> T:
 def _tags() -> dict[str, str]:
     """Tags that identify this flow run, for the MLflow runs and versions that it creates."""
     tags = json.loads(os.environ.get(RUN_TAGS, "{}"))
-    tags |= {"prefect.flow_run_id": str(current_flow_run.id), "prefect.flow_run_name": current_flow_run.name}
+    tags |= {
+        "prefect.flow_run_id": str(current_flow_run.id),
+        "prefect.flow_run_name": current_flow_run.name,
+    }
     url = without_credentials(str(current_flow_run.ui_url or ""))
     if url.startswith("http"):  # a temporary server has no page
         tags["prefect.flow_run_url"] = url
@@ -145,8 +180,8 @@ def _tags() -> dict[str, str]:
 def alone(work: Callable[[], dict[str, Any]]) -> Any:
     """Run `work` under the project's training lock; returns the flow's result or state.
 
-    If the result has the key "skipped" or "refused" (the reason), the run's state is named after it. If another run
-    holds the lock, a deployment's run ends as Cancelled.
+    If the result has the key "skipped" or "refused" (the reason), the run's state is named after
+    it. If another run holds the lock, a deployment's run ends as Cancelled.
 
     Raises:
         TrainingError: another run holds the lock, and no deployment started this one.
@@ -166,15 +201,18 @@ def alone(work: Callable[[], dict[str, Any]]) -> Any:
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Logging filter: no Prefect tracebacks for known errors and for runs that cancelled themselves, and nothing about
-    signals, which the program itself reports."""
+    """Logging filter: no Prefect tracebacks for known errors and for runs that cancelled
+    themselves, and nothing about signals, which the program itself reports.
+    """
     message = record.getMessage()
     if any(words in message for words in _BY_SIGNAL):
         return False
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, UnidecError | CancelledRun):
-        record.msg, record.args = "stopped: %s", (str(error),)
-        record.exc_info, record.exc_text = None, None
+        record.msg = "stopped: %s"
+        record.args = (str(error),)
+        record.exc_info = None
+        record.exc_text = None
     return True
 
 

@@ -1,8 +1,9 @@
-"""Compare a window of live queries with the champion's training data; `unidec models monitor` does so without Prefect.
+"""Compare a window of live queries with the champion's training data; `unidec models monitor` does
+so without Prefect.
 
-Writes a page and an MLflow run; drift emits the event `unidec.drift`, which starts a retraining (prefect.yaml,
-`triggers`). Run `python -m flows.monitor queries.parquet`, or the deployment `unidec-monitor/monitor`.
-"""
+Writes a page and an MLflow run; drift emits the event `unidec.drift`, which starts a retraining
+(prefect.yaml, `triggers`). Run `python -m flows.monitor queries.parquet`, or the deployment
+`unidec-monitor/monitor`."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
     """Compares a file of queries with the training data of the champion.
 
     Args:
-        queries: .csv, .tsv, .jsonl (also with .gz) or .parquet; with `*` the newest matching file. If a column `labels`
-            holds the right labels, metrics are measured.
+        queries: .csv, .tsv, .jsonl (also with .gz) or .parquet; with `*` the newest matching file.
+            If a column `labels` holds the right labels, metrics are measured.
         column: column of the texts; default: `query` or `text`.
         bundle: a folder, or models:/name/version; default: the champion.
 
@@ -41,7 +42,9 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
     """
     with lifecycle.at_work():
         params = load_params("params.yaml")
-        drift = lifecycle.run("monitor", pipeline.monitor, params, newest(queries), column=column, bundle=bundle)
+        drift = lifecycle.run(
+            "monitor", pipeline.monitor, params, newest(queries), column=column, bundle=bundle
+        )
         result = pipeline.plain(drift)
         lifecycle.say(in_words(result))
         if result["drifted"]:
@@ -53,7 +56,9 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
 
 def newest(pattern: str) -> str:
     """The most recently written file that matches a pattern; a DataError if there is none."""
-    found = [path for path in [pattern, *glob.glob(pattern, recursive=True)] if Path(path).is_file()]
+    found = [
+        path for path in [pattern, *glob.glob(pattern, recursive=True)] if Path(path).is_file()
+    ]
     if not found:
         raise DataError("no such file", where=pattern, fix="export recent queries to it")
     return max(found, key=lambda path: Path(path).stat().st_mtime)
@@ -65,4 +70,6 @@ def in_words(result: dict[str, Any]) -> str:
     if not result["judged"]:
         verdict = "too few to judge (drift.min_window)"
     found = [f"  {finding['words']}" for finding in result["findings"] if finding["drifted"]]
-    return "\n".join([f"{result['queries']:,} queries: {verdict}", *found, f"report: {result['page']}"])
+    return "\n".join(
+        [f"{result['queries']:,} queries: {verdict}", *found, f"report: {result['page']}"]
+    )

@@ -1,8 +1,10 @@
-"""Predict a file of queries of any size, in shards; resumable; on this machine or on a cluster (docs/scale.md).
+"""Predict a file of queries of any size, in shards; resumable; on this machine or on a cluster
+(docs/scale.md).
 
-Run `python -m flows.predict`, or the deployment `unidec-predict/predict`. `unidec predict` does the same in a single
-process, without Prefect. Shards are tasks, mapped over processes or threads, or a Dask or Ray cluster (`runner`, or
-UNIDEC_RUNNER); workers receive a folder and a number, import this module by its name, and must see the same folders.
+Run `python -m flows.predict`, or the deployment `unidec-predict/predict`. `unidec predict` does the
+same in a single process, without Prefect. Shards are tasks, mapped over processes or threads, or a
+Dask or Ray cluster (`runner`, or UNIDEC_RUNNER); workers receive a folder and a number, import this
+module by its name, and must see the same folders.
 
 examples:
   python -m flows.predict --input queries.parquet --output predictions.parquet
@@ -47,7 +49,9 @@ SYNTAX = "processes or threads, also with :N workers, or dask://host:port, ray:/
 
 
 class Runner(NamedTuple):
-    """A parsed runner: "processes" or "threads" with a number of workers, or "dask" or "ray" with an address."""
+    """A parsed runner: "processes" or "threads" with a number of workers, or "dask" or "ray" with
+    an address.
+    """
 
     kind: str
     workers: int = 0
@@ -55,7 +59,9 @@ class Runner(NamedTuple):
 
 
 def parse_runner(text: str | None) -> Runner:
-    """Parse `text`, by default UNIDEC_RUNNER or else "processes"; a ConfigError if it does not match `SYNTAX`."""
+    """Parse `text`, by default UNIDEC_RUNNER or else "processes"; a ConfigError if it does not
+    match `SYNTAX`.
+    """
     text = text or os.environ.get(VARIABLE) or "processes"
     if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
         return Runner(found[1], address=("tcp://" if found[1] == "dask" else "ray://") + found[2])
@@ -73,21 +79,30 @@ def _task_runner(runner: Runner) -> TaskRunner[Any]:
         package = importlib.import_module(f"prefect_{runner.kind}")
     except ImportError as error:
         fix = f'pip install -c constraints.txt -e ".[{runner.kind}]"'
-        raise ConfigError("a package is not installed", where="runner", got=str(error), fix=fix) from error
+        raise ConfigError(
+            "a package is not installed", where="runner", got=str(error), fix=fix
+        ) from error
     return getattr(package, f"{runner.kind.capitalize()}TaskRunner")(address=runner.address)
 
 
 def _begin_worker() -> None:
-    """Initialise a worker process: its parent handles Ctrl-C, and if the parent is killed, the worker ends."""
+    """Initialise a worker process: its parent handles Ctrl-C, and if the parent is killed, the
+    worker ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         watch(parent.pid)
 
 
 @task(
-    name="shard", task_run_name="shard {number}", cache_policy=NO_CACHE, persist_result=False,
-    retries=2, retry_delay_seconds=[1, 10], retry_condition_fn=lifecycle.worth_retrying,
-)  # fmt: skip
+    name="shard",
+    task_run_name="shard {number}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=2,
+    retry_delay_seconds=[1, 10],
+    retry_condition_fn=lifecycle.worth_retrying,
+)
 def shard(folder: str, number: int, threads: int = 0) -> None:
     """Writes one shard, unless it exists."""
     predict_file.run_shard(folder, number, threads)
@@ -99,20 +114,33 @@ def write_shards(work: Work, runner: str | None = None) -> None:
     Raises:
         UnidecError: a shard's error, with the shard and its rows; TrainingError: its worker died.
     """
-    where, missing = parse_runner(runner), work.missing()
+    where = parse_runner(runner)
+    missing = work.missing()
     if not missing:
         return
     if not where.address:  # for a single shard a process pool would take longer to start
-        where = Runner("threads" if len(missing) == 1 else where.kind, min(where.workers, len(missing)))
+        where = Runner(
+            "threads" if len(missing) == 1 else where.kind, min(where.workers, len(missing))
+        )
     threads = 0 if where.address else max(1, num_threads() // where.workers)
     errors: dict[int, Exception] = {}
     bar = progress(total=sum(map(work.size, missing)), desc="predict", unit="query")
     # must be set before the workers start: OpenMP reads it only once
-    cores = lifecycle.environment("OMP_NUM_THREADS", str(threads)) if threads else contextlib.nullcontext()
+    cores = (
+        lifecycle.environment("OMP_NUM_THREADS", str(threads))
+        if threads
+        else contextlib.nullcontext()
+    )
     with bar, cores, _task_runner(where) as pool, _no_orphans():
-        given = {"folder": unmapped(str(work.folder)), "number": missing, "threads": unmapped(threads)}
+        given = {
+            "folder": unmapped(str(work.folder)),
+            "number": missing,
+            "threads": unmapped(threads),
+        }
         futures = pool.map(shard, given)
-        number_of = {future.task_run_id: number for future, number in zip(futures, missing, strict=True)}
+        number_of = {
+            future.task_run_id: number for future, number in zip(futures, missing, strict=True)
+        }
         for future in as_completed(list(futures)):
             number = number_of[future.task_run_id]
             try:
@@ -124,14 +152,19 @@ def write_shards(work: Work, runner: str | None = None) -> None:
         number, first = min(errors.items())
         if isinstance(first, UnidecError):
             raise type(first)(f"{work.name(number)} failed\n{first}") from first
-        what = f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: {first or repr(first)}"
+        what = (
+            f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: "
+            f"{first or repr(first)}"
+        )
         fix = "re-run the command: it resumes with the missing shards"
         raise TrainingError(what, where=str(work.folder), fix=fix) from first
 
 
 @contextlib.contextmanager
 def _no_orphans() -> Any:
-    """On cancellation, kill the pool's processes, because the pool would wait for the shards in progress."""
+    """On cancellation, kill the pool's processes, because the pool would wait for the shards in
+    progress.
+    """
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -154,7 +187,8 @@ def predict(
     runtime: Literal["torch", "auto", "onnx", "onnx-int8"] = "auto",
     quotes: Literal["auto", "yes", "no"] = "auto",
 ) -> dict[str, Any]:
-    """Predicts every query of a file; after a kill or cancellation, the same call resumes with the missing shards.
+    """Predicts every query of a file; after a kill or cancellation, the same call resumes with the
+    missing shards.
 
     Args:
         input: .csv, .tsv, .jsonl (also with .gz) or .parquet with a column of queries.
@@ -163,7 +197,8 @@ def predict(
         k: labels per query.
         column: column of the queries; default: `query` or `text`.
         shards: number of shards; default: one per 65,536 queries.
-        runner: processes, threads (:N workers), dask://host:port or ray://host:port; default UNIDEC_RUNNER, processes.
+        runner: processes, threads (:N workers), dask://host:port or ray://host:port; default
+        UNIDEC_RUNNER, processes.
         device: device that workers run the model on.
         runtime: runtime of the query encoder; auto: as in the server.
         quotes: whether quotes in a .csv or .tsv file enclose fields, as in `raw.quotes`.
@@ -177,7 +212,9 @@ def predict(
     parse_runner(runner)  # reports a mistake before the input is read
     with lifecycle.at_work(), alone(shards_folder(output)):
         folder = str(fetch_bundle(bundle, BUNDLES))
-        request = predict_file.FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
+        request = predict_file.FileRequest(
+            folder, input, output, k, column, device=device, runtime=runtime
+        )
         work = predict_file.begin_predictions(request, shards, RawBounds(quotes=quotes))
         write_shards(work, runner)
         written = lifecycle.run("merge", predict_file.merge, work)

@@ -1,4 +1,6 @@
-"""Publish the results of a retraining: tables and events in Prefect, a git commit. A failure here fails no run."""
+"""Publish the results of a retraining: tables and events in Prefect, a git commit. A failure here
+fails no run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from unidec.tracking.store import open_client, tracking_uri
 
 MOST_ROWS = 60  # of a task's table
 RECORDED = ("dvc.lock", "data/start.json", "outputs/metrics.json", "outputs/plots")
-PAGES = ("report.html", "bundle", "gate.html", "../data/validation/index.html", "../data/change/index.html")
+PAGES = (
+    "report.html",
+    "bundle",
+    "gate.html",
+    "../data/validation/index.html",
+    "../data/change/index.html",
+)
 log = logging.getLogger("unidec.flows")
 
 
@@ -39,16 +47,21 @@ def harmless(what: str) -> Iterator[None]:
 
 @harmless("a task's result could not be shown in Prefect")
 def show_task(name: str, result: Any) -> None:
-    """Show a task's result as a table in Prefect; the key has no round or version, so that Prefect shows a history."""
+    """Show a task's result as a table in Prefect; the key has no round or version, so that Prefect
+    shows a history.
+    """
     rows = [{"what": what, "value": value} for what, value in rows_of(pipeline.plain(result))]
     if rows and FlowRunContext.get() is not None:
-        key = re.sub(r"[^a-z]+", "-", re.split(r"( of)?( version| round)? \d", name.lower())[0]).strip("-")
+        key = re.sub(
+            r"[^a-z]+", "-", re.split(r"( of)?( version| round)? \d", name.lower())[0]
+        ).strip("-")
         create_table_artifact(rows[:MOST_ROWS], key=key, description=name)
 
 
 def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values of a result of `pipeline.plain` for display: numbers and texts, checks and findings as
-    sentences, without the metrics of frequency groups."""
+    """Names and values of a result of `pipeline.plain` for display: numbers and texts, checks and
+    findings as sentences, without the metrics of frequency groups.
+    """
     named = dict(enumerate(result, 1)) if isinstance(result, list) else result
     for key, value in (named if isinstance(named, Mapping) else {"result": named}).items():
         if isinstance(value, Mapping) and "words" in value:
@@ -57,13 +70,19 @@ def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         elif isinstance(value, Mapping | list):
             yield from rows_of(value, f"{prefix}{key}: ")
         elif isinstance(value, str | int | float | Path) and value != "" and "/" not in str(key):
-            shown = f"{value:.5g}" if isinstance(value, float) else without_credentials(str(value))[:1000]
+            shown = (
+                f"{value:.5g}"
+                if isinstance(value, float)
+                else without_credentials(str(value))[:1000]
+            )
             yield f"{prefix}{key}", shown
 
 
 @harmless("the run's result could not be shown in Prefect")
 def show_result(done: Mapping[str, Any]) -> None:
-    """Show every check of the gate, the version, and links to the MLflow run and to existing pages."""
+    """Show every check of the gate, the version, and links to the MLflow run and to
+    existing pages.
+    """
     if FlowRunContext.get() is None:
         return
     checks = [
@@ -71,14 +90,18 @@ def show_result(done: Mapping[str, Any]) -> None:
         for reason in done.get("gate", {}).get("reasons", ())
     ]
     links = [f"- MLflow run: <{done['run_url']}>"] if done.get("run_url") else []
-    pages = [f"- `{path.resolve()}`" for path in (Path("outputs", page) for page in PAGES) if path.exists()]
+    pages = [
+        f"- `{path.resolve()}`"
+        for path in (Path("outputs", page) for page in PAGES)
+        if path.exists()
+    ]
     lines = [f"version {done['version']}", *checks, *links, *pages]
     create_markdown_artifact(without_credentials("\n".join(lines)), key="result")
 
 
 def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()) -> dict[str, str]:
-    """Commit the files that a retraining records, and no others, not even staged ones; with `retrain.commit: tag`, tag
-    the commit. If nothing changed, no commit is made.
+    """Commit the files that a retraining records, and no others, not even staged ones; with
+    `retrain.commit: tag`, tag the commit. If nothing changed, no commit is made.
 
     Args:
         verdict: for the commit message. extra: further files, such as the source's .dvc file.
@@ -87,11 +110,16 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         {"commit": hash} and, with `retrain.commit: tag`, {"tag": name}.
 
     Raises:
-        UnidecError: no branch is checked out, or git failed (it refuses while a merge is under way).
+        UnidecError: no branch is checked out, or git failed (it refuses while a merge is under
+        way).
     """
     name = params.tracking.model_name
     if not _git("branch", "--show-current"):
-        raise UnidecError("no branch is checked out: the commit would be lost", where="git", fix="git switch <branch>")
+        raise UnidecError(
+            "no branch is checked out: the commit would be lost",
+            where="git",
+            fix="git switch <branch>",
+        )
     paths = [path for path in (*RECORDED, *extra) if Path(path).exists()]
     _git("add", "--intent-to-add", "--", *paths)
     if _git("status", "--porcelain", "--", *paths):
@@ -105,24 +133,38 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
     if params.retrain.commit == "tag":
         done["tag"] = f"{name}-v{version}".replace(" ", "-")
         if not _git("tag", "--list", done["tag"]):
-            _git("tag", "--annotate", done["tag"], "--message", f"version {version} of {name}: {verdict}")
+            _git(
+                "tag",
+                "--annotate",
+                done["tag"],
+                "--message",
+                f"version {version} of {name}: {verdict}",
+            )
     return done
 
 
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
-        got, fix = (done.stderr or done.stdout).strip(), "follow git's message, then commit by hand"
+        got = (done.stderr or done.stdout).strip()
+        fix = "follow git's message, then commit by hand"
         raise UnidecError("git failed", where=f"git {' '.join(words[:2])}", got=got, fix=fix)
     return done.stdout.strip()
 
 
 @harmless("an event could not be sent to Prefect")
 def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
-    """Send the event `unidec.<event>` (skipped, refused, promoted or drift) about `unidec.model.<name>`, for
-    automations; only inside a flow run."""
+    """Send the event `unidec.<event>` (skipped, refused, promoted or drift) about
+    `unidec.model.<name>`, for automations; only inside a flow run.
+    """
     if not current_flow_run.id:
         return
-    about = {"prefect.resource.id": f"unidec.model.{model_name}", "prefect.resource.name": model_name}
-    cause = {"prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}", "prefect.resource.role": "cause"}
+    about = {
+        "prefect.resource.id": f"unidec.model.{model_name}",
+        "prefect.resource.name": model_name,
+    }
+    cause = {
+        "prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}",
+        "prefect.resource.role": "cause",
+    }
     emit_event(event=f"unidec.{event}", resource=about, related=[cause], payload=dict(payload))

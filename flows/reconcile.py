@@ -1,8 +1,8 @@
-"""Set flow runs of this machine that a crash left in the state Running to Crashed: `python -m flows.reconcile`.
+"""Set flow runs of this machine that a crash left in the state Running to Crashed: `python -m
+flows.reconcile`.
 
-Every flow run does this at its start. On a Prefect server, an automation (flows/automations.yaml) does it for all
-machines after three minutes without a heartbeat.
-"""
+Every flow run does this at its start. On a Prefect server, an automation (flows/automations.yaml)
+does it for all machines after three minutes without a heartbeat."""
 
 from __future__ import annotations
 
@@ -22,20 +22,27 @@ from flows.publish import harmless
 log = logging.getLogger("unidec.flows")
 
 _CLOCK_TOLERANCE = 5.0  # seconds by which the clocks of processes and of the server may differ
-_MESSAGE = "its process is gone (killed, or the machine stopped); the next run resumes from the last checkpoint"
-_ACTIVE = FlowRunFilter.model_validate({"state": {"type": {"any_": [StateType.RUNNING, StateType.CANCELLING]}}})
+_MESSAGE = (
+    "its process is gone (killed, or the machine stopped); the next run resumes from the last "
+    "checkpoint"
+)
+_ACTIVE = FlowRunFilter.model_validate(
+    {"state": {"type": {"any_": [StateType.RUNNING, StateType.CANCELLING]}}}
+)
 
 
 @harmless("crashed flow runs could not be looked for")
 def reconcile_crashed_runs(own: FlowRun | None = None) -> None:
-    """Set flow runs whose process on this machine is gone to Crashed; the next training ends their MLflow runs.
+    """Set flow runs whose process on this machine is gone to Crashed; the next training ends their
+    MLflow runs.
 
-    Crashed runs no longer count for their deployment's concurrency limit. In the run `own`, this process is recorded
-    in the format of Prefect's worker, "host:process id".
-    """
+    Crashed runs no longer count for their deployment's concurrency limit. In the run `own`, this
+    process is recorded in the format of Prefect's worker, "host:process id"."""
     with get_client(sync_client=True) as client:
         if own is not None:
-            client.update_flow_run(own.id, infrastructure_pid=f"{socket.gethostname()}:{os.getpid()}")
+            client.update_flow_run(
+                own.id, infrastructure_pid=f"{socket.gethostname()}:{os.getpid()}"
+            )
         for run in filter(_process_is_gone, client.read_flow_runs(flow_run_filter=_ACTIVE)):
             client.set_flow_run_state(run.id, Crashed(message=_MESSAGE), force=True)
             log.warning("flow run %s is Crashed: %s", run.name, _MESSAGE)

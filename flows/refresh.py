@@ -1,8 +1,7 @@
 """Update the champion to the current labels, without training.
 
-Takes minutes instead of hours, between retrainings. Run `python -m flows.refresh`, or the deployment
-`unidec-refresh/refresh`.
-"""
+Takes minutes instead of hours, between retrainings. Run `python -m flows.refresh`, or the
+deployment `unidec-refresh/refresh`."""
 
 from __future__ import annotations
 
@@ -24,10 +23,12 @@ DATA_STEPS = ("ingest", "validate", "propensity")  # what a refresh and the gate
 
 @flow(name="unidec-refresh", description=__doc__, persist_result=False)
 def refresh(promote: bool | None = None) -> Any:
-    """Fetches data, changes the champion's label set to that of the data, registers, judges and promotes the result.
+    """Fetches data, changes the champion's label set to that of the data, registers, judges and
+    promotes the result.
 
     Args:
-        promote: promote the refreshed version if it passes the gate. If unset, `retrain.promote` decides.
+        promote: promote the refreshed version if it passes the gate. If unset, `retrain.promote`
+        decides.
 
     Returns:
         {"added", "removed", "kept", "version", "gate", "promoted", "refused", or "skipped": why}.

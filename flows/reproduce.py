@@ -1,8 +1,7 @@
 """Calls of DVC's command line: fetch new data, list stale stages, reproduce stages, record outputs.
 
-Secrets are Prefect blocks named in `source.secrets`. Their values are passed only to DVC's processes, as environment
-variables, and `run` masks them in DVC's output.
-"""
+Secrets are Prefect blocks named in `source.secrets`. Their values are passed only to DVC's
+processes, as environment variables, and `run` masks them in DVC's output."""
 
 from __future__ import annotations
 
@@ -32,35 +31,53 @@ from unidec.pipeline import paths
 from unidec.tracking.repository import is_inside
 
 MODEL_STAGES = ("train", "index", "evaluate")
-# inputs of the model's stages: parameters, code, and for the data folders their manifests, which contain hashes
-_INPUTS = ("params.yaml", "dvc.yaml", "data/*", "data/*/manifest.json", "unidec/**/*.py", "unidec/recipes/*")
-_BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
+# inputs of the model's stages: parameters, code, and for the data folders their manifests, which
+# contain hashes
+_INPUTS = (
+    "params.yaml",
+    "dvc.yaml",
+    "data/*",
+    "data/*/manifest.json",
+    "unidec/**/*.py",
+    "unidec/recipes/*",
+)
+_BY_EXIT_CODE = {
+    error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)
+}
 _LAST_CODE = 128  # above it: a shell's exit code for a command that a signal ended
-_PASSING = re.compile(  # in DVC's messages: locks of another process, networks and servers that may recover
-    r"(?i)unable to acquire lock|is busy|timed? ?out|connection (refused|reset|aborted|error)|connect call failed|"
-    r"temporar(y failure|ily)|unreachable|name resolution|could not (resolve|connect)|cannot connect|"
+# in DVC's messages: locks of another process, networks and servers that may recover
+_PASSING = re.compile(
+    r"(?i)unable to acquire lock|is busy|timed? ?out|connection "
+    r"(refused|reset|aborted|error)|connect call failed|"
+    r"temporar(y failure|ily)|unreachable|name resolution|could not (resolve|connect)|cannot "
+    r"connect|"
     r"service unavailable|bad gateway|too many requests|slow ?down|incomplete read|broken pipe"
 )
 _KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL when a command is cancelled
 _NOISE = re.compile(  # lines that DVC prints around a stage's output
-    r"Running stage|> |ERROR: failed to reproduce|Stage '|Updating lock|To track|Use `dvc|\s*git add|\s*dvc config"
+    r"Running stage|> |ERROR: failed to reproduce|Stage '|Updating lock|To track|Use "
+    r"`dvc|\s*git add|\s*dvc config"
 )
 
 log = logging.getLogger("unidec.flows")
 Say = Callable[[str], None] | None  # receives each line of a command's output
 
 
-def failure(words: Sequence[str], code: int, message: str, stage_code: int | None = None) -> UnidecError:
+def failure(
+    words: Sequence[str], code: int, message: str, stage_code: int | None = None
+) -> UnidecError:
     """The error of a failed `dvc <words>`.
 
     Args:
         code: DVC's exit code, negative if a signal ended it.
         message: what it printed.
-        stage_code: exit code of the stage that failed; negative, or above 128 from a shell, if a signal ended it.
+        stage_code: exit code of the stage that failed; negative, or above 128 from a shell, if a
+        signal ended it.
 
     Returns:
-        `MayRecover` if a process was killed, a lock is held or a network failed, since only these are worth a retry;
-        otherwise the class of the stage's exit code, or a ConfigError if DVC itself refuses.
+        `MayRecover` if a process was killed, a lock is held or a network failed, since only these
+        are worth a retry; otherwise the class of the stage's exit code, or a ConfigError if DVC
+        itself refuses.
     """
     command = f"dvc {' '.join(words)}"
     if code < 0 or (stage_code is not None and not 0 <= stage_code <= _LAST_CODE):
@@ -71,12 +88,17 @@ def failure(words: Sequence[str], code: int, message: str, stage_code: int | Non
     if _PASSING.search(message):
         fix = "run again when the other process, the network or the server allows it"
         return lifecycle.MayRecover(f"{command} failed", got=message, fix=fix)
-    return ConfigError(f"{command} failed", where="dvc", got=message, fix="correct the file or setting that is named")
+    return ConfigError(
+        f"{command} failed",
+        where="dvc",
+        got=message,
+        fix="correct the file or setting that is named",
+    )
 
 
 def check_repository() -> None:
-    """Check that this folder is a DVC repository, and that DVC looks for git only if it is there; a warning if DVC does
-    not use git.
+    """Check that this folder is a DVC repository, and that DVC looks for git only if it is there; a
+    warning if DVC does not use git.
 
     Raises:
         ConfigError: it is no DVC repository, or DVC requires git and there is none.
@@ -88,7 +110,9 @@ def check_repository() -> None:
         return
     if not is_inside(Path()):
         fix = "run `unidec init --project`, which sets it, or `git init`"
-        raise ConfigError("DVC requires git, and there is none", where="core.no_scm (.dvc/config.local)", fix=fix)
+        raise ConfigError(
+            "DVC requires git, and there is none", where="core.no_scm (.dvc/config.local)", fix=fix
+        )
     _warn_of_unused_git()
 
 
@@ -99,13 +123,15 @@ def _warn_of_unused_git() -> None:
 
 
 def make_data(stages: Sequence[str]) -> dict[str, str]:
-    """Run `dvc repro` of the data stages; meanwhile a thread imports the modules of training, which takes seconds.
+    """Run `dvc repro` of the data stages; meanwhile a thread imports the modules of training, which
+    takes seconds.
 
     Returns:
         the results that the stages printed: {"propensity: a": "0.55", ...}.
 
     Raises:
-        UnidecError: a stage failed; the subclass with the stage's exit code, with the stage's message.
+        UnidecError: a stage failed; the subclass with the stage's exit code, with the stage's
+        message.
         MayRecover: DVC or a stage was killed, or DVC waits for a lock or a network.
     """
     imports = ThreadPoolExecutor(1)
@@ -123,19 +149,30 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
 
 
 def in_words(printed: Mapping[str, str]) -> str:
-    """The result of `make_data` in one line: the stages that ran, and the size of an ingested data set."""
+    """The result of `make_data` in one line: the stages that ran, and the size of an ingested data
+    set.
+    """
     stages = list(dict.fromkeys(name.partition(":")[0] for name in printed))
-    queries = sum(int(printed.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test"))
-    size = f": {queries:,} queries, {int(printed['ingest: num_labels']):,} labels" if queries else ""
-    return f"data: ran {', '.join(stages)}{size}" if stages else "data: brought up to date from DVC's cache"
+    queries = sum(
+        int(printed.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test")
+    )
+    size = (
+        f": {queries:,} queries, {int(printed['ingest: num_labels']):,} labels" if queries else ""
+    )
+    return (
+        f"data: ran {', '.join(stages)}{size}"
+        if stages
+        else "data: brought up to date from DVC's cache"
+    )
 
 
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
     """The stages that are out of date, according to one call of `dvc status`.
 
     Returns:
-        whether a data stage must be reproduced (True if there is no data set yet); and the model's stages from the
-        first one that changed to the last (after reproducing the data stages, call again).
+        whether a data stage must be reproduced (True if there is no data set yet); and the model's
+        stages from the first one that changed to the last (after reproducing the data stages, call
+        again).
     """
     check_repository()
     if data_stages and not paths.DATASET.is_dir():
@@ -147,21 +184,30 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
             return True, []  # `dvc repro` reports what is wrong
         raise failure(["status"], code, output[-2000:])
     status = json.loads(lines[-1])
-    first = next((number for number, stage in enumerate(MODEL_STAGES) if stage in status), len(MODEL_STAGES))
+    first = next(
+        (number for number, stage in enumerate(MODEL_STAGES) if stage in status), len(MODEL_STAGES)
+    )
     return any(stage in status for stage in data_stages), list(MODEL_STAGES[first:])
 
 
 def commit(stages: Sequence[str]) -> None:
-    """Record the stages' current outputs, and those of the stage `inputs`, in dvc.lock and the cache."""
+    """Record the stages' current outputs, and those of the stage `inputs`, in dvc.lock and the
+    cache.
+    """
     dvc(["commit", "--force", "inputs", *stages])
 
 
 def inputs_state() -> dict[str, tuple[int, ...]]:
     """Size, modification time and inode of the input files of the model's stages, by path.
 
-    If they differ after a training, dvc.lock would record other inputs than the model was trained on.
-    """
-    facts = {str(file): file.stat() for pattern in _INPUTS for file in Path().glob(pattern) if file.is_file()}
+    If they differ after a training, dvc.lock would record other inputs than the model was trained
+    on."""
+    facts = {
+        str(file): file.stat()
+        for pattern in _INPUTS
+        for file in Path().glob(pattern)
+        if file.is_file()
+    }
     return {name: (fact.st_size, fact.st_mtime_ns, fact.st_ino) for name, fact in facts.items()}
 
 
@@ -173,17 +219,25 @@ def dvc(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
     return output
 
 
-def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run `dvc <words>` in a separate process group, which is killed on cancellation. Returns exit code and output.
+def run(
+    words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run `dvc <words>` in a separate process group, which is killed on cancellation. Returns exit
+    code and output.
 
-    `say` receives each line; `secrets`: environment variables of that process only, whose values are masked.
-    """
+    `say` receives each line; `secrets`: environment variables of that process only, whose values
+    are masked."""
     # the process must not report as this flow run
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "dvc", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env={**inherited, **(secrets or {})}, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "dvc", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**inherited, **(secrets or {})},
+        start_new_session=True,
+    )
     masked = sorted(filter(None, (secrets or {}).values()), key=len, reverse=True)
     lines = []
     try:
@@ -207,7 +261,9 @@ def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
 
 
 def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
-    """Fetch raw data and bring the data stages up to date; returns the model's stages that are then out of date."""
+    """Fetch raw data and bring the data stages up to date; returns the model's stages that are then
+    out of date.
+    """
     pipeline.inputs(params)
     if params.source.kind == "dvc":
         lifecycle.say(f"fetch: {lifecycle.run('fetch', fetch, params.source, retry=True)}")
@@ -225,7 +281,8 @@ def fetch(source: Source) -> str:
     """Pull data that DVC tracks, or update it if it is an import; returns the command.
 
     Raises:
-        ConfigError: there is no .dvc file for it. DataError: it is missing or damaged at its source.
+        ConfigError: there is no .dvc file for it. DataError: it is missing or damaged at its
+        source.
     """
     target = dvc_file(source)
     content = yaml.safe_load(target.read_text(encoding="utf-8"))
@@ -242,9 +299,14 @@ def fetch(source: Source) -> str:
         raise failure(words, code, output[-2000:])
     if code:
         raise DataError(
-            "DVC cannot fetch this data: missing or damaged", where=str(target), got=" ".join(output.split())[-2000:],
-            fix="run dvc push where the data is complete, or fix the remote (dvc remote list); nothing was trained",
-        )  # fmt: skip
+            "DVC cannot fetch this data: missing or damaged",
+            where=str(target),
+            got=" ".join(output.split())[-2000:],
+            fix=(
+                "run dvc push where the data is complete, or fix the remote (dvc remote list); "
+                "nothing was trained"
+            ),
+        )
     return f"dvc {' '.join(words)}"
 
 
@@ -258,13 +320,17 @@ def dvc_file(source: Source) -> Path:
 
 
 def secret_values(names: Mapping[str, str]) -> dict[str, str]:
-    """Environment variable -> value, from Prefect's Secret blocks; a ConfigError, without any value in its message, if
-    one is missing."""
+    """Environment variable -> value, from Prefect's Secret blocks; a ConfigError, without any value
+    in its message, if one is missing.
+    """
     values = {}
     for variable, block in names.items():
         try:
             values[variable] = str(Secret.load(block.removeprefix("secret/")).get())  # type: ignore[union-attr]
         except Exception as error:  # Prefect's client has no common error
-            got, fix = f"{block} ({type(error).__name__})", "create a block of type Secret on Prefect's page Blocks"
-            raise ConfigError("no such secret", where=f"source.secrets.{variable}", got=got, fix=fix) from None
+            got = f"{block} ({type(error).__name__})"
+            fix = "create a block of type Secret on Prefect's page Blocks"
+            raise ConfigError(
+                "no such secret", where=f"source.secrets.{variable}", got=got, fix=fix
+            ) from None
     return values

@@ -1,8 +1,9 @@
-"""Prefect's temporary server in a separate process, which starts while the flow's process does other work.
+"""Prefect's temporary server in a separate process, which starts while the flow's process does
+other work.
 
-Without a configured server, Prefect itself would import the server's code into the flow's process and wait for it.
-Ctrl-C does not reach the server's process; it ends when the flow's process is gone.
-"""
+Without a configured server, Prefect itself would import the server's code into the flow's process
+and wait for it. Ctrl-C does not reach the server's process; it ends when the flow's process is
+gone."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ LOST = "Prefect's temporary server ended (killed, or out of memory)"
 lost = threading.Event()  # set when the server's process ended before the flow
 _processes: list[subprocess.Popen[bytes]] = []  # the server's process, once it was started
 _ENVIRONMENT = {
-    "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1",  # as Prefect's own
+    # as Prefect's own
+    "PREFECT_UI_ENABLED": "0",
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT__SERVER_FINAL": "1",
     "PREFECT_API_BLOCKS_REGISTER_ON_START": "0",  # a block that is saved registers itself
-}  # fmt: skip
+}
 
 
 def is_needed() -> bool:
@@ -51,33 +55,42 @@ def start() -> int:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "flows.server", str(port), str(os.getpid())]
-    _processes.append(subprocess.Popen(command, env={**os.environ, **_ENVIRONMENT}, start_new_session=True))
+    _processes.append(
+        subprocess.Popen(command, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
+    )
     return port
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Inside the block, flows report to the temporary server, unless Prefect's settings name another one.
+    """Inside the block, flows report to the temporary server, unless Prefect's settings name
+    another one.
 
-    If the server's process ends, this process receives SIGTERM, so that a training saves a checkpoint; `lost` is set.
+    If the server's process ends, this process receives SIGTERM, so that a training saves a
+    checkpoint; `lost` is set.
 
     Raises:
         TrainingError: the server did not start.
     """
     from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
-    port, end = 0 if PREFECT_API_URL.value() else start(), time.monotonic() + TIMEOUT_S
+    port = 0 if PREFECT_API_URL.value() else start()
+    end = time.monotonic() + TIMEOUT_S
     if not port:
         yield
         return
     address = f"http://127.0.0.1:{port}/api"
     while not answers(address) and time.monotonic() < end:
         if any(process.poll() is not None for process in _processes):
-            raise TrainingError(f"{LOST} before it answered", fix="run again; its message, if any, is above")
+            raise TrainingError(
+                f"{LOST} before it answered", fix="run again; its message, if any, is above"
+            )
         time.sleep(0.05)
     over = threading.Event()
     for process in _processes:
-        threading.Thread(target=_watch, args=(process, over), daemon=True, name="unidec-server").start()
+        threading.Thread(
+            target=_watch, args=(process, over), daemon=True, name="unidec-server"
+        ).start()
     # the temporary server has no pages, and no automation that uses heartbeats
     unset = {PREFECT_UI_URL: "", "flows.heartbeat_frequency": None}
     try:
@@ -104,9 +117,13 @@ def main() -> None:
     with contextlib.suppress(NoSuchProcess):
         watch(int(sys.argv[2]))  # not os.getppid(): the flow's process may be gone already
         uvicorn.run(
-            "prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=int(sys.argv[1]),
-            log_level="error", lifespan="on",
-        )  # fmt: skip
+            "prefect.server.api.server:create_app",
+            factory=True,
+            host="127.0.0.1",
+            port=int(sys.argv[1]),
+            log_level="error",
+            lifespan="on",
+        )
 
 
 if __name__ == "__main__":

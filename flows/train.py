@@ -1,15 +1,16 @@
 """Train, evaluate, register, judge and promote a UniDEC model: everything that is out of date.
 
-`make train`, the deployment `unidec/train`: DVC brings the data stages up to date; the model is trained, from the
-champion or from scratch, only if something it depends on changed; its outputs are recorded in `dvc.lock`; the bundle is
-registered; if it passes the gate, it becomes champion. With --steps only these steps, without DVC, as in `dvc repro`.
+`make train`, the deployment `unidec/train`: DVC brings the data stages up to date; the model is
+trained, from the champion or from scratch, only if something it depends on changed; its outputs are
+recorded in `dvc.lock`; the bundle is registered; if it passes the gate, it becomes champion. With
+--steps only these steps, without DVC, as in `dvc repro`.
 
 examples:
-  python -m flows.train                              rebuild, register and judge what changed
-  python -m flows.train --force                      train although nothing changed
-  python -m flows.train --force --start cold         ... from scratch, not from the champion
-  python -m flows.train --set optim.epochs=3         a trial, in runs/own/: not registered, not promoted
-  python -m flows.train --set optim.epochs=3 --register    ... registered as challenger
+  python -m flows.train                              rebuild, register and judge what changed python
+  -m flows.train --force                      train although nothing changed python -m flows.train
+  --force --start cold         ... from scratch, not from the champion python -m flows.train --set
+  optim.epochs=3         a trial, in runs/own/: not registered, not promoted python -m flows.train
+  --set optim.epochs=3 --register    ... registered as challenger
 """
 
 from __future__ import annotations
@@ -58,22 +59,24 @@ def train(
     params_file: str = "params.yaml",
     register_trial: bool = False,
 ) -> Any:
-    """Retrains: fetches data, trains what is out of date, registers, judges and promotes; or runs some of the steps.
+    """Retrains: fetches data, trains what is out of date, registers, judges and promotes; or runs
+    some of the steps.
 
     Args:
         force: train although nothing changed.
-        start: warm: from the champion; cold: from scratch; auto: from the champion, from scratch every so often and
-            if the champion does not fit. If unset, `retrain.start` decides.
+        start: warm: from the champion; cold: from scratch; auto: from the champion, from scratch
+            every so often and if the champion does not fit. If unset, `retrain.start` decides.
         promote: promote a challenger that passes the gate. If unset, `retrain.promote` decides.
-        overrides: {"optim.epochs": 3} or optim.epochs=3: a trial with other parameters, in its own folder below
-            runs/own/; DVC is not used, nothing is registered or promoted.
-        steps: all, or some (without DVC and gate) of ingest, validate, tokens, propensity, label_graph, train,
-            index, evaluate, register, separated by commas.
+        overrides: {"optim.epochs": 3} or optim.epochs=3: a trial with other parameters, in its own
+            folder below runs/own/; DVC is not used, nothing is registered or promoted.
+        steps: all, or some (without DVC and gate) of ingest, validate, tokens, propensity,
+            label_graph, train, index, evaluate, register, separated by commas.
         params_file: parameter file; another file than params.yaml makes a trial.
         register_trial: also register a trial's bundle, as `challenger`.
 
     Returns:
-        what was done: {"steps", and if they ran "start", "epoch", what `unidec.pipeline.evaluate` returns, "model",
+        what was done: {"steps", and if they ran "start", "epoch", what `unidec.pipeline.evaluate`
+        returns, "model",
         "version", "run_url", "skipped", "gate", "promoted", "refused", "shared"}.
 
     Raises:
@@ -91,21 +94,32 @@ def train(
                 return lifecycle.finished(_in_process(params, wanted))
         if steps != "all":
             return lifecycle.finished(_in_process(params, wanted))
-        return lifecycle.finished(lifecycle.alone(lambda: _through_dvc(params, force, start, promote)))
+        return lifecycle.finished(
+            lifecycle.alone(lambda: _through_dvc(params, force, start, promote))
+        )
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:
-    """Parse "all", "train,index" or a list into steps in the pipeline's order; a ConfigError for an unknown step."""
+    """Parse "all", "train,index" or a list into steps in the pipeline's order; a ConfigError for an
+    unknown step.
+    """
     named = [word.strip() for word in steps.split(",")] if isinstance(steps, str) else list(steps)
     if named == ["all"]:
         return list(STEPS)
     unknown = [step for step in named if step not in STEPS]
     if unknown or not named:
-        raise ConfigError("no such step", where="steps", got=", ".join(unknown), expected=f"all, or {', '.join(STEPS)}")
+        raise ConfigError(
+            "no such step",
+            where="steps",
+            got=", ".join(unknown),
+            expected=f"all, or {', '.join(STEPS)}",
+        )
     return [step for step in STEPS if step in named]
 
 
-def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool | None) -> dict[str, Any]:
+def _through_dvc(
+    params: Params, force: bool, start: Start | None, promote: bool | None
+) -> dict[str, Any]:
     """Run all stages that are out of date, register the bundle, judge and share it."""
     work = reproduce.prepare_data(params, DATA_STEPS)
     if force:
@@ -116,14 +130,21 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
     done: dict[str, Any] = {}
     if "train" in work:
         run("data change", pipeline.data_change, params, retry=True)
-        done["start"] = pipeline.plain(run("choose start", pipeline.choose_start, params, start, retry=True))
+        done["start"] = pipeline.plain(
+            run("choose start", pipeline.choose_start, params, start, retry=True)
+        )
         lifecycle.say(f"start: {done['start']['kind']}, {done['start']['reason']}")
     before = reproduce.inputs_state()
 
     def record() -> None:
         if reproduce.inputs_state() != before:
-            what = "parameters, code or data were edited while the model was trained; its outputs are kept"
-            raise ConfigError(what, where="dvc.lock", fix="run it again: stages that the edit affects are re-run")
+            what = (
+                "parameters, code or data were edited while the model was trained; its outputs "
+                "are kept"
+            )
+            raise ConfigError(
+                what, where="dvc.lock", fix="run it again: stages that the edit affects are re-run"
+            )
         run("record", reproduce.commit, work, retry=True)
 
     done |= _in_process(params, [*work, "register"], record)
@@ -132,19 +153,30 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
 
 
 def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
-    """Train nothing; complete the registration, gate and commit of an earlier run that was killed before them."""
+    """Train nothing; complete the registration, gate and commit of an earlier run that was killed
+    before them.
+    """
     reason = "nothing that the model depends on changed since dvc.lock was written"
     lifecycle.say(f"training is skipped: {reason} (force trains anyway)")
     done = _in_process(params, ["register"])
     judged = decide(params, done["version"], promote, always=False)
-    if judged or (params.retrain.commit != "none" and git(".", "status", "--porcelain", "--", *publish.RECORDED)):
+    if judged or (
+        params.retrain.commit != "none"
+        and git(".", "status", "--porcelain", "--", *publish.RECORDED)
+    ):
         judged |= share(params, done | judged)
-    publish.emit(params.tracking.model_name, "skipped", {"reason": reason, "version": str(done["version"])})
+    publish.emit(
+        params.tracking.model_name, "skipped", {"reason": reason, "version": str(done["version"])}
+    )
     return {**done, **judged, "skipped": reason}
 
 
-def _in_process(params: Params, wanted: list[str], record: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Run the steps in order; `record` is called after all outputs are written and before registration."""
+def _in_process(
+    params: Params, wanted: list[str], record: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """Run the steps in order; `record` is called after all outputs are written and before
+    registration.
+    """
     done: dict[str, Any] = {"steps": wanted, "run_url": None}
     for stage in (step for step in wanted if step in DATA_STEPS):
         run(stage, getattr(pipeline, stage), params)
@@ -157,7 +189,8 @@ def _in_process(params: Params, wanted: list[str], record: Callable[[], None] | 
             for line in training.lines:
                 lifecycle.say(line)
             num_rounds = f"{'at most ' if params.optim.patience else ''}{training.num_rounds}"
-            # tasks without retries: an error would recur, and the next run resumes from the checkpoint
+            # tasks without retries: an error would recur, and the next run resumes from the
+            # checkpoint
             fit(training, lambda name, number, work: run(f"{name} {number} of {num_rounds}", work))
             run("export", training.export)
             done["epoch"] = training.epoch
@@ -186,7 +219,8 @@ def _named(params_file: str, overrides: dict[str, Any]) -> contextlib.AbstractCo
 
 @contextlib.contextmanager
 def _own_folder(params: Params) -> Iterator[Params]:
-    """Run the block inside `runs/own/<fingerprint>/`, so that the pipeline's relative paths do not touch DVC's outputs.
+    """Run the block inside `runs/own/<fingerprint>/`, so that the pipeline's relative paths do not
+    touch DVC's outputs.
 
     Paths in the parameters and the tracking store stay the same.
     """
@@ -202,7 +236,10 @@ def _own_folder(params: Params) -> Iterator[Params]:
     lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is not used")
     inside = params.model_copy(update={"data": data, "encoder": encoder})
     try:
-        with lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")), contextlib.chdir(folder):
+        with (
+            lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")),
+            contextlib.chdir(folder),
+        ):
             yield inside
     except UnidecError as error:
         error.seen_from_above(folder)
@@ -212,12 +249,15 @@ def _own_folder(params: Params) -> Iterator[Params]:
 def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
     """Report errors in the options before Prefect starts, and do slow work while its server starts.
 
-    If no server is configured, the data stages run here; if there is then nothing to train, the result is returned, and
-    no flow run is needed.
-    """
+    If no server is configured, the data stages run here; if there is then nothing to train, the
+    result is returned, and no flow run is needed."""
     params = load_params(options["params_file"], options["overrides"])
     pipeline.check_before_work(params, parse_steps(options["steps"]))
-    through_dvc = options["steps"] == "all" and not options["overrides"] and options["params_file"] == "params.yaml"
+    through_dvc = (
+        options["steps"] == "all"
+        and not options["overrides"]
+        and options["params_file"] == "params.yaml"
+    )
     if through_dvc:
         reproduce.check_repository()
     beside = ThreadPoolExecutor(1)

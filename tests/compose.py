@@ -1,4 +1,6 @@
-"""mlflow/compose.yaml read as Docker reads it, so that tests start its very commands without a container."""
+"""mlflow/compose.yaml read as Docker reads it, so that tests start its very commands without a
+container.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def compose(settings: dict[str, str] | None = None) -> dict[str, Any]:
 
 
 def outside(value: Any, places: dict[str, str]) -> Any:
-    """A command or environment as it runs without a container: hosts and folders replaced by those of this machine."""
+    """A command or environment as it runs without a container: hosts and folders replaced by those
+    of this machine.
+    """
     if isinstance(value, dict):
         return {key: outside(entry, places) for key, entry in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,6 @@
-"""Data that many tests share: a small synthetic set, a slice of the real one. Read-only: copy before damaging."""
+"""Data that many tests share: a small synthetic set, a slice of the real one. Read-only: copy
+before damaging.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ from unidec.data.raw import RawData, text_table
 from unidec.data.tokens import TokenCache, build_token_cache
 
 ROOT = Path(__file__).resolve().parent.parent
-for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"):  # of the `make test` that runs these tests
+# of the `make test` that runs these tests
+for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"):
     os.environ.pop(variable, None)  # the tests' own `make` must print what a user's does
 TOPICS = ("river", "music", "engine", "garden", "letter", "planet", "bread", "window")
 
 
 def load_helper(path: str) -> ModuleType:
-    """A module of tests/ (`"training/golden"`), loaded by its path: tests are no packages (--import-mode=importlib)."""
+    """A module of tests/ (`"training/golden"`), loaded by its path: tests are no packages
+    (--import-mode=importlib).
+    """
     name = f"unidec_tests_{path.replace('/', '_')}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{path}.py")
@@ -44,9 +49,15 @@ def load_helper(path: str) -> ModuleType:
 
 
 def make_raw(
-    num_train: int = 48, num_test: int = 12, num_labels: int = 40, *, filters: bool = True, seed: int = 0
+    num_train: int = 48,
+    num_test: int = 12,
+    num_labels: int = 40,
+    *,
+    filters: bool = True,
+    seed: int = 0,
 ) -> RawData:
-    """A synthetic data set with structure: queries and labels speak of topics, and share a topic with their positives.
+    """A synthetic data set with structure: queries and labels speak of topics, and share a topic
+    with their positives.
 
     Query 0 of the test split has no positives; the last label has no training point (both legal).
     """
@@ -79,18 +90,38 @@ def make_raw(
     return RawData(
         "tiny",
         {name: part[0] for name, part in parts.items()},
-        text_table([f"label-{row}" for row in range(num_labels)], texts(topic_L, "label"), texts(topic_L, "about")),
+        text_table(
+            [f"label-{row}" for row in range(num_labels)],
+            texts(topic_L, "label"),
+            texts(topic_L, "about"),
+        ),
         {name: part[1] for name, part in parts.items()},
         {name: part[2] for name, part in parts.items()},
     )
 
 
-# files and folders with the longest tests: they start first, so that no worker is left alone with them at the end
+# files and folders with the longest tests: they start first, so that no worker is left alone with
+# them at the end
 SLOWEST = (
-    "flows/test_shards.py", "test_recipes.py", "test_dvc.py", "flows", "faults", "comparison", "tracking", "pipeline",
-    "validation", "training", "serving", "cli", "ranking", "bundle", "test_cli.py", "test_client.py", "test_api.py",
+    "flows/test_shards.py",
+    "test_recipes.py",
+    "test_dvc.py",
+    "flows",
+    "faults",
+    "comparison",
+    "tracking",
+    "pipeline",
+    "validation",
+    "training",
+    "serving",
+    "cli",
+    "ranking",
+    "bundle",
+    "test_cli.py",
+    "test_client.py",
+    "test_api.py",
     "test_house.py",
-)  # fmt: skip
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,7 +129,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> int:
         path = item.path.relative_to(ROOT / "tests")
-        return next((i for i, name in enumerate(SLOWEST) if path.is_relative_to(name)), len(SLOWEST))
+        return next(
+            (i for i, name in enumerate(SLOWEST) if path.is_relative_to(name)), len(SLOWEST)
+        )
 
     items.sort(key=place)
 
@@ -106,9 +139,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A seed for each test, moved for all of them by UNIDEC_TEST_SEED."""
-    # tests/ranking and tests/bundle were one folder, and keep their seeds: some graphs do not find all labels
+    # tests/ranking and tests/bundle were one folder, and keep their seeds: some graphs do not find
+    # all labels
     test = re.sub("^tests/(ranking|bundle)/", "tests/retrieval/", request.node.nodeid)
-    return np.random.default_rng([zlib.crc32(test.encode()), int(os.environ.get("UNIDEC_TEST_SEED", 0))])
+    return np.random.default_rng(
+        [zlib.crc32(test.encode()), int(os.environ.get("UNIDEC_TEST_SEED", 0))]
+    )
 
 
 @pytest.fixture
@@ -127,7 +163,9 @@ def tiny_raw() -> RawData:
 @pytest.fixture(scope="session")
 def tiny_dataset(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> XMCDataset:
     """60 queries x 40 labels, split 43 / 5 / 12."""
-    return write_dataset(tmp_path_factory.mktemp("tiny") / "dataset", tiny_raw, validation_share=0.1)
+    return write_dataset(
+        tmp_path_factory.mktemp("tiny") / "dataset", tiny_raw, validation_share=0.1
+    )
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +188,9 @@ def slice_dataset(slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session", autouse=True)
 def stores_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """MLflow's migrations take a second or two of a processor: this process runs them for its first store alone."""
+    """MLflow's migrations take a second or two of a processor: this process runs them for its first
+    store alone.
+    """
     from unidec.tracking import store
 
     first = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -183,12 +223,16 @@ def tiny_bert(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="session")
 def tiny_distilbert(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a DistilBERT."""
-    return tiny_transformer("distilbert", tiny_raw, tmp_path_factory.mktemp("distilbert") / "distilbert")
+    return tiny_transformer(
+        "distilbert", tiny_raw, tmp_path_factory.mktemp("distilbert") / "distilbert"
+    )
 
 
 def tiny_transformer(kind: str, raw: RawData, folder: Path) -> Path:
     """A tiny transformer that knows the words of a data set's titles."""
-    texts = [text for table in (*raw.queries.values(), raw.labels) for text in table["title"].to_pylist()]
+    texts = [
+        text for table in (*raw.queries.values(), raw.labels) for text in table["title"].to_pylist()
+    ]
     return load_helper("tiny_transformer").write_transformer(folder, texts, kind)
 
 
@@ -196,11 +240,15 @@ def tiny_transformer(kind: str, raw: RawData, folder: Path) -> Path:
 def tiny_tokens(
     tiny_dataset: XMCDataset, tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, TokenCache]:
-    """Token caches of `tiny_dataset`'s titles: "queries" and "labels" (`tiny_distilbert` has the same tokenizer)."""
+    """Token caches of `tiny_dataset`'s titles: "queries" and "labels" (`tiny_distilbert` has the
+    same tokenizer).
+    """
     sizes = {"queries": tiny_dataset.num_queries, "labels": tiny_dataset.num_labels}
     root = tmp_path_factory.mktemp("tiny-tokens")
     return {
-        name: TokenCache.open(build_token_cache(tiny_dataset.text_batches(name), tiny_bert, 16, root / name, size))
+        name: TokenCache.open(
+            build_token_cache(tiny_dataset.text_batches(name), tiny_bert, 16, root / name, size)
+        )
         for name, size in sizes.items()
     }
 
@@ -213,7 +261,9 @@ def helper() -> Callable[[str], ModuleType]:
 
 @pytest.fixture(scope="session")
 def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a benchmark by name: they are programs, not a package, so their folder is put on sys.path."""
+    """Imports a benchmark by name: they are programs, not a package, so their folder is put on
+    sys.path.
+    """
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield importlib.import_module
     sys.path.remove(str(ROOT / "benchmarks"))
@@ -221,15 +271,22 @@ def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture(scope="session")
 def tiny_params(tiny_bert: Path) -> Callable[..., Params]:
-    """`tiny_params(**{"pool.beta": 1})`: parameters of a training of `tiny_dataset` that takes a second on a CPU."""
+    """`tiny_params(**{"pool.beta": 1})`: parameters of a training of `tiny_dataset` that takes a
+    second on a CPU.
+    """
     return lambda **overrides: load_helper("tiny_training").tiny_params(tiny_bert, **overrides)
 
 
 @pytest.fixture
 def open_trainer(
-    tiny_dataset: XMCDataset, tiny_tokens: dict[str, TokenCache], tiny_params: Callable[..., Params], tmp_path: Path
+    tiny_dataset: XMCDataset,
+    tiny_tokens: dict[str, TokenCache],
+    tiny_params: Callable[..., Params],
+    tmp_path: Path,
 ) -> Callable[..., Any]:
-    """`open_trainer("run", **{"pool.beta": 1})`: a `Trainer` of `tiny_dataset`; the same name opens the run again."""
+    """`open_trainer("run", **{"pool.beta": 1})`: a `Trainer` of `tiny_dataset`; the same name opens
+    the run again.
+    """
 
     def open_trainer(run: str = "run", **overrides: Any) -> Any:
         from label_targets import soft_targets
@@ -239,20 +296,29 @@ def open_trainer(
         params = tiny_params(**overrides)
         graph = soft_targets(tiny_dataset.relevance[tiny_dataset.rows("train")], 0.1)
         tokens = tiny_tokens.values()
-        return Trainer(params.training, TrainingData(tiny_dataset, *tokens, graph), tmp_path / run, tmp_path / "cache")
+        return Trainer(
+            params.training,
+            TrainingData(tiny_dataset, *tokens, graph),
+            tmp_path / run,
+            tmp_path / "cache",
+        )
 
     return open_trainer
 
 
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Address of a real Prefect server, for PREFECT_API_URL; all workers of pytest-xdist share it."""
+    """Address of a real Prefect server, for PREFECT_API_URL; all workers of
+    pytest-xdist share it.
+    """
     return str(load_helper("shared_prefect").address(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A project with a Prefect server and worker at work, shared by the tests marked `operations`."""
+    """A project with a Prefect server and worker at work, shared by the tests marked
+    `operations`.
+    """
     modules = [load_helper(f"operations/{name}") for name in ("project", "server")]
     with load_helper("operations/world").World(tmp_path_factory.mktemp("world"), *modules) as world:
         yield world

@@ -1,4 +1,6 @@
-"""A real `unidec serve` that follows an alias of a real registry (SQLite), with versions whose answers differ."""
+"""A real `unidec serve` that follows an alias of a real registry (SQLite), with versions whose
+answers differ.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from typing import Any
 from unidec.data.storage import folder_sha256
 from unidec.tracking.store import open_client
 
-NAME, ALIAS = "served", "champion"
+NAME = "served"
+ALIAS = "champion"
 PATIENCE = 120.0  # seconds for anything, on a machine that is busy with other things
 CLOSE = 1e-4  # of two scores that are the same
 
@@ -32,11 +35,16 @@ class Followed:
         num_labels: of each bundle.
 
     Attributes:
-        client: of the registry. expected: hash -> text -> (uids, scores), as the bundle itself answers.
+        client: of the registry. expected: hash -> text -> (uids, scores), as the bundle itself
+        answers.
     """
 
-    def __init__(self, root: Path, make_bundle: Callable[..., Path], versions: int = 3, num_labels: int = 300) -> None:
-        self.root, self._make, self._num = root, make_bundle, num_labels
+    def __init__(
+        self, root: Path, make_bundle: Callable[..., Path], versions: int = 3, num_labels: int = 300
+    ) -> None:
+        self.root = root
+        self._make = make_bundle
+        self._num = num_labels
         self.uri = f"sqlite:///{root / 'store' / 'mlflow.db'}"
         self.client = open_client(self.uri)
         self.client.create_registered_model(NAME)
@@ -54,9 +62,13 @@ class Followed:
         return stored
 
     def add(self, stored: Path, sha256: str | None = None) -> str:
-        """Registers it under its hash, or under one that is not its; returns the version's number."""
+        """Registers it under its hash, or under one that is not its; returns the
+        version's number.
+        """
         sha256 = sha256 or folder_sha256(stored / "artifacts" / "bundle")
-        version = self.client.create_model_version(NAME, source=stored.as_uri(), tags={"bundle.sha256": sha256}).version
+        version = self.client.create_model_version(
+            NAME, source=stored.as_uri(), tags={"bundle.sha256": sha256}
+        ).version
         self.hashes[str(version)] = sha256
         return str(version)
 
@@ -71,7 +83,9 @@ class Followed:
     @contextlib.contextmanager
     def serving(self, *assignments: str, **environment: str) -> Iterator[Server]:
         """`unidec serve models:/served@champion`, ready; ended by SIGTERM, with exit code 0."""
-        server = Server(self.root / "project", self.uri, f"models:/{NAME}@{ALIAS}", assignments, environment)
+        server = Server(
+            self.root / "project", self.uri, f"models:/{NAME}@{ALIAS}", assignments, environment
+        )
         try:
             server.until_ready()
             yield server
@@ -83,7 +97,9 @@ class Followed:
 class Server:
     """The process. Its log is a file: no pipe that fills."""
 
-    def __init__(self, folder: Path, uri: str, source: str, assignments: Any, environment: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, uri: str, source: str, assignments: Any, environment: dict[str, str]
+    ) -> None:
         folder.mkdir(exist_ok=True)
         words = [sys.executable, "-m", "unidec.cli", "serve", source, "--port", "0"]
         words += [word for assignment in assignments for word in ("--set", assignment)]
@@ -91,9 +107,13 @@ class Server:
         self.begun = time.monotonic()
         with self._log.open("wb") as file:
             self.process = subprocess.Popen(
-                words, cwd=folder, stdout=file, stderr=file, start_new_session=True,
+                words,
+                cwd=folder,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
                 env=os.environ | {"MLFLOW_TRACKING_URI": uri} | environment,
-            )  # fmt: skip
+            )
         self.port = 0
 
     @property
@@ -155,16 +175,24 @@ class Clients:
         texts: asked three at a time, with ever other texts beside them that no cache knows.
 
     Attributes:
-        answers: how many of each version's hash. wrong: what was no right answer. slow: seconds of each request.
+        answers: how many of each version's hash. wrong: what was no right answer. slow: seconds of
+        each request.
     """
 
-    def __init__(self, port: int, expected: dict[str, dict[str, Any]], texts: list[str], num: int = 4) -> None:
-        self._port, self._expected, self._texts = port, expected, texts
+    def __init__(
+        self, port: int, expected: dict[str, dict[str, Any]], texts: list[str], num: int = 4
+    ) -> None:
+        self._port = port
+        self._expected = expected
+        self._texts = texts
         self.answers: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.seconds: list[tuple[float, float]] = []  # when, how long
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(num)]
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(num)
+        ]
 
     def __enter__(self) -> Clients:
         for thread in self._threads:
@@ -183,14 +211,20 @@ class Clients:
             while not self._stop.is_set():
                 count += 1
                 first = (count * 7 + number) % len(self._texts)
-                texts = [self._texts[(first + i) % len(self._texts)] for i in range(3)] + [f"new {number} {count}"]
+                texts = [self._texts[(first + i) % len(self._texts)] for i in range(3)] + [
+                    f"new {number} {count}"
+                ]
                 begun = time.monotonic()
                 try:
                     connection.request(
-                        "POST", "/predict", json.dumps({"queries": texts, "k": 4}), {"content-type": "application/json"}
+                        "POST",
+                        "/predict",
+                        json.dumps({"queries": texts, "k": 4}),
+                        {"content-type": "application/json"},
                     )
                     response = connection.getresponse()
-                    body, status = response.read(), response.status
+                    body = response.read()
+                    status = response.status
                 except (OSError, http.client.HTTPException) as error:
                     self._note("", f"{type(error).__name__}: {error}", begun)
                     connection.close()
@@ -228,7 +262,9 @@ class Clients:
         return 1000 * in_order[int(share * (len(in_order) - 1))]
 
 
-def expected_of(bundle: Path, texts: list[str], k: int = 4) -> dict[str, tuple[list[str], list[float]]]:
+def expected_of(
+    bundle: Path, texts: list[str], k: int = 4
+) -> dict[str, tuple[list[str], list[float]]]:
     """What a bundle answers, one text at a time: uids and scores."""
     from unidec.bundle.bundle import Bundle
 

@@ -11,20 +11,33 @@ class Loaded(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.addresses: list[str] = re.findall(r"(?:@import|url\()\s*['\"]?([^'\")#][^'\")]*)", html)
+        self.addresses: list[str] = re.findall(
+            r"(?:@import|url\()\s*['\"]?([^'\")#][^'\")]*)", html
+        )
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         kinds = set((given.get("rel") or "").split())
-        if tag == "link" and kinds & {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch"}:
+        if tag == "link" and kinds & {
+            "stylesheet",
+            "icon",
+            "preload",
+            "prefetch",
+            "preconnect",
+            "dns-prefetch",
+        }:
             self.addresses.append(given.get("href") or "")
         elif tag != "a":
-            self.addresses += [given[name] or "" for name in ("src", "srcset", "data", "poster") if name in given]
+            self.addresses += [
+                given[name] or "" for name in ("src", "srcset", "data", "poster") if name in given
+            ]
 
 
 class Page(HTMLParser):
-    """A page of ours as tests see it: tags that are open, all tags and attributes seen, the text, rows of tables."""
+    """A page of ours as tests see it: tags that are open, all tags and attributes seen, the text,
+    rows of tables.
+    """
 
     VOID = frozenset({"meta", "img", "br", "input", "link"})
 

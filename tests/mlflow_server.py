@@ -1,4 +1,6 @@
-"""A real MLflow server on this machine that tests kill and start again, and a way to it that loses answers."""
+"""A real MLflow server on this machine that tests kill and start again, and a way to it that loses
+answers.
+"""
 
 from __future__ import annotations
 
@@ -46,22 +48,40 @@ class MlflowServer:
     """
 
     def __init__(self, folder: Path, store: str | None = None) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder = folder
+        self.port = free_port()
         self.store = store or prepare_store(f"sqlite:///{folder / 'store' / 'mlflow.db'}")
         self.uri = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "GIT_"))}
-        environment |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        words = ["server", "--backend-store-uri", self.store, "--artifacts-destination", str(self.folder / "artifacts")]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("MLFLOW_", "GIT_"))
+        }
+        environment |= {
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        }
+        words = [
+            "server",
+            "--backend-store-uri",
+            self.store,
+            "--artifacts-destination",
+            str(self.folder / "artifacts"),
+        ]
         words += ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
         log = self.folder / "server.log"
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "mlflow", *words],
-                cwd=self.folder, env=environment, stdout=file, stderr=file, start_new_session=True,
-            )  # fmt: skip
+                cwd=self.folder,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
         wait_for(f"{self.uri}/health", self.process, log)
 
     def kill(self) -> None:
@@ -81,17 +101,21 @@ class MlflowServer:
 
 
 class Way:
-    """A way to a server on which requests or answers get lost, also on connections that are open already.
+    """A way to a server on which requests or answers get lost, also on connections that are open
+    already.
 
     Attributes:
-        fault: "": none; "refuse": the connection is closed when something is asked; "answer": the request arrives, its
-            answer is lost; "hang": nothing is ever answered; "some": the answers of `lost` are lost.
+        fault: "": none; "refuse": the connection is closed when something is asked; "answer": the
+            request arrives, its answer is lost; "hang": nothing is ever answered; "some": the
+            answers of `lost` are lost.
         lost: called with each request's first bytes; whether its answer is lost.
         connections: how many were made.
     """
 
     def __init__(self, port: int) -> None:
-        self._target, self.fault, self.connections = port, "", 0
+        self._target = port
+        self.fault = ""
+        self.connections = 0
         self.lost: Callable[[bytes], bool] = lambda _request: False
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.uri = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
@@ -110,10 +134,17 @@ class Way:
                 self.connections += 1
                 server = socket.create_connection(("127.0.0.1", self._target), 30)
                 doomed = [False]  # whether the answer to this connection's last request is lost
-                for source, target, lost in ((client, server, "refuse"), (server, client, "answer")):
-                    threading.Thread(target=self._carry, args=(source, target, lost, doomed), daemon=True).start()
+                for source, target, lost in (
+                    (client, server, "refuse"),
+                    (server, client, "answer"),
+                ):
+                    threading.Thread(
+                        target=self._carry, args=(source, target, lost, doomed), daemon=True
+                    ).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket, lost: str, doomed: list[bool]) -> None:
+    def _carry(
+        self, source: socket.socket, target: socket.socket, lost: str, doomed: list[bool]
+    ) -> None:
         methods = (b"GET ", b"POST ", b"PUT ", b"PATCH ", b"DELETE ", b"HEAD ")
         with source, target, contextlib.suppress(OSError):
             while data := source.recv(65536):

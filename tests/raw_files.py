@@ -23,7 +23,9 @@ QRELS = {"train": "train", "validation": "dev", "test": "test"}
 
 
 def write_raw(raw: RawData, folder: Path | str, layout: str, kind: str = "csv") -> None:
-    """Write raw data in a layout; "tables" (of this kind) and "beir" have a validation split; "beir" has no filters."""
+    """Write raw data in a layout; "tables" (of this kind) and "beir" have a validation split;
+    "beir" has no filters.
+    """
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     if layout == "tables":
@@ -40,8 +42,12 @@ def write_raw(raw: RawData, folder: Path | str, layout: str, kind: str = "csv") 
 
 def as_beir_has_it(raw: RawData) -> RawData:
     """Without filter pairs, and without the queries that have no pair."""
-    judged = raw.take({split: np.flatnonzero(np.diff(pairs.indptr)) for split, pairs in raw.relevance.items()})
-    none = {split: csr_matrix(pairs.shape, dtype=bool) for split, pairs in judged.filter_pairs.items()}
+    judged = raw.take(
+        {split: np.flatnonzero(np.diff(pairs.indptr)) for split, pairs in raw.relevance.items()}
+    )
+    none = {
+        split: csr_matrix(pairs.shape, dtype=bool) for split, pairs in judged.filter_pairs.items()
+    }
     return replace(judged, filter_pairs=none)
 
 
@@ -56,21 +62,33 @@ def write_table(table: pa.Table, path: Path) -> None:
     elif path.suffix == ".jsonl":
         write_objects(path, table.to_pylist())
     else:
-        rows = zip(*(pc.cast(column, pa.large_string()).to_pylist() for column in table.columns), strict=True)
+        rows = zip(
+            *(pc.cast(column, pa.large_string()).to_pylist() for column in table.columns),
+            strict=True,
+        )
         with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",", lineterminator="\n")
+            writer = csv.writer(
+                file, delimiter="\t" if path.suffix == ".tsv" else ",", lineterminator="\n"
+            )
             writer.writerows([table.column_names, *rows])
 
 
-def _pair_table(matrix: csr_matrix, queries: pa.Table, labels: pa.Table, names: tuple[str, ...]) -> pa.Table:
+def _pair_table(
+    matrix: csr_matrix, queries: pa.Table, labels: pa.Table, names: tuple[str, ...]
+) -> pa.Table:
     coo = matrix.tocoo()
-    uids = [table["uid"].combine_chunks().take(pa.array(at)) for table, at in ((queries, coo.row), (labels, coo.col))]
+    uids = [
+        table["uid"].combine_chunks().take(pa.array(at))
+        for table, at in ((queries, coo.row), (labels, coo.col))
+    ]
     return pa.table(dict(zip(names, [*uids, pa.array(coo.data.astype(float))], strict=False)))
 
 
 def _tables(raw: RawData, out: Path, kind: str) -> None:
     names = ("query_id", "label_id", "relevance")
-    queries, pairs, filters = [], [], []
+    queries = []
+    pairs = []
+    filters = []
     for split, table in raw.queries.items():
         named = table.rename_columns(["id", "text", "content"])
         queries.append(named.append_column("split", pa.array([split] * table.num_rows)))
@@ -83,13 +101,22 @@ def _tables(raw: RawData, out: Path, kind: str) -> None:
 
 def _beir(raw: RawData, out: Path) -> None:
     names = ("query-id", "corpus-id", "score")
-    corpus = [{"_id": row["uid"], "title": row["title"], "text": row["content"]} for row in raw.labels.to_pylist()]
+    corpus = [
+        {"_id": row["uid"], "title": row["title"], "text": row["content"]}
+        for row in raw.labels.to_pylist()
+    ]
     write_objects(out / "corpus.jsonl", corpus)
     (out / "qrels").mkdir(exist_ok=True)
     items = []
     for split, table in raw.queries.items():
-        items += [{"_id": row["uid"], "title": row["title"], "text": row["content"]} for row in table.to_pylist()]
-        write_table(_pair_table(raw.relevance[split], table, raw.labels, names), out / "qrels" / f"{QRELS[split]}.tsv")
+        items += [
+            {"_id": row["uid"], "title": row["title"], "text": row["content"]}
+            for row in table.to_pylist()
+        ]
+        write_table(
+            _pair_table(raw.relevance[split], table, raw.labels, names),
+            out / "qrels" / f"{QRELS[split]}.tsv",
+        )
     write_objects(out / "queries.jsonl", items)
 
 
@@ -97,7 +124,10 @@ def _xmc_json(raw: RawData, out: Path) -> None:
     write_objects(out / "lbl.json.gz", raw.labels.to_pylist())
     for split, table in raw.queries.items():
         rows = zip(table.to_pylist(), raw.relevance[split], strict=True)
-        items = [row | {"target_ind": own.indices.tolist(), "target_rel": own.data.tolist()} for row, own in rows]
+        items = [
+            row | {"target_ind": own.indices.tolist(), "target_rel": own.data.tolist()}
+            for row, own in rows
+        ]
         write_objects(out / f"{SHORT[split]}.json.gz", items)
 
 
@@ -110,7 +140,9 @@ def _xmc_text(raw: RawData, out: Path) -> None:
     for split, table in raw.queries.items():
         _write_texts(out / f"{SHORT[split]}_X.txt", table)
         matrix = raw.relevance[split]
-        pairs = [[f"{i}:{v:.9g}" for i, v in zip(own.indices, own.data, strict=True)] for own in matrix]
+        pairs = [
+            [f"{i}:{v:.9g}" for i, v in zip(own.indices, own.data, strict=True)] for own in matrix
+        ]
         text = "".join(" ".join(row) + "\n" for row in pairs)
         (out / f"{SHORT[split]}_X_Y.txt").write_text(f"{matrix.shape[0]} {matrix.shape[1]}\n{text}")
 

@@ -19,7 +19,9 @@ from unidec.training.distributed import Ranks
 class Recorded:
     """Stands for the input builder: keeps what it was asked for."""
 
-    num_texts, unique_U, encoder = 0, None, SimpleNamespace(bag=None)
+    num_texts = 0
+    unique_U = None
+    encoder = SimpleNamespace(bag=None)
 
     def __call__(self, parts):
         self.parts = parts
@@ -59,4 +61,8 @@ def never(*_: Any) -> Any:
 
 def texts(batch, tokens) -> list[list[int]]:
     """Token ids of what is encoded, text after text."""
-    return [tokens[name].ragged(np.array([row]))[0].tolist() for name, _, rows in batch.texts.parts for row in rows]
+    return [
+        tokens[name].ragged(np.array([row]))[0].tolist()
+        for name, _, rows in batch.texts.parts
+        for row in rows
+    ]

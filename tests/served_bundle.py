@@ -1,8 +1,7 @@
 """A real bundle of a few hundred labels, made in a second, for tests that start a real server.
 
-UniDEC with a bag of tokens (kind `both`: and a transformer), untrained: a label is found by the words of its title.
-Both heads; training queries vote.
-"""
+UniDEC with a bag of tokens (kind `both`: and a transformer), untrained: a label is found by the
+words of its title. Both heads; training queries vote."""
 
 from __future__ import annotations
 
@@ -21,7 +20,11 @@ from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
 
-WORDS = [f"{a}{b}" for a in ("red", "blue", "old", "new", "big") for b in ("car", "boat", "house", "tree", "lamp")]
+WORDS = [
+    f"{a}{b}"
+    for a in ("red", "blue", "old", "new", "big")
+    for b in ("car", "boat", "house", "tree", "lamp")
+]
 NUM_QUERIES = 60
 
 
@@ -41,19 +44,29 @@ def write_source(folder: Path, seed: int = 0) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     torch.manual_seed(seed)
-    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
     BertModel(BertConfig(vocab_size=len(vocabulary), **size)).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
 def make_served_bundle(
-    folder: Path, num_labels: int = 400, seed: int = 0, votes: bool = True, kind: Literal["bag", "both"] = "bag"
+    folder: Path,
+    num_labels: int = 400,
+    seed: int = 0,
+    votes: bool = True,
+    kind: Literal["bag", "both"] = "bag",
 ) -> Path:
-    """Write `folder/bundle`; another seed gives other vectors, so that answers differ in their scores.
+    """Write `folder/bundle`; another seed gives other vectors, so that answers differ in their
+    scores.
 
-    Uids are L0, L1, ... and titles `text(row)`; the first titles are also the queries that vote, for their own label.
-    """
+    Uids are L0, L1, ... and titles `text(row)`; the first titles are also the queries that vote,
+    for their own label."""
     import torch
 
     source = write_source(folder / "source", seed)
@@ -61,9 +74,13 @@ def make_served_bundle(
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     model = UniDEC.create(
-        Encoder(kind=kind, trainable_layers=0), Model(dim=16, dropout=0.0), num_labels, source, len(WORDS) + 2,
+        Encoder(kind=kind, trainable_layers=0),
+        Model(dim=16, dropout=0.0),
+        num_labels,
+        source,
+        len(WORDS) + 2,
         {"tokens": {"max_length": 8}},
-    ).eval()  # fmt: skip
+    ).eval()
     x_LW = torch.from_numpy(rng.normal(size=(num_labels, model.encoder.width)).astype(np.float32))
     model.start_table(lambda rows: x_LW[rows])
     with write_folder(folder / "model", KIND, VERSION) as out:
@@ -74,13 +91,20 @@ def make_served_bundle(
     neighbours = None
     if votes:
         de_MD, _ = model.encode_queries(tokens, np.arange(num))
-        of_ML = csr_matrix((np.ones(num, dtype=bool), (np.arange(num), np.arange(num))), shape=(num, num_labels))
+        of_ML = csr_matrix(
+            (np.ones(num, dtype=bool), (np.arange(num), np.arange(num))), shape=(num, num_labels)
+        )
         neighbours = Neighbours(de_MD, of_ML, [f"Q{i}" for i in range(num)], titles[:num], "square")
     return write_bundle(
-        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True)),
+        folder / "bundle",
+        folder / "model",
+        LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True)),
         BundleLabels(
-            [f"L{row}" for row in range(num_labels)], titles, {"de": de_LD, "clf": clf_LD, "bias": bias_L}
+            [f"L{row}" for row in range(num_labels)],
+            titles,
+            {"de": de_LD, "clf": clf_LD, "bias": bias_L},
         ),
         Scoring("both", 0.3, True, None if neighbours is None else KnnInfo.of(neighbours, 0.2, 5)),
-        Facts(dataset={"name": "served", "sha256": f"{seed:064x}"}), neighbours,
-    )  # fmt: skip
+        Facts(dataset={"name": "served", "sha256": f"{seed:064x}"}),
+        neighbours,
+    )

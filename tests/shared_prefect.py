@@ -1,4 +1,6 @@
-"""A Prefect server that all processes of a test run share: to start one takes ten seconds of a processor."""
+"""A Prefect server that all processes of a test run share: to start one takes ten seconds of a
+processor.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,19 @@ def address(own_folder: Path) -> str:
     Args:
         own_folder: where this process of pytest makes its temporary folders.
     """
-    folder, run = own_folder, os.getpid()
+    folder = own_folder
+    run = os.getpid()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder, run = own_folder.parent, os.getppid()  # of the process that started the workers and outlives them
+        # of the process that started the workers and outlives them
+        folder = own_folder.parent
+        run = os.getppid()
     place = folder / "prefect.json"
     with FileLock(folder / "prefect.lock"):
         if not place.exists():
             place.write_text(json.dumps(_start(folder, run)))
         port = json.loads(place.read_text())
-    found, end = f"http://127.0.0.1:{port}/api", time.monotonic() + TIMEOUT_S
+    found = f"http://127.0.0.1:{port}/api"
+    end = time.monotonic() + TIMEOUT_S
     while True:
         try:
             urllib.request.urlopen(f"{found}/health", timeout=5).close()
@@ -52,8 +58,21 @@ def _start(folder: Path, run: int) -> int:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     with (folder / "prefect.log").open("wb") as log:
         subprocess.run(
-            [sys.executable, "-c", START, sys.executable, "-m", "flows.server", str(port), str(run)], check=True,
-            cwd=REPOSITORY, env=own | _ENVIRONMENT | {"PREFECT_HOME": str(folder / "prefect")},
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                START,
+                sys.executable,
+                "-m",
+                "flows.server",
+                str(port),
+                str(run),
+            ],
+            check=True,
+            cwd=REPOSITORY,
+            env=own | _ENVIRONMENT | {"PREFECT_HOME": str(folder / "prefect")},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
     return port

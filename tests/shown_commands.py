@@ -1,4 +1,6 @@
-"""The commands that README and the pages show, as words, for tests that give them to the programs' own parsers."""
+"""The commands that README and the pages show, as words, for tests that give them to the programs'
+own parsers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/*.md", "mlflow/*.md", "data/*.md", "benchmarks/*.md", "benchmarks/results/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "mlflow/*.md",
+        "data/*.md",
+        "benchmarks/*.md",
+        "benchmarks/results/*.md",
+    )
     for page in ROOT.glob(pattern)
     if page.name != "CHANGELOG.md"  # names what is gone
 )
@@ -34,7 +43,9 @@ class Shown(NamedTuple):
 
 
 def shown_commands(program: str | None = None) -> list[Shown]:
-    """Commands of all shell blocks and of lines that are indented as code, all or of one program."""
+    """Commands of all shell blocks and of lines that are indented as code, all or of
+    one program.
+    """
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -46,9 +57,12 @@ def shown_commands(program: str | None = None) -> list[Shown]:
 
 
 def commands_of(script: str) -> list[list[str]]:
-    """The words of each simple command: without comments, variables that are set for it, redirections and keywords."""
+    """The words of each simple command: without comments, variables that are set for it,
+    redirections and keywords.
+    """
     script = _HEREDOC.sub("", script).replace("\\\n", " ")
-    script = re.sub(r"<([\w ]+)>", lambda found: found[1].replace(" ", "-"), script)  # <schedule id>
+    # <schedule id>
+    script = re.sub(r"<([\w ]+)>", lambda found: found[1].replace(" ", "-"), script)
     found: list[list[str]] = []
     for line in script.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)

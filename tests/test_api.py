@@ -37,8 +37,9 @@ def data(tiny_raw: Any, tiny_bert: Path, helper: Any) -> SimpleNamespace:
         queries=[t for s in tiny_raw.queries for t in tiny_raw.queries[s]["title"].to_pylist()],
         labels=tiny_raw.labels["title"].to_pylist(),
         pairs=list(zip(*(places.tolist() for places in relevance.nonzero()), strict=True)),
-        relevance=relevance, params=dict(leaves(params)),
-    )  # fmt: skip
+        relevance=relevance,
+        params=dict(leaves(params)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +52,17 @@ def test_fit_and_predict(model, data):
     (found,) = model.predict([data.queries[0]], k=3)
     assert len(found) == 3 and all(isinstance(label, unidec.Label) for label in found)
     assert found[0].text == data.labels[int(found[0].uid)]
-    assert [label.score for label in found] == sorted((label.score for label in found), reverse=True)
+    assert [label.score for label in found] == sorted(
+        (label.score for label in found), reverse=True
+    )
     first = [labels[0].uid for labels in model.predict(data.queries, k=1)]
     hits = sum(str(label) == first[row] for row, label in data.pairs)
     assert hits > len(data.queries) // 4  # 40 labels: chance is one in 40
     only = model.predict([data.queries[0]], k=3, allow=[found[1].uid, found[2].uid])[0]
     assert {label.uid for label in only} == {found[1].uid, found[2].uid}
-    assert found[0].uid not in {label.uid for label in model.predict([data.queries[0]], k=3, deny=[found[0].uid])[0]}
+    assert found[0].uid not in {
+        label.uid for label in model.predict([data.queries[0]], k=3, deny=[found[0].uid])[0]
+    }
     with pytest.raises(DataError, match="list of texts"):
         model.predict("one text")
     with pytest.raises(DataError, match="k is out of range"):
@@ -66,10 +71,15 @@ def test_fit_and_predict(model, data):
 
 def test_metrics_are_those_of_the_predictions(model, data):
     got = model.evaluate(data.queries, data.pairs)
-    truth = {row: {str(col) for r, col in data.pairs if r == row} for row in range(len(data.queries))}
+    truth = {
+        row: {str(col) for r, col in data.pairs if r == row} for row in range(len(data.queries))
+    }
     rows = [row for row in truth if truth[row]]
     found = model.predict([data.queries[row] for row in rows], k=5)
-    hits = [[label.uid in truth[row] for label in labels] for row, labels in zip(rows, found, strict=True)]
+    hits = [
+        [label.uid in truth[row] for label in labels]
+        for row, labels in zip(rows, found, strict=True)
+    ]
     assert got["P@1"] == pytest.approx(100 * np.mean([hit[0] for hit in hits]))
     assert got["P@5"] == pytest.approx(100 * np.mean(hits))
     assert {"P@5", "nDCG@5", "R@100", "MRR"} <= got.keys() and not any("/" in name for name in got)
@@ -110,7 +120,10 @@ def test_data_that_cannot_be_trained_on_is_named():
         ({"recipe": "nope"}, ["recipe: no such recipe", "unidec-long"]),
         ({"recipe": 3}, ["recipe: wrong value", "a valid string"]),
         ({"params": {"optim.epoch": 3}}, ["optim.epoch: unknown key", "nearest: optim.epochs"]),
-        ({"params": {"pool": {"beta": 0}, "pool.eta": "x"}}, ["pool: not a section", "pool.eta: wrong value"]),
+        (
+            {"params": {"pool": {"beta": 0}, "pool.eta": "x"}},
+            ["pool: not a section", "pool.eta: wrong value"],
+        ),
         ({"params": {"loss.de": "infonce", "loss.reduction": "psl"}}, ["fix: loss.reduction: pol"]),
     ],
 )
@@ -119,11 +132,15 @@ def test_errors_in_python_speak_of_arguments_not_of_options(options, words, tmp_
         unidec.fit(["a text"], ["a label"], [(0, 0)], folder=tmp_path / "work", **options)
     said = str(error.value)
     assert all(word in said for word in words), said
-    assert "--" not in said and "params.yaml" not in said and "(" not in said.partition("expected")[0]
+    assert (
+        "--" not in said and "params.yaml" not in said and "(" not in said.partition("expected")[0]
+    )
 
 
 def test_a_runtime_that_does_not_exist(model, tmp_path):
-    with pytest.raises(ConfigError, match=r"runtime: no such runtime\n  got: cuda\n  expected: auto, torch, onnx"):
+    with pytest.raises(
+        ConfigError, match=r"runtime: no such runtime\n  got: cuda\n  expected: auto, torch, onnx"
+    ):
         unidec.load(model.folder, runtime="cuda")
     with pytest.raises(ArtifactError, match="fix: check the path, or write it: unidec index build"):
         unidec.load(tmp_path / "nothing")
@@ -135,7 +152,10 @@ def test_an_unknown_parameter_is_named():
 
 
 def test_importing_unidec_imports_nothing_heavy():
-    code = "import sys, unidec; print(*(n for n in ('numpy', 'torch', 'sklearn', 'pydantic') if n in sys.modules))"
+    code = (
+        "import sys, unidec; print(*(n for n in ('numpy', 'torch', 'sklearn', 'pydantic') if n "
+        "in sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
     assert all(getattr(unidec, name) is not None for name in unidec.__all__)
@@ -155,10 +175,15 @@ def test_the_estimator(data, tmp_path):
         estimator.fit(data.queries[:3], data.relevance)
     assert estimator.fit(data.queries, data.relevance, label_texts=data.labels) is estimator
     likely = estimator.predict_proba(data.queries)
-    assert issparse(likely) and likely.shape == data.relevance.shape and likely.getnnz(axis=1).max() == 5
+    assert (
+        issparse(likely)
+        and likely.shape == data.relevance.shape
+        and likely.getnnz(axis=1).max() == 5
+    )
     assert ((likely.data > 0) & (likely.data < 1)).all()
     scores = estimator.decision_function(data.queries)
-    assert (np.argsort(scores[0].data) == np.argsort(likely[0].data)).all()  # calibration keeps the order
+    # calibration keeps the order
+    assert (np.argsort(scores[0].data) == np.argsort(likely[0].data)).all()
     chosen = estimator.predict(data.queries)
     assert set(np.unique(chosen.data)) <= {1} and (likely.toarray()[chosen.nonzero()] >= 0.5).all()
 
@@ -169,13 +194,23 @@ def test_each_documented_name_has_an_example_that_runs(model, data, tmp_path, mo
     shutil.copytree(model.folder.parents[1] / "data" / "dataset", "data/dataset")
     small = {
         "fit": functools.partial(unidec.fit, params=data.params, folder="fit"),
-        "UniDECClassifier": functools.partial(unidec.UniDECClassifier, params=data.params, folder="estimator"),
+        "UniDECClassifier": functools.partial(
+            unidec.UniDECClassifier, params=data.params, folder="estimator"
+        ),
     }
     names = {name: getattr(unidec, name) for name in unidec.__all__ if name != "__version__"}
-    given = {"unidec": SimpleNamespace(**(names | small)), "model": model, "queries": data.queries,
-             "labels": data.labels, "pairs": data.pairs, "Y": data.relevance}  # fmt: skip
+    given = {
+        "unidec": SimpleNamespace(**(names | small)),
+        "model": model,
+        "queries": data.queries,
+        "labels": data.labels,
+        "pairs": data.pairs,
+        "Y": data.relevance,
+    }
     for name, documented in names.items():
-        found = doctest.DocTestParser().get_doctest(documented.__doc__, dict(given), name, None, None)
+        found = doctest.DocTestParser().get_doctest(
+            documented.__doc__, dict(given), name, None, None
+        )
         assert found.examples, name
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found).failed == 0
 
@@ -194,12 +229,22 @@ def left(): return sorted(os.listdir(tempfile.gettempdir()))
 
 def in_python(code: str, data: SimpleNamespace, folder: Path, **variables: str) -> str:
     """Output of code after START, with an empty folder for temporary files."""
-    given = {"queries": data.queries, "labels": data.labels, "pairs": data.pairs, "params": data.params | SMALL}
+    given = {
+        "queries": data.queries,
+        "labels": data.labels,
+        "pairs": data.pairs,
+        "params": data.params | SMALL,
+    }
     (folder / "tmp").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", START + code], input=json.dumps(given), capture_output=True, text=True, timeout=120,
-        cwd=folder, env=os.environ | {"TMPDIR": str(folder / "tmp")} | variables,
-    )  # fmt: skip
+        [sys.executable, "-c", START + code],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder / "tmp")} | variables,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -217,7 +262,8 @@ changed = model.change_labels("changed", remove=["3"])
 answer = model.predict(given["queries"], 3)
 model.close(), model.close()
 assert left() == [] and "closed" in repr(model)
-assert len(unidec.load(kept).predict(given["queries"])) == len(changed.predict(given["queries"])) == 60
+assert len(unidec.load(kept).predict(given["queries"])) == 60
+assert len(changed.predict(given["queries"])) == 60
 model = fit()
 other = __import__("copy").copy(model)
 del model
@@ -259,18 +305,29 @@ def test_fits_in_threads_are_those_of_one_thread_and_change_nothing_of_the_proce
 
     alone = fit(None)
     torch.manual_seed(5)
-    folder, environment, state = os.getcwd(), dict(os.environ), torch.get_rng_state()
+    folder = os.getcwd()
+    environment = dict(os.environ)
+    state = torch.get_rng_state()
     with ThreadPoolExecutor(3) as threads:
         together = list(threads.map(fit, [None, tmp_path / "one", tmp_path / "two"]))
     assert together == [alone] * 3
-    assert os.getcwd() == folder and dict(os.environ) == environment and torch.equal(torch.get_rng_state(), state)
+    assert (
+        os.getcwd() == folder
+        and dict(os.environ) == environment
+        and torch.equal(torch.get_rng_state(), state)
+    )
 
 
 def test_a_relative_folder_is_that_of_the_working_folder(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = unidec.fit(data.queries, data.labels, data.pairs, params=data.params | SMALL, folder="here")
+    model = unidec.fit(
+        data.queries, data.labels, data.pairs, params=data.params | SMALL, folder="here"
+    )
     monkeypatch.chdir("/")
-    assert model.folder == tmp_path / "here" / "outputs" / "bundle" and model.predict(data.queries[:1], 1)[0]
+    assert (
+        model.folder == tmp_path / "here" / "outputs" / "bundle"
+        and model.predict(data.queries[:1], 1)[0]
+    )
     model.close()
     assert (tmp_path / "here" / "outputs" / "bundle").is_dir()
 
@@ -279,7 +336,11 @@ def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
     joblib.dump((model, model.predict(data.queries[:1], 1)[0][0]), tmp_path / "model")
     again, label = joblib.load(tmp_path / "model")
     assert again.predict(data.queries, 3) == model.predict(data.queries, 3)
-    assert again.folder != model.folder and str(len(data.labels)) in repr(again) and "memory" in repr(again)
+    assert (
+        again.folder != model.folder
+        and str(len(data.labels)) in repr(again)
+        and "memory" in repr(again)
+    )
     folder = again.folder
     again.close()
     assert not folder.exists()
@@ -289,13 +350,19 @@ def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
     joblib.dump(estimator, tmp_path / "estimator")
     before = estimator.predict_proba(data.queries).toarray()
     del estimator
-    assert (joblib.load(tmp_path / "estimator").predict_proba(data.queries).toarray() == before).all()
+    assert (
+        joblib.load(tmp_path / "estimator").predict_proba(data.queries).toarray() == before
+    ).all()
 
 
 def test_labels_have_the_probabilities_of_the_server(model, data):
-    answerer, bundle = model._answerer, model._answerer.bundle
-    assert [label.probability for label in model.predict(data.queries[:1], 3)[0]] == [None] * 3  # too few queries
-    bundle.info = bundle.info.model_copy(update={"calibration": Calibration(scores=[0, 1], probabilities=[0.2, 0.6])})
+    answerer = model._answerer
+    bundle = model._answerer.bundle
+    # too few queries
+    assert [label.probability for label in model.predict(data.queries[:1], 3)[0]] == [None] * 3
+    bundle.info = bundle.info.model_copy(
+        update={"calibration": Calibration(scores=[0, 1], probabilities=[0.2, 0.6])}
+    )
     try:
         label = model.predict(data.queries[:1], 1)[0][0]
         (answer,) = answerer.answer([Request(data.queries[0], 1)])
@@ -306,7 +373,10 @@ def test_labels_have_the_probabilities_of_the_server(model, data):
         )
         uid, text, score = label
         assert label == (uid, text, score) and f"probability={label.probability}" in repr(label)
-        assert model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None or bundle.ranker.evidence is None
+        assert (
+            model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None
+            or bundle.ranker.evidence is None
+        )
     finally:
         bundle.info = bundle.info.model_copy(update={"calibration": None})
 
@@ -316,14 +386,22 @@ def test_the_estimator_is_scored_without_a_scorer(data, caplog):
 
     estimator = unidec.UniDECClassifier(params=data.params | SMALL)
     dense = data.relevance.toarray()  # scikit-learn wants it so
-    scores = cross_val_score(estimator, data.queries, dense, cv=2, params={"label_texts": data.labels})
+    scores = cross_val_score(
+        estimator, data.queries, dense, cv=2, params={"label_texts": data.labels}
+    )
     assert scores.shape == (2,) and ((scores >= 0) & (scores <= 1)).all()
     assert "below 50" in caplog.text
-    estimator.fit(pd.Series(data.queries, index=range(100, 160)), data.relevance, label_texts=np.array(data.labels))
+    estimator.fit(
+        pd.Series(data.queries, index=range(100, 160)),
+        data.relevance,
+        label_texts=np.array(data.labels),
+    )
     truth = data.relevance.toarray() > 0
     first = [int(labels[0].uid) for labels in estimator.model_.predict(data.queries, 1)]
     rows = np.flatnonzero(truth.any(axis=1))
-    assert estimator.score(data.queries, data.relevance) == np.mean([truth[row, first[row]] for row in rows])
+    assert estimator.score(data.queries, data.relevance) == np.mean(
+        [truth[row, first[row]] for row in rows]
+    )
     assert estimator.calibrated_on_ == "training"
 
 
@@ -341,7 +419,11 @@ def test_evaluate_uses_the_test_queries_and_the_trainings_propensities(model, da
 
 
 def test_propensities_are_counted_over_the_training_queries_by_hand(data):
-    given = data.params | SMALL | {"index.knn_weight": 0.5, "data.propensity_a": 0.6, "data.propensity_b": 2.6}
+    given = (
+        data.params
+        | SMALL
+        | {"index.knn_weight": 0.5, "data.propensity_a": 0.6, "data.propensity_b": 2.6}
+    )
     model = unidec.fit(data.queries, data.labels, data.pairs, params=given)
     num_train = len(data.queries)
     factor = (np.log(num_train) - 1) * (2.6 + 1) ** 0.6
@@ -363,7 +445,9 @@ answer = [[list(label) for label in labels] for labels in model.predict(given["q
 child = os.fork()
 if child == 0:
     inherited, own = model.predict(given["queries"], 3), fit().predict(given["queries"], 3)
-    as_lists = [[[list(label) for label in labels] for labels in found] for found in (inherited, own)]
+    as_lists = [
+        [[list(label) for label in labels] for labels in found] for found in (inherited, own)
+    ]
     os._exit(0 if as_lists == [answer, answer] else 1)
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status))
@@ -371,7 +455,9 @@ print(os.waitstatus_to_exitcode(status))
     assert in_python(code, data, tmp_path) == "0\n"
 
 
-@pytest.mark.parametrize("texts", [pd.DataFrame({"text": ["q"]}), {"q": "a"}, {"q"}, iter(["q"]), np.array([["q"]])])
+@pytest.mark.parametrize(
+    "texts", [pd.DataFrame({"text": ["q"]}), {"q": "a"}, {"q"}, iter(["q"]), np.array([["q"]])]
+)
 def test_predict_refuses_what_is_not_a_list(model, texts):
     with pytest.raises(DataError, match="expected a list of texts"):
         model.predict(texts)

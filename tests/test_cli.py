@@ -55,12 +55,19 @@ class Stages(types.ModuleType):
 
         return stage
 
-    def train(self, params: Params, resume: str | None = None, accept: tuple[str, ...] = ()) -> dict:
+    def train(
+        self, params: Params, resume: str | None = None, accept: tuple[str, ...] = ()
+    ) -> dict:
         self.calls.append("train")
         self.asked = (resume, accept)
         if self.error:
             raise self.error
-        return {"run_dir": "runs/x", "finished": True, "epoch": 15, "validation": {"P@1": 45.678901}}
+        return {
+            "run_dir": "runs/x",
+            "finished": True,
+            "epoch": 15,
+            "validation": {"P@1": 45.678901},
+        }
 
 
 @pytest.fixture
@@ -78,7 +85,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["unidec", *words])
-        monkeypatch.setattr(cli.os, "_exit", sys.exit)  # threads that other tests left are no reason to end pytest
+        # threads that other tests left are no reason to end pytest
+        monkeypatch.setattr(cli.os, "_exit", sys.exit)
         try:
             cli.main()
             code = 0
@@ -91,7 +99,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.parametrize(("command", "stage"), SIMPLE.items())
-def test_each_stage_is_called_once_with_the_parameters(run, stages: Stages, command: str, stage: str) -> None:
+def test_each_stage_is_called_once_with_the_parameters(
+    run, stages: Stages, command: str, stage: str
+) -> None:
     code, out, _ = run(*command.split(), "--set", "pool.beta=2")
     assert code == 0
     assert stages.calls == [stage]
@@ -117,7 +127,9 @@ def test_json_prints_the_whole_result(run, stages: Stages) -> None:
         (("--resume", "3f2a", "--accept", "code", "--accept", "seed"), ("3f2a", ("code", "seed"))),
     ],
 )
-def test_train_hands_on_which_run_goes_on(run, stages: Stages, words: tuple[str, ...], asked: tuple) -> None:
+def test_train_hands_on_which_run_goes_on(
+    run, stages: Stages, words: tuple[str, ...], asked: tuple
+) -> None:
     code, out, _ = run("train", *words)
     assert (code, stages.calls, stages.asked) == (0, ["train"], asked)
     assert "train: epoch = 15" in out and "train: validation.P@1 = 45.68" in out
@@ -133,8 +145,12 @@ def test_a_training_that_was_stopped_says_how_to_go_on(run, stages: Stages) -> N
     assert run("train") == (143, "", "terminated: the same command goes on\n")
 
 
-@pytest.mark.parametrize(("error", "code"), [(DataError("bad rows"), 3), (ArtifactError("damaged", fix="again"), 4)])
-def test_a_known_error_is_a_message_and_an_exit_code(run, stages: Stages, error: Exception, code: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("bad rows"), 3), (ArtifactError("damaged", fix="again"), 4)]
+)
+def test_a_known_error_is_a_message_and_an_exit_code(
+    run, stages: Stages, error: Exception, code: int
+) -> None:
     stages.error = error
     got, out, err = run("data", "ingest")
     assert got == code
@@ -165,7 +181,9 @@ def test_wrong_parameters_never_reach_a_stage(run, stages: Stages) -> None:
     assert run("nonsense")[0] == 2
 
 
-@pytest.mark.parametrize("command", [*SIMPLE, "train", "runs list", "runs doctor", "plan", "tune", "predict", "init"])
+@pytest.mark.parametrize(
+    "command", [*SIMPLE, "train", "runs list", "runs doctor", "plan", "tune", "predict", "init"]
+)
 def test_every_command_explains_itself_with_an_example(run, command: str) -> None:
     code, out, _ = run(*command.split(), "--help")
     assert code == 0
@@ -173,7 +191,8 @@ def test_every_command_explains_itself_with_an_example(run, command: str) -> Non
     assert f"unidec {command}" in out
 
 
-# -- prediction -------------------------------------------------------------------------------------------------------
+# -- prediction
+# --------------------------------------------------------------------------------------------------
 
 
 class FakeBundle:
@@ -188,7 +207,15 @@ class FakeBundle:
     def predict_table(self, texts: list[str], k: int) -> pa.Table:
         names = ["query_row", "query", "rank", "label", "title", "score", "probability"]
         rows = [
-            (row, text, rank, f"uid{rank}", f"title [bold]{rank}", 1 / rank, 0.75 if rank == 1 else None)
+            (
+                row,
+                text,
+                rank,
+                f"uid{rank}",
+                f"title [bold]{rank}",
+                1 / rank,
+                0.75 if rank == 1 else None,
+            )
             for row, text in enumerate(texts)
             for rank in range(1, k + 1)
         ]
@@ -200,7 +227,9 @@ def bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     module = types.ModuleType("unidec.bundle.bundle")
     module.Bundle = FakeBundle  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unidec.bundle.bundle", module)
-    monkeypatch.setattr("unidec.ranking.query_encoder.open_encoder", lambda _bundle, runtime: runtime)
+    monkeypatch.setattr(
+        "unidec.ranking.query_encoder.open_encoder", lambda _bundle, runtime: runtime
+    )
     (tmp_path / "outputs" / "bundle").mkdir(parents=True)
     return tmp_path / "outputs" / "bundle"
 
@@ -211,13 +240,18 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
     lines = [line.split("\t") for line in out.splitlines()]
     assert lines[0] == ["query", "rank", "label", "title", "score", "probability"]
     assert [line[:3] for line in lines[1:]] == [
-        ["a text", "1", "uid1"], ["a text", "2", "uid2"], ["another", "1", "uid1"], ["another", "2", "uid2"],
-    ]  # fmt: skip
+        ["a text", "1", "uid1"],
+        ["a text", "2", "uid2"],
+        ["another", "1", "uid1"],
+        ["another", "2", "uid2"],
+    ]
 
 
 def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    commands.show_predictions(FakeBundle().predict_table(["q [red]"], 2).drop_columns(["query_row"]).to_pandas())
+    commands.show_predictions(
+        FakeBundle().predict_table(["q [red]"], 2).drop_columns(["query_row"]).to_pandas()
+    )
     out = capsys.readouterr().out
     assert "q [red]" in out
     assert "title [bold]2" in out
@@ -226,10 +260,20 @@ def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
 
 
 def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, quotes = [], []
+    calls = []
+    quotes = []
 
     def predict_file(loaded, request, bounds):
-        calls.append((type(loaded), request.input, request.output, request.k, request.column, request.runtime))
+        calls.append(
+            (
+                type(loaded),
+                request.input,
+                request.output,
+                request.k,
+                request.column,
+                request.runtime,
+            )
+        )
         quotes.append(bounds.quotes)
         return 7
 
@@ -250,11 +294,19 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
 def test_predict_as_json_lines(run, bundle: Path) -> None:
     _, out, _ = run("predict", "naïve ☃", "-k", "2", "--json")
     rows = [json.loads(line) for line in out.splitlines()]
-    assert [(row["query"], row["label"]) for row in rows] == [("naïve ☃", "uid1"), ("naïve ☃", "uid2")]
+    assert [(row["query"], row["label"]) for row in rows] == [
+        ("naïve ☃", "uid1"),
+        ("naïve ☃", "uid2"),
+    ]
 
 
 def test_predict_says_what_it_needs(run, bundle: Path) -> None:
-    for words in ((), ("text", "--input", "a.csv"), ("--input", "a.csv"), ("text", "--output", "b.csv")):
+    for words in (
+        (),
+        ("text", "--input", "a.csv"),
+        ("--input", "a.csv"),
+        ("text", "--output", "b.csv"),
+    ):
         code, _, err = run("predict", *words)
         assert code == 2, words
         assert "--input and --output" in err
@@ -265,7 +317,8 @@ def test_predict_says_what_it_needs(run, bundle: Path) -> None:
         assert code == 3 and not out and "text 2: empty text" in err
 
 
-# -- parameters -------------------------------------------------------------------------------------------------------
+# -- parameters
+# --------------------------------------------------------------------------------------------------
 
 
 def test_config_show_prints_a_file_that_loads_to_the_same_values(run, tmp_path: Path) -> None:
@@ -288,10 +341,16 @@ def test_config_check_and_keys(run) -> None:
 
 
 def test_init_writes_a_file_that_loads_and_has_what_dvc_needs(run, tmp_path: Path) -> None:
-    code, _, err = run("init", "mine", "--data-path", "some/where: x", "--format", "tables", "--recipe", "depsl")
+    code, _, err = run(
+        "init", "mine", "--data-path", "some/where: x", "--format", "tables", "--recipe", "depsl"
+    )
     assert code == 0, err
     params = load_params(tmp_path / "mine" / "params.yaml")
-    assert (params.data.path, params.data.format, params.recipe) == ("some/where: x", "tables", "depsl")
+    assert (params.data.path, params.data.format, params.recipe) == (
+        "some/where: x",
+        "tables",
+        "depsl",
+    )
     written = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
     shipped = yaml.safe_load((ROOT / "params.yaml").read_text())
     assert set(written) == set(shipped)
@@ -311,7 +370,10 @@ def test_init_changes_a_parameter_file_and_keeps_its_other_lines(run, tmp_path: 
     assert (code, err) == (0, "") and "data.path: data/raw/my shop: x" in out
     params = load_params(path)
     assert (params.data.path, params.recipe) == ("data/raw/my shop: x", "depsl")
-    lines = [(old, new) for old, new in zip(before.splitlines(), path.read_text().splitlines(), strict=True)]
+    lines = [
+        (old, new)
+        for old, new in zip(before.splitlines(), path.read_text().splitlines(), strict=True)
+    ]
     changed = [new for old, new in lines if old != new]
     assert len(changed) == 2 and changed[0].startswith('recipe: "depsl"    # unidec: both heads')
     written = path.read_text()

@@ -1,4 +1,6 @@
-"""The hash of the code that decides a result: what a module does, not how it is written or explained."""
+"""The hash of the code that decides a result: what a module does, not how it is written or
+explained.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +86,22 @@ def test_every_place_exists_and_has_code() -> None:
 
 
 def test_the_page_says_what_decides_what() -> None:
-    """docs/lineage.md has the parameters of each result, and its code but for the long list of the index."""
+    """docs/lineage.md has the parameters of each result, and its code but for the long list of the
+    index.
+    """
     page = (code.PACKAGE.parent / "docs" / "lineage.md").read_text()
     table = page.partition("## What makes a result out of date")[2].partition("\n- ")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
-    shown = {row[0].strip(" `"): [re.findall(r"`([\w./*]+)`", cell) for cell in row[2:]] for row in rows}
+    shown = {
+        row[0].strip(" `"): [re.findall(r"`([\w./*]+)`", cell) for cell in row[2:]] for row in rows
+    }
     assert list(shown) == list(get_args(Result))
     for result, (patterns, places) in shown.items():
-        keys = {key for key in known_keys() if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)}
+        keys = {
+            key
+            for key in known_keys()
+            if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+        }
         assert keys == set(keys_deciding(result, warm=True)), result
         if result in ("index", "evaluation", "operation"):
             continue

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def load(tmp_path: Path, text: str, **overrides: object) -> config.Params:
     path = tmp_path / "params.yaml"
     path.write_text(text, encoding="utf-8")
-    return config.load_params(path, {key.replace("__", "."): value for key, value in overrides.items()})
+    return config.load_params(
+        path, {key.replace("__", "."): value for key, value in overrides.items()}
+    )
 
 
 def problems(tmp_path: Path, text: str, **overrides: object) -> list[str]:
@@ -34,8 +36,14 @@ def test_every_shipped_recipe_loads_with_the_shipped_file() -> None:
         assert params.recipe == name
         assert params.data.path == "data/raw/lf-debian"
     assert config.load_params(ROOT / "params.yaml", {"recipe": "depsl"}).model.heads == "de"
-    assert config.load_params(ROOT / "params.yaml", {"recipe": "unidec-gpu"}).encoder.trainable_layers == -1
-    assert config.load_params(ROOT / "params.yaml", {"recipe": "unidec-gpu-long"}).tokens.text == "title+content"
+    assert (
+        config.load_params(ROOT / "params.yaml", {"recipe": "unidec-gpu"}).encoder.trainable_layers
+        == -1
+    )
+    assert (
+        config.load_params(ROOT / "params.yaml", {"recipe": "unidec-gpu-long"}).tokens.text
+        == "title+content"
+    )
 
 
 def test_an_override_beats_the_file_and_the_file_beats_the_recipe(tmp_path: Path) -> None:
@@ -48,17 +56,25 @@ def test_an_override_beats_the_file_and_the_file_beats_the_recipe(tmp_path: Path
 
 def test_a_key_without_a_value_has_the_recipes(tmp_path: Path) -> None:
     recipe = load(tmp_path, "recipe: unidec-gpu")
-    assert load(tmp_path, "recipe: unidec-gpu\noptim: {epochs, lr_clf: }\nencoder: {name: null}\nloss:\n") == recipe
-    assert load(tmp_path, "recipe: unidec-gpu\noptim: {epochs: 7, lr_clf}").optim == recipe.optim.model_copy(
-        update={"epochs": 7}
+    assert (
+        load(
+            tmp_path,
+            "recipe: unidec-gpu\noptim: {epochs, lr_clf: }\nencoder: {name: null}\nloss:\n",
+        )
+        == recipe
     )
+    assert load(
+        tmp_path, "recipe: unidec-gpu\noptim: {epochs: 7, lr_clf}"
+    ).optim == recipe.optim.model_copy(update={"epochs": 7})
     (wrong,) = problems(tmp_path, "optim: {epochs, lr_clff}")
     assert "optim.lr_clff" in wrong and "lr_clf" in wrong
 
 
 def test_the_shipped_file_lists_every_key() -> None:
     raw, _ = read_yaml(ROOT / "params.yaml")
-    listed = [f"{name}.{key}" for name, value in raw.items() if isinstance(value, dict) for key in value]
+    listed = [
+        f"{name}.{key}" for name, value in raw.items() if isinstance(value, dict) for key in value
+    ]
     assert sorted(listed) == sorted(key for key in config.known_keys() if "." in key)
 
 
@@ -114,7 +130,9 @@ def test_lines_of_keys(tmp_path: Path) -> None:
         (b"a: *x\n", 1, "alias"),
     ],
 )
-def test_a_file_that_cannot_be_read_names_its_line(tmp_path: Path, text: bytes, line: int, word: str) -> None:
+def test_a_file_that_cannot_be_read_names_its_line(
+    tmp_path: Path, text: bytes, line: int, word: str
+) -> None:
     path = tmp_path / "p.yaml"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=word) as caught:
@@ -169,7 +187,10 @@ CONFLICTING = [
     ("index.space", {"model.heads": "clf", "index.space": "de"}),
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.trainable_layers": 2}),
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.pooling": "cls"}),
-    ("encoder.transformer_tokens", {"encoder.kind": "transformer", "encoder.transformer_tokens": 8}),
+    (
+        "encoder.transformer_tokens",
+        {"encoder.kind": "transformer", "encoder.transformer_tokens": 8},
+    ),
     ("encoder.bag_words", {"encoder.kind": "inception", "encoder.bag_words": 64}),
     ("pool.size", {"pool.size": 100, "pool.batch_size": 101}),
     ("loss.reduction", {"loss.de": "infonce"}),
@@ -186,7 +207,10 @@ CONFLICTING = [
     ("data.validation_share", {"index.clf_weight": "auto", "data.validation_share": 0.0}),
     ("loss.de_forward", {"loss.de": "softtopk"}),
     ("loss.clf_forward", {"loss.clf": "softtopk"}),
-    ("loss.topk", {"loss.clf": "softtopk", "loss.clf_forward": 1.0, "loss.topk": 512, "pool.size": 512}),
+    (
+        "loss.topk",
+        {"loss.clf": "softtopk", "loss.clf_forward": 1.0, "loss.topk": 512, "pool.size": 512},
+    ),
     ("loss.margin", {"loss.de": "hinge", "loss.margin": 0.0}),
     ("encoder.frozen", {"encoder.frozen": True, "encoder.trainable_layers": 1}),
     ("model.clf_residual", {"model.clf_residual": True, "model.clf_init": "normal"}),
@@ -199,7 +223,10 @@ CONFLICTING = [
     ("model.clf_queries", {"model.clf_queries": 3, "model.clf_residual": True}),
     ("loss.mixup", {"loss.mixup": "queries", "run.devices": 2}),
     ("loss.mixup", {"loss.mixup": "labels", "model.heads": "clf", "index.space": "clf"}),
-    ("loss.mixup", {"loss.mixup": "queries", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.clf_labels": "all"}),
+    (
+        "loss.mixup",
+        {"loss.mixup": "queries", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.clf_labels": "all"},
+    ),
     ("model.heads", {"pool.simcse": True, "pool.eta": 0}),
     ("pool.eta", SIMCSE | {"pool.eta": 1}),
     ("pool.de_labels", SIMCSE | {"pool.de_labels": "all"}),
@@ -226,7 +253,10 @@ CONFLICTING = [
     ("index.fusion", {"index.fusion": True, "index.knn_by": "model"}),
     ("index.knn_head", {"index.fusion": False, "index.knn_head": 16}),
     ("source.kind", {"source.kind": "folder", "source.path": "data"}),
-    ("source.queries", {"source.kind": "files", "source.queries": "q.csv", "source.pairs": "p.csv"}),
+    (
+        "source.queries",
+        {"source.kind": "files", "source.queries": "q.csv", "source.pairs": "p.csv"},
+    ),
     (
         "source.kind",
         {
@@ -243,7 +273,9 @@ CONFLICTING = [
 
 @pytest.mark.parametrize(("key", "values"), CONFLICTING)
 def test_conflicts(tmp_path: Path, key: str, values: dict[str, object]) -> None:
-    found = problems(tmp_path, "", **{name.replace(".", "__"): value for name, value in values.items()})
+    found = problems(
+        tmp_path, "", **{name.replace(".", "__"): value for name, value in values.items()}
+    )
     assert len(found) == 1, found
     assert found[0].startswith(f"- {key}")
     assert "fix:" in found[0]
@@ -255,13 +287,16 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         groups: dict[str, dict[str, object]] = {}
         for key, value in values.items():
             groups.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
-        made = {name: getattr(config.Params(), name).model_copy(update=group) for name, group in groups.items()}
+        made = {
+            name: getattr(config.Params(), name).model_copy(update=group)
+            for name, group in groups.items()
+        }
         found |= set(config.Params.model_construct(**made).conflicts())
     assert all(set(conflict.keys.split()) <= set(config.known_keys()) for conflict in found)
     files = Path(config.__file__).parent.glob("*.py")
     written = sum(file.read_text().count("yield Conflict(") for file in files)
-    # soft top-k, of both heads; gates, graph, queries of a residual row; seven keys of SimCSE, six of Astec's
-    # surrogate, four of a label tree
+    # soft top-k, of both heads; gates, graph, queries of a residual row; seven keys of SimCSE, six
+    # of Astec's surrogate, four of a label tree
     in_loops = 3 + 16
     assert len({(conflict.keys, conflict.what) for conflict in found}) == written + in_loops
 
@@ -269,12 +304,24 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"model.heads": "de", "index.space": "de", "loss.clf": "bce"},  # the classifier's options do not matter
+        # the classifier's options do not matter
+        {"model.heads": "de", "index.space": "de", "loss.clf": "bce"},
         {"encoder.kind": "bag"},
         {"run.table_place": "disk", "model.clf_dtype": "bf16", "optim.clf_state": "sgd"},
-        {"run.table_place": "host", "model.heads": "de", "index.space": "de", "pool.clf_labels": "all"},
+        {
+            "run.table_place": "host",
+            "model.heads": "de",
+            "index.space": "de",
+            "pool.clf_labels": "all",
+        },
         {"pool.size": 0},
-        {"loss.de": "infonce", "loss.clf": "infonce", "loss.reduction": "pol", "pool.eta": 0, "pool.batches": "random"},
+        {
+            "loss.de": "infonce",
+            "loss.clf": "infonce",
+            "loss.reduction": "pol",
+            "pool.eta": 0,
+            "pool.batches": "random",
+        },
         {"loss.clf": "bce", "loss.clf_bce": 0.0},
         {"loss.balance": 1.0, "index.space": "de"},
         {
@@ -285,7 +332,12 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
         {"optim.patience": 2, "optim.budget_minutes": 8.0},
         {"optim.patience": 2, "data.validation_share": 0.0, "data.validation_sample": 500},
         {"optim.clf_decay": 0.01, "optim.clf_state": "momentum", "run.table_place": "host"},
-        {"run.devices": 8, "optim.encode_chunk": 256, "pool.de_labels": "all", "pool.clf_labels": "all"},
+        {
+            "run.devices": 8,
+            "optim.encode_chunk": 256,
+            "pool.de_labels": "all",
+            "pool.clf_labels": "all",
+        },
     ],
 )
 def test_sensible_combinations_pass(tmp_path: Path, values: dict[str, object]) -> None:
@@ -293,7 +345,9 @@ def test_sensible_combinations_pass(tmp_path: Path, values: dict[str, object]) -
 
 
 def test_a_wrong_key_hides_no_conflict_elsewhere_but_its_own(tmp_path: Path) -> None:
-    text = "model: {heads: de}\nindex: {space: clf}\npool: {size: 10, batch_size: many}\nnonsense: 1\n"
+    text = (
+        "model: {heads: de}\nindex: {space: clf}\npool: {size: 10, batch_size: many}\nnonsense: 1\n"
+    )
     found = problems(tmp_path, text)
     assert [line.split()[1] for line in found] == ["nonsense", "pool.batch_size", "index.space"]
 
@@ -315,8 +369,16 @@ def test_nearest_names(tmp_path: Path) -> None:
 
 
 def test_parse_overrides() -> None:
-    parsed = config.parse_overrides(["pool.beta=2", "optim.lr_clf=1e-3", "data.path=a=b", "loss.de=ds", "recipe="])
-    assert parsed == {"pool.beta": 2, "optim.lr_clf": 1e-3, "data.path": "a=b", "loss.de": "ds", "recipe": None}
+    parsed = config.parse_overrides(
+        ["pool.beta=2", "optim.lr_clf=1e-3", "data.path=a=b", "loss.de=ds", "recipe="]
+    )
+    assert parsed == {
+        "pool.beta": 2,
+        "optim.lr_clf": 1e-3,
+        "data.path": "a=b",
+        "loss.de": "ds",
+        "recipe": None,
+    }
     for wrong in (["beta"], ["=3"], ["a=1", "a=2"], ["a=[1"]):
         with pytest.raises(ConfigError):
             config.parse_overrides(wrong)
@@ -359,7 +421,9 @@ def test_fingerprint_changes_with_every_parameter_and_with_nothing_else() -> Non
         assert config.fingerprint(changed) != everything, key
         assert config.fingerprint(changed, key) != config.fingerprint(base, key)
         rest = [other for other in config.known_keys() if other not in (key, "recipe")]
-        assert config.fingerprint(changed, *random.sample(rest, len(rest))) == config.fingerprint(base, *rest)
+        assert config.fingerprint(changed, *random.sample(rest, len(rest))) == config.fingerprint(
+            base, *rest
+        )
     assert config.fingerprint(base.model_copy(update={"recipe": "unidec"})) == everything
     assert config.fingerprint(base, "pool.beta") != config.fingerprint(base, "pool.eta")
     with pytest.raises(KeyError):
@@ -371,15 +435,27 @@ def test_each_parameter_says_once_what_it_decides() -> None:
     assert list(decides) == config.known_keys()
     for key, results in decides.items():
         assert results and set(results) <= set(get_args(config.Result)), key
-        assert "operation" not in results or results == ("operation",), key  # a key that decides is more than operation
+        # a key that decides is more than operation
+        assert "operation" not in results or results == ("operation",), key
     assert decides["optim.epochs"] == ("training",) and decides["index.kind"] == ("index",)
-    assert decides["encoder.name"] == ("checks", "tokens", "training")  # the tokenizer is the encoder's
+    # the tokenizer is the encoder's
+    assert decides["encoder.name"] == ("checks", "tokens", "training")
     assert decides["raw.quotes"] == ("data",) and decides["raw.max_row_bytes"] == ("operation",)
     operations = {key.partition(".")[0] for key in config.keys_deciding("operation")}
-    deciding = {key.partition(".")[0] for key in config.keys_deciding(*config.RESULTS, "checks", warm=True)}
+    deciding = {
+        key.partition(".")[0] for key in config.keys_deciding(*config.RESULTS, "checks", warm=True)
+    }
     assert operations - deciding == {
-        "recipe", "device", "run", "source", "retrain", "gate", "drift", "serve", "tracking"
-    }  # fmt: skip
+        "recipe",
+        "device",
+        "run",
+        "source",
+        "retrain",
+        "gate",
+        "drift",
+        "serve",
+        "tracking",
+    }
     assert operations & deciding == {"data", "raw"}  # the place and the limits of raw files
 
 
@@ -388,7 +464,11 @@ def test_what_is_recorded_is_what_decides_and_older_files_have_the_defaults() ->
     recorded = config.recorded(values)
     keys = {key for key, _ in config.leaves(config.Params.model_validate(recorded))}
     assert keys == set(config.known_keys())
-    assert recorded["seed"] == 3 and recorded["raw"] == {"quotes": "auto"} and "path" not in recorded["data"]
+    assert (
+        recorded["seed"] == 3
+        and recorded["raw"] == {"quotes": "auto"}
+        and "path" not in recorded["data"]
+    )
     assert not {"gate", "serve", "run", "validation", "device"} & recorded.keys()
     older = {name: section for name, section in values.items() if name not in ("raw", "warm")}
     older["pool"] = {key: value for key, value in values["pool"].items() if key != "fill"}
@@ -410,11 +490,14 @@ def test_a_metric_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
     assert len(found) == 2
     assert "gate.metric" in found[0] and "nearest: nDCG@5" in found[0]
     assert "gate.guarded" in found[1] and "nearest: tail/R@10" in found[1]
-    assert load(tmp_path, "gate: {metric: head/PSnDCG@5, guarded: []}").gate.metric == "head/PSnDCG@5"
+    assert (
+        load(tmp_path, "gate: {metric: head/PSnDCG@5, guarded: []}").gate.metric == "head/PSnDCG@5"
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["team/unidec", "a:b", "", "Anna's", "a@champion", "x ", "%", 'a"b', "a\nb", "..", None, 7]
+    "name",
+    ["team/unidec", "a:b", "", "Anna's", "a@champion", "x ", "%", 'a"b', "a\nb", "..", None, 7],
 )
 def test_a_model_name_that_the_registry_refuses_is_refused_before_training(name):
     with pytest.raises(ConfigError, match=r"tracking\.model_name") as caught:

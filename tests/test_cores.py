@@ -42,18 +42,32 @@ V1 = {"cpu/docker/1/cpu.cfs_period_us": "100000\n", "cpu/cpu.cfs_period_us": "10
         ("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5, 1),
         ("0::/\n", {"cpu.max": "max 100000\n"}, None, 8),
         ("0::/\n", {"cpu.max": "1600000 100000\n"}, 16.0, 8),
-        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3.0, 3),  # of a level above
+        # of a level above
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3.0, 3),
         ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "20000 10000"}, 2.0, 2),
         ("0::/kubepods/x\n", {"cpu.max": "100000 100000"}, 1.0, 1),  # the path is that of the host
-        ("3:cpu,cpuacct:/docker/1\n", {"cpu,cpuacct/docker/1/cpu.cfs_quota_us": "250000\n",
-                                       "cpu,cpuacct/docker/1/cpu.cfs_period_us": "100000\n"}, 2.5, 3),
-        ("1:cpu:/docker/1\n0::/\n", V1 | {"cpu/cpu.cfs_quota_us": "400000"}, 4.0, 4),  # version 1, path of the host
-        ("1:cpu:/docker/1\n", V1 | {"cpu/docker/1/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_quota_us": "-1"}, None, 8),
+        (
+            "3:cpu,cpuacct:/docker/1\n",
+            {
+                "cpu,cpuacct/docker/1/cpu.cfs_quota_us": "250000\n",
+                "cpu,cpuacct/docker/1/cpu.cfs_period_us": "100000\n",
+            },
+            2.5,
+            3,
+        ),
+        # version 1, path of the host
+        ("1:cpu:/docker/1\n0::/\n", V1 | {"cpu/cpu.cfs_quota_us": "400000"}, 4.0, 4),
+        (
+            "1:cpu:/docker/1\n",
+            V1 | {"cpu/docker/1/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_quota_us": "-1"},
+            None,
+            8,
+        ),
         ("5:cpuset:/x\n", {"cpuset/x/cpu.max": "100000 100000"}, None, 8),  # of another controller
         ("0::/\n", {"cpu.max": "nonsense\n"}, None, 8),
         ("0::/\n", {}, None, 8),
     ],
-)  # fmt: skip
+)
 def test_the_quota_of_a_container(container, monkeypatch, groups, files, quota, usable):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     root = container(groups, **files)
@@ -75,14 +89,21 @@ cores.one_thread_of_blas()
 import numpy, torch
 from threadpoolctl import threadpool_info
 blas = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
-print(cores.usable_cores(), cores.num_threads(), torch.get_num_threads(), *blas, os.environ["OMP_WAIT_POLICY"])
+waiting = os.environ["OMP_WAIT_POLICY"]
+print(cores.usable_cores(), cores.num_threads(), torch.get_num_threads(), *blas, waiting)
 """
 
 
 def sizes(*command: str, **variables: str) -> list[str]:
-    clean = {name: value for name, value in os.environ.items() if "_THREADS" not in name and "OMP_" not in name}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if "_THREADS" not in name and "OMP_" not in name
+    }
     command = (*command, sys.executable, "-c", SIZES)
-    done = subprocess.run(command, env=clean | variables, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=clean | variables, capture_output=True, text=True, check=True
+    )
     return done.stdout.split()
 
 
@@ -100,9 +121,12 @@ def test_pools_do_not_nest():
 
     def inside(_number: int) -> tuple[int, set[int]]:
         pools = threadpool_info()
-        return torch.get_num_threads(), {pool["num_threads"] for pool in pools if pool["user_api"] == "blas"}
+        return torch.get_num_threads(), {
+            pool["num_threads"] for pool in pools if pool["user_api"] == "blas"
+        }
 
-    before, pools = torch.get_num_threads(), threadpool_info()
+    before = torch.get_num_threads()
+    pools = threadpool_info()
     torch.set_num_threads(2)
     try:
         with cores.thread_pool(3) as threads:
@@ -110,7 +134,9 @@ def test_pools_do_not_nest():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    assert [pool["num_threads"] for pool in threadpool_info()] == [pool["num_threads"] for pool in pools]
+    assert [pool["num_threads"] for pool in threadpool_info()] == [
+        pool["num_threads"] for pool in pools
+    ]
 
 
 FORK = """
@@ -132,7 +158,8 @@ def same(runtime, others):  # but for rounding: sums are those of one thread
 def child(number):
     runtime = ("torch", "auto")[number % 2]
     again = unidec.load(sys.argv[1], runtime)
-    return same(runtime, models[runtime].predict(texts, 3)) and same(runtime, again.predict(texts, 3))
+    found = [model.predict(texts, 3) for model in (models[runtime], again)]
+    return all(same(runtime, answers) for answers in found)
 
 
 with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -143,8 +170,11 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_models_answer_in_forked_processes(tiny_raw, tiny_bert, helper, tmp_path):
-    tiny = helper("tiny_training").tiny_params(tiny_bert, **{"optim.epochs": 1, "encoder.kind": "both"})
-    queries, labels = tiny_raw.queries["train"]["title"].to_pylist(), tiny_raw.labels["title"].to_pylist()
+    tiny = helper("tiny_training").tiny_params(
+        tiny_bert, **{"optim.epochs": 1, "encoder.kind": "both"}
+    )
+    queries = tiny_raw.queries["train"]["title"].to_pylist()
+    labels = tiny_raw.labels["title"].to_pylist()
     pairs = csr_matrix(tiny_raw.relevance["train"])
     model = unidec.fit(queries, labels, pairs, params=dict(leaves(tiny)), folder=tmp_path)
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(model.folder)]
@@ -163,5 +193,7 @@ if os.fork() == 0:
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "0\n", done.stderr

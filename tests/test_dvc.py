@@ -1,7 +1,8 @@
-"""dvc.yaml as DVC reads it: what a change makes stale. The real file, the real DVC; the stages' work is replaced.
+"""dvc.yaml as DVC reads it: what a change makes stale. The real file, the real DVC; the stages'
+work is replaced.
 
-`bin/python` runs what $UNIDEC_PYTHON names: here a stand-in that writes a stage's outputs as a hash of what
-dvc.yaml says it depends on, and notes that it ran. The stage `inputs` does its own work.
+`bin/python` runs what $UNIDEC_PYTHON names: here a stand-in that writes a stage's outputs as a hash
+of what dvc.yaml says it depends on, and notes that it ran. The stage `inputs` does its own work.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ if stage == "evaluate":
     for name, head in PLOTS.items():
         row = ",".join(["1"] * len(head.split(",")))
         pathlib.Path("outputs/plots", name).write_text(head + "\\n" + row + "\\n")
-    pathlib.Path("outputs/plots/training.csv").write_text("step,loss,loss_de,loss_clf\\n1,%d,2,3\\n2,1,2,2\\n" % number)
+    curves = "step,loss,loss_de,loss_clf\\n1,%d,2,3\\n2,1,2,2\\n" % number
+    pathlib.Path("outputs/plots/training.csv").write_text(curves)
 with open(os.environ["RAN"], "a") as log:
     log.write(stage + "\\n")
 """
@@ -91,7 +93,9 @@ class Project:
         ):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, root / name)
-        shutil.copytree(ROOT / "unidec", root / "unidec", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "unidec", root / "unidec", ignore=shutil.ignore_patterns("__pycache__")
+        )
         shutil.copytree(ROOT / "plots", root / "plots")
         (root / "comparison").mkdir()
         for file in (ROOT / "comparison").glob("*.yaml"):
@@ -101,7 +105,11 @@ class Project:
         stand_in = root / ".stand-in"
         stand_in.write_text(STAND_IN.format(python=sys.executable))
         stand_in.chmod(0o755)
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "DVC_"))}
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("GIT_", "DVC_"))
+        }
         self.env |= {
             "UNIDEC_PYTHON": str(stand_in),
             "RAN": str(root.parent / "ran"),
@@ -120,15 +128,19 @@ class Project:
         self.git("commit", "-q", "-m", message)
 
     def dvc(self, *words: str) -> str:
-        """DVC's command line within this process: to import it takes longer than most of its commands."""
+        """DVC's command line within this process: to import it takes longer than most of its
+        commands.
+        """
         from dvc.cli import main
 
-        out, errors = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        errors = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
             patch.chdir(self.root)
             for name in os.environ.keys() - self.env.keys():
                 patch.delenv(name)
-            patch.setenv("DVC_TEST", "1")  # without it DVC prints JSON on the stdout that it began with
+            # without it DVC prints JSON on the stdout that it began with
+            patch.setenv("DVC_TEST", "1")
             for name, value in self.env.items():
                 patch.setenv(name, value)
             with warnings.catch_warnings():
@@ -143,7 +155,13 @@ class Project:
 
     def _run(self, *words: str) -> str:
         done = subprocess.run(
-            words, cwd=self.root, env=self.env, capture_output=True, text=True, timeout=120, check=False
+            words,
+            cwd=self.root,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -168,7 +186,9 @@ class Project:
 
 
 def test_what_a_change_redoes(tmp_path: Path) -> None:
-    """One scenario, each step from where the last one ended: DVC takes about a second for a command."""
+    """One scenario, each step from where the last one ended: DVC takes about a second for a
+    command.
+    """
     project = Project(tmp_path / "project")
     ran = project.repro()
     assert sorted(ran) == sorted(STAGES)
@@ -185,7 +205,8 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
 
     project.edit("params.yaml", "tokens: {text, max_length}", "tokens: {text, max_length: 64}")
     ran = project.repro()
-    assert sorted(ran[:2]) == ["tokens", "validate"] and ran[2:] == AFTER_TRAIN  # the checks read the tokens, too
+    # the checks read the tokens, too
+    assert sorted(ran[:2]) == ["tokens", "validate"] and ran[2:] == AFTER_TRAIN
     project.edit("params.yaml", " beta,", " beta: 2,")
     assert project.repro() == []  # the recipe's own value
     project.edit("params.yaml", " beta: 2,", " beta: 3,")
@@ -210,11 +231,15 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
 
     # what is no dependency, and what is one for whom
     project.edit("params.yaml", "device: auto", "device: cpu")
-    project.edit("unidec/recipes/depsl.yaml", "optim: {epochs:", "optim: {warmup_epochs: 0.5, epochs:")
+    project.edit(
+        "unidec/recipes/depsl.yaml", "optim: {epochs:", "optim: {warmup_epochs: 0.5, epochs:"
+    )
     project.edit("unidec/recipes/unidec.yaml", "#", "# changed")
     project.edit("unidec/cli/__init__.py", "import os", "import os, sys as other")
     project.edit("unidec/training/fit.py", '"""', '"""In other words: ')
-    project.edit("unidec/evaluation/metrics.py", "import annotations", "import annotations  # changed")
+    project.edit(
+        "unidec/evaluation/metrics.py", "import annotations", "import annotations  # changed"
+    )
     cache = project.root / "unidec" / "model" / "__pycache__"
     cache.mkdir()
     (cache / "x.pyc").write_bytes(b"x")
@@ -222,7 +247,8 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     project.edit("unidec/evaluation/__init__.py", "", "ADDED = 1\n")
     assert project.stale() == ["evaluate"]
     project.edit("unidec/recipes/unidec.yaml", "optim: {", "optim: {clip_norm: 0.5, ")
-    project.edit("unidec/config/data_sections.py", 'key("title",', 'key("title+content",')  # a default
+    # a default
+    project.edit("unidec/config/data_sections.py", 'key("title",', 'key("title+content",')
     project.edit("unidec/recipes/unidec.yaml", "text: title, ", "")
     assert project.stale() == ["evaluate", "tokens", "train", "validate"]
     project.edit("unidec/ranking/__init__.py", "", "ADDED = 1\n")
@@ -238,7 +264,9 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert (project.root / "data" / "dataset" / "result.json").read_text() == before
 
 
-@pytest.mark.parametrize("words", ["metrics diff", "params diff", "plots diff -q", "exp show --only-changed", "diff"])
+@pytest.mark.parametrize(
+    "words", ["metrics diff", "params diff", "plots diff -q", "exp show --only-changed", "diff"]
+)
 def test_what_dvc_says_at_the_root_is_about_the_pipeline(reproduced: Project, words: str) -> None:
     said = reproduced.dvc(*words.split()) + reproduced.errors
     assert "comparison" not in said and "failed to load" not in said and "WARNING" not in said, said
@@ -261,7 +289,8 @@ def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
 LOOK = """
 import json, os, pathlib
 from unidec.tracking.store import tracking_uri
-found = {"store": tracking_uri(), "experiment": os.environ.get("DVC_EXP_NAME"), "folder": os.getcwd()}
+found = {"store": tracking_uri(), "folder": os.getcwd()}
+found["experiment"] = os.environ.get("DVC_EXP_NAME")
 with open(os.environ["LOOKED"], "a") as log:
     log.write(json.dumps(found) + "\\n")
 """
@@ -271,19 +300,27 @@ with open(os.environ["LOOKED"], "a") as log:
 def looking(tmp_path: Path) -> Project:
     """A checkout with an environment that notes where each training of an experiment runs."""
     project = Project(tmp_path / "project")
-    # the checkout's environment is found from the temporary copies: they have no .venv, git ignores it
+    # the checkout's environment is found from the temporary copies: they have no .venv, git ignores
+    # it
     python = project.root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     look = f"case \"$*\" in *train) {sys.executable} -c '{LOOK}' || exit 1;; esac"
     python.write_text(f'#!/bin/sh\n{look}\nexec {project.env.pop("UNIDEC_PYTHON")} "$@"\n')
     python.chmod(0o755)
-    project.env |= {"LOOKED": str(tmp_path / "looked"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    project.env = {name: value for name, value in project.env.items() if name != "MLFLOW_TRACKING_URI"}
+    project.env |= {
+        "LOOKED": str(tmp_path / "looked"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    project.env = {
+        name: value for name, value in project.env.items() if name != "MLFLOW_TRACKING_URI"
+    }
     return project
 
 
 def experiments(project: Project) -> dict[str, str]:
-    """name -> learning rate of each; all ran in temporary copies, with the checkout's python and store."""
+    """name -> learning rate of each; all ran in temporary copies, with the checkout's python and
+    store.
+    """
     looked = [json.loads(line) for line in Path(project.env["LOOKED"]).read_text().splitlines()]
     assert {found["store"] for found in looked} == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
     assert all(found["folder"].startswith(f"{project.root}/.dvc/tmp/exps/") for found in looked)
@@ -293,7 +330,9 @@ def experiments(project: Project) -> dict[str, str]:
     return shown
 
 
-def test_an_experiment_in_a_temporary_copy_runs_with_the_checkouts_python_and_store(looking: Project) -> None:
+def test_an_experiment_in_a_temporary_copy_runs_with_the_checkouts_python_and_store(
+    looking: Project,
+) -> None:
     looking.dvc_process("exp", "run", "--temp", "--set-param", "optim.lr_clf=0.002")
     [(name, value)] = experiments(looking).items()
     assert value == "0.002"
@@ -328,18 +367,31 @@ def test_an_experiment_can_set_every_key(tmp_path: Path) -> None:
     shutil.copy(ROOT / "params.yaml", tmp_path)
     apply_overrides(tmp_path / "params.yaml", [f"{key}=7" for key in known_keys()])
     raw = yaml.safe_load((tmp_path / "params.yaml").read_text())
-    assert all(value == 7 for section in raw.values() if isinstance(section, dict) for value in section.values())
+    assert all(
+        value == 7
+        for section in raw.values()
+        if isinstance(section, dict)
+        for value in section.values()
+    )
 
 
 def test_each_result_is_a_dependency_of_the_stages_that_make_it() -> None:
     from unidec.config import RESULTS
 
     made = {
-        "data": "ingest", "checks": "validate", "tokens": "tokens", "propensity": "propensity",
-        "label_graph": "label_graph", "training": "train", "index": "index", "evaluation": "evaluate",
-    }  # fmt: skip
+        "data": "ingest",
+        "checks": "validate",
+        "tokens": "tokens",
+        "propensity": "propensity",
+        "label_graph": "label_graph",
+        "training": "train",
+        "index": "index",
+        "evaluation": "evaluate",
+    }
     assert set(made) == {"checks", *RESULTS} and set(made.values()) == set(STAGES)
     for result, stage in made.items():
         assert f"data/inputs/{result}.json" in DESCRIBED["stages"][stage]["deps"], stage
     for name, stage in DESCRIBED["stages"].items():
-        assert "params" not in stage and not (name != "inputs" and any("unidec" in dep for dep in stage["deps"])), name
+        assert "params" not in stage and not (
+            name != "inputs" and any("unidec" in dep for dep in stage["deps"])
+        ), name

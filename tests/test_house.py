@@ -1,4 +1,6 @@
-"""The house itself: imports run one way, nothing shadows a real package, nothing of this machine is in git."""
+"""The house itself: imports run one way, nothing shadows a real package, nothing of this machine is
+in git.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ def in_git() -> list[str]:
     """Files that are, or would be, committed."""
     done = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip("not a git checkout")
     return [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
@@ -47,10 +52,18 @@ def test_no_circle_of_imports() -> None:
     import grimp
     import networkx
 
-    graph = grimp.build_graph("unidec", "flows", exclude_type_checking_imports=False, cache_dir=None)
-    edges = [(name, other) for name in graph.modules for other in graph.find_modules_directly_imported_by(name)]
+    graph = grimp.build_graph(
+        "unidec", "flows", exclude_type_checking_imports=False, cache_dir=None
+    )
+    edges = [
+        (name, other)
+        for name in graph.modules
+        for other in graph.find_modules_directly_imported_by(name)
+    ]
     circles = [
-        sorted(part) for part in networkx.strongly_connected_components(networkx.DiGraph(edges)) if len(part) > 1
+        sorted(part)
+        for part in networkx.strongly_connected_components(networkx.DiGraph(edges))
+        if len(part) > 1
     ]
     assert not circles
 
@@ -59,8 +72,15 @@ def test_distribution_name_version_and_no_foreign_unidec() -> None:
     assert PYPROJECT["project"]["name"] == "unidec-xmc"
     assert metadata.version("unidec-xmc") == unidec.__version__
     extras = PYPROJECT["project"]["optional-dependencies"].values()
-    wanted = [*PYPROJECT["project"]["dependencies"], *(entry for extra in extras for entry in extra)]
-    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    wanted = [
+        *PYPROJECT["project"]["dependencies"],
+        *(entry for extra in extras for entry in extra),
+    ]
+    pinned = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     for requirement in wanted + pinned:
         assert re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower() != "unidec", requirement
 
@@ -98,11 +118,18 @@ def test_recipes_and_typing_marker_are_package_data() -> None:
     for path in (ROOT / "unidec").rglob("*"):
         if path.is_file() and path.suffix not in (".py", ".pyc"):
             relative = path.relative_to(ROOT / "unidec")
-            assert any(relative.match(pattern) for pattern in patterns), f"{relative} would be missing from a wheel"
+            assert any(relative.match(pattern) for pattern in patterns), (
+                f"{relative} would be missing from a wheel"
+            )
 
 
 def test_nothing_of_this_machine_and_no_registry_host_is_committed() -> None:
-    hosts = ("files.pythonhosted" + ".org", "pypi" + ".org/simple", "registry.npmjs" + ".org", "deb.debian" + ".org")
+    hosts = (
+        "files.pythonhosted" + ".org",
+        "pypi" + ".org/simple",
+        "registry.npmjs" + ".org",
+        "deb.debian" + ".org",
+    )
     place = re.compile(r"(?:^|[\s\"'=(:`])/(?:work|home|root|farm|opt|tmp)/[\w.]")
     for name in in_git():
         path = ROOT / name
@@ -115,7 +142,9 @@ def test_nothing_of_this_machine_and_no_registry_host_is_committed() -> None:
         for host in hosts:
             assert host not in text, f"{name} names {host}"
         found = place.search(text)
-        assert found is None, f"{name} names a path of this machine: {found.group() if found else ''}"
+        assert found is None, (
+            f"{name} names a path of this machine: {found.group() if found else ''}"
+        )
 
 
 def test_large_files_stay_out_of_git() -> None:
@@ -126,7 +155,8 @@ def test_large_files_stay_out_of_git() -> None:
 
 def test_tests_mirror_the_library() -> None:
     modules = {
-        path.relative_to(ROOT / "unidec").parts[0].removesuffix(".py") for path in (ROOT / "unidec").rglob("*.py")
+        path.relative_to(ROOT / "unidec").parts[0].removesuffix(".py")
+        for path in (ROOT / "unidec").rglob("*.py")
     }
     special = {
         "benchmarks",
@@ -152,7 +182,9 @@ def test_files_and_functions_keep_to_the_house_rules() -> None:
     for path in [*(ROOT / "unidec").rglob("*.py"), *(ROOT / "flows").rglob("*.py")]:
         assert "utils" not in path.name
         tree = ast.parse(path.read_text())
-        assert ast.get_docstring(tree) or path.name == "__init__.py", f"{path.name} says nothing of itself"
+        assert ast.get_docstring(tree) or path.name == "__init__.py", (
+            f"{path.name} says nothing of itself"
+        )
         assert len(path.read_text().splitlines()) <= 500, f"{path.name} wants another room"
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -161,7 +193,9 @@ def test_files_and_functions_keep_to_the_house_rules() -> None:
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 # torch's collectives of objects unpickle what other ranks send
-                unpickles = called.startswith(("pickle.", "torch.load")) or re.fullmatch(r"dist\..*_object.*", called)
+                unpickles = called.startswith(("pickle.", "torch.load")) or re.fullmatch(
+                    r"dist\..*_object.*", called
+                )
                 assert called not in ("eval", "exec") and not unpickles, f"{path.name}: {called}"
             if isinstance(node, ast.ExceptHandler):
                 assert node.type is not None, f"{path.name}:{node.lineno}: bare except"
@@ -170,7 +204,9 @@ def test_files_and_functions_keep_to_the_house_rules() -> None:
 def test_errors_name_valid_values_or_the_fix() -> None:
     """Except for those that repeat the text of other errors."""
     source = (ROOT / "unidec" / "errors.py").read_text()
-    names = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)} - {"Stopped"}
+    names = {
+        node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)
+    } - {"Stopped"}
     assert {"ConfigError", "Refused"} <= names
     for path in [*(ROOT / "unidec").rglob("*.py"), *(ROOT / "flows").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -178,7 +214,9 @@ def test_errors_name_valid_values_or_the_fix() -> None:
                 continue
             given = {keyword.arg for keyword in node.keywords}
             repeats = not given and not isinstance(node.args[0], ast.Constant | ast.JoinedStr)
-            assert repeats or given & {"fix", "expected"}, f"{path.relative_to(ROOT)}:{node.lineno} has no fix"
+            assert repeats or given & {"fix", "expected"}, (
+                f"{path.relative_to(ROOT)}:{node.lineno} has no fix"
+            )
 
 
 def test_parameters_stop_at_the_pipeline() -> None:
@@ -196,16 +234,23 @@ def test_parameters_stop_at_the_pipeline() -> None:
         "serving",
     ):
         for path in (ROOT / "unidec" / folder).rglob("*.py"):
-            names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+            names = {
+                node.id
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Name)
+            }
             assert "Params" not in names, path.name
 
 
 def test_config_and_command_line_import_nothing_heavy() -> None:
     code = (
         "import sys, unidec.cli, unidec.config, unidec.progress\n"
-        "print({'torch', 'numpy', 'pandas', 'scipy', 'pyarrow', 'mlflow', 'prefect', 'faiss'} & set(sys.modules))"
+        "print({'torch', 'numpy', 'pandas', 'scipy', 'pyarrow', 'mlflow', 'prefect', "
+        "'faiss'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "set()"
 
 
@@ -213,7 +258,9 @@ def test_every_make_target_is_in_its_help() -> None:
     make = shutil.which("make")
     if make is None:
         pytest.skip("no make")
-    shown = subprocess.run([make, "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    shown = subprocess.run(
+        [make, "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    ).stdout
     phony = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.M)
     assert phony is not None
     for target in phony[1].split():
@@ -232,7 +279,8 @@ def test_ci_and_hooks_need_nothing_from_elsewhere() -> None:
 def test_workflows_call_make_alone_on_every_python_that_is_supported() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
-    called, pythons = set(), set()
+    called = set()
+    pythons = set()
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         for job in yaml.safe_load(file.read_text())["jobs"].values():
             matrix = job.get("strategy", {}).get("matrix", {})
@@ -243,19 +291,35 @@ def test_workflows_call_make_alone_on_every_python_that_is_supported() -> None:
     for command in called - {".venv/bin/pip freeze --exclude-editable"}:
         program, target, *variables = command.split()
         assert program == "make" and target in targets, command
-        assert all(re.search(rf"^{word.split('=')[0]} *\?=", makefile, re.M) for word in variables), command
-    assert {"make docs PYTHON=python", "make wheel PYTHON=python", "make test PYTHON=python"} <= called
+        assert all(
+            re.search(rf"^{word.split('=')[0]} *\?=", makefile, re.M) for word in variables
+        ), command
+    assert {
+        "make docs PYTHON=python",
+        "make wheel PYTHON=python",
+        "make test PYTHON=python",
+    } <= called
     low, high = map(int, re.findall(r"3\.(\d+)", PYPROJECT["project"]["requires-python"]))
     assert pythons == {f"3.{minor}" for minor in range(low, high)}
-    listed = {name.split(" :: ")[-1] for name in PYPROJECT["project"]["classifiers"] if "Python :: 3." in name}
+    listed = {
+        name.split(" :: ")[-1]
+        for name in PYPROJECT["project"]["classifiers"]
+        if "Python :: 3." in name
+    }
     assert listed == pythons
 
 
 def test_changelog_begins_with_this_version_or_the_next() -> None:
     from packaging.version import Version
 
-    first = re.findall(r"^## (\S+?)(, in preparation)?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
-    assert Version(first[0]) > Version(unidec.__version__) if first[1] else first[0] == unidec.__version__
+    first = re.findall(
+        r"^## (\S+?)(, in preparation)?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )[0]
+    assert (
+        Version(first[0]) > Version(unidec.__version__)
+        if first[1]
+        else first[0] == unidec.__version__
+    )
 
 
 def test_notice_names_the_packages_whose_licence_asks_for_more() -> None:
@@ -265,9 +329,19 @@ def test_notice_names_the_packages_whose_licence_asks_for_more() -> None:
         licences = __import__("licences")
     finally:
         sys.path.remove(str(ROOT / "bin"))
-    named = set(re.findall(r"^\| `([\w.-]+)` \|", (ROOT / "NOTICE.md").read_text(encoding="utf-8"), re.MULTILINE))
-    found = {name.lower() for name, _, licence in licences.installed() if licences.COPYLEFT.search(licence)}
-    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    named = set(
+        re.findall(
+            r"^\| `([\w.-]+)` \|", (ROOT / "NOTICE.md").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
+    found = {
+        name.lower()
+        for name, _, licence in licences.installed()
+        if licences.COPYLEFT.search(licence)
+    }
+    pinned = {
+        line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
     assert found, "certifi at least"
     assert found & pinned <= named, f"NOTICE.md does not name {found & pinned - named}"
     assert named <= pinned
@@ -275,12 +349,19 @@ def test_notice_names_the_packages_whose_licence_asks_for_more() -> None:
 
 def test_citation_names_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == unidec.__version__ and citation["license"] == PYPROJECT["project"]["license"]
+    assert (
+        citation["version"] == unidec.__version__
+        and citation["license"] == PYPROJECT["project"]["license"]
+    )
     assert citation["authors"] == PYPROJECT["project"]["authors"]
 
 
 def test_links_in_the_documentation_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]:
+    for page in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+    ]:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"

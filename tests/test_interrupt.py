@@ -49,7 +49,11 @@ def test_nothing_came(handlers):
     mine = [signal.getsignal(number) for number in BOTH]
     with stop_signals() as stop:
         assert [signal.getsignal(number) for number in BOTH] != mine
-    assert stop.asked is None and handlers == [] and [signal.getsignal(number) for number in BOTH] == mine
+    assert (
+        stop.asked is None
+        and handlers == []
+        and [signal.getsignal(number) for number in BOTH] == mine
+    )
 
 
 def test_the_second_acts_at_once():
@@ -65,7 +69,10 @@ def test_the_second_acts_at_once():
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert reached == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (
+        reached == [signal.SIGTERM]
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
 
 
 def test_an_error_goes_on_instead(handlers):
@@ -90,7 +97,8 @@ def test_what_was_ignored_stays_ignored():
 
 
 def test_another_thread_changes_nothing(handlers):
-    mine, seen = signal.getsignal(signal.SIGTERM), []
+    mine = signal.getsignal(signal.SIGTERM)
+    seen = []
 
     def work():
         with stop_signals() as stop:
@@ -102,13 +110,20 @@ def test_another_thread_changes_nothing(handlers):
     assert seen == [(mine, None)]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)]
+)
 def test_a_process_ends_as_it_always_did(number, code):
-    """SIGTERM's default ends it; SIGINT becomes KeyboardInterrupt, which Python ends by the signal."""
+    """SIGTERM's default ends it; SIGINT becomes KeyboardInterrupt, which Python ends by
+    the signal.
+    """
     program = (
         "import os, signal\nfrom unidec.interrupt import stop_signals\n"
-        f"with stop_signals() as stop:\n    os.kill(os.getpid(), {int(number)})\n    print('saved', flush=True)\n"
+        f"with stop_signals() as stop:\n    os.kill(os.getpid(), {int(number)})\n    "
+        "print('saved', flush=True)\n"
         "print('never')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (code, "saved\n")

@@ -1,4 +1,6 @@
-"""What is free on this machine, in a container too, what this process took, and what it gives back."""
+"""What is free on this machine, in a container too, what this process took, and what it
+gives back.
+"""
 
 import ctypes
 import subprocess
@@ -12,7 +14,9 @@ from unidec import machine
 
 def test_a_container_has_less_than_its_machine(tmp_path, monkeypatch):
     files = [tmp_path / name for name in ("max", "current", "stat")]
-    for file, text in zip(files, ("1000000", "400000", "anon 5\ninactive_file 100000\n"), strict=True):
+    for file, text in zip(
+        files, ("1000000", "400000", "anon 5\ninactive_file 100000\n"), strict=True
+    ):
         file.write_text(text)
     monkeypatch.setattr(machine, "_CGROUP", tuple(files))
     assert machine.available_host() == 700_000
@@ -58,7 +62,9 @@ libc.fclose(file)
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="another C library than glibc")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_info"), reason="another C library than glibc"
+)
 def test_all_threads_share_one_heap(tmp_path):
     heaps = {}
     for how in ("one", "each"):

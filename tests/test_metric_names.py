@@ -10,8 +10,12 @@ from unidec.metric_names import metric_names, parse
 
 
 def test_they_are_the_figures_of_the_evaluator() -> None:
-    figures = evaluate(np.zeros((1, 1), dtype=int), csr_matrix(np.ones((1, 1))), np.ones(1), np.zeros(1, dtype=int))
-    assert sorted(metric_names()) == sorted(name for name in figures if not name.endswith("num_queries"))
+    figures = evaluate(
+        np.zeros((1, 1), dtype=int), csr_matrix(np.ones((1, 1))), np.ones(1), np.zeros(1, dtype=int)
+    )
+    assert sorted(metric_names()) == sorted(
+        name for name in figures if not name.endswith("num_queries")
+    )
     assert len(set(metric_names())) == len(metric_names())
 
 

@@ -18,13 +18,17 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def lines() -> Callable[..., tuple[Progress[Any], Callable[[float], None], io.StringIO]]:
-    """`lines(iterable, ...)` -> a progress display without a terminal, a function that moves its clock, its output."""
+    """`lines(iterable, ...)` -> a progress display without a terminal, a function that moves its
+    clock, its output.
+    """
 
     def make(iterable: Iterable[Any] | None = None, **options: Any):
         stream = io.StringIO()
         bar = progress(iterable, stream=stream, **{"desc": "x", **options})
         now = [0.0]
-        bar._time, bar.start_t, bar.last_print_t = (lambda: now[0]), 0.0, 0.0
+        bar._time = lambda: now[0]
+        bar.start_t = 0.0
+        bar.last_print_t = 0.0
         return bar, lambda seconds: now.__setitem__(0, now[0] + seconds), stream
 
     return make

@@ -1,4 +1,6 @@
-"""Every shipped recipe: a complete head, the settings of the spec's tables, training with and without Gandalf."""
+"""Every shipped recipe: a complete head, the settings of the spec's tables, training with and
+without Gandalf.
+"""
 
 import contextlib
 import json
@@ -26,72 +28,222 @@ FIELDS = ["Recipe", "Paper", "Reproduces", "Follows", "Differs", "Expected", "Ti
 
 # the systems' table of the spec, and its table of settings, as parameters
 UNIDEC = {
-    "model.heads": "both", "loss.reduction": "psl", "pool.batches": "clustered", "loss.balance": 0.5,
-    "loss.de_forward": 0.5, "loss.clf_forward": 0.5, "pool.beta": 3, "pool.eta": 6, "model.temperature": 1 / 18,
+    "model.heads": "both",
+    "loss.reduction": "psl",
+    "pool.batches": "clustered",
+    "loss.balance": 0.5,
+    "loss.de_forward": 0.5,
+    "loss.clf_forward": 0.5,
+    "pool.beta": 3,
+    "pool.eta": 6,
+    "model.temperature": 1 / 18,
     "index.space": "both",
-}  # fmt: skip
+}
 ENCODER_ALONE = {
-    "model.heads": "de", "loss.reduction": "psl", "pool.batches": "clustered", "loss.de_forward": 0.5,
-    "model.temperature": 1 / 18, "index.space": "de",
-}  # fmt: skip
-ONE_POSITIVE = {"model.heads": "de", "loss.reduction": "pol", "pool.beta": 1, "loss.de_forward": 1.0,
-                "index.space": "de"}  # fmt: skip
-PAPER = {"encoder.trainable_layers": -1, "optim.lr_encoder": 1e-4, "optim.lr_heads": 2e-4, "optim.lr_clf": 1e-3,
-         "optim.warmup_epochs": 3, "optim.weight_decay": 0.05, "pool.refresh": 5, "model.dim": 384}  # fmt: skip
+    "model.heads": "de",
+    "loss.reduction": "psl",
+    "pool.batches": "clustered",
+    "loss.de_forward": 0.5,
+    "model.temperature": 1 / 18,
+    "index.space": "de",
+}
+ONE_POSITIVE = {
+    "model.heads": "de",
+    "loss.reduction": "pol",
+    "pool.beta": 1,
+    "loss.de_forward": 1.0,
+    "index.space": "de",
+}
+PAPER = {
+    "encoder.trainable_layers": -1,
+    "optim.lr_encoder": 1e-4,
+    "optim.lr_heads": 2e-4,
+    "optim.lr_clf": 1e-3,
+    "optim.warmup_epochs": 3,
+    "optim.weight_decay": 0.05,
+    "pool.refresh": 5,
+    "model.dim": 384,
+}
 OVA = {"model.heads": "clf", "loss.clf": "bce", "loss.clf_bce": 0.0, "index.space": "clf"}
-DECAF = OVA | {"encoder.kind": "bag", "encoder.residual": True, "model.clf_residual": True, "model.clf_gates": True,
-               "model.clf_bias": True, "pool.clf_labels": "pool", "loss.clf": "ds"}  # fmt: skip  # the papers: BCE
+DECAF = OVA | {
+    "encoder.kind": "bag",
+    "encoder.residual": True,
+    "model.clf_residual": True,
+    "model.clf_gates": True,
+    # the papers: BCE
+    "model.clf_bias": True,
+    "pool.clf_labels": "pool",
+    "loss.clf": "ds",
+}
 SPEC = {
     "unidec": {"model.heads": "both", "loss.reduction": "psl", "loss.de": "ds", "loss.clf": "ds"},
-    "unidec-long": {"model.heads": "both", "loss.reduction": "psl", "loss.de": "ds", "loss.clf": "ds",
-                    "tokens.text": "title+content"},
-    "unidec-v2": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "pool.size": 3000},
-    "unidec-v2-bce": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "pool.size": 3000},
-    "unidec-v1": UNIDEC | {"loss.de": "supcon", "loss.clf": "supcon", "loss.clf_bce": 0.0, "pool.size": 1500},
-    "unidec-gpu": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "tokens.max_length": 32},
-    "unidec-gpu-long": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "run.recompute": True,
-                                         "tokens.max_length": 128, "tokens.text": "title+content"},
-    "mixup": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "queries"},
-    "label-mixup": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "labels"},
+    "unidec-long": {
+        "model.heads": "both",
+        "loss.reduction": "psl",
+        "loss.de": "ds",
+        "loss.clf": "ds",
+        "tokens.text": "title+content",
+    },
+    "unidec-v2": UNIDEC
+    | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "pool.size": 3000},
+    "unidec-v2-bce": UNIDEC
+    | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "pool.size": 3000},
+    "unidec-v1": UNIDEC
+    | {"loss.de": "supcon", "loss.clf": "supcon", "loss.clf_bce": 0.0, "pool.size": 1500},
+    "unidec-gpu": UNIDEC
+    | PAPER
+    | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "tokens.max_length": 32},
+    "unidec-gpu-long": UNIDEC
+    | PAPER
+    | {
+        "loss.de": "ds",
+        "loss.clf": "ds",
+        "run.recompute": True,
+        "tokens.max_length": 128,
+        "tokens.text": "title+content",
+    },
+    "mixup": UNIDEC
+    | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "queries"},
+    "label-mixup": UNIDEC
+    | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "loss.mixup": "labels"},
     "decaf": DECAF,
     "eclare": DECAF | {"model.clf_graph": True, "label_graph.kind": "random-walk"},
-    "astec-surrogate": OVA | {"encoder.kind": "bag", "encoder.residual": False, "model.surrogate": 2, "loss.clf": "ds",
-                              "model.clf_init": "xavier", "model.clf_bias": True, "pool.clf_labels": "all"},
-    "astec": OVA | {"encoder.kind": "bag", "encoder.residual": True, "model.clf_init": "xavier", "model.clf_bias": True,
-                    "pool.clf_labels": "pool", "pool.eta": 6, "loss.clf": "ds"},
-    "graphsage": OVA | {"loss.clf": "ds", "encoder.kind": "bag", "model.clf_residual": True, "model.clf_queries": 3,
-                        "optim.lr_clf": 0.0, "pool.batches": "random"},
-    "inceptionxml": OVA | {"loss.clf": "ds", "encoder.kind": "inception", "pool.clf_labels": "all",
-                           "pool.batches": "random", "model.clf_init": "xavier"},  # the paper: BCE
-    "inceptionxml-lf": DECAF | {"encoder.kind": "inception", "encoder.residual": False, "model.clf_graph": True,
-                                "label_graph.kind": "random-walk"},
-    "cascadexml": OVA | {"model.levels": [32, 4], "pool.shortlist": 64, "pool.refresh": 1, "loss.clf": "ds",
-                         "model.clf_init": "xavier", "model.clf_bias": True, "pool.clf_labels": "pool"},
+    "astec-surrogate": OVA
+    | {
+        "encoder.kind": "bag",
+        "encoder.residual": False,
+        "model.surrogate": 2,
+        "loss.clf": "ds",
+        "model.clf_init": "xavier",
+        "model.clf_bias": True,
+        "pool.clf_labels": "all",
+    },
+    "astec": OVA
+    | {
+        "encoder.kind": "bag",
+        "encoder.residual": True,
+        "model.clf_init": "xavier",
+        "model.clf_bias": True,
+        "pool.clf_labels": "pool",
+        "pool.eta": 6,
+        "loss.clf": "ds",
+    },
+    "graphsage": OVA
+    | {
+        "loss.clf": "ds",
+        "encoder.kind": "bag",
+        "model.clf_residual": True,
+        "model.clf_queries": 3,
+        "optim.lr_clf": 0.0,
+        "pool.batches": "random",
+    },
+    "inceptionxml": OVA
+    | {
+        "loss.clf": "ds",
+        "encoder.kind": "inception",
+        "pool.clf_labels": "all",
+        "pool.batches": "random",
+        "model.clf_init": "xavier",
+    },  # the paper: BCE
+    "inceptionxml-lf": DECAF
+    | {
+        "encoder.kind": "inception",
+        "encoder.residual": False,
+        "model.clf_graph": True,
+        "label_graph.kind": "random-walk",
+    },
+    "cascadexml": OVA
+    | {
+        "model.levels": [32, 4],
+        "pool.shortlist": 64,
+        "pool.refresh": 1,
+        "loss.clf": "ds",
+        "model.clf_init": "xavier",
+        "model.clf_bias": True,
+        "pool.clf_labels": "pool",
+    },
     "depsl": ENCODER_ALONE | {"loss.de": "ds", "model.temperature": 0.02},  # the paper: 1 / 18
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
-    "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
-    "simcse": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.simcse": True,
-                              "model.temperature": 0.05},
+    "dpr": ONE_POSITIVE
+    | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
+    "simcse": ONE_POSITIVE
+    | {
+        "loss.de": "infonce",
+        "pool.batches": "random",
+        "pool.simcse": True,
+        "model.temperature": 0.05,
+    },
     "ance": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 4},
-    "ngame": ONE_POSITIVE | {"loss.de": "triplet", "loss.margin": 0.3, "loss.triplet_negatives": "softmax",
-                             "loss.triplet_top": 10, "pool.batches": "clustered", "pool.cluster_start": 1,
-                             "pool.eta": 0},
-    "dexa": ONE_POSITIVE | {"loss.de": "triplet", "loss.margin": 0.3, "pool.batches": "clustered",
-                            "pool.cluster_start": 1, "pool.eta": 0, "model.auxiliary": 2},
-    "ngame-classifier": OVA | {"loss.clf": "triplet", "loss.margin": 0.2, "loss.triplet_negatives": "softmax",
-                               "loss.triplet_top": 3, "encoder.frozen": True, "model.clf_init": "label_embedding",
-                               "pool.clf_labels": "pool", "pool.batches": "clustered", "pool.eta": 6},
-    "siamesexml": {"model.heads": "both", "encoder.kind": "bag", "model.clf_residual": True, "model.clf_bias": False,
-                   "loss.de": "triplet", "loss.triplet_negatives": "hardest", "loss.clf": "triplet",
-                   "pool.batches": "clustered", "pool.clf_labels": "pool"},
-    "dexml": ONE_POSITIVE | {"loss.de": "ds", "pool.batches": "random", "model.temperature": 0.05, "pool.eta": 4},
-    "dexml-all": {"model.heads": "de", "loss.reduction": "pal-n", "loss.de": "ds", "pool.de_labels": "all",
-                  "model.temperature": 0.05, "pool.batches": "random", "loss.de_forward": 1.0},
-    "dexml-topk": {"model.heads": "de", "loss.de": "softtopk", "loss.topk": 5, "pool.de_labels": "all",
-                   "model.temperature": 0.05, "pool.batches": "random"},
-    "renee": OVA | {"pool.clf_labels": "all", "pool.batches": "random", "model.clf_init": "normal",
-                    "pool.gandalf": True, "label_graph.kind": "self"},
-}  # fmt: skip
+    "ngame": ONE_POSITIVE
+    | {
+        "loss.de": "triplet",
+        "loss.margin": 0.3,
+        "loss.triplet_negatives": "softmax",
+        "loss.triplet_top": 10,
+        "pool.batches": "clustered",
+        "pool.cluster_start": 1,
+        "pool.eta": 0,
+    },
+    "dexa": ONE_POSITIVE
+    | {
+        "loss.de": "triplet",
+        "loss.margin": 0.3,
+        "pool.batches": "clustered",
+        "pool.cluster_start": 1,
+        "pool.eta": 0,
+        "model.auxiliary": 2,
+    },
+    "ngame-classifier": OVA
+    | {
+        "loss.clf": "triplet",
+        "loss.margin": 0.2,
+        "loss.triplet_negatives": "softmax",
+        "loss.triplet_top": 3,
+        "encoder.frozen": True,
+        "model.clf_init": "label_embedding",
+        "pool.clf_labels": "pool",
+        "pool.batches": "clustered",
+        "pool.eta": 6,
+    },
+    "siamesexml": {
+        "model.heads": "both",
+        "encoder.kind": "bag",
+        "model.clf_residual": True,
+        "model.clf_bias": False,
+        "loss.de": "triplet",
+        "loss.triplet_negatives": "hardest",
+        "loss.clf": "triplet",
+        "pool.batches": "clustered",
+        "pool.clf_labels": "pool",
+    },
+    "dexml": ONE_POSITIVE
+    | {"loss.de": "ds", "pool.batches": "random", "model.temperature": 0.05, "pool.eta": 4},
+    "dexml-all": {
+        "model.heads": "de",
+        "loss.reduction": "pal-n",
+        "loss.de": "ds",
+        "pool.de_labels": "all",
+        "model.temperature": 0.05,
+        "pool.batches": "random",
+        "loss.de_forward": 1.0,
+    },
+    "dexml-topk": {
+        "model.heads": "de",
+        "loss.de": "softtopk",
+        "loss.topk": 5,
+        "pool.de_labels": "all",
+        "model.temperature": 0.05,
+        "pool.batches": "random",
+    },
+    "renee": OVA
+    | {
+        "pool.clf_labels": "all",
+        "pool.batches": "random",
+        "model.clf_init": "normal",
+        "pool.gandalf": True,
+        "label_graph.kind": "self",
+    },
+}
 OTHER_ENCODER = {
     "siamesexml",
     "decaf",
@@ -146,7 +298,9 @@ def test_the_head_says_what_is_reproduced_and_what_to_expect(name):
     text = " ".join(text for _, text in fields)
     for page in re.findall(r"docs/\S+?\.md", text):
         assert (ROOT / page).is_file(), page
-    settings = [f"{key}={given}" for key, given in re.findall(r"\b([a-z]+\.[a-z_]+): ([\w.]*\w)", text)]
+    settings = [
+        f"{key}={given}" for key, given in re.findall(r"\b([a-z]+\.[a-z_]+): ([\w.]*\w)", text)
+    ]
     parsed(name, **parse_overrides(settings))
 
 
@@ -158,25 +312,40 @@ def test_settings_are_those_of_the_specs_tables(name):
 
 @pytest.mark.parametrize(
     ("name", "num_rows", "published"),
-    [("unidec-gpu", 294_805, 1152), ("unidec-gpu", 2_248_619, 1098), ("unidec-gpu-long", 294_805, 576),
-     ("unidec-gpu-long", 693_082, 677)],
-)  # fmt: skip
+    [
+        ("unidec-gpu", 294_805, 1152),
+        ("unidec-gpu", 2_248_619, 1098),
+        ("unidec-gpu-long", 294_805, 576),
+        ("unidec-gpu-long", 693_082, 677),
+    ],
+)
 def test_batches_have_the_published_size(name, num_rows, published):
-    """Training queries of AmazonTitles-131K, 1.3M, Amazon-131K, WikiSeeAlso-320K, with nothing held out."""
+    """Training queries of AmazonTitles-131K, 1.3M, Amazon-131K, WikiSeeAlso-320K, with nothing held
+    out.
+    """
     size = queries_a_batch(parsed(name).pool, num_rows)
     assert size == published
     assert (
-        num_clusters(num_rows, size) == num_rows // size + (num_rows % size > 0) == 2 ** round(np.log2(num_rows / size))
+        num_clusters(num_rows, size)
+        == num_rows // size + (num_rows % size > 0)
+        == 2 ** round(np.log2(num_rows / size))
     )
 
 
 @pytest.mark.parametrize("name", ["unidec-gpu", "unidec-gpu-long"])
-def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(name, golden, tiny_bert, tmp_path):
-    """Its first loss is that of a guess, log(pool): vectors of a bare transformer are several units long."""
-    num_labels, pool = 131_072, 300
+def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(
+    name, golden, tiny_bert, tmp_path
+):
+    """Its first loss is that of a guess, log(pool): vectors of a bare transformer are several units
+    long.
+    """
+    num_labels = 131_072
+    pool = 300
     params = golden.small(name, tiny_bert, tmp_path)
     torch.manual_seed(0)
-    model = UniDEC.create(params.encoder, params.model, num_labels, tiny_bert, 100, params.model_dump()).eval()
+    model = UniDEC.create(
+        params.encoder, params.model, num_labels, tiny_bert, 100, params.model_dump()
+    ).eval()
     texts = encode_texts([f"river engine w{i}" for i in range(pool)], tiny_bert, 16)
     x_BW = torch.from_numpy(model.encode("queries", texts))
     assert x_BW.norm(dim=1).mean() > 4
@@ -190,10 +359,14 @@ def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(name, gold
 def test_no_step_waits_for_the_device(
     name, helper, benchmark_module, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, monkeypatch
 ):
-    """Between two logging steps: every operator of a step under a mode that refuses those which would wait, with the
-    attention that a GPU has."""
-    monkeypatch.setattr("unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"})
-    golden, no_waiting = helper("training/golden"), benchmark_module("no_waiting").NoWaiting
+    """Between two logging steps: every operator of a step under a mode that refuses those which
+    would wait, with the attention that a GPU has.
+    """
+    monkeypatch.setattr(
+        "unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"}
+    )
+    golden = helper("training/golden")
+    no_waiting = benchmark_module("no_waiting").NoWaiting
     params = golden.small(name, tiny_bert, tmp_path)
     graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
@@ -201,7 +374,8 @@ def test_no_step_waits_for_the_device(
     trainer.checks.each_step = False  # as on a GPU
     trainer.refresh()
     trainer.made = Refresh.load(trainer.refresh_folder(0), 0)
-    if params.loss.de == "softtopk":  # on a CPU it ends early, which waits; tests/model/test_losses.py has it on "meta"
+    # on a CPU it ends early, which waits; tests/model/test_losses.py has it on "meta"
+    if params.loss.de == "softtopk":
         solved = losses.thresholds
 
         def thresholds(*given):
@@ -224,13 +398,24 @@ def test_recipes_at_cpu_scale_share_encoder_width_and_epochs():
     """What a comparison holds equal is equal as shipped."""
     ours = {name: parsed(name) for name in SAME_ENCODER}
     assert len({params.encoder for params in ours.values()}) == 1
-    for key in ("model.dim", "optim.epochs", "optim.lr_bag", "optim.lr_heads", "pool.batch_size", "tokens.max_length"):
-        assert len({value(params, key) for name, params in ours.items() if name != "simcse"}) == 1, key  # a start
+    for key in (
+        "model.dim",
+        "optim.epochs",
+        "optim.lr_bag",
+        "optim.lr_heads",
+        "pool.batch_size",
+        "tokens.max_length",
+    ):
+        # a start
+        assert (
+            len({value(params, key) for name, params in ours.items() if name != "simcse"}) == 1
+        ), key
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_is_overridden_key_by_key_and_written_out_as_it_is(name, tmp_path):
-    recipe, changed = parsed(name), parsed(name, **{"optim.epochs": 7, "pool.beta": 5})
+    recipe = parsed(name)
+    changed = parsed(name, **{"optim.epochs": 7, "pool.beta": 5})
     assert (changed.optim.epochs, changed.pool.beta) == (7, 5)
     assert changed.encoder == recipe.encoder and changed.loss == recipe.loss
     written = tmp_path / "all.yaml"
@@ -244,31 +429,56 @@ def golden(helper, monkeypatch):
     return helper("training/golden")
 
 
-@pytest.mark.parametrize("gandalf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "gandalf"])
+@pytest.mark.parametrize(
+    "gandalf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "gandalf"]
+)
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path):
-    """An epoch: finite losses, weights that move, vectors for the index; with Gandalf label texts among the queries."""
+    """An epoch: finite losses, weights that move, vectors for the index; with Gandalf label texts
+    among the queries.
+    """
     if gandalf and name == "simcse":
         pytest.skip("label texts are queries already, each with itself as its label")
-    params = golden.small(name, tiny_bert, tmp_path, **{
-        "pool.gandalf": gandalf, "optim.epochs": 1, "pool.refresh": 1, "optim.warmup_epochs": 0.0,
-    })  # fmt: skip
+    params = golden.small(
+        name,
+        tiny_bert,
+        tmp_path,
+        **{
+            "pool.gandalf": gandalf,
+            "optim.epochs": 1,
+            "pool.refresh": 1,
+            "optim.warmup_epochs": 0.0,
+        },
+    )
     graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     trainer = Trainer(
-        params.training, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
+        params.training,
+        TrainingData(tiny_dataset, *tiny_tokens.values(), graph),
+        tmp_path / "run",
+        tmp_path / "cache",
     )
     before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
     trainer.refresh()
     trainer.train_round()
     assert trainer.finished
-    lines = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == trainer.steps_per_epoch >= 4
     assert all(np.isfinite(line["loss"]) and 0 < line["grad_norm"] < np.inf for line in lines)
     num_train = len(tiny_dataset.rows("train"))
-    assert len(trainer.rows) == num_train + (tiny_dataset.num_labels if gandalf or params.pool.simcse else 0)
+    assert len(trainer.rows) == num_train + (
+        tiny_dataset.num_labels if gandalf or params.pool.simcse else 0
+    )
 
-    moved = {key for key, tensor in trainer.model.state_dict().items() if not tensor.equal(before[key])}
-    heads = {"both": {"head_de", "head_clf", "table"}, "de": {"head_de"}, "clf": {"head_clf", "table"}}
+    moved = {
+        key for key, tensor in trainer.model.state_dict().items() if not tensor.equal(before[key])
+    }
+    heads = {
+        "both": {"head_de", "head_clf", "table"},
+        "de": {"head_de"},
+        "clf": {"head_clf", "table"},
+    }
     for kind in ("both", "clf"):
         parts = {
             "bias": "clf_bias",
@@ -282,7 +492,9 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected
 
-    de, clf = trainer.model.encode_queries(trainer.encoding.tokens["queries"], np.arange(5), trainer.encoding.build)
+    de, clf = trainer.model.encode_queries(
+        trainer.encoding.tokens["queries"], np.arange(5), trainer.encoding.build
+    )
     table = trainer.classifier()[0]
     for vectors, there in ((de, "de"), (clf, "clf"), (table, "clf")):
         assert (vectors is not None) == (params.model.heads in ("both", there))
@@ -294,8 +506,13 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
     name, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path
 ):
     def losses(run, **options):
-        params = golden.small(name, tiny_bert, tmp_path, **{"optim.epochs": 1, "pool.refresh": 1, "pool.beta": 1,
-                                                            "optim.warmup_epochs": 0.0} | options)  # fmt: skip
+        params = golden.small(
+            name,
+            tiny_bert,
+            tmp_path,
+            **{"optim.epochs": 1, "pool.refresh": 1, "pool.beta": 1, "optim.warmup_epochs": 0.0}
+            | options,
+        )
         graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
         trainer = Trainer(
             params.training,
@@ -305,34 +522,56 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
         )
         trainer.refresh()
         trainer.train_round()
-        return [json.loads(line)["loss"] for line in (tmp_path / run / "history.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["loss"]
+            for line in (tmp_path / run / "history.jsonl").read_text().splitlines()
+        ]
 
     plain = losses("plain")
     weighted = losses("weighted", **{"loss.weights": "propensity"})
     assert np.isfinite(weighted).all() and not np.allclose(weighted, plain)
     drawn = losses("drawn", **{"pool.positives": "tail"})
     # a loss over all labels and all positives has nothing to draw
-    assert np.isfinite(drawn).all() and np.allclose(drawn, plain) == (name in ("dexml-topk", "renee"))
+    assert np.isfinite(drawn).all() and np.allclose(drawn, plain) == (
+        name in ("dexml-topk", "renee")
+    )
 
 
 @pytest.mark.parametrize(
     "name", sorted({"unidec-v2", "ngame", "dexml-topk", "renee", "siamesexml", "ngame-classifier"})
 )
-def test_a_recipe_learns_its_training_queries(name, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path):
+def test_a_recipe_learns_its_training_queries(
+    name, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path
+):
     """Ten epochs with higher rates, no dropout: the first label is right more often than before."""
-    params = golden.small(name, tiny_bert, tmp_path, **{
-        "optim.epochs": 10, "pool.refresh": 5, "optim.lr_bag": 1e-2, "optim.lr_heads": 1e-2, "optim.lr_clf": 3e-2,
-        "model.dropout": 0.0, "encoder.dropout": 0.0, "encoder.bag_dropout": 0.0,
-    })  # fmt: skip
+    params = golden.small(
+        name,
+        tiny_bert,
+        tmp_path,
+        **{
+            "optim.epochs": 10,
+            "pool.refresh": 5,
+            "optim.lr_bag": 1e-2,
+            "optim.lr_heads": 1e-2,
+            "optim.lr_clf": 3e-2,
+            "model.dropout": 0.0,
+            "encoder.dropout": 0.0,
+            "encoder.bag_dropout": 0.0,
+        },
+    )
     graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     trainer = Trainer(
-        params.training, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
+        params.training,
+        TrainingData(tiny_dataset, *tiny_tokens.values(), graph),
+        tmp_path / "run",
+        tmp_path / "cache",
     )
     rows = tiny_dataset.rows("train")
     relevance = tiny_dataset.relevance.toarray()[rows] > 0
 
     def precision():
-        model, tokens = trainer.model, trainer.encoding.tokens
+        model = trainer.model
+        tokens = trainer.encoding.tokens
         de, clf = model.encode_queries(tokens["queries"], rows, trainer.encoding.build)
         score = 0.0
         if de is not None:

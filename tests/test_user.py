@@ -1,4 +1,6 @@
-"""A user id without a name, and a project of another user; as root, in child processes that give it up."""
+"""A user id without a name, and a project of another user; as root, in child processes that give it
+up.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become anot
 
 
 def as_nobody(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run code as a user without a name: what it imports is imported before, as the user may not read our packages."""
+    """Run code as a user without a name: what it imports is imported before, as the user may not
+    read our packages.
+    """
     head = "import os, unidec.user, getpass, pathlib, tempfile\n"
     head += f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     named = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOME")
     kept = {name: value for name, value in os.environ.items() if name not in named}
     command = [sys.executable, "-c", head + code]
-    return subprocess.run(command, cwd=folder, env=kept | variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=folder, env=kept | variables, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.fixture
@@ -46,7 +52,11 @@ print(getpass.getuser(), home, os.access(home, os.W_OK))
 """
     done = as_nobody(code, open_folder, TMPDIR=str(open_folder / "tmp"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [f"user-{NOBODY}", f"{open_folder}/tmp/unidec-home-{NOBODY}", "True"]
+    assert done.stdout.split() == [
+        f"user-{NOBODY}",
+        f"{open_folder}/tmp/unidec-home-{NOBODY}",
+        "True",
+    ]
     again = as_nobody(code, open_folder, TMPDIR=str(open_folder / "tmp"))
     assert again.stdout == done.stdout, "the same home"
 
@@ -81,7 +91,12 @@ except ArtifactError as error:
     print(error)
 """
     said = as_nobody(code, open_folder).stdout
-    assert "outputs" in said and f"user id {NOBODY}" in said and "chown" in said and str(open_folder) in said
+    assert (
+        "outputs" in said
+        and f"user id {NOBODY}" in said
+        and "chown" in said
+        and str(open_folder) in said
+    )
 
 
 def test_folders_that_do_not_exist_can_be_made(tmp_path: Path) -> None:
@@ -99,4 +114,8 @@ def test_prefects_folder_of_another_user(open_folder: Path, name: str) -> None:
         target.touch()
     target.chmod(0o555)
     done = as_nobody('unidec.user.check_writable([pathlib.Path("home")])', open_folder)
-    assert done.returncode == 1 and "cannot be written" in done.stderr and ArtifactError.__name__ in done.stderr
+    assert (
+        done.returncode == 1
+        and "cannot be written" in done.stderr
+        and ArtifactError.__name__ in done.stderr
+    )

@@ -1,4 +1,6 @@
-"""A bundle small enough to check by hand: a model that averages word vectors, twelve labels, both heads."""
+"""A bundle small enough to check by hand: a model that averages word vectors, twelve labels, both
+heads.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,20 @@ from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.ranker import Calibration
 
 WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]
-TITLES = ["red car", "green car", "blue car", "red boat", "green boat", "blue boat", "old house", "new house",
-          "big house", "old red house", "big blue boat", "größer, \"neu\"\nund <b>rot</b> 🚗"]  # fmt: skip
+TITLES = [
+    "red car",
+    "green car",
+    "blue car",
+    "red boat",
+    "green boat",
+    "blue boat",
+    "old house",
+    "new house",
+    "big house",
+    "old red house",
+    "big blue boat",
+    'größer, "neu"\nund <b>rot</b> 🚗',
+]
 UIDS = [f"L{i}" for i in range(len(TITLES))]
 DIM = 6
 
@@ -37,9 +51,11 @@ class StubModel:
 
     def __init__(self, path: Path) -> None:
         config = json.loads((path / "config.json").read_text())
-        self.heads, self.num_labels = config["heads"], config["num_labels"]
+        self.heads = config["heads"]
+        self.num_labels = config["num_labels"]
         self.settings = SimpleNamespace(dim=DIM)
-        self.tokenizer_folder, self.max_length = path / "tokenizer", 8
+        self.tokenizer_folder = path / "tokenizer"
+        self.max_length = 8
         self.words_2VD = np.load(path / "words.npy", allow_pickle=False)
 
     def _mean(self, head: int, tokens: Tokens, rows: np.ndarray) -> np.ndarray:
@@ -62,15 +78,26 @@ def write_model(path: Path, rng: np.random.Generator, heads: str = "both") -> Pa
     with write_folder(path, "model", 1) as out:
         (out.path / "tokenizer").mkdir()
         tokenizer.save(str(out.path / "tokenizer" / "tokenizer.json"))
-        np.save(out.path / "words.npy", rng.normal(size=(2, len(vocabulary), DIM)).astype(np.float32))
-        (out.path / "config.json").write_text(json.dumps({"heads": heads, "num_labels": len(TITLES)}))
+        np.save(
+            out.path / "words.npy", rng.normal(size=(2, len(vocabulary), DIM)).astype(np.float32)
+        )
+        (out.path / "config.json").write_text(
+            json.dumps({"heads": heads, "num_labels": len(TITLES)})
+        )
         (out.path / "history.jsonl").write_text(json.dumps({"seconds": rng.random()}))
     return path
 
 
-def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_words: bool, num: int = 30,
-                    word_head: int = 0) -> Neighbours:  # fmt: skip
-    """Training queries of three words each (the first without any) with some labels (the second and third without).
+def tiny_neighbours(
+    model: StubModel,
+    rng: np.random.Generator,
+    vote: Any,
+    by_words: bool,
+    num: int = 30,
+    word_head: int = 0,
+) -> Neighbours:
+    """Training queries of three words each (the first without any) with some labels (the second and
+    third without).
 
     No two have the same words: which of two that are equally near votes would be chance.
     """
@@ -86,19 +113,41 @@ def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_wo
         space = WordSpace.fit(model.tokenizer_folder, flat, offsets, word_head)
         titles = encode_texts(TITLES, model.tokenizer_folder, 8)
         label_words = space.vectors(*titles.ragged(np.arange(len(TITLES))))
-        return Neighbours(space.vectors(flat, offsets), csr_matrix(labels_ML), uids, texts, vote, space, label_words)
+        return Neighbours(
+            space.vectors(flat, offsets),
+            csr_matrix(labels_ML),
+            uids,
+            texts,
+            vote,
+            space,
+            label_words,
+        )
     return Neighbours(de if de is not None else clf, csr_matrix(labels_ML), uids, texts, vote)
 
 
-def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "both", space: str = "both",
-                      kind: str = "flat", clf_normalize: bool = True, bias: bool = False,
-                      clf_weight: float = 0.5, vote: str | None = None, knn_weight: float = 0.7,
-                      knn_neighbours: int = 7, by_words: bool = False, fused: bool = False, stacked: bool = False,
-                      word_head: int = 0,
-                      calibration: Calibration | None = None) -> dict:  # fmt: skip
-    """Write model and bundle beside each other; returns what it was made of; with `vote` training queries vote; with
-    `fused` a fusion of random weights ranks, with `stacked` one that reads a network by words, `word_head` first words
-    too."""
+def write_tiny_bundle(
+    path: Path,
+    rng: np.random.Generator,
+    *,
+    heads: str = "both",
+    space: str = "both",
+    kind: str = "flat",
+    clf_normalize: bool = True,
+    bias: bool = False,
+    clf_weight: float = 0.5,
+    vote: str | None = None,
+    knn_weight: float = 0.7,
+    knn_neighbours: int = 7,
+    by_words: bool = False,
+    fused: bool = False,
+    stacked: bool = False,
+    word_head: int = 0,
+    calibration: Calibration | None = None,
+) -> dict:
+    """Write model and bundle beside each other; returns what it was made of; with `vote` training
+    queries vote; with `fused` a fusion of random weights ranks, with `stacked` one that reads a
+    network by words, `word_head` first words too.
+    """
     model_path = write_model(path.parent / "model", rng, heads)
     model = StubModel(model_path)
     tokens = encode_texts(TITLES, model.tokenizer_folder, model.max_length)
@@ -106,22 +155,42 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     clf_LD = rng.normal(size=(len(TITLES), DIM)).astype(np.float32) if heads != "de" else None
     bias_L = rng.normal(size=len(TITLES)).astype(np.float32) if bias else None
     index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind=kind)
-    neighbours = None if vote is None else tiny_neighbours(model, rng, vote, by_words, word_head=word_head)
+    neighbours = (
+        None if vote is None else tiny_neighbours(model, rng, vote, by_words, word_head=word_head)
+    )
     head = "clf" if heads == "clf" else "de"
     knn = None if neighbours is None else KnnInfo.of(neighbours, knn_weight, knn_neighbours, head)
     fusion = random_fusion(rng, stacked, word_head) if fused else None
-    facts = Facts("title", {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 50.0}}, {"seed": 0})
+    facts = Facts(
+        "title", {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 50.0}}, {"seed": 0}
+    )
     write_bundle(
-        path, model_path, index, BundleLabels(UIDS, TITLES, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
-        Scoring(space, clf_weight, clf_normalize, knn, fusion, calibration), facts,
+        path,
+        model_path,
+        index,
+        BundleLabels(UIDS, TITLES, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
+        Scoring(space, clf_weight, clf_normalize, knn, fusion, calibration),
+        facts,
         neighbours,
-    )  # fmt: skip
-    return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model, "neighbours": neighbours}
+    )
+    return {
+        "de_LD": de_LD,
+        "clf_LD": clf_LD,
+        "bias_L": bias_L,
+        "model": model,
+        "neighbours": neighbours,
+    }
 
 
 def random_fusion(rng: np.random.Generator, by_words: bool = False, word_head: int = 0) -> Fusion:
-    """Random weights; `by_words`: with a network that ranks by words, `word_head`: which reads first words too."""
-    words = Network(**random_layers(rng, len(WORD_FEATURES) * (2 if word_head else 1))) if by_words else None
+    """Random weights; `by_words`: with a network that ranks by words, `word_head`: which reads
+    first words too.
+    """
+    words = (
+        Network(**random_layers(rng, len(WORD_FEATURES) * (2 if word_head else 1)))
+        if by_words
+        else None
+    )
     num = len(FEATURES) + (len(BY_WORDS) if by_words else 0)
     return Fusion(**random_layers(rng, num), propensity=(0.55, 1.5), words=words)
 
@@ -132,18 +201,31 @@ def random_layers(rng: np.random.Generator, num: int, hidden: int = 5) -> dict[s
     mean, linear = rng.normal(size=(2, num)).tolist()
     bias, out = rng.normal(size=(2, hidden)).tolist()
     scale = rng.uniform(0.5, 2, num).tolist()
-    return {"mean": mean, "scale": scale, "linear": linear, "hidden": rows, "hidden_bias": bias, "out": out}
+    return {
+        "mean": mean,
+        "scale": scale,
+        "linear": linear,
+        "hidden": rows,
+        "hidden_bias": bias,
+        "out": out,
+    }
 
 
-def recall_with_ties(labels: np.ndarray, exact: np.ndarray, scores: np.ndarray, exact_scores: np.ndarray) -> float:
-    """As `recall`, but a label that scores as much as the last exact one counts as found: which of them is chance."""
+def recall_with_ties(
+    labels: np.ndarray, exact: np.ndarray, scores: np.ndarray, exact_scores: np.ndarray
+) -> float:
+    """As `recall`, but a label that scores as much as the last exact one counts as found: which of
+    them is chance.
+    """
     last = exact_scores.min(axis=1, keepdims=True)
     found = (scores >= last - 1e-5 * np.maximum(1.0, np.abs(last))) & (labels >= 0)
     found |= np.stack([np.isin(row, wanted) for row, wanted in zip(labels, exact, strict=True)])
     return float(np.minimum(found.sum(axis=1), exact.shape[1]).sum() / exact.size)
 
 
-def predict_file(bundle: Any, source: Path, target: Path, k: int = 5, shards: int | None = None, **options: Any) -> int:
+def predict_file(
+    bundle: Any, source: Path, target: Path, k: int = 5, shards: int | None = None, **options: Any
+) -> int:
     """`predict_file` with the options of a `FileRequest`. Torch encodes, as in the stub."""
     options = {"runtime": "torch"} | options
     request = files.FileRequest(str(bundle.path), str(source), str(target), k, **options)

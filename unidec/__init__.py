@@ -26,9 +26,13 @@ prepare()
 __all__ = ["Label", "Model", "UniDECClassifier", "XMCDataset", "__version__", "fit", "load"]
 
 _MODULES = {
-    "Label": "unidec.api", "Model": "unidec.api", "fit": "unidec.api", "load": "unidec.api",
-    "UniDECClassifier": "unidec.estimator", "XMCDataset": "unidec.data.dataset",
-}  # fmt: skip
+    "Label": "unidec.api",
+    "Model": "unidec.api",
+    "fit": "unidec.api",
+    "load": "unidec.api",
+    "UniDECClassifier": "unidec.estimator",
+    "XMCDataset": "unidec.data.dataset",
+}
 
 
 def __getattr__(name: str) -> Any:

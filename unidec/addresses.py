@@ -1,6 +1,7 @@
 """Addresses of servers and databases: their parts, and texts without their credentials.
 
-A part of an address is shown only if it is known to be harmless: a host, a port, a path, a parameter of `_HARMLESS`.
+A part of an address is shown only if it is known to be harmless: a host, a port, a path, a
+parameter of `_HARMLESS`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _NO_USER = ("file", "sqlite", "s3", "gs")  # an @ belongs to their paths
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*://"
 _ADDRESS = re.compile(rf"({_SCHEME})((?:(?!{_SCHEME})[^\n])*)")
 _PORT = r":\d{1,5}(?![^/?#\s'\",;)\]}])"
-_HOST = re.compile(rf"(?:\[[0-9A-Fa-f:.]+\]|localhost|[\w-]+(?:\.[\w-]+)+)(?:{_PORT})?(?=[/?#])|[\w-]+(?:{_PORT})?/#/")
+_HOST = re.compile(
+    rf"(?:\[[0-9A-Fa-f:.]+\]|localhost|[\w-]+(?:\.[\w-]+)+)(?:{_PORT})?(?=[/?#])|[\w-]+(?:{_PORT})?/#/"
+)
 _USER_AND_PASSWORD = re.compile(rf"[^\s:/?#@'\"<>\[{{]+(?!{_PORT}):(?=[^\s/])")
 # as SQLAlchemy reads it: a password may hold anything but @; for web addresses, the last @ counts
 _DATABASE_USER = re.compile(r"(?P<user>[^:/]*)(?::(?P<password>[^@]*))?@(?P<rest>.*)", re.DOTALL)
@@ -41,16 +44,21 @@ _SECRET_NAME = (
     r"|pwd|pass|sig|token|(?:access|auth|id|refresh|security)[_-]?token|x-amz-[\w-]+)"
 )
 _VALUE = r"'[^'\n]*'|\"[^\"\n]*\"|[^\s&;,'\"<>]+"
-_SECRET_VALUE = re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}=|['\"]{_SECRET_NAME}['\"]\s*[:=]\s*)(?:{_VALUE})")
+_SECRET_VALUE = re.compile(
+    rf"(?i)(?<![\w.-])({_SECRET_NAME}=|['\"]{_SECRET_NAME}['\"]\s*[:=]\s*)(?:{_VALUE})"
+)
 _HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer)?\s*)[^\s'\"]+")
 
-_SECRET_VARIABLE = re.compile(r"(?i)PASSWORD|PASSWD|SECRET|TOKEN|API_?KEY|ACCESS_KEY|AUTH_STRING|CREDENTIALS")
+_SECRET_VARIABLE = re.compile(
+    r"(?i)PASSWORD|PASSWD|SECRET|TOKEN|API_?KEY|ACCESS_KEY|AUTH_STRING|CREDENTIALS"
+)
 _SHORTEST_SECRET = 8  # shorter ones may be ordinary words of a message
 
 
 @dataclass(frozen=True)
 class Address:
-    """`scheme://user:password@host:port...` in parts; user and password are decoded, and empty if there are none.
+    """`scheme://user:password@host:port...` in parts; user and password are decoded, and empty if
+    there are none.
 
     Attributes:
         location: everything behind the user: host, port, path and query, as given.
@@ -69,15 +77,26 @@ class Address:
 
 
 def parse(uri: str) -> Address:
-    """The parts of an address, also if its password holds characters that should be percent-encoded."""
+    """The parts of an address, also if its password holds characters that should be
+    percent-encoded.
+    """
     scheme, _, rest = uri.partition("://")
     user = password = ""
     location = rest
     if found := _user_part(scheme, rest):
-        user, password, location = found["user"], found["password"] or "", found["rest"]
+        user = found["user"]
+        password = found["password"] or ""
+        location = found["rest"]
     parts = _HOST_AND_PORT.match(location)
     host, port = (parts["host"], parts["port"]) if parts else ("", None)
-    return Address(scheme, unquote(user), unquote(password), host.strip("[]"), int(port) if port else None, location)
+    return Address(
+        scheme,
+        unquote(user),
+        unquote(password),
+        host.strip("[]"),
+        int(port) if port else None,
+        location,
+    )
 
 
 def _user_part(scheme: str, rest: str) -> re.Match[str] | None:
@@ -87,8 +106,10 @@ def _user_part(scheme: str, rest: str) -> re.Match[str] | None:
 
 
 def without_credentials(text: str) -> str:
-    """The text without users, passwords and signatures in addresses, without values of parameters that have a secret's
-    name, and without the secrets of environment variables, so that it can be shown and stored."""
+    """The text without users, passwords and signatures in addresses, without values of parameters
+    that have a secret's name, and without the secrets of environment variables, so that it can be
+    shown and stored.
+    """
     for secret in _known_secrets():
         if secret in text:
             text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", MASK, text)
@@ -98,7 +119,9 @@ def without_credentials(text: str) -> str:
 
 
 def mask_logs() -> None:
-    """Take credentials out of every record of every logger in this process, other libraries' included."""
+    """Take credentials out of every record of every logger in this process, other libraries'
+    included.
+    """
     before = logging.getLogRecordFactory()
     if getattr(before, "masks", False):
         return
@@ -111,10 +134,12 @@ def mask_logs() -> None:
             return record
         shown = without_credentials(message)
         if shown != message:
-            record.msg, record.args = shown, None
+            record.msg = shown
+            record.args = None
         if record.exc_info and record.exc_info[1] is not None:
             trace = logging.Formatter().formatException(record.exc_info)
-            record.exc_text = without_credentials(trace)  # what handlers print instead of formatting it
+            # what handlers print instead of formatting it
+            record.exc_text = without_credentials(trace)
         return record
 
     masking.masks = True  # type: ignore[attr-defined]
@@ -123,14 +148,15 @@ def mask_logs() -> None:
 
 def masked_excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:  # fmt: skip
+) -> None:
     """Python's own hook, with the credentials removed."""
     text = "".join(traceback.format_exception(kind, error, trace))
     print(without_credentials(text), end="", file=sys.stderr, flush=True)
 
 
 def _masked(found: re.Match[str]) -> str:
-    scheme, rest = found[1], _without_user(found[1].removesuffix("://").lower(), found[2])
+    scheme = found[1]
+    rest = _without_user(found[1].removesuffix("://").lower(), found[2])
     token = re.match(r"\S*", rest)
     end = token.end() if token else 0
     return scheme + _without_values(rest[:end]) + rest[end:]
@@ -158,7 +184,9 @@ def _without_values(address: str) -> str:
 
     def shown(found: re.Match[str]) -> str:
         before, key, value = found.groups()
-        is_harmless = _HARMLESS.fullmatch(key) or (_HARMLESS_VALUE.fullmatch(value) and not _is_secret(key))
+        is_harmless = _HARMLESS.fullmatch(key) or (
+            _HARMLESS_VALUE.fullmatch(value) and not _is_secret(key)
+        )
         return f"{before}{key}={value if is_harmless else MASK}"
 
     return _BARE_QUERY.sub(f"?{MASK}", _PARAMETER.sub(shown, address))
@@ -169,12 +197,18 @@ def _is_secret(name: str) -> bool:
 
 
 def _known_secrets() -> Iterator[str]:
-    """Secrets in the environment: passwords of addresses, and values of variables with a secret's name."""
+    """Secrets in the environment: passwords of addresses, and values of variables with a secret's
+    name.
+    """
     for name, value in os.environ.items():
         found = ""
         if "://" in value:
             found = parse(value).password
-        elif _SECRET_VARIABLE.search(name) and not name.upper().endswith(("_FILE", "_PATH", "_DIR")):
+        elif _SECRET_VARIABLE.search(name) and not name.upper().endswith(
+            ("_FILE", "_PATH", "_DIR")
+        ):
             found = value
         if len(found) >= _SHORTEST_SECRET or (len(found) >= 4 and not found.isalnum()):
-            yield from dict.fromkeys((found, quote(found), quote(found, safe=""), quote_plus(found)))
+            yield from dict.fromkeys(
+                (found, quote(found), quote(found, safe=""), quote_plus(found))
+            )

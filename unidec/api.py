@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from unidec.ranking.query_encoder import Runtime
     from unidec.ranking.ranker import Prediction
 
-_training = threading.Lock()  # a training uses all cores, and torch's random numbers, which are the process's
+# a training uses all cores, and torch's random numbers, which are the process's
+_training = threading.Lock()
 
 
 def _replace_lock() -> None:
@@ -58,8 +59,8 @@ class Label(_Row):
         uid: the label's id in the data.
         text: the label's text.
         score: the score that labels are ranked by; comparable within one query only.
-        probability: that the label is relevant, by the calibration on the validation queries; None if there were too
-            few (`docs/bundles.md`), or for an answer with `tail`.
+        probability: that the label is relevant, by the calibration on the validation queries; None
+            if there were too few (`docs/bundles.md`), or for an answer with `tail`.
 
     Example:
         >>> uid, text, score = model.predict(["brushes for painting"], k=1)[0][0]
@@ -74,11 +75,15 @@ class Label(_Row):
 
     def __repr__(self) -> str:
         uid, text, score = self
-        return f"Label(uid={uid!r}, text={text!r}, score={score!r}, probability={self.probability!r})"
+        return (
+            f"Label(uid={uid!r}, text={text!r}, score={score!r}, probability={self.probability!r})"
+        )
 
 
 class _OwnFolder:
-    """A temporary folder that is removed when it is closed or collected, or when the interpreter exits."""
+    """A temporary folder that is removed when it is closed or collected, or when the interpreter
+    exits.
+    """
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="unidec-"))
@@ -93,13 +98,15 @@ def _remove(folder: Path, owner: int) -> None:
 class Model:
     """A trained model, opened from a bundle's folder. Predicting is thread-safe.
 
-    A model of `unidec.fit` without a folder lives in a temporary folder, which is removed when the model is closed
-    (`close`, or at the end of a `with` block) or collected, or when the interpreter exits. A pickled model holds the
-    files of its bundle, so that it can be loaded elsewhere; `save` writes them to a folder.
+    A model of `unidec.fit` without a folder lives in a temporary folder, which is removed when the
+    model is closed (`close`, or at the end of a `with` block) or collected, or when the interpreter
+    exits. A pickled model holds the files of its bundle, so that it can be loaded elsewhere; `save`
+    writes them to a folder.
 
     Args:
         folder: the bundle's folder.
-        runtime: runtime of the query encoder: "auto" (the fastest that keeps quality), "torch", "onnx" or "onnx-int8".
+        runtime: runtime of the query encoder: "auto" (the fastest that keeps quality), "torch",
+        "onnx" or "onnx-int8".
 
     Raises:
         ArtifactError: the bundle is missing or damaged.
@@ -113,7 +120,8 @@ class Model:
     def __init__(self, folder: str | Path, runtime: Runtime = "auto") -> None:
         from unidec.bundle.answer import Answerer
 
-        self.folder, self.runtime = Path(folder), runtime
+        self.folder = Path(folder)
+        self.runtime = runtime
         self._own_folder: _OwnFolder | None = None
         self._opened: Answerer | None = Answerer.open(folder, runtime)
 
@@ -153,12 +161,18 @@ class Model:
     def __repr__(self) -> str:
         if self._opened is None:
             return f"Model({str(self.folder)!r}, closed)"
-        bundle, runtime = self._opened.bundle, self._opened.encoder.name
+        bundle = self._opened.bundle
+        runtime = self._opened.encoder.name
         data = bundle.info.dataset.get("name", "unknown")
-        return f"Model({str(self.folder)!r}: {bundle.num_labels:,} labels, data set {data!r}, runtime {runtime})"
+        return (
+            f"Model({str(self.folder)!r}: {bundle.num_labels:,} labels, data set {data!r}, "
+            f"runtime {runtime})"
+        )
 
     def close(self) -> None:
-        """Release memory and files, and remove the model's own temporary folder; a second call does nothing."""
+        """Release memory and files, and remove the model's own temporary folder; a second call does
+        nothing.
+        """
         self._opened = None
         if self._own_folder is not None:
             self._own_folder.close()
@@ -166,7 +180,11 @@ class Model:
     @property
     def _answerer(self) -> Answerer:
         if self._opened is None:
-            raise ConfigError("the model is closed", where=str(self.folder), fix="open it again: unidec.load(folder)")
+            raise ConfigError(
+                "the model is closed",
+                where=str(self.folder),
+                fix="open it again: unidec.load(folder)",
+            )
         return self._opened
 
     @property
@@ -192,7 +210,8 @@ class Model:
             allow: uids of the only labels that may be predicted; None: all.
             deny: uids of labels that are never predicted.
             min_score: labels with a lower score are dropped.
-            tail: above 0 ranks rare labels higher, below 0 lower; only for models with a learnt fusion.
+            tail: above 0 ranks rare labels higher, below 0 lower; only for models with a learnt
+            fusion.
 
         Raises:
             DataError: a query is blank or not a string, or k is below 1.
@@ -200,24 +219,30 @@ class Model:
         from unidec.bundle.answer import Request
 
         chosen = None if allow is None else tuple(allow)
-        requests = [Request(text, k, chosen, tuple(deny), min_score, tail=tail) for text in _listed(texts)]
+        requests = [
+            Request(text, k, chosen, tuple(deny), min_score, tail=tail) for text in _listed(texts)
+        ]
         return [_labels_of(answer) for answer in self._answerer.answer(requests)]
 
     def explain(self, text: str, k: int = 5) -> Explanation:
-        """Explain the labels of a text: the score of each part of the model, and similar training queries."""
+        """Explain the labels of a text: the score of each part of the model, and similar training
+        queries.
+        """
         from unidec.bundle.answer import Request
 
         return self._answerer.explain(Request(text, k))
 
     def evaluate(self, queries: Any, pairs: Any) -> dict[str, float]:
-        """All metrics over all labels, in percent: P@k, nDCG@k, R@k, coverage@k, MRR, PSP@k and PSnDCG@k.
+        """All metrics over all labels, in percent: P@k, nDCG@k, R@k, coverage@k, MRR, PSP@k and
+        PSnDCG@k.
 
-        Queries without labels are skipped. The metrics with propensities (PSP, PSnDCG) need the number of training
-        queries of each label, which a model knows if its training queries vote; else they are left out.
+        Queries without labels are skipped. The metrics with propensities (PSP, PSnDCG) need the
+        number of training queries of each label, which a model knows if its training queries vote;
+        else they are left out.
 
         Args:
-            queries, pairs: as in `fit`; `pairs` names labels by uid, or by column if it is a matrix. If a column
-                `split` names splits, the test queries are used.
+            queries, pairs: as in `fit`; `pairs` names labels by uid, or by column if it is a
+                matrix. If a column `split` names splits, the test queries are used.
 
         Raises:
             DataError: no query has a known label, or as in `fit`.
@@ -228,7 +253,8 @@ class Model:
         texts, truth = _judged(bundle, queries, pairs)
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
-            what, expected = "nothing to evaluate on: no query has a label", "pairs of these queries"
+            what = "nothing to evaluate on: no query has a label"
+            expected = "pairs of these queries"
             raise DataError(what, where="pairs", expected=expected)
         found = self.predict([texts[row] for row in rows], min(100, self.num_labels))
         predicted = np.full((len(rows), 100), -1, dtype=np.int64)
@@ -265,7 +291,9 @@ class Model:
         from unidec.bundle.label_change import LabelChange, LabelText, with_labels
 
         bundle = self._answerer.bundle
-        added, updated = ([LabelText(*item) for item in (texts or {}).items()] for texts in (add, update))
+        added, updated = (
+            [LabelText(*item) for item in (texts or {}).items()] for texts in (add, update)
+        )
         change = LabelChange.edit(bundle, added, list(remove), updated)
         return Model(with_labels(bundle, folder, change), self.runtime)
 
@@ -277,9 +305,13 @@ class Model:
         """
         target = Path(folder)
         if target.exists():
-            raise ConfigError("exists already", where=str(target), fix="remove it, or name another folder")
+            raise ConfigError(
+                "exists already", where=str(target), fix="remove it, or name another folder"
+            )
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-") as scratch:
+        with tempfile.TemporaryDirectory(
+            dir=target.absolute().parent, prefix=f".{target.name}-"
+        ) as scratch:
             shutil.copytree(self.folder, Path(scratch) / "bundle").rename(target)
         return target
 
@@ -318,20 +350,24 @@ def fit(
     """Train a model, with progress on a terminal or in a notebook.
 
     Args:
-        queries, labels: a list of texts (the uid of an entry is its position), a mapping of uid to text, a Series whose
-            index holds the uids, or a table (pandas, polars, pyarrow, datasets) with the columns of the layout `tables`
-            (docs/data.md): text, id (unless the index of a DataFrame holds the uids; without an index, the position is
-            the uid), and optionally content and, for queries, split. Test queries are not trained on.
-        pairs: a list of tuples (query, label) or (query, label, relevance), by uid; a table with the columns query_id,
-            label_id and optionally relevance and split; or a matrix [queries, labels], in the order of both.
+        queries, labels: a list of texts (the uid of an entry is its position), a mapping of uid to
+            text, a Series whose index holds the uids, or a table (pandas, polars, pyarrow,
+            datasets) with the columns of the layout `tables` (docs/data.md): text, id (unless the
+            index of a DataFrame holds the uids; without an index, the position is the uid), and
+            optionally content and, for queries, split. Test queries are not trained on.
+        pairs: a list of tuples (query, label) or (query, label, relevance), by uid; a table with
+            the columns query_id, label_id and optionally relevance and split; or a matrix [queries,
+            labels], in the order of both.
         recipe: name of a shipped recipe; `unidec config keys` lists them.
-        folder: folder for data, checkpoints and the bundle; the same call with the same folder resumes a training that
-            was killed. None: a temporary folder, which the model removes (`Model`); `model.save` keeps the model.
+        folder: folder for data, checkpoints and the bundle; the same call with the same folder
+            resumes a training that was killed. None: a temporary folder, which the model removes
+            (`Model`); `model.save` keeps the model.
         params: other parameters by key: {"optim.epochs": 3}.
         runtime: see `Model`.
 
     Raises:
-        DataError: the data cannot be trained on, or could be read in more than one way; every error is named.
+        DataError: the data cannot be trained on, or could be read in more than one way; every error
+        is named.
         ConfigError: an unknown parameter, or too little memory.
 
     Example:
@@ -364,9 +400,14 @@ def _train(params: Params, raw: RawData, folder: Path) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     with _training, training_pools(), torch.random.fork_rng(_used_devices()), paths.root(folder):
-        share, seed = params.data.validation_share, params.data.split_seed
+        share = params.data.validation_share
+        seed = params.data.split_seed
         write_dataset(paths.DATASET, raw, validation_share=share, split_seed=seed)
-        for stage in (pipeline.tokens, pipeline.propensity, *([pipeline.label_graph] * params.reads_label_graph)):
+        for stage in (
+            pipeline.tokens,
+            pipeline.propensity,
+            *([pipeline.label_graph] * params.reads_label_graph),
+        ):
             stage(params)
         pipeline.train(params, track=False)
         pipeline.index(params)
@@ -384,13 +425,17 @@ def _warn_of_content(raw: RawData, text: str) -> None:
     import pyarrow.compute as pc
 
     tables = [raw.labels, *raw.queries.values()]
-    if text == "title" and any(pc.any(pc.not_equal(table["content"], "")).as_py() for table in tables):
+    if text == "title" and any(
+        pc.any(pc.not_equal(table["content"], "")).as_py() for table in tables
+    ):
         fix = 'params={"tokens.text": "title+content"} to read it, or leave the column out'
         warnings.warn(f"the model does not read the column `content`; {fix}", stacklevel=3)
 
 
 def _judged(bundle: Bundle, queries: Any, pairs: Any) -> tuple[list[str], csr_matrix]:
-    """Texts of the queries to evaluate on, and their relevance, float32 CSR [queries, labels of the bundle]."""
+    """Texts of the queries to evaluate on, and their relevance, float32 CSR [queries, labels of the
+    bundle].
+    """
     from unidec.data.dataset import texts_read
     from unidec.data.formats import memory
 
@@ -399,14 +444,18 @@ def _judged(bundle: Bundle, queries: Any, pairs: Any) -> tuple[list[str], csr_ma
     source.stop()
     if set(raw.queries) - {"train"} and "test" not in raw.queries:
         fix = "leave the column `split` out to evaluate on all queries"
-        raise DataError("no query of the split test", where="queries", got=", ".join(raw.queries), fix=fix)
+        raise DataError(
+            "no query of the split test", where="queries", got=", ".join(raw.queries), fix=fix
+        )
     split = "test" if "test" in raw.queries else "train"
     text = cast("Text", bundle.info.text)
     return texts_read(raw.queries[split], text).to_pylist(), raw.relevance[split]
 
 
 def _inverse_propensity(bundle: Bundle) -> np.ndarray | None:
-    """Inverse propensity of each label, float64 [L]; None if the bundle has no training queries to count."""
+    """Inverse propensity of each label, float64 [L]; None if the bundle has no training queries to
+    count.
+    """
     from unidec.data.propensity import inverse_propensity
 
     voters = bundle.neighbours
@@ -414,7 +463,9 @@ def _inverse_propensity(bundle: Bundle) -> np.ndarray | None:
     if voters is None or not {"propensity_a", "propensity_b"} <= set(constants):
         return None
     count_L = np.bincount(voters.labels_ML.indices, minlength=bundle.num_labels)
-    return inverse_propensity(count_L, voters.num_queries, constants["propensity_a"], constants["propensity_b"])
+    return inverse_propensity(
+        count_L, voters.num_queries, constants["propensity_a"], constants["propensity_b"]
+    )
 
 
 def _labels_of(answer: Prediction) -> list[Label]:

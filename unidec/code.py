@@ -1,7 +1,7 @@
 """Which code decides which result, and its hash without comments, docstrings and layout.
 
-A result is out of date if the code that decides it does something else, not if it is explained better.
-"""
+A result is out of date if the code that decides it does something else, not if it is explained
+better."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ DECIDED_BY: dict[str, tuple[str, ...]] = {
     "metrics": ("evaluation/metrics.py", "pipeline/evaluation.py"),
     "peers": ("comparison/peers", "evaluation/baselines.py"),
 }
-"""Files and folders of the package. What only calls them (`cli`, `flows`, most of `pipeline`) decides nothing."""
+"""Files and folders of the package. What only calls them (`cli`, `flows`, most of `pipeline`)
+decides nothing.
+"""
 
 
 @functools.cache  # the code that this process runs, even if a file is edited meanwhile
 def code_sha256(*results: str) -> str:
-    """sha256 (hex) of the code that decides these results: modules by their syntax trees, other files by content."""
+    """sha256 (hex) of the code that decides these results: modules by their syntax trees, other
+    files by content.
+    """
     digest = hashlib.sha256()
     for file in code_files(*results):
         digest.update(f"{file.relative_to(PACKAGE).as_posix()}\0".encode())
@@ -52,15 +56,17 @@ def code_sha256(*results: str) -> str:
 def code_files(*results: str) -> list[Path]:
     """The files that decide these results, sorted."""
     places = [PACKAGE / name for result in results for name in DECIDED_BY[result]]
-    found = {file for place in places for file in ([place] if place.is_file() else place.rglob("*"))}
+    found = {
+        file for place in places for file in ([place] if place.is_file() else place.rglob("*"))
+    }
     return sorted(file for file in found if file.is_file() and "__pycache__" not in file.parts)
 
 
 def tree_text(source: bytes) -> str:
     """A module's syntax tree as text, without docstrings and empty fields.
 
-    It is the same for all versions of Python, unlike `ast.dump`, which writes fields that older versions lack.
-    """
+    It is the same for all versions of Python, unlike `ast.dump`, which writes fields that older
+    versions lack."""
     parts: list[str] = []
     _write(ast.parse(source), parts)
     return "".join(parts)

@@ -1,12 +1,12 @@
 """The processor cores that this process may use, and the sizes of all pools of threads.
 
-The pools are those of OpenMP (torch, faiss, scikit-learn), BLAS (numpy, scipy), onnxruntime and our own threads. Three
-rules: they have as many threads as there are usable cores; waiting threads sleep, as spinning ones take the cores that
-others wait for; and a pool does not start another one.
+The pools are those of OpenMP (torch, faiss, scikit-learn), BLAS (numpy, scipy), onnxruntime and our
+own threads. Three rules: they have as many threads as there are usable cores; waiting threads
+sleep, as spinning ones take the cores that others wait for; and a pool does not start another one.
 
-`import unidec` calls `prepare`, which sets the variables that OpenMP and BLAS read when they are loaded, here and in
-child processes. Variables that the user has set are kept: OMP_NUM_THREADS is the size of every pool.
-"""
+`import unidec` calls `prepare`, which sets the variables that OpenMP and BLAS read when they are
+loaded, here and in child processes. Variables that the user has set are kept: OMP_NUM_THREADS is
+the size of every pool."""
 
 from __future__ import annotations
 
@@ -22,17 +22,26 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 _SYSTEM = Path("/")
-_POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-_WAIT, _SIZE, _BLAS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+_POOLS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+_WAIT = "OMP_WAIT_POLICY"
+_SIZE = "OMP_NUM_THREADS"
+_BLAS = "OPENBLAS_NUM_THREADS"
 _torch_was_first = "torch" in sys.modules  # loaded before `prepare`
 _set_here: set[str] = set()  # variables that `prepare` has set
 _had_threads = False  # of the parent, when this process was forked
-_is_forked = False  # from a process with threads: its pools have lost them, and would wait for them without end
+# from a process with threads: its pools have lost them, and would wait for them without end
+_is_forked = False
 
 
 def usable_cores(system: Path = _SYSTEM) -> int:
-    """Number of cores that this process may use: those of its affinity, limited by the quota of its control groups
-    (container), rounded up.
+    """Number of cores that this process may use: those of its affinity, limited by the quota of its
+    control groups (container), rounded up.
 
     Args:
         system: root of the file system.
@@ -45,7 +54,8 @@ def usable_cores(system: Path = _SYSTEM) -> int:
 
 
 def cpu_quota(system: Path = _SYSTEM) -> float | None:
-    """Cores' worth of time that the control groups of this process allow, the smallest of all levels; None: no limit.
+    """Cores' worth of time that the control groups of this process allow, the smallest of all
+    levels; None: no limit.
 
     Read are cpu.max of version 2, and cpu.cfs_quota_us and cpu.cfs_period_us of version 1.
     """
@@ -63,7 +73,9 @@ def cpu_quota(system: Path = _SYSTEM) -> float | None:
 
 
 def _levels(mounted: Path, controllers: str, path: str) -> list[Path]:
-    """Folders of a control group and of those that contain it. In a container, the path may be one of the host."""
+    """Folders of a control group and of those that contain it. In a container, the path may be one
+    of the host.
+    """
     names = ("", "unified") if controllers == "" else (controllers, "cpu")
     inside = Path(path.lstrip("/"))
     folders = []
@@ -78,15 +90,18 @@ def _quota_of(folder: Path) -> float | None:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period")
+            )
         return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
     except (OSError, ValueError):  # no such file, or "max"
         return None
 
 
 def prepare() -> None:
-    """Set the variables of OpenMP and BLAS that are not set: threads sleep while they wait, and are no more than the
-    usable cores. OpenMP reads them when it is loaded, so this runs before."""
+    """Set the variables of OpenMP and BLAS that are not set: threads sleep while they wait, and are
+    no more than the usable cores. OpenMP reads them when it is loaded, so this runs before.
+    """
     cores = usable_cores()
     wanted = {_WAIT: "PASSIVE"}
     if cores < (os.cpu_count() or 1):
@@ -99,11 +114,11 @@ def prepare() -> None:
 
 
 def one_thread_of_blas() -> None:
-    """Let numpy multiply in one thread, unless the user has set their number; only before numpy is loaded.
+    """Let numpy multiply in one thread, unless the user has set their number; only before numpy is
+    loaded.
 
-    It multiplies small matrices of one query each, for which more threads are slower, and take cores from torch, the
-    encoder and the search.
-    """
+    It multiplies small matrices of one query each, for which more threads are slower, and take
+    cores from torch, the encoder and the search."""
     if _BLAS not in os.environ or _BLAS in _set_here:
         os.environ[_BLAS] = "1"
 
@@ -125,15 +140,16 @@ def num_threads(wanted: int = 0) -> int:
 
 @contextlib.contextmanager
 def training_pools() -> Iterator[None]:
-    """The sizes of loaded pools for a training, inside the block: torch has `num_threads`, BLAS one.
+    """The sizes of loaded pools for a training, inside the block: torch has `num_threads`, BLAS
+    one.
 
-    If OpenMP was loaded before `prepare` could set its variables, its threads spin. Torch then gets only as many as
-    there are idle cores now.
-    """
+    If OpenMP was loaded before `prepare` could set its variables, its threads spin. Torch then gets
+    only as many as there are idle cores now."""
     import torch
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-    threads, before = num_threads(), torch.get_num_threads()
+    threads = num_threads()
+    before = torch.get_num_threads()
     if _spins():
         threads = max(1, min(threads, round(usable_cores() - os.getloadavg()[0])))
     torch.set_num_threads(threads)
@@ -146,7 +162,9 @@ def training_pools() -> Iterator[None]:
 
 @contextlib.contextmanager
 def thread_pool(most: int | None = None) -> Iterator[ThreadPoolExecutor]:
-    """Threads of our own, at most `most`. In each of them, and in BLAS, libraries use a single thread."""
+    """Threads of our own, at most `most`. In each of them, and in BLAS, libraries use a single
+    thread.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     from threadpoolctl import threadpool_limits
@@ -155,7 +173,10 @@ def thread_pool(most: int | None = None) -> Iterator[ThreadPoolExecutor]:
     torch: Any = sys.modules.get("torch")
     before = torch.get_num_threads() if torch else 0
     try:
-        with threadpool_limits(1, "blas"), ThreadPoolExecutor(size, initializer=_single_threaded) as threads:
+        with (
+            threadpool_limits(1, "blas"),
+            ThreadPoolExecutor(size, initializer=_single_threaded) as threads,
+        ):
             yield threads
     finally:
         if torch:  # a thread's own number is also that of threads which start later
@@ -163,7 +184,9 @@ def thread_pool(most: int | None = None) -> Iterator[ThreadPoolExecutor]:
 
 
 def _spins() -> bool:
-    """Whether waiting threads of torch spin: it was loaded before `prepare`, and the user has not set the policy."""
+    """Whether waiting threads of torch spin: it was loaded before `prepare`, and the user has not
+    set the policy.
+    """
     return _torch_was_first and _WAIT in _set_here
 
 

@@ -10,7 +10,8 @@ from unidec.addresses import without_credentials
 
 
 class UnidecError(Exception):
-    """Base of every error meant for a user; the command line prints it without a traceback and without credentials.
+    """Base of every error meant for a user; the command line prints it without a traceback and
+    without credentials.
 
     Args:
         what: what is wrong, in one sentence.
@@ -31,7 +32,11 @@ class UnidecError(Exception):
         expected: object = None,
         fix: str | None = None,
     ) -> None:
-        self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
+        self.what = what
+        self.where = where
+        self.got = got
+        self.expected = expected
+        self.fix = fix
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -41,7 +46,9 @@ class UnidecError(Exception):
         return without_credentials("\n".join(lines))
 
     def seen_from_above(self, folder: Path) -> None:
-        """Change `where`, if it is a relative path of a file in `folder`, to its path from outside of the folder."""
+        """Change `where`, if it is a relative path of a file in `folder`, to its path from outside
+        of the folder.
+        """
         file = (self.where or "").partition(":")[0]
         if file and not Path(file).is_absolute() and (folder / file).exists():
             self.where = str(folder / str(self.where))
@@ -61,7 +68,9 @@ class DataError(UnidecError):
 
 
 class ArtifactError(UnidecError):
-    """A stored artifact (data set, cache, checkpoint, model, bundle) is missing, damaged or of another version."""
+    """A stored artifact (data set, cache, checkpoint, model, bundle) is missing, damaged or of
+    another version.
+    """
 
     exit_code = 4
 
@@ -73,13 +82,17 @@ class TrainingError(UnidecError):
 
 
 class Refused(UnidecError):
-    """A rule forbids the action: promoting a version that failed the gate, or a rollback without a predecessor."""
+    """A rule forbids the action: promoting a version that failed the gate, or a rollback without a
+    predecessor.
+    """
 
     exit_code = 6
 
 
 class Stopped(UnidecError):
-    """A signal stopped the work cleanly; `exit_code` is 130 for SIGINT and 143 for SIGTERM, as in shells."""
+    """A signal stopped the work cleanly; `exit_code` is 130 for SIGINT and 143 for SIGTERM, as in
+    shells.
+    """
 
     def __init__(self, what: str, exit_code: int) -> None:
         super().__init__(what)
@@ -97,8 +110,9 @@ _SYSTEM_FIXES = {
 
 
 def system_error(error: OSError) -> UnidecError | None:
-    """A refusal of the operating system (permissions, full or read-only disk) with its path and fix; None: another
-    error, or one that names no file."""
+    """A refusal of the operating system (permissions, full or read-only disk) with its path and
+    fix; None: another error, or one that names no file.
+    """
     fix = _SYSTEM_FIXES.get(error.errno or 0)
     if fix is None or error.filename is None:
         return None
@@ -122,7 +136,9 @@ _SURROUNDINGS = (
 
 
 def is_of_surroundings(error: BaseException) -> bool:
-    """Whether an error comes from the system, a server or a database; any other unknown error is a bug."""
+    """Whether an error comes from the system, a server or a database; any other unknown error is a
+    bug.
+    """
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _SURROUNDINGS
 
 
@@ -130,7 +146,10 @@ def in_one_message(error: BaseException, how: str) -> str:
     """An error of the surroundings in a few words; `how` is the command that shows more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = without_credentials(" ".join(lines))[:_LONGEST_MESSAGE]
-    return f"error: {type(error).__name__}: {message or 'no message'}\n  fix: {how} shows where it happened"
+    return (
+        f"error: {type(error).__name__}: {message or 'no message'}\n  fix: {how} shows where it "
+        "happened"
+    )
 
 
 _EXTRAS = {
@@ -142,9 +161,14 @@ _EXTRAS = {
 
 
 def missing_package(error: ModuleNotFoundError) -> Exception:
-    """A failed import as an error that names the extra to install; `error` itself if no extra has the package."""
+    """A failed import as an error that names the extra to install; `error` itself if no extra has
+    the package.
+    """
     name = (error.name or "").partition(".")[0]
     extra = next((extra for extra, packages in _EXTRAS.items() if name in packages.split()), None)
     if extra is None:
         return error
-    return UnidecError(f"the package {name} is not installed", fix=f"pip install 'unidec-xmc[{extra}]', or make setup")
+    return UnidecError(
+        f"the package {name} is not installed",
+        fix=f"pip install 'unidec-xmc[{extra}]', or make setup",
+    )

@@ -25,24 +25,26 @@ log = logging.getLogger(__name__)
 class UniDECClassifier(BaseEstimator):
     """Multi-label classification of texts into labels that have texts.
 
-    It can be pickled (also by joblib): the pickle holds the files of the model's bundle. `cross_val_score` and searches
-    use `score`, the share of texts whose first label is right.
+    It can be pickled (also by joblib): the pickle holds the files of the model's bundle.
+    `cross_val_score` and searches use `score`, the share of texts whose first label is right.
 
-    Probabilities come from Platt scaling of the scores, fitted on the validation queries (`data.validation_share`).
-    With fewer than 50 of them it is fitted on all queries, which were trained on, so that the probabilities are too
-    high; a warning is logged, and `calibrated_on_` is "training".
+    Probabilities come from Platt scaling of the scores, fitted on the validation queries
+    (`data.validation_share`). With fewer than 50 of them it is fitted on all queries, which were
+    trained on, so that the probabilities are too high; a warning is logged, and `calibrated_on_` is
+    "training".
 
     Args:
         recipe: see `unidec.fit`.
         k: number of labels scored per query; all others have probability 0.
         params: other parameters by key.
-        folder: where data, checkpoints and the bundle are kept; None: a temporary folder, as in `unidec.fit`.
+        folder: where data, checkpoints and the bundle are kept; None: a temporary folder, as in
+        `unidec.fit`.
 
     Attributes:
         model_: the `unidec.Model`.
         classes_: int64 [L], the columns of Y.
-        calibrated_on_: "validation"; "training"; or "nothing" if the queries had no relevant labels, or only those:
-            then the probability is the logistic function of the score.
+        calibrated_on_: "validation"; "training"; or "nothing" if the queries had no relevant
+            labels, or only those: then the probability is the logistic function of the score.
 
     Example:
         >>> classifier = unidec.UniDECClassifier().fit(queries, Y, label_texts=labels)
@@ -51,43 +53,64 @@ class UniDECClassifier(BaseEstimator):
     """
 
     def __init__(
-        self, recipe: str = "unidec", k: int = 100, params: Mapping[str, Any] | None = None, folder: str | None = None
+        self,
+        recipe: str = "unidec",
+        k: int = 100,
+        params: Mapping[str, Any] | None = None,
+        folder: str | None = None,
     ) -> None:
-        self.recipe, self.k, self.params, self.folder = recipe, k, params, folder
+        self.recipe = recipe
+        self.k = k
+        self.params = params
+        self.folder = folder
 
-    def fit(self, texts: Sequence[str], Y: Any, label_texts: Sequence[str] | None = None) -> UniDECClassifier:
+    def fit(
+        self, texts: Sequence[str], Y: Any, label_texts: Sequence[str] | None = None
+    ) -> UniDECClassifier:
         """Train.
 
         Args:
             texts: N queries.
             Y: [N, L] indicator matrix, dense or sparse.
-            label_texts: L texts; None: "label 0", "label 1", ..., which only a classifier can learn from.
+            label_texts: L texts; None: "label 0", "label 1", ..., which only a classifier can learn
+            from.
 
         Raises:
             DataError: the shape of Y does not fit the texts, or Y has no positives.
         """
-        texts, truth = listed(texts, "texts"), csr_matrix(Y)
+        texts = listed(texts, "texts")
+        truth = csr_matrix(Y)
         names = [f"label {label}" for label in range(truth.shape[1])]
         if label_texts is not None:
             names = listed(label_texts, "label_texts")
         if truth.shape != (len(texts), len(names)):
-            raise DataError("Y has the wrong shape", where="Y", got=truth.shape, expected=(len(texts), len(names)))
+            raise DataError(
+                "Y has the wrong shape",
+                where="Y",
+                got=truth.shape,
+                expected=(len(texts), len(names)),
+            )
         self.classes_ = np.arange(len(names))
-        self.model_ = api.fit(texts, names, truth, recipe=self.recipe, params=self.params, folder=self.folder)
+        self.model_ = api.fit(
+            texts, names, truth, recipe=self.recipe, params=self.params, folder=self.folder
+        )
         data = load_params(None, {"recipe": self.recipe, **(self.params or {})}).data
         queries = text_table([str(row) for row in range(len(texts))], texts)
         no_filters = csr_matrix(truth.shape, dtype=bool)
-        is_held_out = hold_out(queries, no_filters, data.validation_share, data.split_seed)  # as `fit` did
+        # as `fit` did
+        is_held_out = hold_out(queries, no_filters, data.validation_share, data.split_seed)
         self._calibrate(texts, truth, np.flatnonzero(is_held_out))
         return self
 
     def score(self, texts: Sequence[str], Y: Any) -> float:
-        """P@1, from 0 to 1: the share of the texts whose first label is relevant; texts without labels are left out.
+        """P@1, from 0 to 1: the share of the texts whose first label is relevant; texts without
+        labels are left out.
 
         Raises:
             DataError: the shape of Y does not fit the texts, or it has no labels.
         """
-        texts, truth = listed(texts, "texts"), csr_matrix(Y).astype(bool)
+        texts = listed(texts, "texts")
+        truth = csr_matrix(Y).astype(bool)
         check_is_fitted(self, "model_")
         if truth.shape != (len(texts), len(self.classes_)):
             expected = (len(texts), len(self.classes_))
@@ -95,7 +118,11 @@ class UniDECClassifier(BaseEstimator):
         truth.eliminate_zeros()
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
-            raise DataError("nothing to score: no text has a label", where="Y", expected="a label of at least one text")
+            raise DataError(
+                "nothing to score: no text has a label",
+                where="Y",
+                expected="a label of at least one text",
+            )
         found = self.model_.predict([texts[row] for row in rows.tolist()], 1)
         first = np.array([int(labels[0].uid) for labels in found])
         return float(np.asarray(truth[rows, first]).mean())
@@ -110,7 +137,9 @@ class UniDECClassifier(BaseEstimator):
         return csr_matrix((scores, columns, indptr), (len(found), len(self.classes_)))
 
     def predict_proba(self, texts: Sequence[str]) -> csr_matrix:
-        """Probabilities of the k best labels of each query, by Platt scaling: float64 CSR [N, L]."""
+        """Probabilities of the k best labels of each query, by Platt scaling: float64
+        CSR [N, L].
+        """
         scores = self.decision_function(texts)
         scores.data = 1.0 / (1.0 + np.exp(-(self._scale * scores.data + self._shift)))
         return scores
@@ -123,20 +152,26 @@ class UniDECClassifier(BaseEstimator):
         return likely.astype(np.int64)
 
     def _calibrate(self, texts: Sequence[str], truth: csr_matrix, held_out: np.ndarray) -> None:
-        """Platt scaling: a logistic regression of relevance on the score, on the validation queries, or on all."""
+        """Platt scaling: a logistic regression of relevance on the score, on the validation
+        queries, or on all.
+        """
         self.calibrated_on_: Literal["validation", "training", "nothing"] = "validation"
         rows = held_out
         if len(held_out) < FEWEST_QUERIES:
-            self.calibrated_on_, rows = "training", np.arange(len(texts))
+            self.calibrated_on_ = "training"
+            rows = np.arange(len(texts))
             text = (
-                "probabilities are too high: fitted on training queries, as there are %d validation queries (below %d)"
+                "probabilities are too high: fitted on training queries, as there are %d "
+                "validation queries (below %d)"
             )
             log.warning(text, len(held_out), FEWEST_QUERIES)
         scores = self.decision_function([texts[row] for row in rows.tolist()]).tocoo()
         relevant = np.asarray(truth[rows].astype(bool)[scores.row, scores.col]).ravel()
-        self._scale, self._shift = 1.0, 0.0
+        self._scale = 1.0
+        self._shift = 0.0
         if not relevant.any() or relevant.all():
             self.calibrated_on_ = "nothing"
             return
         fitted = LogisticRegression().fit(scores.data[:, None], relevant)
-        self._scale, self._shift = float(fitted.coef_[0, 0]), float(fitted.intercept_[0])
+        self._scale = float(fitted.coef_[0, 0])
+        self._shift = float(fitted.intercept_[0])

@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM stop work cleanly: one line and an exit code instead of a traceback. A training first finishes its
-step and writes a checkpoint.
+"""SIGINT and SIGTERM stop work cleanly: one line and an exit code instead of a traceback. A
+training first finishes its step and writes a checkpoint.
 
-Importing this module also covers the start-up of unidec's programs, until `main` calls `guard_work` or `end_guard`.
-"""
+Importing this module also covers the start-up of unidec's programs, until `main` calls `guard_work`
+or `end_guard`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ EXIT_CODES: dict[int, int] = {signal.SIGINT: EXIT_CODE, signal.SIGTERM: 143}
 
 
 class Interrupted(BaseException):
-    """Ctrl-C during a command; click would print "Aborted!" and exit with 1 for a KeyboardInterrupt."""
+    """Ctrl-C during a command; click would print "Aborted!" and exit with 1 for a
+    KeyboardInterrupt.
+    """
 
 
 class _Signal(BaseException):
-    """Unwinds the stack after a signal; a BaseException, so that no `except Exception` catches it."""
+    """Unwinds the stack after a signal; a BaseException, so that no `except Exception`
+    catches it.
+    """
 
 
 def guard_work() -> None:
-    """Make Ctrl-C raise `Interrupted`; during an import, which may catch it, Ctrl-C ends the process."""
+    """Make Ctrl-C raise `Interrupted`; during an import, which may catch it, Ctrl-C ends the
+    process.
+    """
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, _interrupt)
 
@@ -59,7 +65,8 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
 
     def receive(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        if len(received) > 1:  # child processes notice that their parent has ended (unidec.pipeline.parent_watch)
+        # child processes notice that their parent has ended (unidec.pipeline.parent_watch)
+        if len(received) > 1:
             print(farewell, file=sys.stderr, flush=True)
             os._exit(EXIT_CODES[number])
         raise _Signal
@@ -79,27 +86,32 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
 
 @dataclass
 class Stop:
-    """State that a block of work checks between steps: `asked` is the signal that arrived, or None."""
+    """State that a block of work checks between steps: `asked` is the signal that
+    arrived, or None.
+    """
 
     asked: signal.Signals | None = None
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Within the block, the first SIGINT or SIGTERM only sets `stop.asked`; a second one takes effect at once.
+    """Within the block, the first SIGINT or SIGTERM only sets `stop.asked`; a second one takes
+    effect at once.
 
-    When `stop.asked` is set, the block should save its state and return. The signal is then raised again
-    (KeyboardInterrupt; with SIGTERM's default handler the process ends). If the block raises an error, that error is
-    raised instead. In other threads than the main thread this has no effect, because Python delivers no signals there.
-    """
-    stop, before = Stop(), _replaceable()
+    When `stop.asked` is set, the block should save its state and return. The signal is then raised
+    again (KeyboardInterrupt; with SIGTERM's default handler the process ends). If the block raises
+    an error, that error is raised instead. In other threads than the main thread this has no
+    effect, because Python delivers no signals there."""
+    stop = Stop()
+    before = _replaceable()
 
     def restore() -> None:
         while before:
             signal.signal(*before.popitem())
 
     def receive(number: int, _frame: FrameType | None) -> None:
-        is_second, stop.asked = stop.asked is not None, signal.Signals(number)
+        is_second = stop.asked is not None
+        stop.asked = signal.Signals(number)
         if is_second:
             restore()
             signal.raise_signal(number)
@@ -115,14 +127,19 @@ def stop_signals() -> Iterator[Stop]:
 
 
 def _replaceable() -> dict[int, Any]:
-    """Handlers of SIGINT and SIGTERM that may be replaced; {} in other threads than the main thread, which cannot.
+    """Handlers of SIGINT and SIGTERM that may be replaced; {} in other threads than the main
+    thread, which cannot.
 
-    A handler is not replaced if it ignores the signal (background jobs), or if Python could not restore it.
-    """
+    A handler is not replaced if it ignores the signal (background jobs), or if Python could not
+    restore it."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
-    return {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    return {
+        number: handler
+        for number, handler in handlers.items()
+        if handler not in (signal.SIG_IGN, None)
+    }
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,4 +1,6 @@
-"""Free memory and disk space of this machine, the peak memory of this process, and return of unused memory."""
+"""Free memory and disk space of this machine, the peak memory of this process, and return of unused
+memory.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,14 @@ import sys
 from pathlib import Path
 
 # limit, use and statistics of the process's own control group
-_CGROUP = tuple(Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current", "memory.stat"))
-_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h
-_OWN_PAGES = 1 << 19  # bytes, more than the arrays of one query; without it glibc raises the limit up to 32 MiB
+_CGROUP = tuple(
+    Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current", "memory.stat")
+)
+# of glibc's malloc.h
+_M_ARENA_MAX = -8
+_M_MMAP_THRESHOLD = -3
+# bytes, more than the arrays of one query; without it glibc raises the limit up to 32 MiB
+_OWN_PAGES = 1 << 19
 
 
 def available_host() -> int:
@@ -42,7 +49,11 @@ def host_peak() -> int:
     """Peak memory of this process in bytes."""
     # /proc is used if it exists, because getrusage also includes the peak of the parent process
     status = Path("/proc/self/status")
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
+    found = (
+        re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+        if status.is_file()
+        else None
+    )
     if found:
         return int(found.group(1)) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -50,10 +61,11 @@ def host_peak() -> int:
 
 
 def memory_used() -> dict[str, float]:
-    """Peak memory in GiB of this process ("host_used_gib") and of its tensors on the GPU ("device_used_gib").
+    """Peak memory in GiB of this process ("host_used_gib") and of its tensors on the GPU
+    ("device_used_gib").
 
-    The host memory includes pages of memory-mapped files and the copy from which a checkpoint is written.
-    """
+    The host memory includes pages of memory-mapped files and the copy from which a checkpoint is
+    written."""
     import torch
 
     used = {"host_used_gib": host_peak()}
@@ -65,8 +77,8 @@ def memory_used() -> dict[str, float]:
 def share_one_heap() -> None:
     """Make all threads started later share one heap, and give large allocations separate pages.
 
-    By default glibc gives each thread its own heap. Long-lived objects (cached answers) and large request bodies
-    fragment all of them, so that memory use grows although no more memory is needed.
+    By default glibc gives each thread its own heap. Long-lived objects (cached answers) and large
+    request bodies fragment all of them, so that memory use grows although no more memory is needed.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
         libc = ctypes.CDLL(None)

@@ -36,7 +36,9 @@ def parse(name: str) -> MetricName:
 
 
 def metric_names() -> list[str]:
-    """All metrics of `unidec.evaluation.metrics.evaluate`, over all labels and per frequency group."""
+    """All metrics of `unidec.evaluation.metrics.evaluate`, over all labels and per
+    frequency group.
+    """
     names = [f"{kind}@{k}" for kind in ("P", "nDCG", "R", "coverage") for k in DEFAULT_KS]
     names += [f"{kind}@{k}" for kind in ("PSP", "PSnDCG") for k in DEFAULT_PROPENSITY_KS]
     names += ["MRR"]

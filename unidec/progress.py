@@ -1,4 +1,6 @@
-"""Progress of long work: a tqdm bar on a terminal, otherwise plain lines with rate and remaining time."""
+"""Progress of long work: a tqdm bar on a terminal, otherwise plain lines with rate and remaining
+time.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,18 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 QUIET_SECONDS = 1.0  # shorter work prints no line
-LINE = "{desc}: {n_fmt}/{total_fmt} ({percentage:.0f}%), {rate_fmt}, {elapsed} elapsed, {remaining} left{postfix}"
+LINE = (
+    "{desc}: {n_fmt}/{total_fmt} ({percentage:.0f}%), {rate_fmt}, {elapsed} elapsed, {remaining} "
+    "left{postfix}"
+)
 LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}, {rate_fmt}, {elapsed} elapsed{postfix}"
 _silent = False
 
 
 class Progress(tqdm, Generic[T]):
-    """A tqdm bar; prints a line every `every` seconds and one at the end if the stream is not a terminal."""
+    """A tqdm bar; prints a line every `every` seconds and one at the end if the stream is not a
+    terminal.
+    """
 
     def __init__(self, iterable: Iterable[T] | None, every: float, stream: TextIO, **options: Any):
         self.lines = not stream.isatty()
@@ -35,7 +42,11 @@ class Progress(tqdm, Generic[T]):
         if not self.lines:
             super().display(msg, pos)
             return
-        facts = {**self.format_dict, "ncols": None, "bar_format": LINE if self.total else LINE_WITHOUT_TOTAL}
+        facts = {
+            **self.format_dict,
+            "ncols": None,
+            "bar_format": LINE if self.total else LINE_WITHOUT_TOTAL,
+        }
         with contextlib.suppress(BrokenPipeError):  # the work continues if its output was closed
             print(self.format_meter(**facts), file=self.fp, flush=True)
 
@@ -51,15 +62,22 @@ class Progress(tqdm, Generic[T]):
 
 
 def progress(
-    iterable: Iterable[Any] | None = None, *, total: int | None = None, desc: str, unit: str = "it",
-    every: float = 10.0, stream: TextIO | None = None,
-) -> Progress[Any]:  # fmt: skip
+    iterable: Iterable[Any] | None = None,
+    *,
+    total: int | None = None,
+    desc: str,
+    unit: str = "it",
+    every: float = 10.0,
+    stream: TextIO | None = None,
+) -> Progress[Any]:
     """Show the progress of long work on stderr or `stream`.
 
-    With an iterable, each item counts as one unit; without one, use the result as a context manager and call
-    `.update(n)`. If the stream is not a terminal, a line is printed every `every` seconds.
+    With an iterable, each item counts as one unit; without one, use the result as a context manager
+    and call `.update(n)`. If the stream is not a terminal, a line is printed every `every` seconds.
     """
-    return Progress(iterable, every, sys.stderr if stream is None else stream, total=total, desc=desc, unit=unit)
+    return Progress(
+        iterable, every, sys.stderr if stream is None else stream, total=total, desc=desc, unit=unit
+    )
 
 
 def silence() -> None:

@@ -1,7 +1,8 @@
-"""The environment of unidec's programs: variables, terminals and streams of other tools must not break their work.
+"""The environment of unidec's programs: variables, terminals and streams of other tools must not
+break their work.
 
-`settle` is called first, before slow imports; it does nothing when another program imports this package.
-"""
+`settle` is called first, before slow imports; it does nothing when another program imports this
+package."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ import warnings
 from typing import Any, TextIO
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-_THREADS = tuple(f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM"))
+_THREADS = tuple(
+    f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM")
+)
 _SIZES = ("COLUMNS", "LINES")
 
 
 class Output:
-    """A stream that outlives its reader: what cannot be written is dropped, and `failure` keeps the first error.
+    """A stream that outlives its reader: what cannot be written is dropped, and `failure` keeps the
+    first error.
 
     A reader that left (`| head`) is no failure.
     """
@@ -76,7 +80,8 @@ def settle() -> None:
         if stream is None or isinstance(stream, Output):
             continue
         with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.reconfigure(errors="backslashreplace")  # what the terminal's encoding cannot show
+            # what the terminal's encoding cannot show
+            stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, Output(stream))
 
 
@@ -96,8 +101,9 @@ def output_failure() -> OSError | None:
 
 
 def _open_standard_streams() -> None:
-    """Streams that the caller closed (`>&-`) lead nowhere; otherwise the next file that is opened would get their
-    number."""
+    """Streams that the caller closed (`>&-`) lead nowhere; otherwise the next file that is opened
+    would get their number.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -107,13 +113,21 @@ def _open_standard_streams() -> None:
                 os.dup2(null, number)
                 os.close(null)
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+            setattr(
+                sys,
+                name,
+                os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False),
+            )
 
 
 def _no_warning_is_an_error() -> None:
     """PYTHONWARNINGS=error would end work at the first warning of any library."""
     asked = [rule for rule in os.environ.get("PYTHONWARNINGS", "").split(",") if rule]
-    kept = [rule for rule in asked if not "error".startswith(rule.partition(":")[0].strip().lower() or "-")]
+    kept = [
+        rule
+        for rule in asked
+        if not "error".startswith(rule.partition(":")[0].strip().lower() or "-")
+    ]
     if kept != asked:
         os.environ["PYTHONWARNINGS"] = ",".join(kept)
         filters: Any = warnings.filters

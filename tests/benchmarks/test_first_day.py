@@ -1,4 +1,6 @@
-"""The program that measures the first day; and, on its data, which processes an unchanged `make train` starts."""
+"""The program that measures the first day; and, on its data, which processes an unchanged `make
+train` starts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ import pytest
 AUDITED = """
 import json, sys
 started = []
-sys.addaudithook(lambda name, told: name == "subprocess.Popen" and started.append([str(word) for word in told[1]]))
+def note(name, told):
+    if name == "subprocess.Popen":
+        started.append([str(word) for word in told[1]])
+
+sys.addaudithook(note)
 from flows.command import main
 code = main("train", [])
 print(json.dumps(started))
@@ -29,7 +35,10 @@ def first_day(benchmark_module):
 
 def test_data_of_the_size_that_is_named(first_day, tmp_path):
     first_day.write_data(tmp_path / "mine")
-    rows = {name: (tmp_path / "mine" / f"{name}.csv").read_text().count("\n") - 1 for name in ("queries", "labels")}
+    rows = {
+        name: (tmp_path / "mine" / f"{name}.csv").read_text().count("\n") - 1
+        for name in ("queries", "labels")
+    }
     assert rows == {"queries": first_day.NUM_QUERIES, "labels": first_day.NUM_LABELS}
 
 
@@ -48,12 +57,18 @@ def test_an_unchanged_run_starts_one_server_and_calls_dvc_once(first_day, tmp_pa
     project = tmp_path / "project"
     first_day.clone(project)
     (project / ".venv").symlink_to(Path(sys.prefix))
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "MLFLOW_"))
+    }
     env = own | {"PYTHONPATH": str(project)}
 
     def run() -> list[list[str]]:
         words = [sys.executable, "-c", AUDITED]
-        done = subprocess.run(words, cwd=project, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=project, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
         return json.loads(done.stdout.splitlines()[-1])
 

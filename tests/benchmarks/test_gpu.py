@@ -1,4 +1,6 @@
-"""The GPU benchmark: every section in its tiny form on the processor, what the table says, and the exit code."""
+"""The GPU benchmark: every section in its tiny form on the processor, what the table says, and the
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,16 @@ def found(gpu, bench, section):
 
 
 @pytest.mark.parametrize(
-    "section", ["step", "chunks", "refresh", "search", "bf16", "compile", "memory", "synchronisations"]
+    "section",
+    ["step", "chunks", "refresh", "search", "bf16", "compile", "memory", "synchronisations"],
 )
 def test_a_section_runs(gpu, bench, section):
     figures, code = found(gpu, bench, section)
     assert code == 0 and len(figures) > 2
     assert all(figure.section == section and figure.origin for figure in figures)
-    assert all(isinstance(f.value, str) or math.isfinite(f.value) for f in figures), "figures are numbers"
+    assert all(isinstance(f.value, str) or math.isfinite(f.value) for f in figures), (
+        "figures are numbers"
+    )
     assert {figure.what for figure in figures}.isdisjoint({"failed", "skipped"})
     table = gpu.as_table(figures)
     assert "measured on the processor" in table and table.count("\n") == 1 + len(figures)
@@ -56,9 +61,18 @@ def test_the_device_computes_what_the_cpu_does(gpu, bench):
     figures, code = found(gpu, bench, "correctness")
     judged = [figure for figure in figures if figure.ok is not None]
     assert code == 0 and all(figure.ok for figure in judged)
-    assert {figure.sizes.partition(" in ")[0] for figure in judged} == {"unidec-gpu", "unidec-gpu-long", "unidec"}
+    assert {figure.sizes.partition(" in ")[0] for figure in judged} == {
+        "unidec-gpu",
+        "unidec-gpu-long",
+        "unidec",
+    }
     parts = {figure.what.partition(",")[0] for figure in judged}
-    assert {"losses", "gradients of the transformer", "gradients of the heads", "gradients of table rows"} <= parts
+    assert {
+        "losses",
+        "gradients of the transformer",
+        "gradients of the heads",
+        "gradients of table rows",
+    } <= parts
     assert any(figure.what.startswith("refresh: hard negatives") for figure in judged)
 
 
@@ -66,7 +80,8 @@ def test_what_is_computed_wrongly_is_seen(gpu, bench, monkeypatch):
     """A device whose losses, or whose search, are a little off."""
     training = gpu.gpu_training
     monkeypatch.setattr(training, "GPU_RECIPES", ("unidec-gpu",))
-    right, calls = training.encode_texts, []
+    right = training.encode_texts
+    calls = []
 
     def off(*given):
         x_BW, backward = right(*given)
@@ -95,24 +110,37 @@ def test_a_step_that_waits_is_counted_with_its_place(gpu, bench, monkeypatch):
     figures, code = found(gpu, bench, "synchronisations")
     counts = [figure for figure in figures if figure.what == "steps in which the host waits"]
     assert code == 1 and len(counts) == 3
-    assert all(figure.value == 9 and not figure.ok and "first at " in figure.sizes for figure in counts)
+    assert all(
+        figure.value == 9 and not figure.ok and "first at " in figure.sizes for figure in counts
+    )
 
 
-@pytest.mark.parametrize(("failing", "code"), [("step", 0), ("correctness", 1), ("synchronisations", 1)])
-def test_a_section_that_fails_is_reported_and_the_others_run(gpu, failing, code, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("failing", "code"), [("step", 0), ("correctness", 1), ("synchronisations", 1)]
+)
+def test_a_section_that_fails_is_reported_and_the_others_run(
+    gpu, failing, code, tmp_path, monkeypatch, capsys
+):
     def fail(bench):
         bench.add("before", 1.0, "ms", "few")
         raise torch.OutOfMemoryError("no memory |\nleft")
 
-    replaced = {name: gpu.Section(lambda bench: bench.add("figure", 2.0, "", "few"), (1, 1), section.check)
-                for name, section in gpu.SECTIONS.items()}  # fmt: skip
+    replaced = {
+        name: gpu.Section(lambda bench: bench.add("figure", 2.0, "", "few"), (1, 1), section.check)
+        for name, section in gpu.SECTIONS.items()
+    }
     replaced[failing] = gpu.Section(fail, (1, 1), replaced[failing].check)
     monkeypatch.setattr(gpu, "SECTIONS", replaced)
-    assert gpu.main(["--form", "tiny", "--device", "cpu", "--out", str(tmp_path / "new" / "gpu")]) == code
+    assert (
+        gpu.main(["--form", "tiny", "--device", "cpu", "--out", str(tmp_path / "new" / "gpu")])
+        == code
+    )
     facts = json.loads((tmp_path / "new" / "gpu.json").read_text())
     table = (tmp_path / "new" / "gpu.md").read_text()
     assert f"| {failing} | failed | OutOfMemoryError: no memory /; left |" in table
-    assert [f["section"] for f in facts["figures"] if f["what"] == "figure"] == [n for n in replaced if n != failing]
+    assert [f["section"] for f in facts["figures"] if f["what"] == "figure"] == [
+        n for n in replaced if n != failing
+    ]
     assert facts["form"] == "tiny" and facts["machine"]["cores"] > 0
     out = capsys.readouterr().out
     assert f"{failing} ..." in out and "| figure | 2 |" in out
@@ -120,7 +148,10 @@ def test_a_section_that_fails_is_reported_and_the_others_run(gpu, failing, code,
 
 def test_only_some_sections_and_no_time_left(gpu, tmp_path, monkeypatch):
     ran = []
-    replaced = {name: gpu.Section(lambda bench, name=name: ran.append(name), (1, 50)) for name in gpu.SECTIONS}
+    replaced = {
+        name: gpu.Section(lambda bench, name=name: ran.append(name), (1, 50))
+        for name in gpu.SECTIONS
+    }
     monkeypatch.setattr(gpu, "SECTIONS", replaced)
     common = ["--form", "tiny", "--device", "cpu", "--out", str(tmp_path / "gpu")]
     assert gpu.main([*common, "--only", "step", "--only", "bf16"]) == 0
@@ -134,10 +165,13 @@ def test_only_some_sections_and_no_time_left(gpu, tmp_path, monkeypatch):
 
 @pytest.fixture
 def card(gpu, bench, monkeypatch):
-    """A bench that takes the branches of a card, though its device is the processor; `modes`: the debug modes set."""
+    """A bench that takes the branches of a card, though its device is the processor; `modes`: the
+    debug modes set.
+    """
 
     class Card(gpu.Bench):
-        on_card, modes = True, []
+        on_card = True
+        modes = []
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", Card.modes.append)
     monkeypatch.setattr(gpu.gpu_products, "free_bytes", lambda device: 141 << 30)
@@ -147,9 +181,14 @@ def card(gpu, bench, monkeypatch):
 
 
 def test_the_branches_of_a_card(gpu, card, monkeypatch):
-    """Cells of the card, made small; faiss with a GPU and without; steps while torch refuses to wait."""
-    products, peaks = gpu.gpu_products, []
-    monkeypatch.setattr(products, "peak_of_steps", lambda bench, size: peaks.append(size) or 15 * 10**9)
+    """Cells of the card, made small; faiss with a GPU and without; steps while torch refuses to
+    wait.
+    """
+    products = gpu.gpu_products
+    peaks = []
+    monkeypatch.setattr(
+        products, "peak_of_steps", lambda bench, size: peaks.append(size) or 15 * 10**9
+    )
     for section in ("memory", "search", "bf16", "synchronisations"):
         assert gpu.run_sections(card, [section]) == 0
     assert [size["labels"] for size in peaks] == [1_305_265, 1_305_265, 450_000_000]
@@ -157,10 +196,20 @@ def test_the_branches_of_a_card(gpu, card, monkeypatch):
     by_name = {figure.what: figure for figure in card.figures}
     assert by_name["faiss on the GPU"].origin == "the installed faiss has no GPU"
     assert by_name["TF32: largest difference of a logit"].value < 1e-2
-    measured = [f for f in card.figures if f.section == "memory" and f.origin.startswith("measured") and f.unit == "GB"]
-    assert [(figure.value, figure.ok) for figure in measured] == [(15, True), (15, None), (15, True)]
+    measured = [
+        f
+        for f in card.figures
+        if f.section == "memory" and f.origin.startswith("measured") and f.unit == "GB"
+    ]
+    assert [(figure.value, figure.ok) for figure in measured] == [
+        (15, True),
+        (15, None),
+        (15, True),
+    ]
 
-    faiss = SimpleNamespace(get_num_gpus=lambda: 1, StandardGpuResources=object, index_cpu_to_gpu=lambda _, at, x: x)
+    faiss = SimpleNamespace(
+        get_num_gpus=lambda: 1, StandardGpuResources=object, index_cpu_to_gpu=lambda _, at, x: x
+    )
     monkeypatch.setattr(products, "faiss_module", lambda: faiss)
     assert gpu.run_sections(card, ["search"]) == 0
     assert {f.what: f.value for f in card.figures}["faiss, flat, recall of the exact 100"] == 1
@@ -189,7 +238,8 @@ def test_another_error_of_a_step_is_no_synchronisation(gpu, card, monkeypatch):
 
 
 def test_a_card_that_is_too_small_or_too_late_for_a_setting(gpu, card, monkeypatch):
-    products, card.until = gpu.gpu_products, time.monotonic() + 100
+    products = gpu.gpu_products
+    card.until = time.monotonic() + 100
     products._measure_cell(card, "rows-450M", 60 << 30, 141.0)
     monkeypatch.setattr(products, "free_bytes", lambda device: 16 << 30)
     products._measure_cell(card, "rows-450M", 60 << 30, 141.0)
@@ -200,16 +250,30 @@ def test_a_card_that_is_too_small_or_too_late_for_a_setting(gpu, card, monkeypat
 
 @pytest.mark.slow
 def test_a_cell_is_trained_without_data_on_disk(gpu, bench, monkeypatch):
-    """What the card runs for its peak, with the longest texts and without; a processor has no peak."""
-    products, seen = gpu.gpu_products, []
+    """What the card runs for its peak, with the longest texts and without; a processor
+    has no peak.
+    """
+    products = gpu.gpu_products
+    seen = []
     right = products.scale_step.Steps.run
     monkeypatch.setattr(
-        products.scale_step.Steps, "run",
-        lambda steps, count: seen.append([cache.lengths().min() for cache in steps.trainer.encoding.tokens.values()])
-        or right(steps, min(count, 2)),
-    )  # fmt: skip
+        products.scale_step.Steps,
+        "run",
+        lambda steps, count: (
+            seen.append([cache.lengths().min() for cache in steps.trainer.encoding.tokens.values()])
+            or right(steps, min(count, 2))
+        ),
+    )
     size = products.scale_step.SIZE | products.GPU["papers-1.3M-recompute"]
-    size |= {"labels": 60, "train": 90, "batch": 16, "pool": 40, "dim": 16, "hidden": 64, "layers": 1}
+    size |= {
+        "labels": 60,
+        "train": 90,
+        "batch": 16,
+        "pool": 40,
+        "dim": 16,
+        "hidden": 64,
+        "layers": 1,
+    }
     assert products.peak_of_steps(bench, size) == 0
     monkeypatch.setattr(products, "MOST_TEXTS", 50)
     products.peak_of_steps(bench, size)

@@ -1,4 +1,6 @@
-"""Valid requests beside cheap attacks (fault 36): the quick version of `benchmarks/hostile_load.py`."""
+"""Valid requests beside cheap attacks (fault 36): the quick version of
+`benchmarks/hostile_load.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ ATTACKS = ["query parameters", "long parameter", "one-byte chunks", "idle connec
 
 
 def test_valid_requests_are_answered_as_fast_beside_an_attack(benchmark_module, tmp_path):
-    load, served = benchmark_module("hostile_load"), benchmark_module("served")
+    load = benchmark_module("hostile_load")
+    served = benchmark_module("served")
     bundle = load.small_bundle(tmp_path)
     with served.Served(bundle, "serve.threads=1", folder=tmp_path) as server:
         rows = load.measure(server, ATTACKS, rate=30.0, seconds=1.5)
@@ -28,7 +31,8 @@ def test_a_row_says_whether_the_goal_is_met(benchmark_module):
 
     def found(milliseconds: float, refused: int = 0) -> SimpleNamespace:
         return SimpleNamespace(
-            latencies_ms=[milliseconds] * 10, statuses={200: 10, 503: refused} if refused else {200: 10}
+            latencies_ms=[milliseconds] * 10,
+            statuses={200: 10, 503: refused} if refused else {200: 10},
         )
 
     alone = load.percentiles([10.0] * 10)

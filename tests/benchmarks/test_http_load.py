@@ -1,4 +1,6 @@
-"""The load program's client: it reads HTTP as it may come, and its figures tell a stalled server from a quick one."""
+"""The load program's client: it reads HTTP as it may come, and its figures tell a stalled server
+from a quick one.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 def beside(
-    answer: Callable[[int, asyncio.StreamWriter], Awaitable[None]], talk: Callable[[int], Awaitable[Any]]
+    answer: Callable[[int, asyncio.StreamWriter], Awaitable[None]],
+    talk: Callable[[int], Awaitable[Any]],
 ) -> Any:
-    """What `talk(port)` returns beside a server that calls `answer(number of the request, writer)` for each request."""
+    """What `talk(port)` returns beside a server that calls `answer(number of the request, writer)`
+    for each request.
+    """
     numbers = itertools.count()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -30,7 +35,9 @@ def beside(
             while head := await reader.readuntil(b"\r\n\r\n"):
                 lower = head.lower()
                 if b"content-length:" in lower:
-                    await reader.readexactly(int(lower.split(b"content-length:")[1].split(b"\r\n")[0]))
+                    await reader.readexactly(
+                        int(lower.split(b"content-length:")[1].split(b"\r\n")[0])
+                    )
                 await answer(next(numbers), writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -73,10 +80,12 @@ def test_answers_come_whole_however_they_are_cut(load, pieces):
         b"HTTP/1.1 100 Continue\r\n\r\n"
         b"HTTP/1.1 200 OK\r\ncontent-type: a\r\nCONTENT-LENGTH: 5\r\n\r\nhello"
         b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\ncontent-length: 0\r\n\r\n"
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n"
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nA\r\n"
+        b"0123456789\r\n0\r\n\r\n"
         b"HTTP/1.1 204 No Content\r\n\r\n"
     )
-    buffer, found = bytearray(), []
+    buffer = bytearray()
+    found = []
     size = max(1, len(wire) // pieces)
     for begin in range(0, len(wire), size):
         buffer += wire[begin : begin + size]
@@ -84,13 +93,18 @@ def test_answers_come_whole_however_they_are_cut(load, pieces):
             del buffer[: answer[1]]
             found.append(answer[0])
     assert [(answer.status, answer.body) for answer in found] == [
-        (200, b"hello"), (503, b""), (200, b"abc0123456789"), (204, b"")
-    ]  # fmt: skip
+        (200, b"hello"),
+        (503, b""),
+        (200, b"abc0123456789"),
+        (204, b""),
+    ]
     assert found[1].header("retry-after") == "2" and found[1].header("none") is None and not buffer
 
 
 def test_what_is_sent_is_what_was_meant(load):
-    head, _, body = load.post("/predict", {"queries": ["größer 🚗"]}, "x-api-key: k").partition(b"\r\n\r\n")
+    head, _, body = load.post("/predict", {"queries": ["größer 🚗"]}, "x-api-key: k").partition(
+        b"\r\n\r\n"
+    )
     assert json.loads(body) == {"queries": ["größer 🚗"]}
     assert head.startswith(b"POST /predict HTTP/1.1\r\n") and b"\r\nx-api-key: k\r\n" in head
     assert f"content-length: {len(body)}".encode() in head
@@ -124,7 +138,9 @@ def test_a_closed_loop_sends_each_request_once_and_counts_what_failed(load):
     measured = beside(answer, lambda port: load.closed_loop(port, numbered, 4, count=50))
     assert next(sent) == 50
     assert measured.statuses == {200: 44, 503: 5, 0: 1}
-    assert len(measured.latencies_ms) == 44 and len(measured.refused_ms) == 6, "no latency of a refusal among answers"
+    assert len(measured.latencies_ms) == 44 and len(measured.refused_ms) == 6, (
+        "no latency of a refusal among answers"
+    )
     assert {answer.status for answer in measured.answers} == {503, 0}
     facts = json.loads(json.dumps(measured.facts()))
     assert facts["statuses"] == {"0": 1, "200": 44, "503": 5} and facts["latency_ms"]["count"] == 44
@@ -137,21 +153,29 @@ def test_a_closed_loop_ends_in_time(load):
 
 
 def test_an_open_loop_counts_those_who_came_while_nothing_was_answered(load):
-    """One stall of 0.4 s in 2 s: a fifth of all who came waited; a closed loop sees it once a client."""
+    """One stall of 0.4 s in 2 s: a fifth of all who came waited; a closed loop sees it once a
+    client.
+    """
     # the event of a server that stalls is made within its loop
-    closed = beside(stalling(20, 0.4), lambda port: load.closed_loop(port, requests(load), 2, count=1000))
+    closed = beside(
+        stalling(20, 0.4), lambda port: load.closed_loop(port, requests(load), 2, count=1000)
+    )
     slow = [ms for ms in closed.latencies_ms if ms > 100]
     assert 1 <= len(slow) <= 2 and closed.facts()["latency_ms"]["p99"] < 100
     for connections in (2, 64):
         opened = beside(
             stalling(20, 0.4),
-            lambda port, many=connections: load.open_loop(port, requests(load), 100, 2, connections=many),
+            lambda port, many=connections: load.open_loop(
+                port, requests(load), 100, 2, connections=many
+            ),
         )
         slow = [ms for ms in opened.latencies_ms if ms > 100]
         assert 15 <= len(slow) <= 50 and opened.facts()["latency_ms"]["p90"] > 100, connections
         assert 160 <= opened.statuses[200] <= 240, "all that were due are asked and answered"
         few = [ms for ms in opened.service_ms if ms > 100]
-        assert len(few) <= 2 if connections == 2 else len(few) >= 15, "time in a queue of the client is no service"
+        assert len(few) <= 2 if connections == 2 else len(few) >= 15, (
+            "time in a queue of the client is no service"
+        )
 
 
 def test_an_open_loop_says_when_the_client_itself_was_late(load):
@@ -170,7 +194,15 @@ def test_an_open_loop_says_when_the_client_itself_was_late(load):
 
 def test_percentiles_are_values_that_occurred(load):
     found = load.percentiles([*range(1, 100), 1000.0])
-    assert found == {"count": 100, "mean": 59.5, "p50": 51, "p90": 91, "p99": 1000, "p999": 1000, "max": 1000}
+    assert found == {
+        "count": 100,
+        "mean": 59.5,
+        "p50": 51,
+        "p90": 91,
+        "p99": 1000,
+        "p999": 1000,
+        "max": 1000,
+    }
     assert load.percentiles([3.0])["p99"] == 3 and load.percentiles([]) == {"count": 0}
 
 

@@ -10,9 +10,17 @@ def no_waiting(benchmark_module):
 
 
 def test_what_waits_is_refused(no_waiting):
-    x, mask = torch.arange(3.0), torch.tensor([True, False, True])
-    waits = [x.sum().item, lambda: bool(mask.any()), mask.nonzero, lambda: x[mask], lambda: x.unique(),
-             lambda: x.masked_select(mask), lambda: x.index_put_((mask,), torch.zeros(2))]  # fmt: skip
+    x = torch.arange(3.0)
+    mask = torch.tensor([True, False, True])
+    waits = [
+        x.sum().item,
+        lambda: bool(mask.any()),
+        mask.nonzero,
+        lambda: x[mask],
+        lambda: x.unique(),
+        lambda: x.masked_select(mask),
+        lambda: x.index_put_((mask,), torch.zeros(2)),
+    ]
     for wait in waits:
         with no_waiting(), pytest.raises(AssertionError, match="waits"):
             wait()
@@ -22,13 +30,29 @@ def test_what_waits_is_refused(no_waiting):
 
 def test_copies_between_host_and_device(no_waiting):
     """On "meta", in place of a GPU."""
-    host, far = torch.arange(3.0), torch.empty(3, device="meta")
-    waits = [far.cpu, lambda: host.copy_(far), lambda: far.to("cpu", non_blocking=True), lambda: far.copy_(host),
-             lambda: host.to("meta"), lambda: torch.where(far > 0, 0.0, torch.tensor(1.0))]  # fmt: skip
+    host = torch.arange(3.0)
+    far = torch.empty(3, device="meta")
+    waits = [
+        far.cpu,
+        lambda: host.copy_(far),
+        lambda: far.to("cpu", non_blocking=True),
+        lambda: far.copy_(host),
+        lambda: host.to("meta"),
+        lambda: torch.where(far > 0, 0.0, torch.tensor(1.0)),
+    ]
     for wait in waits:
         with no_waiting(), pytest.raises(AssertionError, match=r"waits|before they have arrived"):
             wait()
     with no_waiting():
-        host.copy_(far, non_blocking=True), host.to("meta", non_blocking=True), far.copy_(host, non_blocking=True)
-        torch.where(far > 0, 0.0, far), torch.where(far > 0, far, 1.0), far + torch.tensor(1.0), far.double()
+        (
+            host.copy_(far, non_blocking=True),
+            host.to("meta", non_blocking=True),
+            far.copy_(host, non_blocking=True),
+        )
+        (
+            torch.where(far > 0, 0.0, far),
+            torch.where(far > 0, far, 1.0),
+            far + torch.tensor(1.0),
+            far.double(),
+        )
     assert host.tolist() == [0, 1, 2]

@@ -1,5 +1,6 @@
-"""What was published for seven data sets: each value with its source, valid parameters, figures beside measured ones;
-and a synthetic stand-in of each through every stage."""
+"""What was published for seven data sets: each value with its source, valid parameters, figures
+beside measured ones; and a synthetic stand-in of each through every stage.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,26 @@ from unidec.pipeline import paths
 from unidec.pipeline.plan import Sizes, plan_memory
 from unidec.training.sampler import queries_a_batch
 
-DATA_SETS = ("LF-Amazon-131K", "LF-AmazonTitles-1.3M", "LF-AmazonTitles-131K", "LF-WikiSeeAlso-320K",
-             "LF-WikiSeeAlsoTitles-320K", "LF-WikiTitles-500K", "LF-Wikipedia-500K")  # fmt: skip
-METHODS = ("unidec-v1", "unidec-v2", "unidec-v2-bce", "unidec-v2-bce-fill", "depsl", "dexml", "ngame",
-           "ngame-classifier", "renee")  # fmt: skip
+DATA_SETS = (
+    "LF-Amazon-131K",
+    "LF-AmazonTitles-1.3M",
+    "LF-AmazonTitles-131K",
+    "LF-WikiSeeAlso-320K",
+    "LF-WikiSeeAlsoTitles-320K",
+    "LF-WikiTitles-500K",
+    "LF-Wikipedia-500K",
+)
+METHODS = (
+    "unidec-v1",
+    "unidec-v2",
+    "unidec-v2-bce",
+    "unidec-v2-bce-fill",
+    "depsl",
+    "dexml",
+    "ngame",
+    "ngame-classifier",
+    "renee",
+)
 FIGURE = re.compile(r"P(SP)?@[135]")
 
 
@@ -55,7 +72,11 @@ def test_the_data_sets_are_all_there(published):
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_a_file_says_of_every_method_whether_it_was_published(published, name):
     own = published.data_set(name)
-    assert sorted([*own["methods"], *own["not_published"]]) == sorted(METHODS) == sorted(published.methods()["methods"])
+    assert (
+        sorted([*own["methods"], *own["not_published"]])
+        == sorted(METHODS)
+        == sorted(published.methods()["methods"])
+    )
     named = {method for group in own["settings"] for method in group.get("methods", [])}
     assert named <= set(own["methods"])
     assert all(isinstance(text, str) for text in own["silent"])
@@ -64,15 +85,20 @@ def test_a_file_says_of_every_method_whether_it_was_published(published, name):
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_every_value_has_a_source(published, name):
     """A known paper or code, or the words that it was not published."""
-    own, known = published.data_set(name), published.methods()["sources"]
+    own = published.data_set(name)
+    known = published.methods()["sources"]
     groups = [*published.methods()["settings"], *own["settings"]]
     for source in [group["source"] for group in groups] + [own["facts"]["source"]]:
         assert source.startswith((*known, published.NOT_PUBLISHED)), source
     for row in own["figures"]:
         assert re.match(r"(thesis|preprint), table \d", row["source"]), row
         assert row["method"] in own["methods"] and row.get("of", "test") in ("test", "de", "clf")
-        figures = {key: value for key, value in row.items() if key not in ("method", "source", "of")}
-        assert len(figures) >= 4 and all(FIGURE.fullmatch(key) and 10 < value < 90 for key, value in figures.items())
+        figures = {
+            key: value for key, value in row.items() if key not in ("method", "source", "of")
+        }
+        assert len(figures) >= 4 and all(
+            FIGURE.fullmatch(key) and 10 < value < 90 for key, value in figures.items()
+        )
         assert figures["P@1"] > figures["P@5"] and ("P@3" in figures) == ("PSP@3" in figures)
 
 
@@ -90,28 +116,41 @@ def test_parameters_are_valid_and_those_of_the_file(published, name, tmp_path):
         file.write_text(published.params_yaml(name, method), encoding="utf-8")
         assert load_params(file) == params
         sections = set(re.findall(r"^(\w+):", file.read_text(), re.MULTILINE))
-        assert params.recipe and sections == set(type(params).model_fields), "DVC requires each section"
+        assert params.recipe and sections == set(type(params).model_fields), (
+            "DVC requires each section"
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "method", "queries", "pool"),
-    [("LF-AmazonTitles-131K", "unidec-v2-bce", 1152, 3000), ("LF-AmazonTitles-1.3M", "unidec-v1", 1098, 3000),
-     ("LF-AmazonTitles-1.3M", "unidec-v2", 1098, 3000), ("LF-AmazonTitles-1.3M", "depsl", 2196, 4000),
-     ("LF-Amazon-131K", "unidec-v1", 576, 1500), ("LF-Amazon-131K", "unidec-v2-bce", 576, 3000),
-     ("LF-WikiSeeAlso-320K", "unidec-v1", 677, 1500), ("LF-WikiSeeAlso-320K", "unidec-v2-bce", 677, 3500),
-     ("LF-Wikipedia-500K", "depsl", 222, 3000)],
-)  # fmt: skip
+    [
+        ("LF-AmazonTitles-131K", "unidec-v2-bce", 1152, 3000),
+        ("LF-AmazonTitles-1.3M", "unidec-v1", 1098, 3000),
+        ("LF-AmazonTitles-1.3M", "unidec-v2", 1098, 3000),
+        ("LF-AmazonTitles-1.3M", "depsl", 2196, 4000),
+        ("LF-Amazon-131K", "unidec-v1", 576, 1500),
+        ("LF-Amazon-131K", "unidec-v2-bce", 576, 3000),
+        ("LF-WikiSeeAlso-320K", "unidec-v1", 677, 1500),
+        ("LF-WikiSeeAlso-320K", "unidec-v2-bce", 677, 3500),
+        ("LF-Wikipedia-500K", "depsl", 222, 3000),
+    ],
+)
 def test_batches_and_pools_are_those_of_the_tables(published, name, method, queries, pool):
-    """Preprint, table 2; thesis, table 2.3, whose 2,200 and 221 queries are 2,196 and 221.4 as N / 2^depth."""
+    """Preprint, table 2; thesis, table 2.3, whose 2,200 and 221 queries are 2,196 and 221.4 as N /
+    2^depth.
+    """
     params = published.resolve(name, method)
-    assert queries_a_batch(params.pool, published.data_set(name)["facts"]["train_queries"]) == queries
+    assert (
+        queries_a_batch(params.pool, published.data_set(name)["facts"]["train_queries"]) == queries
+    )
     assert params.pool.size == pool
 
 
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_it_fits_the_papers_card_and_recomputes_only_where_it_has_to(published, name):
     """By the plan, on 48 GB: UniDEC and its dual encoder."""
-    facts, own = published.data_set(name)["facts"], published.data_set(name)["methods"]
+    facts = published.data_set(name)["facts"]
+    own = published.data_set(name)["methods"]
     there = {"device": 48 * 10**9, "host": 1 << 40, "disk": 4 << 40}
     for method in {"unidec-v2-bce", "depsl"} & set(own):
         params = published.resolve(name, method)
@@ -124,7 +163,9 @@ def test_it_fits_the_papers_card_and_recomputes_only_where_it_has_to(published, 
 def test_without_hard_negatives_the_other_settings_stay(published):
     """Thesis, table 2.5: the right-hand columns."""
     name = "LF-AmazonTitles-1.3M"
-    whole, filled = (published.resolve(name, method) for method in ("unidec-v2-bce", "unidec-v2-bce-fill"))
+    whole, filled = (
+        published.resolve(name, method) for method in ("unidec-v2-bce", "unidec-v2-bce-fill")
+    )
     assert filled == with_settings(whole, {"pool.eta": 0, "pool.fill": True}) != whole
 
 
@@ -135,23 +176,33 @@ def test_published_figures_beside_measured_ones(published, tmp_path, command, ca
     assert command("compare", "LF-AmazonTitles-131K", file, "--method", "unidec-v2-bce") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:] == [
-        "| unidec-v2-bce | published: thesis, table 2.2 | 44.35 | 29.49 | 21.03 | 39.23 | 44.13 | 48.90 |",
+        (
+            "| unidec-v2-bce | published: thesis, table 2.2 | 44.35 | 29.49 | 21.03 | 39.23 | "
+            "44.13 | 48.90 |"
+        ),
         "|  | measured | 44.00 | - | 22.03 | 40.00 | - | - |",
         "|  | difference | -0.35 | - | +1.00 | +0.77 | - | - |",
     ]
     command("compare", "LF-AmazonTitles-131K", file, "--method", "unidec-v1")
     text = capsys.readouterr().out
-    assert "| unidec-v1, de alone | published: preprint, table 5 | 41.96 |" in text and "| -1.00 |" in text
+    assert (
+        "| unidec-v1, de alone | published: preprint, table 5 | 41.96 |" in text
+        and "| -1.00 |" in text
+    )
     command("compare", "LF-AmazonTitles-131K", file, "--method", "dexml")
     assert "figures of dexml are not published in the sources used here" in capsys.readouterr().out
     command("compare", "LF-AmazonTitles-131K", file)
-    assert capsys.readouterr().out.count("| measured |") == len(published.data_set("LF-AmazonTitles-131K")["figures"])
+    assert capsys.readouterr().out.count("| measured |") == len(
+        published.data_set("LF-AmazonTitles-131K")["figures"]
+    )
 
 
 def test_what_is_not_there_is_said(published, tmp_path, command):
     with pytest.raises(ConfigError, match="did you mean LF-WikiTitles-500K"):
         published.resolve("LF-WikiTitle-500K", "unidec-v2")
-    with pytest.raises(ConfigError, match=r"(?s)no such method.*unidec-v1.*not published for LF-Wikipedia-500K"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)no such method.*unidec-v1.*not published for LF-Wikipedia-500K"
+    ):
         published.resolve("LF-Wikipedia-500K", "unidec-v1")
     with pytest.raises(ConfigError, match="unidec evaluate"):
         command("compare", "LF-AmazonTitles-131K", tmp_path / "none.json")
@@ -166,22 +217,43 @@ def test_the_list(command, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + len(DATA_SETS)
     assert lines[-1] == (
-        "| LF-Wikipedia-500K | not published | not published | not published | not published | figures | figures "
-        "| settings | settings | figures |"
+        "| LF-Wikipedia-500K | not published | not published | not published | not published | "
+        "figures | figures | settings | settings | figures |"
     )
 
 
-# -- raw files as they come --------------------------------------------------------------------------------------------
+# -- raw files as they come
+# --------------------------------------------------------------------------------------------
 
 
 def unpacked_archive(folder):
-    """A data set's folder as it is unpacked: JSON lines, filters, and bag-of-words files beside them."""
+    """A data set's folder as it is unpacked: JSON lines, filters, and bag-of-words files beside
+    them.
+    """
     folder.mkdir(parents=True)
-    labels = [{"uid": f"B00{i}", "title": f"label {i}", "target_ind": [], "target_rel": []} for i in range(40)]
-    trn = [{"uid": f"A{i}", "title": f"product {i}", "target_ind": [i % 40, (i + 7) % 40], "target_rel": [1.0, 1.0]}
-           for i in range(60)]  # fmt: skip
-    tst = [{"uid": f"T{i}", "title": f"item {i}", "content": "", "target_ind": [i], "target_rel": [1.0]}
-           for i in range(20)]  # fmt: skip
+    labels = [
+        {"uid": f"B00{i}", "title": f"label {i}", "target_ind": [], "target_rel": []}
+        for i in range(40)
+    ]
+    trn = [
+        {
+            "uid": f"A{i}",
+            "title": f"product {i}",
+            "target_ind": [i % 40, (i + 7) % 40],
+            "target_rel": [1.0, 1.0],
+        }
+        for i in range(60)
+    ]
+    tst = [
+        {
+            "uid": f"T{i}",
+            "title": f"item {i}",
+            "content": "",
+            "target_ind": [i],
+            "target_rel": [1.0],
+        }
+        for i in range(20)
+    ]
     for name, items in (("lbl", labels), ("trn", trn), ("tst", tst)):
         with gzip.open(folder / f"{name}.json.gz", "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(item) + "\n" for item in items)
@@ -197,15 +269,27 @@ def unpacked_archive(folder):
 def test_raw_files_are_taken_as_they_come(published, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     unpacked_archive(tmp_path / "data" / "raw" / "LF-AmazonTitles-131K")
-    assert command("params", "LF-AmazonTitles-131K", "--method", "unidec-v2", "--out", "params.yaml") == 0
+    assert (
+        command("params", "LF-AmazonTitles-131K", "--method", "unidec-v2", "--out", "params.yaml")
+        == 0
+    )
     params = load_params("params.yaml")
     pipeline.ingest(params)
     dataset = XMCDataset.open(paths.DATASET)
     meta = dataset.manifest["meta"]
-    assert (dataset.name, meta["format"], dataset.num_labels) == ("LF-AmazonTitles-131K", "xmc-json", 40)
+    assert (dataset.name, meta["format"], dataset.num_labels) == (
+        "LF-AmazonTitles-131K",
+        "xmc-json",
+        40,
+    )
     assert meta["splits"] == {"train": 60, "validation": 0, "test": 20}
-    assert sorted(meta["raw_files"]) == ["filter_labels_test.txt", "filter_labels_train.txt", "lbl.json.gz",
-                                         "trn.json.gz", "tst.json.gz"]  # fmt: skip
+    assert sorted(meta["raw_files"]) == [
+        "filter_labels_test.txt",
+        "filter_labels_train.txt",
+        "lbl.json.gz",
+        "trn.json.gz",
+        "tst.json.gz",
+    ]
     rows = dataset.rows("train")[[0, 59]]
     assert dataset.query_uids(rows) == ["A0", "A59"]
     assert [dataset.filter_pairs[row].indices.tolist() for row in rows] == [[3], [1]]
@@ -215,12 +299,19 @@ def test_raw_files_are_taken_as_they_come(published, tmp_path, monkeypatch, comm
 
 def test_another_folder_of_raw_files(tmp_path, command):
     out = tmp_path / "params.yaml"
-    command("params", "LF-Wikipedia-500K", "--method", "dexml", "--data-path", "elsewhere", "--out", out)
+    command(
+        "params", "LF-Wikipedia-500K", "--method", "dexml", "--data-path", "elsewhere", "--out", out
+    )
     params = load_params(out)
-    assert (params.data.path, params.tokens.max_length, params.recipe) == ("elsewhere", 128, "dexml-all")
+    assert (params.data.path, params.tokens.max_length, params.recipe) == (
+        "elsewhere",
+        128,
+        "dexml-all",
+    )
 
 
-# -- stand-ins ---------------------------------------------------------------------------------------------------------
+# -- stand-ins
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -230,13 +321,32 @@ def encoder_at_hand(stand_in, tiny_distilbert, monkeypatch):
 
 def test_a_stand_in_goes_through_every_stage(stand_in, encoder_at_hand, tmp_path, command, capsys):
     out = tmp_path / "table.md"
-    words = ("--share", 0.001, "--folder", tmp_path / "work", "--batch", 8, "--steps", 20, "--output", out)
+    words = (
+        "--share",
+        0.001,
+        "--folder",
+        tmp_path / "work",
+        "--batch",
+        8,
+        "--steps",
+        20,
+        "--output",
+        out,
+    )
     assert command("stand-in", "LF-AmazonTitles-131K", *words) == 0
     lines = out.read_text().splitlines()
     assert capsys.readouterr().out.splitlines()[-3:] == lines
-    cells = dict(zip(*([cell.strip() for cell in line.split("|")[1:-1]] for line in (lines[0], lines[2])), strict=True))
+    cells = dict(
+        zip(
+            *([cell.strip() for cell in line.split("|")[1:-1]] for line in (lines[0], lines[2])),
+            strict=True,
+        )
+    )
     ran = [stage for stage in stand_in.STAGES if cells[f"{stage}, s"] != "-"]
-    assert ran == [stage for stage in stand_in.STAGES if stage != "label graph"] and cells["result"] == "ok"
+    assert (
+        ran == [stage for stage in stand_in.STAGES if stage != "label graph"]
+        and cells["result"] == "ok"
+    )
     assert (cells["N"], cells["L"], cells["queries a batch"]) == ("295", "256", "8")
     assert cells["positives a query"] == "2.3" and 6.6 < float(cells["words a query"]) < 7.2
     assert 0 < float(cells["memory, GiB"]) < 4
@@ -254,12 +364,16 @@ def test_texts_of_a_long_set_fill_the_tokens(published, stand_in, tmp_path):
     with gzip.open(tmp_path / "raw" / "trn.json.gz", "rt") as file:
         items = [json.loads(line) for line in file]
     assert len(items) == row["N"] and min(len(item["content"].split()) for item in items) >= 126
-    shared = np.mean([bool(set(item["title"].split()) & set(item["content"].split())) for item in items])
+    shared = np.mean(
+        [bool(set(item["title"].split()) & set(item["content"].split())) for item in items]
+    )
     assert shared > 0.9, "a content is about what its title is about"
 
 
 def test_as_many_positives_as_published(stand_in, tmp_path):
-    """22.2, however few labels there are to draw from: labels that are drawn twice are made up for."""
+    """22.2, however few labels there are to draw from: labels that are drawn twice are
+    made up for.
+    """
     row = stand_in.stand_in("LF-AmazonTitles-1.3M", share=0.0005, folder=tmp_path, until="raw")
     assert row["positives a query"] == pytest.approx(22.2, rel=0.02)
     with gzip.open(tmp_path / "raw" / "trn.json.gz", "rt") as file:
@@ -268,17 +382,27 @@ def test_as_many_positives_as_published(stand_in, tmp_path):
 
 
 def test_a_stage_that_fails_ends_with_1(tmp_path, command, capsys):
-    assert command("stand-in", "LF-WikiTitles-500K", "--share", 0.0001, "--encoder", str(tmp_path / "none")) == 1
+    assert (
+        command(
+            "stand-in", "LF-WikiTitles-500K", "--share", 0.0001, "--encoder", str(tmp_path / "none")
+        )
+        == 1
+    )
     text = capsys.readouterr().out
     assert "validate failed: " in text and "encoder.name" in text
     assert text.splitlines()[-1].count("| - ") >= 5, "nothing after it ran"
 
 
 @pytest.mark.slow
-def test_texts_longer_than_the_encoder_reads_end_before_they_are_tokenised(encoder_at_hand, tmp_path, command, capsys):
+def test_texts_longer_than_the_encoder_reads_end_before_they_are_tokenised(
+    encoder_at_hand, tmp_path, command, capsys
+):
     work = tmp_path / "work"
     assert command("stand-in", "LF-Amazon-131K", "--share", 0.001, "--folder", work) == 1
-    assert "failed: tokens.max_length: the transformer reads at most 64 tokens" in capsys.readouterr().out
+    assert (
+        "failed: tokens.max_length: the transformer reads at most 64 tokens"
+        in capsys.readouterr().out
+    )
     assert not (work / "LF-Amazon-131K" / "data" / "tokens").exists()
 
 

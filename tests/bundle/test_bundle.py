@@ -1,4 +1,6 @@
-"""Bundles: what they answer against loops over all labels, filters, files in and out, and the folder itself."""
+"""Bundles: what they answer against loops over all labels, filters, files in and out, and the
+folder itself.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,29 @@ pytestmark = pytest.mark.usefixtures("stub_model")
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words"]
 
 
-def _slow(parts: dict, texts: list[str], k: int, exclude: list[list[str]], space, weight, normalize):
+def _slow(
+    parts: dict, texts: list[str], k: int, exclude: list[list[str]], space, weight, normalize
+):
     """Scores of all labels one by one, sorted."""
     model = parts["model"]
-    de, clf = model.encode_queries(encode_texts(texts, model.tokenizer_folder, 8), np.arange(len(texts)))
+    de, clf = model.encode_queries(
+        encode_texts(texts, model.tokenizer_folder, 8), np.arange(len(texts))
+    )
     out = []
     for i in range(len(texts)):
         rows = []
         for j, uid in enumerate(UIDS):
             if uid in exclude[i]:
                 continue
-            s_de = float(de[i].astype(float) @ parts["de_LD"][j].astype(float)) if de is not None else 0.0
+            s_de = (
+                float(de[i].astype(float) @ parts["de_LD"][j].astype(float))
+                if de is not None
+                else 0.0
+            )
             s_clf = 0.0
             if clf is not None:
-                a, b = clf[i].astype(float), parts["clf_LD"][j].astype(float)
+                a = clf[i].astype(float)
+                b = parts["clf_LD"][j].astype(float)
                 s_clf = float(a @ b)
                 if normalize:
                     s_clf /= max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-30)
@@ -138,9 +149,14 @@ def test_probabilities_are_those_of_the_scores(rng, tmp_path):
     assert bundle.info.calibration == calibration
     found = bundle.predict(QUERIES, k=12)
     scores = [score for one in found for score in one.scores]
-    expected = [0.125 if s < -0.5 else 0.25 + s / 4 if s < 0 else 0.25 + s / 2 if s < 1 else 0.75 for s in scores]
+    expected = [
+        0.125 if s < -0.5 else 0.25 + s / 4 if s < 0 else 0.25 + s / 2 if s < 1 else 0.75
+        for s in scores
+    ]
     assert min(expected) < 0.25 and max(expected) == 0.75
-    assert [value for one in found for value in one.probabilities] == pytest.approx(expected, abs=1e-6)
+    assert [value for one in found for value in one.probabilities] == pytest.approx(
+        expected, abs=1e-6
+    )
     column = bundle.predict_table(QUERIES, k=12)["probability"]
     assert column.to_pylist() == pytest.approx(expected, abs=1e-6)
     (tmp_path / "in.csv").write_text("query\nred car\n")
@@ -189,21 +205,29 @@ def test_files_in_and_out(rng, tmp_path, ending, column, output):
     source = tmp_path / f"queries{ending}"
     _write_queries(source, ending, texts, column)
     target = tmp_path / "new" / output
-    number = predict_file(bundle, source, target, k=2, column=column if column == "my text" else None, batch_size=4)
+    number = predict_file(
+        bundle, source, target, k=2, column=column if column == "my text" else None, batch_size=4
+    )
     assert number == len(texts) and [p.name for p in target.parent.iterdir()] == [output]
     if output.endswith(".parquet"):
         rows = pq.read_table(target).to_pylist()
     elif output.endswith(".jsonl"):
         rows = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
     else:
-        frame = pd.read_csv(target, sep="\t" if output.endswith(".tsv") else ",", dtype=str, keep_default_na=False)
+        frame = pd.read_csv(
+            target, sep="\t" if output.endswith(".tsv") else ",", dtype=str, keep_default_na=False
+        )
         kinds = {"query_row": int, "rank": int, "score": float}
         frame["probability"] = frame["probability"].map(lambda text: text or None)
         rows = frame.astype(kinds).to_dict("records")
     expected = bundle.predict_table(texts, k=2).to_pylist()
-    assert [list(row) for row in rows[:1]] == [["query_row", "query", "rank", "label", "title", "score", "probability"]]
+    assert [list(row) for row in rows[:1]] == [
+        ["query_row", "query", "rank", "label", "title", "score", "probability"]
+    ]
     assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in expected]
-    np.testing.assert_allclose([row["score"] for row in rows], [row["score"] for row in expected], rtol=1e-5)
+    np.testing.assert_allclose(
+        [row["score"] for row in rows], [row["score"] for row in expected], rtol=1e-5
+    )
 
 
 def test_files_that_cannot_be_read_leave_nothing_behind(rng, tmp_path):
@@ -242,7 +266,10 @@ def test_files_that_cannot_be_read_leave_nothing_behind(rng, tmp_path):
 def test_a_file_of_a_header_only_gives_no_predictions(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
     (tmp_path / "in.csv").write_text("id,query\n")
-    assert predict_file(Bundle.load(tmp_path / "b"), tmp_path / "in.csv", tmp_path / "out.parquet") == 0
+    assert (
+        predict_file(Bundle.load(tmp_path / "b"), tmp_path / "in.csv", tmp_path / "out.parquet")
+        == 0
+    )
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
 
 
@@ -259,7 +286,8 @@ def test_two_writings_give_the_same_bytes(tmp_path, rng):
 def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
     bundle = Bundle.load(tmp_path / "b")
-    before, sha256 = bundle.predict(QUERIES), bundle.sha256
+    before = bundle.predict(QUERIES)
+    sha256 = bundle.sha256
     (tmp_path / "elsewhere").mkdir()
     shutil.move(tmp_path / "b", tmp_path / "elsewhere" / "c")
     shutil.rmtree(tmp_path / "model")
@@ -271,7 +299,9 @@ def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_
 def test_labels_of_lists_and_of_chunked_columns_are_the_same_bundle(rng, tmp_path):
     model = write_model(tmp_path / "model", rng)
     de = rng.normal(size=(12, DIM)).astype(np.float32)
-    columns = [pa.chunked_array([texts[:5], texts[5:]], pa.large_string()) for texts in (UIDS, TITLES)]
+    columns = [
+        pa.chunked_array([texts[:5], texts[5:]], pa.large_string()) for texts in (UIDS, TITLES)
+    ]
     for name, (uids, titles) in {"lists": (UIDS, TITLES), "columns": columns}.items():
         labels = BundleLabels(uids, titles, {"de": de})
         write_bundle(tmp_path / name, model, LabelIndex.build(de), labels, Scoring("de", 1.0, True))
@@ -281,7 +311,8 @@ def test_labels_of_lists_and_of_chunked_columns_are_the_same_bundle(rng, tmp_pat
 def test_parts_that_do_not_fit_are_not_written(rng, tmp_path):
     model = write_model(tmp_path / "model", rng)
     de = rng.normal(size=(12, DIM)).astype(np.float32)
-    labels, scoring = BundleLabels(UIDS, TITLES, {"de": de, "clf": None}), Scoring("de", 1.0, True)
+    labels = BundleLabels(UIDS, TITLES, {"de": de, "clf": None})
+    scoring = Scoring("de", 1.0, True)
     index = LabelIndex.build(de)
     for change, message in (
         ({"uids": UIDS[:-1], "titles": TITLES[:-1]}, "number of labels"),
@@ -300,7 +331,9 @@ def test_parts_that_do_not_fit_are_not_written(rng, tmp_path):
 
 
 def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
-    """UniDEC itself (a bag of tokens, random start): search over the bundle equals the model's own scores."""
+    """UniDEC itself (a bag of tokens, random start): search over the bundle equals the model's own
+    scores.
+    """
     import torch
     from label_vectors import label_vectors
     from transformers import BertConfig, BertModel
@@ -318,16 +351,21 @@ def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
     shutil.copyfile(words / "tokenizer" / "tokenizer.json", source / "tokenizer.json")
     torch.manual_seed(1)
     settings = Model(dim=DIM)
-    model = UniDEC.create(Encoder(kind="bag"), settings, len(TITLES), source, 11, {"tokens": {"max_length": 8}}).eval()
+    model = UniDEC.create(
+        Encoder(kind="bag"), settings, len(TITLES), source, 11, {"tokens": {"max_length": 8}}
+    ).eval()
     with write_folder(tmp_path / "model", "model", 1) as out:
         model.save_into(out)
     tokens = encode_texts(TITLES, model.tokenizer_folder, 8)
     de, (clf, bias) = model.encode_labels(tokens), model.classifier_table()
     vectors = label_vectors(de, clf, bias, "both", True)
     write_bundle(
-        tmp_path / "b", tmp_path / "model", LabelIndex.build(vectors),
-        BundleLabels(UIDS, TITLES, {"de": de, "clf": clf, "bias": bias}), Scoring("both", 0.7, True),
-    )  # fmt: skip
+        tmp_path / "b",
+        tmp_path / "model",
+        LabelIndex.build(vectors),
+        BundleLabels(UIDS, TITLES, {"de": de, "clf": clf, "bias": bias}),
+        Scoring("both", 0.7, True),
+    )
     shutil.rmtree(source)
     found = Bundle.load(tmp_path / "b").predict(QUERIES, k=12)
     heads = Heads({"de": de, "clf": clf}, "both", True, 0.7)
@@ -336,10 +374,15 @@ def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
     for i, prediction in enumerate(found):
         rows = [UIDS.index(uid) for uid in prediction.labels]
         np.testing.assert_allclose(prediction.scores, expected[i, rows], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(prediction.scores, np.sort(expected[i])[::-1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            prediction.scores, np.sort(expected[i])[::-1], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_the_bundle_needs_neither_mlflow_nor_prefect():
-    code = "import sys, unidec.bundle.bundle; print([m for m in ('mlflow', 'prefect', 'great_expectations') if m in sys.modules])"  # noqa: E501
+    code = (
+        "import sys, unidec.bundle.bundle; print([m for m in ('mlflow', 'prefect', "
+        "'great_expectations') if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -29,8 +29,11 @@ def _seal(path) -> None:
 def test_every_kind_answers_as_the_flat_index(tmp_path, kind, space):
     for name, its_kind in (("bundle", "flat"), ("other", kind)):
         same = np.random.default_rng(0)
-        write_tiny_bundle(tmp_path / name, same, kind=its_kind, space=space, bias=True, clf_normalize=False)
-    bundle, other = Bundle.load(tmp_path / "bundle"), Bundle.load(tmp_path / "other")
+        write_tiny_bundle(
+            tmp_path / name, same, kind=its_kind, space=space, bias=True, clf_normalize=False
+        )
+    bundle = Bundle.load(tmp_path / "bundle")
+    other = Bundle.load(tmp_path / "other")
     assert other.info.index_kind == kind
     for ours, theirs in zip(other.predict(QUERIES, k=5), bundle.predict(QUERIES, k=5), strict=True):
         assert ours.labels == theirs.labels
@@ -41,7 +44,11 @@ def test_options_that_do_not_fit_the_file_are_refused(rng, tmp_path):
     write_tiny_bundle(tmp_path / "bundle", rng, kind="pq")
     where = tmp_path / "bundle" / "bundle.json"
     info = json.loads(where.read_text())
-    for options in (info["index_options"] | {"code_dims": 3}, info["index_options"] | {"rescore": 0}, {"links": "x"}):
+    for options in (
+        info["index_options"] | {"code_dims": 3},
+        info["index_options"] | {"rescore": 0},
+        {"links": "x"},
+    ):
         where.write_text(json.dumps(info | {"index_options": options}))
         _seal(tmp_path / "bundle")
         with pytest.raises(ArtifactError, match=f"{INDEX}|bundle.json"):

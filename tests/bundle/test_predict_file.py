@@ -1,4 +1,6 @@
-"""Prediction and encoding in shards against the same in one piece: byte for byte, also after a SIGKILL."""
+"""Prediction and encoding in shards against the same in one piece: byte for byte, also after a
+SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,29 @@ def texts(rng) -> list[str]:
 
 def write_queries(path: Path, texts: list[str], row_group_size: int = 10) -> Path:
     if path.suffix == ".parquet":
-        pq.write_table(pa.table({"id": range(len(texts)), "query": texts}), path, row_group_size=row_group_size)
+        pq.write_table(
+            pa.table({"id": range(len(texts)), "query": texts}), path, row_group_size=row_group_size
+        )
     elif path.suffix == ".csv":
         cells = ['"' + text.replace('"', '""') + '"' for text in texts]
-        path.write_text("id,query\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)), encoding="utf-8")
+        path.write_text(
+            "id,query\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)),
+            encoding="utf-8",
+        )
     else:
-        path.write_text("\n".join(json.dumps({"query": text}) for text in texts) + "\n", encoding="utf-8")
+        path.write_text(
+            "\n".join(json.dumps({"query": text}) for text in texts) + "\n", encoding="utf-8"
+        )
     return path
 
 
-def plan(bundle: Path, source: Path, output: Path, k: int = 5, shards: int | None = None, **options) -> Work:
+def plan(
+    bundle: Path, source: Path, output: Path, k: int = 5, shards: int | None = None, **options
+) -> Work:
     options = {"runtime": "torch"} | options
-    return begin_predictions(FileRequest(str(bundle), str(source), str(output), k, **options), shards)
+    return begin_predictions(
+        FileRequest(str(bundle), str(source), str(output), k, **options), shards
+    )
 
 
 def run(work: Work, numbers=None) -> None:
@@ -67,7 +80,9 @@ def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output
     monkeypatch.setattr("unidec.bundle.predict_file.GROUP_ROWS", 50)
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / f"in{ending}", texts)
-    predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "whole" / output, k=3, batch_size=BATCH)
+    predict_file(
+        Bundle.load(tmp_path / "b"), source, tmp_path / "whole" / output, k=3, batch_size=BATCH
+    )
     work = plan(tmp_path / "b", source, tmp_path / output, 3, batch_size=BATCH, shards=5)
     assert work.num_shards == 5 and work.num_rows == len(texts)
     run(work, [4, 1, 0, 3, 2])  # in any order
@@ -83,7 +98,9 @@ def test_what_is_whole_is_not_made_again(rng, tmp_path, texts, monkeypatch):
     run(plan(*given, batch_size=BATCH, shards=5), [0, 3])
     made = []
     really = write_shard
-    monkeypatch.setattr(module, "write_shard", lambda work, number, *a: made.append(number) or really(work, number))
+    monkeypatch.setattr(
+        module, "write_shard", lambda work, number, *a: made.append(number) or really(work, number)
+    )
     bundle = Bundle.load(tmp_path / "b")
     assert predict_file(bundle, *given[1:], batch_size=BATCH, shards=5) == len(texts)
     assert made == [1, 2, 4]
@@ -115,7 +132,9 @@ def test_an_input_or_bundle_that_changes_meanwhile(rng, tmp_path, texts):
     source = write_queries(tmp_path / "in.parquet", texts)
     work = plan(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3)
     run(work, [0])
-    with pytest.raises(ArtifactError, match=r"2 of 3 shards are missing.*\n.*shard 2 of 3 \(rows 20 to 39\)"):
+    with pytest.raises(
+        ArtifactError, match=r"2 of 3 shards are missing.*\n.*shard 2 of 3 \(rows 20 to 39\)"
+    ):
         merge(work)
     write_queries(source, texts[:-1])  # the work has its copy
     run(work, [1])
@@ -124,25 +143,34 @@ def test_an_input_or_bundle_that_changes_meanwhile(rng, tmp_path, texts):
     with pytest.raises(ArtifactError, match="the bundle differs"):
         run(work, [2])
     assert not (tmp_path / "out.parquet").exists()
-    assert plan(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3).missing() == [0, 1, 2]
+    assert plan(
+        tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3
+    ).missing() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
-def test_blank_texts_are_refused_with_their_lines_before_anything_is_predicted(rng, tmp_path, ending):
+def test_blank_texts_are_refused_with_their_lines_before_anything_is_predicted(
+    rng, tmp_path, ending
+):
     write_tiny_bundle(tmp_path / "b", rng)
     blank = ["\u200b", " ", "\u00a0\u3000", "\ufeff", " \u2060", "\u200b\u200b"]
     texts = ["red", *blank, "car"]
     source = tmp_path / f"in{ending}"
     if ending in (".csv", ".tsv"):
-        source.write_text("query,id\n".replace(",", "\t" if ending == ".tsv" else ",")
-                          + "".join(f"{text}{',' if ending == '.csv' else chr(9)}1\n" for text in texts))  # fmt: skip
+        source.write_text(
+            "query,id\n".replace(",", "\t" if ending == ".tsv" else ",")
+            + "".join(f"{text}{',' if ending == '.csv' else chr(9)}1\n" for text in texts)
+        )
     else:
         write_queries(source, texts)
     first = {".csv": 3, ".tsv": 3, ".jsonl": 2, ".parquet": 2}[ending]
     with pytest.raises(DataError) as error:
         predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "out.parquet")
     words = str(error.value)
-    assert f"{source}:{first}" in words and f"6 blank: in{ending}:{first}, in{ending}:{first + 1}" in words
+    assert (
+        f"{source}:{first}" in words
+        and f"6 blank: in{ending}:{first}, in{ending}:{first + 1}" in words
+    )
     assert "and 1 more" in words and not (tmp_path / "out.parquet").exists()
 
 
@@ -177,14 +205,18 @@ import unidec.bundle.bundle as bundle
 bundle._load_model = lambda path, device: tiny_bundle.StubModel(path)
 predict = bundle.Bundle.predict_table
 bundle.Bundle.predict_table = lambda *a, **o: (time.sleep(0.02), predict(*a, **o))[1]
-tiny_bundle.predict_file(bundle.Bundle.load(sys.argv[2]), *sys.argv[3:5], k=3, batch_size=4, shards=16)
+loaded = bundle.Bundle.load(sys.argv[2])
+tiny_bundle.predict_file(loaded, *sys.argv[3:5], k=3, batch_size=4, shards=16)
 """
 
 
 def test_killed_and_started_again(rng, tmp_path, texts):
     write_tiny_bundle(tmp_path / "b", rng)
-    source, output = write_queries(tmp_path / "in.csv", texts), tmp_path / "out.parquet"
-    predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "whole.parquet", k=3, batch_size=BATCH)
+    source = write_queries(tmp_path / "in.csv", texts)
+    output = tmp_path / "out.parquet"
+    predict_file(
+        Bundle.load(tmp_path / "b"), source, tmp_path / "whole.parquet", k=3, batch_size=BATCH
+    )
     folder = str(Path(__file__).parents[1])  # of tiny_bundle
     words = [sys.executable, "-c", KILLED, folder, str(tmp_path / "b"), str(source), str(output)]
     process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -196,13 +228,23 @@ def test_killed_and_started_again(rng, tmp_path, texts):
     process.wait()
     assert not output.exists()
     work = plan(tmp_path / "b", source, output, 3, batch_size=BATCH, shards=16)
-    kept = {number: work.path(number).stat().st_mtime_ns for number in set(range(16)) - set(work.missing())}
+    kept = {
+        number: work.path(number).stat().st_mtime_ns
+        for number in set(range(16)) - set(work.missing())
+    }
     assert work.num_shards == 16 and 3 <= len(kept) < 16
     run(work)
-    assert kept == {number: work.path(number).stat().st_mtime_ns for number in kept}  # not written again
+    # not written again
+    assert kept == {number: work.path(number).stat().st_mtime_ns for number in kept}
     merge(work)
     assert output.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "in.csv", "model", "out.parquet", "whole.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "b",
+        "in.csv",
+        "model",
+        "out.parquet",
+        "whole.parquet",
+    ]
 
 
 def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts, monkeypatch):
@@ -215,9 +257,12 @@ def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts
         return bundle.encoder
 
     monkeypatch.setattr(module, "open_encoder", open_encoder)
-    work = plan(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3, runtime="onnx")
+    work = plan(
+        tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3, runtime="onnx"
+    )
     run(work, [0])
-    assert [runtime for runtime, _ in opened] == ["onnx"] and opened[0][1] > 0  # the threads that the worker has
+    # the threads that the worker has
+    assert [runtime for runtime, _ in opened] == ["onnx"] and opened[0][1] > 0
     # shards of another runtime are not joined with these: they may round otherwise
     other = plan(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3)
     assert len(other.missing()) == 3

@@ -1,4 +1,6 @@
-"""A bundle asked in a fresh process: what it says, and what it says of one that cannot be served."""
+"""A bundle asked in a fresh process: what it says, and what it says of one that cannot
+be served.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_what_a_fresh_process_says(bundle, helper):
     found = probe_bundle(bundle, texts, 5, timeout=120)
     assert found.sha256 == Bundle.load(bundle).sha256
     assert 0 < found.p50_ms <= found.p95_ms < 10_000 and 0 < found.load_seconds < 120
-    assert found.megabytes == pytest.approx(sum(f.stat().st_size for f in bundle.rglob("*") if f.is_file()) / 1e6)
+    assert found.megabytes == pytest.approx(
+        sum(f.stat().st_size for f in bundle.rglob("*") if f.is_file()) / 1e6
+    )
     assert 50 < found.peak_megabytes < 4000  # Python and torch, not the parent's memory too
     assert 0 < found.p95_cpu_ms < 10_000 and 0.1 < found.load_cpu_seconds < 120
 
@@ -55,8 +59,9 @@ def test_one_that_cannot_be_served_says_why(bundle, tmp_path, monkeypatch):
 
 
 def test_its_threads_do_not_spin(tmp_path, monkeypatch):
-    """Votes solve small systems, for which BLAS would wake threads: while they wait they use a processor, and the gate
-    compares processor time."""
+    """Votes solve small systems, for which BLAS would wake threads: while they wait they use a
+    processor, and the gate compares processor time.
+    """
     shows = tmp_path / "python"
     shows.write_text('#!/bin/sh\necho "$OPENBLAS_NUM_THREADS $OMP_WAIT_POLICY" >&2\nexit 1\n')
     shows.chmod(0o755)
@@ -68,16 +73,30 @@ def test_its_threads_do_not_spin(tmp_path, monkeypatch):
 
 
 def test_nothing_heavy_is_imported_for_training(bundle):
-    """The memory of a probe is that of serving: it must not import what only training or tracking needs."""
-    job = {"bundle": str(bundle), "texts": ["red"], "k": 1, "began": time.time(), "runtime": "torch", "threads": 0}
+    """The memory of a probe is that of serving: it must not import what only training or tracking
+    needs.
+    """
+    job = {
+        "bundle": str(bundle),
+        "texts": ["red"],
+        "k": 1,
+        "began": time.time(),
+        "runtime": "torch",
+        "threads": 0,
+    }
     job |= {"max_bytes": 0, "parent": os.getpid()}
     code = (
         "import io, sys; sys.stdin = io.StringIO(sys.argv[1])\n"
         "from unidec.bundle.probe import main; main()\n"
-        "unwanted = {'mlflow', 'great_expectations', 'matplotlib', 'sklearn', 'unidec.training.trainer'}\n"
+        "unwanted = {'mlflow', 'great_expectations', 'matplotlib', 'sklearn', "
+        "'unidec.training.trainer'}\n"
         "print(sorted(unwanted & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(job)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code, json.dumps(job)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"

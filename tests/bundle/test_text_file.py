@@ -13,7 +13,8 @@ from unidec.bundle.text_file import read_window
 from unidec.config import RawBounds
 from unidec.errors import DataError
 
-TEXTS, LABELS = ["red car", "a, b\nc", "zwei größer"], [["L1", "L2"], [], ["L3"]]
+TEXTS = ["red car", "a, b\nc", "zwei größer"]
+LABELS = [["L1", "L2"], [], ["L3"]]
 ROWS = [{"query": text, "labels": labels} for text, labels in zip(TEXTS, LABELS, strict=True)]
 
 
@@ -30,10 +31,13 @@ def written(folder: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.csv", "a.csv.gz", "a.tsv", "a.jsonl", "a.jsonl.gz", "a.parquet"]
+)
 def test_every_format(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, name)
-    window = read_window(path, bounds=RawBounds(quotes="yes"))  # quoted text of a .tsv file spans lines
+    # quoted text of a .tsv file spans lines
+    window = read_window(path, bounds=RawBounds(quotes="yes"))
     assert window.texts == TEXTS and window.labels == LABELS
     some = window.sample([2, 0])
     assert some.texts == [TEXTS[2], TEXTS[0]] and some.labels == [["L3"], ["L1", "L2"]]
@@ -51,8 +55,17 @@ def test_without_labels_and_with_other_names(tmp_path: Path) -> None:
 
 
 def test_a_file_of_feedback(tmp_path: Path) -> None:
-    marks = [("x", "L1", True), ("y", "L2", False), ("x", "L3", True), ("x", "L1", False), ("z", "L1", True)]
-    lines = [{"query": query, "label": label, "relevant": relevant, "at": "now"} for query, label, relevant in marks]
+    marks = [
+        ("x", "L1", True),
+        ("y", "L2", False),
+        ("x", "L3", True),
+        ("x", "L1", False),
+        ("z", "L1", True),
+    ]
+    lines = [
+        {"query": query, "label": label, "relevant": relevant, "at": "now"}
+        for query, label, relevant in marks
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     window = read_window(tmp_path / "a.jsonl")
     assert window.texts == ["x", "y", "z"] and window.labels == [["L3"], [], ["L1"]]

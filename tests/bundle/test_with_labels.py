@@ -1,4 +1,6 @@
-"""Bundles with another label set: each row against the label it belongs to, and what is answered."""
+"""Bundles with another label set: each row against the label it belongs to, and what is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import torch
 from label_vectors import label_vectors
 
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.bundle_folder import KIND, VERSION, BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.bundle.bundle_folder import (
+    KIND,
+    VERSION,
+    BundleLabels,
+    Facts,
+    KnnInfo,
+    Scoring,
+    write_bundle,
+)
 from unidec.bundle.label_change import LabelChange, estimated_rows, with_labels
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
@@ -37,24 +47,39 @@ def bundle(
     tiny_dataset: XMCDataset,
     rng: np.random.Generator,
 ) -> Callable[..., Bundle]:
-    """`bundle(votes=True, kind="hnsw", **parameters)`: of a real, small model whose classifier has random rows."""
+    """`bundle(votes=True, kind="hnsw", **parameters)`: of a real, small model whose classifier has
+    random rows.
+    """
 
-    def make(votes: bool = False, kind: Any = "flat", text: str = "title", **overrides: Any) -> Bundle:
+    def make(
+        votes: bool = False, kind: Any = "flat", text: str = "title", **overrides: Any
+    ) -> Bundle:
         model = open_trainer("run", **overrides).model
         normalize = tiny_params(**overrides).index.clf_normalize
-        with torch.no_grad():  # rows as training leaves them: of their own length, not what their text says
+        # rows as training leaves them: of their own length, not what their text says
+        with torch.no_grad():
             for table in model.tables().values():
                 if table is model.table or table is model.bias:
-                    table.weight.copy_(torch.from_numpy(rng.normal(size=table.weight.shape)).to(table.weight.dtype))
+                    table.weight.copy_(
+                        torch.from_numpy(rng.normal(size=table.weight.shape)).to(table.weight.dtype)
+                    )
         with write_folder(tmp_path / "model", "model", 1, {"run": "abc"}) as out:
             model.save_into(out)
-        return full(tmp_path / "bundle", tmp_path / "model", tiny_dataset, votes, kind, text, normalize)
+        return full(
+            tmp_path / "bundle", tmp_path / "model", tiny_dataset, votes, kind, text, normalize
+        )
 
     return make
 
 
 def full(
-    path: Path, model_path: Path, dataset: XMCDataset, votes: bool, kind: Any, text: str, normalize: bool
+    path: Path,
+    model_path: Path,
+    dataset: XMCDataset,
+    votes: bool,
+    kind: Any,
+    text: str,
+    normalize: bool,
 ) -> Bundle:
     """A bundle as stage `index` builds it."""
     model = UniDEC.load(model_path)
@@ -69,18 +94,34 @@ def full(
         vectors = de if de is not None else clf
         assert vectors is not None
         labels = dataset.relevance[rows]
-        neighbours = Neighbours(vectors, labels, dataset.query_uids(rows), dataset.query_texts(rows))
+        neighbours = Neighbours(
+            vectors, labels, dataset.query_uids(rows), dataset.query_texts(rows)
+        )
     head: Any = "clf" if model.heads == "clf" else "de"
     write_bundle(
-        path, model_path, LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, normalize), kind),
-        BundleLabels(dataset.label_uids(), dataset.label_texts(), {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
-        Scoring(space, 0.7, normalize, None if neighbours is None else KnnInfo.of(neighbours, 0.5, 5, head)),
+        path,
+        model_path,
+        LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, normalize), kind),
+        BundleLabels(
+            dataset.label_uids(),
+            dataset.label_texts(),
+            {"de": de_LD, "clf": clf_LD, "bias": bias_L},
+        ),
+        Scoring(
+            space,
+            0.7,
+            normalize,
+            None if neighbours is None else KnnInfo.of(neighbours, 0.5, 5, head),
+        ),
         Facts(
-            text, {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 5.0}}, model.params,
+            text,
+            {"name": "tiny", "sha256": "0" * 64},
+            {"validation": {"P@1": 5.0}},
+            model.params,
             {"profile": {"queries": 3}},
         ),
         neighbours,
-    )  # fmt: skip
+    )
     return Bundle.load(path)
 
 
@@ -88,7 +129,9 @@ def labels_of(bundle: Bundle) -> Labels:
     return dict(zip(bundle.uids.to_pylist(), bundle.titles.to_pylist(), strict=True))
 
 
-def relabelled(bundle: Bundle, path: Path, labels: Labels, **options: Any) -> tuple[LabelChange, Bundle]:
+def relabelled(
+    bundle: Bundle, path: Path, labels: Labels, **options: Any
+) -> tuple[LabelChange, Bundle]:
     change = LabelChange.of(bundle, list(labels), list(labels.values()))
     return change, Bundle.load(with_labels(bundle, path, change, **options))
 
@@ -113,7 +156,9 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=[",".join(variant) or "default" for variant in VARIANTS])
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=[",".join(variant) or "default" for variant in VARIANTS]
+)
 def test_every_row_is_its_labels(
     variant: dict[str, Any], bundle: Callable[..., Bundle], rng: np.random.Generator, tmp_path: Path
 ) -> None:
@@ -122,15 +167,25 @@ def test_every_row_is_its_labels(
     new = a_change(old, rng)
     change, after = relabelled(before, tmp_path / "new", new)
     assert labels_of(after) == new and list(labels_of(after)) == list(new)
-    assert (set(change.added), set(change.removed)) == (new.keys() - old.keys(), old.keys() - new.keys())
+    assert (set(change.added), set(change.removed)) == (
+        new.keys() - old.keys(),
+        old.keys() - new.keys(),
+    )
     assert set(change.renamed) == {uid for uid in new.keys() & old.keys() if new[uid] != old[uid]}
     assert change and change.counts["kept"] == len(new.keys() & old.keys())
     for uid, title in new.items():
         row = after.row_of[uid]
         tokens = encode_texts([title], before.model.tokenizer_folder, before.model.max_length)
         de, clf = before.model.encode_queries(tokens)  # both sides share encoder and heads
-        if "de" in after.vectors and uid in old and title == old[uid] and before.info.text == "title":
-            assert np.array_equal(after.vectors["de"][row], before.vectors["de"][before.row_of[uid]])
+        if (
+            "de" in after.vectors
+            and uid in old
+            and title == old[uid]
+            and before.info.text == "title"
+        ):
+            assert np.array_equal(
+                after.vectors["de"][row], before.vectors["de"][before.row_of[uid]]
+            )
         elif "de" in after.vectors:
             np.testing.assert_allclose(after.vectors["de"][row], de[0], atol=1e-5)
         for name in {"clf", "bias"} & after.vectors.keys():
@@ -145,26 +200,36 @@ def test_every_row_is_its_labels(
                 )[0]
                 np.testing.assert_allclose(own, wanted[0], atol=1e-5)
     # the model is the old one's; it has no classifier rows of its own
-    assert after.model.table is None and after.model.bias is None and after.model.num_labels == len(new)
+    assert (
+        after.model.table is None
+        and after.model.bias is None
+        and after.model.num_labels == len(new)
+    )
     weights = [b.path / "model" / "model.safetensors" for b in (before, after)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    estimated = {after.uids[row].as_py() for begin, end in after.info.estimated for row in range(begin, end)}
+    estimated = {
+        after.uids[row].as_py() for begin, end in after.info.estimated for row in range(begin, end)
+    }
     assert estimated == (set(change.added) if "clf" in after.vectors else set())
     assert after.info.card == before.info.card and after.info.params == before.info.params
     assert after.info.metrics == {}  # those of the other label set would be a lie
     if before.neighbours is not None:
         assert after.neighbours is not None
         assert voters(after) == {
-            query: kept for query, labels in voters(before).items() if (kept := labels & new.keys()) or not labels
+            query: kept
+            for query, labels in voters(before).items()
+            if (kept := labels & new.keys()) or not labels
         }
 
 
 def voters(bundle: Bundle) -> dict[str, set[str]]:
     """uid of each training query that votes -> uids of its labels."""
     assert bundle.neighbours is not None
-    matrix, uids = bundle.neighbours.labels_ML, bundle.uids.to_pylist()
+    matrix = bundle.neighbours.labels_ML
+    uids = bundle.uids.to_pylist()
     return {
-        query: {uids[i] for i in matrix[row].indices} for row, query in enumerate(bundle.neighbours.uids.to_pylist())
+        query: {uids[i] for i in matrix[row].indices}
+        for row, query in enumerate(bundle.neighbours.uids.to_pylist())
     }
 
 
@@ -176,7 +241,9 @@ def test_equals_a_bundle_built_in_full(
     rng: np.random.Generator,
     tmp_path: Path,
 ) -> None:
-    """Labels that are taken out and put back, by two changes: every file but bundle.json has the bytes it had."""
+    """Labels that are taken out and put back, by two changes: every file but bundle.json has the
+    bytes it had.
+    """
     before = bundle(**variant)
     labels = labels_of(before)
     more = {"new": "river"} | {uid: labels[uid] for uid in rng.permutation(list(labels)).tolist()}
@@ -184,10 +251,13 @@ def test_equals_a_bundle_built_in_full(
     assert (change.added, change.removed, change.counts["kept"]) == (["new"], [], len(labels))
     change, after = relabelled(between, tmp_path / "back", labels)
     assert (change.added, change.removed) == ([], ["new"])
-    # where every text is encoded again the batches differ, and with them the last bits; a graph keeps what was in it
+    # where every text is encoded again the batches differ, and with them the last bits; a graph
+    # keeps what was in it
     if "text" not in variant and "kind" not in variant:
         one, other = (read_manifest(side.path, KIND, VERSION)["files"] for side in (before, after))
-        assert {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)} == {"bundle.json"}
+        assert {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)} == {
+            "bundle.json"
+        }
     texts = tiny_dataset.query_texts()[:20]
     for one, other in zip(before.predict(texts, 7), after.predict(texts, 7), strict=True):
         assert one.labels == other.labels
@@ -195,31 +265,45 @@ def test_equals_a_bundle_built_in_full(
 
 
 def test_labels_that_leave_are_answered_no_more_and_all_else_stays(
-    bundle: Callable[..., Bundle], tiny_dataset: XMCDataset, rng: np.random.Generator, tmp_path: Path
+    bundle: Callable[..., Bundle],
+    tiny_dataset: XMCDataset,
+    rng: np.random.Generator,
+    tmp_path: Path,
 ) -> None:
     before = bundle()
     labels = labels_of(before)
     gone = rng.choice(list(labels), 9, replace=False).tolist()
-    change, after = relabelled(before, tmp_path / "new", {uid: t for uid, t in labels.items() if uid not in gone})
+    change, after = relabelled(
+        before, tmp_path / "new", {uid: t for uid, t in labels.items() if uid not in gone}
+    )
     assert sorted(change.removed) == sorted(gone) and not len(change.encoded_S)
     texts = tiny_dataset.query_texts()
     wanted = before.predict(texts, 5, exclude=[gone] * len(texts))
     for one, other in zip(wanted, after.predict(texts, 5), strict=True):
         assert (one.labels, one.titles, one.de_scores, one.clf_scores) == (
-            other.labels, other.titles, other.de_scores, other.clf_scores,
-        )  # fmt: skip
+            other.labels,
+            other.titles,
+            other.de_scores,
+            other.clf_scores,
+        )
 
 
 def test_a_new_label_is_found_by_its_text(bundle: Callable[..., Bundle], tmp_path: Path) -> None:
     before = bundle(**{"model.heads": "de"})
-    change, after = relabelled(before, tmp_path / "new", labels_of(before) | {"x": "planet bread engine"})
+    change, after = relabelled(
+        before, tmp_path / "new", labels_of(before) | {"x": "planet bread engine"}
+    )
     assert change.added == ["x"] and change.source_L[-1] == -1
     assert after.predict(["planet bread engine"], 1)[0].labels == ["x"]
 
 
-def test_queries_whose_labels_all_leave_do_not_vote(bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+def test_queries_whose_labels_all_leave_do_not_vote(
+    bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
     before = bundle(votes=True)
-    before.info = before.info.model_copy(update={"calibration": Calibration(scores=[0.5], probabilities=[0.5])})
+    before.info = before.info.model_copy(
+        update={"calibration": Calibration(scores=[0.5], probabilities=[0.5])}
+    )
     _, same_votes = relabelled(before, tmp_path / "more", labels_of(before) | {"x": "river"})
     assert same_votes.info.calibration == before.info.calibration
     _, after = relabelled(before, tmp_path / "new", {"x": "river", "y": "bread"})
@@ -240,7 +324,9 @@ def test_the_votes_of_the_present_data(bundle: Callable[..., Bundle], tmp_path: 
     given = Neighbours(old.vectors_MD, csr_matrix(votes), old.uids, old.titles, old.vote)
     _, after = relabelled(before, tmp_path / "new", labels, neighbours=given)
     answer = after.predict(["garden"], len(labels))[0]
-    assert {uid for uid, votes in zip(answer.labels, answer.knn_scores, strict=True) if votes} == {"x"}
+    assert {uid for uid, votes in zip(answer.labels, answer.knn_scores, strict=True) if votes} == {
+        "x"
+    }
     silent = Bundle.load(before.path)
     silent.info = silent.info.model_copy(update={"knn": None})
     with pytest.raises(ValueError, match="no training queries vote"):
@@ -251,7 +337,8 @@ def test_nothing_changed_is_no_change(bundle: Callable[..., Bundle]) -> None:
     before = bundle()
     labels = labels_of(before)
     assert not LabelChange.of(before, list(labels), list(labels.values()))
-    assert LabelChange.of(before, list(labels)[::-1], list(labels.values())[::-1])  # an answer names rows
+    # an answer names rows
+    assert LabelChange.of(before, list(labels)[::-1], list(labels.values())[::-1])
 
 
 def test_one_label_and_a_text_without_words(bundle: Callable[..., Bundle], tmp_path: Path) -> None:
@@ -262,14 +349,22 @@ def test_one_label_and_a_text_without_words(bundle: Callable[..., Bundle], tmp_p
 
 @pytest.mark.parametrize(
     ("uids", "texts", "words"),
-    [([], [], "at least one"), (["a"], ["x", "y"], "2 texts"), (["a", "b", "a"], ["x", "y", "z"], "occurs twice")],
+    [
+        ([], [], "at least one"),
+        (["a"], ["x", "y"], "2 texts"),
+        (["a", "b", "a"], ["x", "y", "z"], "occurs twice"),
+    ],
 )
-def test_label_sets_that_are_none(uids: list[str], texts: list[str], words: str, bundle: Callable[..., Bundle]) -> None:
+def test_label_sets_that_are_none(
+    uids: list[str], texts: list[str], words: str, bundle: Callable[..., Bundle]
+) -> None:
     with pytest.raises(DataError, match=words):
         LabelChange.of(bundle(), uids, texts)
 
 
-def test_a_bundle_damaged_since_it_was_opened_is_noticed(bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+def test_a_bundle_damaged_since_it_was_opened_is_noticed(
+    bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
     before = bundle()
     where = before.path / "model" / "config.json"
     where.write_text(json.dumps({"encoder": {}}))

@@ -1,4 +1,6 @@
-"""`unidec export` and `unidec predict` on a real, untrained bundle: what they write and print, their exit codes."""
+"""`unidec export` and `unidec predict` on a real, untrained bundle: what they write and print,
+their exit codes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_every_export_explains_itself_with_an_example(run, command) -> None:
 
 
 def test_vectors(run, bundle) -> None:
-    code, out, _ = run("export", "vectors", "--bundle", str(bundle), "--output", "v/labels.parquet", "--json")
+    code, out, _ = run(
+        "export", "vectors", "--bundle", str(bundle), "--output", "v/labels.parquet", "--json"
+    )
     told = json.loads(out)
     assert code == 0 and (told["labels"], told["width"], told["head"]) == (6, 48, "both")
     assert pq.read_table("v/labels.parquet").num_rows == 6
@@ -58,7 +62,16 @@ def test_sentence_transformers(run, helper, tiny_bert, tmp_path) -> None:
     code, _, said = run("export", "sentence-transformers", "--bundle", str(bundle))
     assert code == 2 and "both heads" in said and "--head de or clf" in said
     assert not Path("sentence-transformers").exists()
-    code, out, _ = run("export", "sentence-transformers", "--bundle", str(bundle), "--head", "de", "--output", "stock")
+    code, out, _ = run(
+        "export",
+        "sentence-transformers",
+        "--bundle",
+        str(bundle),
+        "--head",
+        "de",
+        "--output",
+        "stock",
+    )
     assert code == 0 and "modules = " in out and not list(Path("stock").rglob("*.py"))
 
 
@@ -71,7 +84,9 @@ def test_a_registered_bundle_is_fetched(run, bundle, monkeypatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("unidec.tracking.fetch.bundle_folder", fetch)
-        assert run("predict", "river engine", "--bundle", "models:/unidec@champion", "-k", "2")[0] == 0
+        assert (
+            run("predict", "river engine", "--bundle", "models:/unidec@champion", "-k", "2")[0] == 0
+        )
         assert run("export", "vectors", "--bundle", "models:/unidec/7")[0] == 0
     assert asked == ["models:/unidec@champion", "models:/unidec/7"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nothing listens there
@@ -84,6 +99,13 @@ def test_predictions_do_not_depend_on_what_encodes(run, bundle, monkeypatch) -> 
     for name, runtime in (("a.jsonl", "torch"), ("b.jsonl", "auto")):
         words = ["--input", "q.csv", "--output", name, "-k", "3", "--runtime", runtime]
         assert run("predict", "--bundle", str(bundle), *words)[0] == 0
-    rows = [[json.loads(line) for line in Path(name).read_text().splitlines()] for name in ("a.jsonl", "b.jsonl")]
-    assert [row["label"] for row in rows[0]] == [row["label"] for row in rows[1]] and len(rows[0]) == 6
-    np.testing.assert_allclose([row["score"] for row in rows[0]], [row["score"] for row in rows[1]], rtol=1e-4)
+    rows = [
+        [json.loads(line) for line in Path(name).read_text().splitlines()]
+        for name in ("a.jsonl", "b.jsonl")
+    ]
+    assert [row["label"] for row in rows[0]] == [row["label"] for row in rows[1]] and len(
+        rows[0]
+    ) == 6
+    np.testing.assert_allclose(
+        [row["score"] for row in rows[0]], [row["score"] for row in rows[1]], rtol=1e-4
+    )

@@ -1,4 +1,6 @@
-"""`unidec init --project` and git: DVC's setting core.no_scm follows whether there is a repository."""
+"""`unidec init --project` and git: DVC's setting core.no_scm follows whether there is a
+repository.
+"""
 
 from __future__ import annotations
 

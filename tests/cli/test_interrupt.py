@@ -38,7 +38,13 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=False)
 def test_ctrl_c_during_an_import(module: str, at: str, words: list[str]) -> None:
     code = RUN.format(at=at, module=module, words=words)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )  # returns when Prefect's temporary server has ended, too
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
@@ -53,11 +59,16 @@ from importlib import metadata
 metadata.version = lambda name: os.kill(os.getpid(), signal.SIGINT)
 cli.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_other_programs_keep_their_handler() -> None:
-    code = "import signal, unidec.cli; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    code = (
+        "import signal, unidec.cli; assert signal.getsignal(signal.SIGINT) is "
+        "signal.default_int_handler"
+    )
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + code
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,4 +1,6 @@
-"""The commands on registered models: what they print, their exit codes; versions of one file in a real registry."""
+"""The commands on registered models: what they print, their exit codes; versions of one file in a
+real registry.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,14 @@ def uri():
 
 @pytest.fixture
 def world(helper, uri, tmp_path, monkeypatch, request, capsys):
-    """`world.run("models", "list")` -> exit code, output, errors; `world.store("a", **tags)`: a version."""
+    """`world.run("models", "list")` -> exit code, output, errors; `world.store("a", **tags)`: a
+    version.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    name, client, versions = request.node.originalname, open_client(uri), helper("tracking/stored_versions")
+    name = request.node.originalname
+    client = open_client(uri)
+    versions = helper("tracking/stored_versions")
     Path("params.yaml").write_text(f"recipe: unidec\ntracking: {{model_name: {name}}}\n")
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -45,7 +51,9 @@ def world(helper, uri, tmp_path, monkeypatch, request, capsys):
     def store(what: str, **tags: str) -> str:
         return versions.store_version(client, name, tmp_path / what, what, **tags)
 
-    return types.SimpleNamespace(run=run, store=store, passed=versions.passed, client=client, name=name)
+    return types.SimpleNamespace(
+        run=run, store=store, passed=versions.passed, client=client, name=name
+    )
 
 
 def test_the_table_of_models(world):
@@ -54,11 +62,22 @@ def test_the_table_of_models(world):
         f"no versions of {world.name} yet: unidec models register creates one\n",
         "",
     )
-    made = {"dataset.name": "toy", "dataset.sha256": "abcdef0123" * 6, "mlflow.source.git.commit": "1234567890" * 4}
-    a = world.store("a", **world.passed(), **made, **{"gate.metrics": '{"nDCG@5": 31.25, "P@1": 3.0}'})
+    made = {
+        "dataset.name": "toy",
+        "dataset.sha256": "abcdef0123" * 6,
+        "mlflow.source.git.commit": "1234567890" * 4,
+    }
+    a = world.store(
+        "a", **world.passed(), **made, **{"gate.metrics": '{"nDCG@5": 31.25, "P@1": 3.0}'}
+    )
     run = world.client.create_run(world.client.create_experiment(world.name))
     world.client.log_metric(run.info.run_id, "test/PSP_at_5", 12.5)
-    refused = {"gate.passed": "false", "gate.failed": "PSP@5, latency", "git.dirty": "true", "start.kind": "warm"}
+    refused = {
+        "gate.passed": "false",
+        "gate.failed": "PSP@5, latency",
+        "git.dirty": "true",
+        "start.kind": "warm",
+    }
     b = world.store("b", **refused, **made, **{"start.version": a})
     world.client.set_registered_model_alias(world.name, "champion", a)
     world.client.set_registered_model_alias(world.name, "challenger", b)
@@ -76,17 +95,29 @@ def test_the_table_of_models(world):
         "registered",
     ]
     assert first[:-1] == [a, "champion", "31.25", "", "toy abcdef01", "cold", "12345678", "passed"]
-    assert second[:-1] == [b, "challenger", "", "", "toy abcdef01", f"warm {a}", "12345678 + changes",
-                           "refused: PSP@5, latency"]  # fmt: skip
+    assert second[:-1] == [
+        b,
+        "challenger",
+        "",
+        "",
+        "toy abcdef01",
+        f"warm {a}",
+        "12345678 + changes",
+        "refused: PSP@5, latency",
+    ]
     found = json.loads(world.run("models", "list", "--json")[1])
     assert [row["version"] for row in found] == [b, a]
     assert found[1]["metrics"] == {"nDCG@5": 31.25} and found[0]["code"]["dirty"] is True
     c = str(
         world.client.create_model_version(
-            world.name, source=(Path.cwd() / "a").as_uri(), run_id=run.info.run_id, tags={"rolled_back.at": "2026"}
+            world.name,
+            source=(Path.cwd() / "a").as_uri(),
+            run_id=run.info.run_id,
+            tags={"rolled_back.at": "2026"},
         ).version
     )
-    assert world.run("models", "list")[1].splitlines()[1].split("\t")[:4] == [c, "", "", "12.50"]  # the run's figures
+    # the run's figures
+    assert world.run("models", "list")[1].splitlines()[1].split("\t")[:4] == [c, "", "", "12.50"]
     assert json.loads(world.run("models", "list", "--json")[1])[0]["rolled_back"] == {"at": "2026"}
 
 
@@ -132,6 +163,11 @@ def test_an_unknown_metric_is_an_error_of_the_parameters(world):
 
 
 def test_models_promote_and_rollback_import_nothing_heavy():
-    code = "import sys, unidec.cli, unidec.tracking.lineage, unidec.tracking.promotion; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, unidec.cli, unidec.tracking.lineage, unidec.tracking.promotion; "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "False"

@@ -1,4 +1,6 @@
-"""What CHANGELOG.md promises to keep until 2.0.0, written down in promised.yaml, is there; more may be."""
+"""What CHANGELOG.md promises to keep until 2.0.0, written down in promised.yaml, is there; more may
+be.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def test_commands_and_their_options_and_arguments() -> None:
 
 def test_parameters_and_recipes() -> None:
     sections = PROMISED["parameters"].items()
-    promised = {name if section == "top" else f"{section}.{name}" for section, names in sections for name in names}
+    promised = {
+        name if section == "top" else f"{section}.{name}"
+        for section, names in sections
+        for name in names
+    }
     assert promised <= set(known_keys())
     assert set(PROMISED["recipes"]) <= set(recipe_names())
 
@@ -45,7 +51,9 @@ def test_python_names_and_their_arguments_in_order() -> None:
             known = getattr(known, part)
         if not isinstance(known, property):
             signature = inspect.signature(known).parameters.values()
-            required = [parameter.name for parameter in signature if parameter.default is parameter.empty]
+            required = [
+                parameter.name for parameter in signature if parameter.default is parameter.empty
+            ]
             assert set(required) - {"self"} <= set(arguments), f"{name} asks for more than it did"
             named = [parameter.name for parameter in signature if parameter.name in arguments]
             assert named == arguments, name

@@ -26,7 +26,9 @@ HEAVY = (
 def imported(code: str) -> set[str]:
     """The heavy modules that a fresh process has imported after running some code."""
     code += f"\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return set(done.stdout.splitlines()[-1].split())
 
 
@@ -35,13 +37,19 @@ def test_the_command_line_imports_nothing_heavy():
 
 
 def test_a_comparison_is_read_without_prefect():
-    code = "from unidec.comparison.workspace import load_comparison\nload_comparison('comparison/small.yaml')"
+    code = (
+        "from unidec.comparison.workspace import load_comparison\n"
+        "load_comparison('comparison/small.yaml')"
+    )
     assert imported(code) == set()
 
 
 def test_stages_around_training_require_no_torch():
     names = ("ingest", "validate", "tokens", "propensity", "label_graph", "register", "needs_gate")
-    assert imported(f"from unidec import pipeline\nfor name in {names}: getattr(pipeline, name)") == set()
+    assert (
+        imported(f"from unidec import pipeline\nfor name in {names}: getattr(pipeline, name)")
+        == set()
+    )
 
 
 def test_a_flow_that_trains_nothing_requires_no_torch():
@@ -50,7 +58,8 @@ def test_a_flow_that_trains_nothing_requires_no_torch():
 
 def test_every_stage_is_found():
     code = (
-        "from unidec import pipeline\nfor name in pipeline._MODULE_OF: assert callable(getattr(pipeline, name)), name"
+        "from unidec import pipeline\nfor name in pipeline._MODULE_OF: assert "
+        "callable(getattr(pipeline, name)), name"
     )
     assert "torch" in imported(code)
 
@@ -65,16 +74,25 @@ app(["predict", "redcar bluecar", "-k", "2", "--bundle", {str(bundle)!r}], stand
 
 
 def test_setup_compiles_what_commands_import():
-    """Containers often forbid Python to write bytecode: without it each start takes three times as long."""
-    done = subprocess.run(["make", "-n", "setup", "VENV=none"], cwd=ROOT, capture_output=True, text=True, check=True)
-    left_out = re.search(r"python -m compileall .* -x '(\S+)' none/lib/\S+/site-packages unidec flows", done.stdout)
+    """Containers often forbid Python to write bytecode: without it each start takes three times as
+    long.
+    """
+    done = subprocess.run(
+        ["make", "-n", "setup", "VENV=none"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    left_out = re.search(
+        r"python -m compileall .* -x '(\S+)' none/lib/\S+/site-packages unidec flows", done.stdout
+    )
     assert left_out is not None
     code = """
 import sys
 import flows.train
 from unidec import pipeline
 for name in pipeline._MODULE_OF: getattr(pipeline, name)
-print(*{module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)}, sep="\\n")"""
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+files = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+print(*sorted(filter(None, files)), sep="\\n")"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     files = [file for file in found.stdout.splitlines() if file.endswith(".py")]
     assert len(files) > 500 and [file for file in files if re.search(left_out[1], file)] == []

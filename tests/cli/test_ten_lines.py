@@ -1,4 +1,6 @@
-"""README's "Your own data, in ten lines", as written there: parsed and begun here, run to a served champion if slow."""
+"""README's "Your own data, in ten lines", as written there: parsed and begun here, run to a served
+champion if slow.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ ACTIVATE = "source .venv/bin/activate"
 
 def commands() -> list[str]:
     """The lines of the block, without their comments."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Your own data, in ten lines")[1]
+    text = (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("## Your own data, in ten lines")[1]
+    )
     block = re.search(r"```sh\n(.*?)```", text, re.DOTALL)
     assert block is not None
     return [line.split("  #")[0].strip() for line in block[1].splitlines()]
@@ -42,11 +46,18 @@ def one(part: str) -> str:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """This process's environment without its own settings; imports the code of `root`, whatever is installed."""
+    """This process's environment without its own settings; imports the code of `root`, whatever is
+    installed.
+    """
     drop = ("GIT_", "DVC_", "PREFECT_", "MLFLOW_", "UNIDEC_", "MAKE", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     kept["PATH"] = f"{root / '.venv' / 'bin'}:{kept['PATH']}"  # what ACTIVATE does
-    return kept | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "true"}
+    return kept | {
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "true",
+    }
 
 
 def test_every_command_is_one_that_exists() -> None:
@@ -60,9 +71,12 @@ def test_every_command_is_one_that_exists() -> None:
             name, subcommand, rest = program.resolve_command(parsed, words[1:])
             assert subcommand is not None and name
             if name != "config":
-                subcommand.make_context(name, rest, parent=parsed)  # refuses options and arguments that it has not
+                # refuses options and arguments that it has not
+                subcommand.make_context(name, rest, parent=parsed)
         elif words[0] == "make":
-            subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True, timeout=60)
+            subprocess.run(
+                ["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True, timeout=60
+            )
         elif command != ACTIVATE:
             assert shutil.which(words[0])
     assert ACTIVATE in commands()
@@ -71,7 +85,12 @@ def test_every_command_is_one_that_exists() -> None:
 def test_the_environment_is_named_once_for_all_pages() -> None:
     """README activates it; no command on any page repeats its path."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    named = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if ".venv/bin/" in line]
+    named = [
+        line
+        for page in pages
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if ".venv/bin/" in line
+    ]
     others = [line for line in named if ACTIVATE not in line and "ExecStart=" not in line]
     assert not others and len(named) > len(others)
 
@@ -83,16 +102,27 @@ def test_make_setup_ends_with_what_to_do_next(tmp_path: Path, variables: list[st
         shutil.copy(ROOT / name, tmp_path)
     use_this_environment(tmp_path)
     command = ["make", "setup", *variables]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
     first, *lines = done.stdout.splitlines()
     named = [line.partition("#")[0].strip() for line in lines]
-    assert first == ".venv is up to date. Next:" and named[0] == ACTIVATE and (tmp_path / ACTIVATE.split()[1]).is_file()
     assert (
-        subprocess.run(["make", "-n", *named[1].split()[1:]], cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+        first == ".venv is up to date. Next:"
+        and named[0] == ACTIVATE
+        and (tmp_path / ACTIVATE.split()[1]).is_file()
+    )
+    assert (
+        subprocess.run(
+            ["make", "-n", *named[1].split()[1:]], cwd=ROOT, capture_output=True, timeout=60
+        ).returncode
+        == 0
     )
     program = typer.main.get_command(cli.app)
     assert isinstance(program, typer.core.TyperGroup)
-    name, subcommand, rest = program.resolve_command(program.make_context("unidec", ["version"]), named[2].split()[1:])
+    name, subcommand, rest = program.resolve_command(
+        program.make_context("unidec", ["version"]), named[2].split()[1:]
+    )
     assert subcommand is not None and subcommand.make_context(name, rest)
 
 
@@ -102,8 +132,12 @@ def test_init_and_ingest_read_the_example(tmp_path: Path) -> None:
     for words in ([*shlex.split(one(" init "))[1:]], ["config", "check"], ["data", "ingest"]):
         subprocess.run(
             [sys.executable, "-m", "unidec.cli", *words],
-            cwd=tmp_path, env=environment(ROOT), check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment(ROOT),
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
     assert load_params(tmp_path / "params.yaml").data.path == "data/examples/debian"
     dataset = XMCDataset.open(tmp_path / "data" / "dataset")
     assert len(dataset.rows("test")) > 100 and dataset.num_labels == 100
@@ -120,7 +154,12 @@ def test_from_a_clean_clone_to_a_served_champion(tmp_path: Path) -> None:
 
     def run(command: str) -> str:
         done = subprocess.run(
-            ["bash", "-c", command], cwd=root, env=environment(root), capture_output=True, text=True, timeout=1200
+            ["bash", "-c", command],
+            cwd=root,
+            env=environment(root),
+            capture_output=True,
+            text=True,
+            timeout=1200,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
@@ -128,7 +167,10 @@ def test_from_a_clean_clone_to_a_served_champion(tmp_path: Path) -> None:
     serve = one(" serve ")
     printed = {command: run(command) for command in commands() if command != serve}
     summary = printed["make train"].splitlines()[-11:]
-    assert "version 1 of unidec is the champion" in summary and "report: outputs/report.html" in summary
+    assert (
+        "version 1 of unidec is the champion" in summary
+        and "report: outputs/report.html" in summary
+    )
     assert any(line.startswith("TF-IDF kNN + label match") for line in summary)
     assert len(printed[one('predict "')].splitlines()) == 1 + 5
     output = shlex.split(one("--output"))[-1]
@@ -138,7 +180,10 @@ def test_from_a_clean_clone_to_a_served_champion(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        [*shlex.split(serving), "--port", str(port)], cwd=root, env=environment(root), start_new_session=True
+        [*shlex.split(serving), "--port", str(port)],
+        cwd=root,
+        env=environment(root),
+        start_new_session=True,
     )
     try:
         answer = ask(f"http://127.0.0.1:{port}/predict", shlex.split(one('predict "'))[2])

@@ -1,4 +1,6 @@
-"""What a child does with its folder, on tiny data and in this process; and what is made of the results."""
+"""What a child does with its folder, on tiny data and in this process; and what is made of the
+results.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ ORDER = ("first", "second", "both heads", "served", "kNN")
 
 def plan(bert: Path, helper: Callable[[str], Any], epochs: int = 2) -> dict[str, Any]:
     """A comparison with a cell of each kind."""
-    values = {key: value for key, value in helper("tiny_training").TINY.items() if key.split(".")[0] not in _OTHERS}
+    values = {
+        key: value
+        for key, value in helper("tiny_training").TINY.items()
+        if key.split(".")[0] not in _OTHERS
+    }
     for key in (
         "model.heads",
         "index.space",
@@ -42,9 +48,13 @@ def plan(bert: Path, helper: Callable[[str], Any], epochs: int = 2) -> dict[str,
         "model.clf_init",
     ):
         values.pop(key, None)
-    common = nested(values | {"encoder.name": str(bert), "optim.epochs": epochs, "run.check_memory": False})
+    common = nested(
+        values | {"encoder.name": str(bert), "optim.epochs": epochs, "run.check_memory": False}
+    )
     return {
-        "name": "tiny", "title": "Tiny", "common": common,
+        "name": "tiny",
+        "title": "Tiny",
+        "common": common,
         "data": {"d": {"path": "raw", "max_length": 16, "set": {"data.validation_share": 0.1}}},
         "cells": {
             "first": {"recipe": "depsl"},
@@ -54,7 +64,7 @@ def plan(bert: Path, helper: Callable[[str], Any], epochs: int = 2) -> dict[str,
             "kNN": {"peer": "knn"},
         },
         "groups": {"G": {"base": "first", "cells": ["second"]}},
-    }  # fmt: skip
+    }
 
 
 _OTHERS = ("seed", "tokens", "device")
@@ -62,15 +72,17 @@ _OTHERS = ("seed", "tokens", "device")
 
 @pytest.fixture(scope="module")
 def project(
-    tiny_bert: Path, helper: Callable[[str], Any],
+    tiny_bert: Path,
+    helper: Callable[[str], Any],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[SimpleNamespace]:  # fmt: skip
+) -> Iterator[SimpleNamespace]:
     """All cells made, in this process."""
     make_raw = helper("conftest").make_raw
     folder = tmp_path_factory.mktemp("project")
     write_raw(make_raw(num_train=96, num_test=40), folder / "raw", "xmc-json")
     (folder / "c.yaml").write_text(yaml.safe_dump(plan(tiny_bert, helper), sort_keys=False))
-    before, store = Path.cwd(), os.environ.get("MLFLOW_TRACKING_URI")
+    before = Path.cwd()
+    store = os.environ.get("MLFLOW_TRACKING_URI")
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
     os.chdir(folder)
     comparison = opened(folder)
@@ -132,9 +144,18 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
 
 
 def test_costs(project: SimpleNamespace) -> None:
-    first, both, served, knn = (result(project, name) for name in ("first", "both heads", "served", "kNN"))
+    first, both, served, knn = (
+        result(project, name) for name in ("first", "both heads", "served", "kNN")
+    )
     for made in (first, both):
-        for name in ("train_seconds", "refresh_seconds", "total_seconds", "cpu_seconds", "search_ms", "bundle_bytes"):
+        for name in (
+            "train_seconds",
+            "refresh_seconds",
+            "total_seconds",
+            "cpu_seconds",
+            "search_ms",
+            "bundle_bytes",
+        ):
             assert made["costs"][name] > 0, name
         assert made["costs"]["peak_memory_bytes"] > 50e6
         assert [line["epoch"] for line in made["curve"]] == [2]
@@ -142,7 +163,9 @@ def test_costs(project: SimpleNamespace) -> None:
     assert served["curve"] == [] and "train_seconds" not in served["costs"]  # it trained nothing
     assert knn["costs"]["train_seconds"] > 0 and knn["costs"]["peak_memory_bytes"] > 0
     # the served head's figures are those that the evaluation of both heads has for it
-    parts = json.loads((cell_folder(project, "both heads") / "outputs" / "metrics.json").read_text())
+    parts = json.loads(
+        (cell_folder(project, "both heads") / "outputs" / "metrics.json").read_text()
+    )
     same = served["metrics"].keys() & parts["clf"].keys()
     assert len(same) > 10
     assert all(served["metrics"][name] == pytest.approx(parts["clf"][name]) for name in same)
@@ -151,7 +174,9 @@ def test_costs(project: SimpleNamespace) -> None:
 def test_only_what_is_needed_is_kept(project: SimpleNamespace) -> None:
     for name in ORDER:
         folder = cell_folder(project, name)
-        assert not list(folder.glob("runs/*/checkpoints")) and not list(folder.glob("runs/*/refresh"))
+        assert not list(folder.glob("runs/*/checkpoints")) and not list(
+            folder.glob("runs/*/refresh")
+        )
         model = (folder / "outputs" / "model" / "manifest.json").is_file()
         assert model == (name in ("first", "both heads")), name  # others start from it, or serve it
         links = [path for path in folder.rglob("*") if path.is_symlink()]
@@ -181,7 +206,8 @@ def test_runs_of_mlflow(project: SimpleNamespace) -> None:
         assert run.data.metrics["test/P_at_1"] == pytest.approx(made["metrics"]["P@1"])
 
 
-# -- the page's input -------------------------------------------------------------------------------------------------
+# -- the page's input
+# -------------------------------------------------------------------------------------------------
 
 
 def test_page_input(project: SimpleNamespace) -> None:
@@ -192,7 +218,10 @@ def test_page_input(project: SimpleNamespace) -> None:
     kinds = {entry.name: entry.kind for entry in page.cells}
     assert kinds == dict.fromkeys(ORDER, "recipe") | {"kNN": "peer"}
     cells = {entry.name: entry for entry in page.cells}
-    assert cells["second"].settings == {"pool.gandalf": True, "after": "first"} and cells["second"].recipe == "depsl"
+    assert (
+        cells["second"].settings == {"pool.gandalf": True, "after": "first"}
+        and cells["second"].recipe == "depsl"
+    )
     assert cells["served"].settings["model of"] == "both heads"
     # a cell that builds on another one is charged for both
     own, before = (result(project, name)["costs"] for name in ("second", "first"))
@@ -200,14 +229,17 @@ def test_page_input(project: SimpleNamespace) -> None:
     for name in ("train_seconds", "refresh_seconds", "total_seconds"):
         assert costs[name] == pytest.approx(own[name] + before[name])
     first_line = (
-        cells["second"].runs[0].curve[0]["train_seconds"] - result(project, "second")["curve"][0]["train_seconds"]
+        cells["second"].runs[0].curve[0]["train_seconds"]
+        - result(project, "second")["curve"][0]["train_seconds"]
     )
     assert first_line == pytest.approx(before["train_seconds"] + before["refresh_seconds"])
     (tests,) = tests.values()  # of the one data set
     against = {(test.system, test.against) for test in tests}
     assert {(name, "kNN") for name in ORDER if name != "kNN"} | {("second", "first")} == against
     value = next(t for t in tests if (t.system, t.against, t.metric) == ("first", "kNN", "P@1"))
-    difference = result(project, "first")["metrics"]["P@1"] - result(project, "kNN")["metrics"]["P@1"]
+    difference = (
+        result(project, "first")["metrics"]["P@1"] - result(project, "kNN")["metrics"]["P@1"]
+    )
     assert value.difference == pytest.approx(difference) and 0 < value.p_adjusted <= 1
     columns, *rows = results.table(project.comparison)
     assert [row[1] for row in rows] == list(ORDER) and len(columns) == len(rows[0])
@@ -219,7 +251,9 @@ def test_a_data_set_that_was_not_started_is_only_named(project: SimpleNamespace)
     (project.folder / "two.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     comparison = load_comparison(project.folder / "two.yaml", {}, project.folder / "ws")
     page = results.page_input(comparison, results.gather(comparison), {})
-    assert [task.name for task in page.tasks] == ["d"] and {entry.task for entry in page.cells} == {"d"}
+    assert [task.name for task in page.tasks] == ["d"] and {entry.task for entry in page.cells} == {
+        "d"
+    }
     assert not page.failures and "Not run yet: e." in page.notes
     failed = comparison.steps["e/first/0"]
     failed.folder.mkdir(parents=True)
@@ -227,8 +261,9 @@ def test_a_data_set_that_was_not_started_is_only_named(project: SimpleNamespace)
     page = results.page_input(comparison, results.gather(comparison), {})
     assert [task.name for task in page.tasks] == ["d", "e"] and "Not run yet: e." not in page.notes
     assert {(entry["cell"], entry["state"]) for entry in page.failures} == {
-        ("first", "failed"), *((name, "not run") for name in ORDER if name != "first")
-    }  # fmt: skip
+        ("first", "failed"),
+        *((name, "not run") for name in ORDER if name != "first"),
+    }
 
 
 def test_the_page_is_written(project: SimpleNamespace, tmp_path: Path) -> None:
@@ -238,31 +273,42 @@ def test_the_page_is_written(project: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_the_figures_beside_the_page(project: SimpleNamespace) -> None:
-    found = json.loads((results.write_report(project.comparison).parent / "results.json").read_text())
+    found = json.loads(
+        (results.write_report(project.comparison).parent / "results.json").read_text()
+    )
     assert [entry["cell"] for entry in found["cells"]] == list(ORDER) and not found["failures"]
     cells = {entry["cell"]: entry for entry in found["cells"]}
     for name, entry in cells.items():
         own = result(project, name)
-        assert entry["metrics"] == {metric: [round(value, 3), None] for metric, value in own["metrics"].items()}
+        assert entry["metrics"] == {
+            metric: [round(value, 3), None] for metric, value in own["metrics"].items()
+        }
         assert len(entry["curve"]) == len(own["curve"]) and entry["seeds"] == [0]
     minutes, percent = cells["first"]["curve"][-1]
     last = result(project, "first")["curve"][-1]
-    assert minutes == round(last["work_seconds"] / 60, 3) and percent == round(last["validation"]["nDCG@5"], 3)
+    assert minutes == round(last["work_seconds"] / 60, 3) and percent == round(
+        last["validation"]["nDCG@5"], 3
+    )
     tests = results.contrasts(project.comparison, results.gather(project.comparison))["d"]
     assert [round(test.p_adjusted, 5) for test in tests] == [test["p"] for test in found["tests"]]
 
 
 def test_results_and_scores_alone_give_the_same_page(
     project: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """They can be kept in git and completed on another machine: without data, predictions and models."""
-    page = json.loads((results.write_report(project.comparison).parent / "results.json").read_text())
+) -> None:
+    """They can be kept in git and completed on another machine: without data, predictions and
+    models.
+    """
+    page = json.loads(
+        (results.write_report(project.comparison).parent / "results.json").read_text()
+    )
     for name in ("result.json", "scores.npz"):
         for file in project.comparison.root.glob(f"cells/*/*/*/{name}"):
             copy = tmp_path / file.relative_to(project.comparison.root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
-    monkeypatch.setattr(workspace, "code_sha256", lambda *results: "other")  # newer code, of readers too
+    # newer code, of readers too
+    monkeypatch.setattr(workspace, "code_sha256", lambda *results: "other")
     elsewhere = load_comparison(project.folder / "c.yaml", folder=tmp_path)
     assert not any(step.is_done() for step in elsewhere.steps.values())
     assert json.loads((results.write_report(elsewhere).parent / "results.json").read_text()) == page
@@ -273,7 +319,9 @@ def test_results_and_scores_alone_give_the_same_page(
         results.write_report(project.comparison)
         again = results._read_scores(path)
         for metric, both in kept.items():
-            assert all(np.array_equal(mine, other) for mine, other in zip(both, again[metric], strict=True))
+            assert all(
+                np.array_equal(mine, other) for mine, other in zip(both, again[metric], strict=True)
+            )
     damaged = next(tmp_path.glob("cells/*/*/*/scores.npz"))
     damaged.write_bytes(damaged.read_bytes()[:-100])
     with pytest.raises(ArtifactError, match=r"scores.npz: scores cannot be read"):
@@ -282,7 +330,7 @@ def test_results_and_scores_alone_give_the_same_page(
 
 def test_results_of_other_code_are_shown_and_counted(
     project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     real = workspace.code_sha256
 
     def changed(*results: str) -> str:
@@ -301,11 +349,14 @@ def test_other_inputs_have_another_folder(project: SimpleNamespace) -> None:
     other = opened(project.folder, **{"pool.beta": 1})
     assert list(results.gather(other)) == ["d/kNN/0"]  # a peer has no such parameter
     assert other.steps["d/second/0"].folder != cell_folder(project, "second")
-    same = opened(project.folder, **{"run.checkpoint_minutes": 3.0, "device": "cpu"})  # decide nothing
+    # decide nothing
+    same = opened(project.folder, **{"run.checkpoint_minutes": 3.0, "device": "cpu"})
     assert all(step.is_done() for step in same.steps.values())
 
 
-def test_new_raw_data_makes_all_again(project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_raw_data_makes_all_again(
+    project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workspace, "raw_sha256", lambda path: "other")
     assert not any(step.is_done() for step in opened(project.folder).steps.values())
 
@@ -317,13 +368,14 @@ def test_figures_for_dvc(project: SimpleNamespace, tmp_path: Path) -> None:
     assert figures["P_at_1"] == pytest.approx(result(project, "kNN")["metrics"]["P@1"], abs=1e-3)
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- what goes wrong
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def again(
     project: SimpleNamespace, tmp_path: Path, tiny_bert: Path, helper: Callable[[str], Any]
-) -> Iterator[SimpleNamespace]:  # fmt: skip
+) -> Iterator[SimpleNamespace]:
     """A comparison of one cell in a folder of its own, its data made."""
     (tmp_path / "raw").symlink_to(project.folder / "raw")
     values = plan(tiny_bert, helper) | {"cells": {"first": {"recipe": "depsl"}}, "groups": {}}
@@ -336,7 +388,9 @@ def again(
     os.chdir(before)
 
 
-def test_cut_off_after_training_it_resumes_there(again: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_off_after_training_it_resumes_there(
+    again: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(_params: Any) -> None:
         raise TrainingError("the disk is full", where="outputs")
 
@@ -346,14 +400,18 @@ def test_cut_off_after_training_it_resumes_there(again: SimpleNamespace, monkeyp
         assert make(again.folder, again.first) == 5
     assert "the disk is full" in again.first.failure()
     assert list(folder.glob("runs/*/checkpoints/*")) and not again.first.is_done()
-    monkeypatch.setattr("unidec.training.trainer.Trainer.train_round", None)  # it is trained already
+    # it is trained already
+    monkeypatch.setattr("unidec.training.trainer.Trainer.train_round", None)
     assert make(again.folder, again.first) == 0
-    assert again.first.failure() == "" and [line["epoch"] for line in again.first.result()["curve"]] == [2]
+    assert again.first.failure() == "" and [
+        line["epoch"] for line in again.first.result()["curve"]
+    ] == [2]
 
 
 def test_by_other_code_it_is_rebuilt(again: SimpleNamespace) -> None:
     assert make(again.folder, again.first) == 0
-    result, left = again.first.folder / "result.json", again.first.folder / "outputs" / "left"
+    result = again.first.folder / "result.json"
+    left = again.first.folder / "outputs" / "left"
     written = result.stat().st_mtime_ns
     assert make(again.folder, again.first) == 0  # done: nothing happens
     assert result.stat().st_mtime_ns == written
@@ -365,10 +423,13 @@ def test_by_other_code_it_is_rebuilt(again: SimpleNamespace) -> None:
 
 def test_results_of_other_code_are_kept_on_request(again: SimpleNamespace) -> None:
     assert make(again.folder, again.first) == 0
-    result, name = again.first.folder / "result.json", again.first.name
+    result = again.first.folder / "result.json"
+    name = again.first.name
 
     def kept() -> Step:
-        return load_comparison(again.folder / "c.yaml", folder=again.folder / "ws", keep_results=True).steps[name]
+        return load_comparison(
+            again.folder / "c.yaml", folder=again.folder / "ws", keep_results=True
+        ).steps[name]
 
     result.write_text(json.dumps(json.loads(result.read_text()) | {"code": "other"}))
     assert not opened(again.folder).steps[name].is_done()
@@ -378,10 +439,17 @@ def test_results_of_other_code_are_kept_on_request(again: SimpleNamespace) -> No
 
 
 def test_a_slice_of_the_data(again: SimpleNamespace) -> None:
-    text = (again.folder / "c.yaml").read_text().replace("path: raw", "path: raw\n    train: 50\n    test: 7")
+    text = (
+        (again.folder / "c.yaml")
+        .read_text()
+        .replace("path: raw", "path: raw\n    train: 50\n    test: 7")
+    )
     (again.folder / "c.yaml").write_text(text)
     data, _ = opened(again.folder).steps.values()
     assert data.folder != again.data.folder and make(again.folder, data) == 0
     dataset = XMCDataset.open(data.folder / "data" / "dataset")
-    assert len(dataset.rows("test")) == 7 and len(dataset.rows("train")) + len(dataset.rows("validation")) == 50
+    assert (
+        len(dataset.rows("test")) == 7
+        and len(dataset.rows("train")) + len(dataset.rows("validation")) == 50
+    )
     assert (np.diff(dataset.relevance.tocsc().indptr) > 0).all()  # only labels that the slice knows

@@ -1,4 +1,6 @@
-"""Equal tuning: the search of each cell, what is chosen of its trials, and what a comparison makes of that."""
+"""Equal tuning: the search of each cell, what is chosen of its trials, and what a comparison makes
+of that.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from unidec.config import load_params
 from unidec.errors import ConfigError
 
 Write = Callable[[str], Path]
-HEAD = "name: t\nseeds: [4, 5]\ndata:\n  d: {path: raw}\n  part: {path: raw, train: 50, set: {optim.epochs: 2}}\n"
+HEAD = (
+    "name: t\nseeds: [4, 5]\ndata:\n  d: {path: raw}\n  part: {path: raw, train: 50, set: "
+    "{optim.epochs: 2}}\n"
+)
 TUNING = "tuning: {data: part, file: chosen.yaml, trials: 3, ranges: {lr: {low: 0.5, high: 4}}}\n"
 CELLS = (
     "cells:\n"
@@ -44,7 +49,9 @@ def test_every_recipe_cell_is_searched_from_itself_on_the_tuning_data(write: Wri
     comparison = load_comparison(path, tune=True)
     jobs = comparison.jobs
     assert list(jobs) == ["part/first/4", "part/second/4", "part/third/4"]
-    assert {job.kind for job in jobs.values()} == {"trial"} and jobs["part/first/4"].params.optim.epochs == 2
+    assert {job.kind for job in jobs.values()} == {"trial"} and jobs[
+        "part/first/4"
+    ].params.optim.epochs == 2
     assert jobs["part/first/4"].ranges == {"lr": {"low": 0.5, "high": 4}, "loss.margin": [0.3, 0.5]}
     assert jobs["part/third/4"].ranges == jobs["part/second/4"].ranges
     # a second stage starts from the first one as it is, which is kept for that
@@ -52,7 +59,9 @@ def test_every_recipe_cell_is_searched_from_itself_on_the_tuning_data(write: Wri
     assert [key for key in jobs if comparison.steps[key].spec["keep"]] == ["part/first/4"]
     assert len({comparison.steps[key].folder for key in jobs}) == len(jobs)
     assert [s.name for s in select(comparison, ["second"])[1:]] == ["part/first/4", "part/second/4"]
-    assert matching(comparison, ["second"]) == {"part/second/4"} and matching(comparison, []) == set(jobs)
+    assert matching(comparison, ["second"]) == {"part/second/4"} and matching(
+        comparison, []
+    ) == set(jobs)
 
 
 def test_what_a_trial_changes(write: Write) -> None:
@@ -83,18 +92,26 @@ def test_the_best_trial_is_chosen_and_applied(write: Write) -> None:
     assert write_chosen(path, file, trials) == Path("chosen.yaml")
     written = yaml.safe_load(Path("chosen.yaml").read_text())
     assert {cell: entry["set"] for cell, entry in written.items()} == {
-        "first": {"loss.margin": 0.5}, "second": {"lr": 3, "pool.eta": 1}, "third": {"lr": 2}
-    }  # fmt: skip
+        "first": {"loss.margin": 0.5},
+        "second": {"lr": 3, "pool.eta": 1},
+        "third": {"lr": 2},
+    }
     assert written["first"]["trials"] == {"as it is": 10.0, "loss.margin=0.5": 11.0, "lr=2": None}
     assert written["second"]["trials"] == {"as it is": 10.0, "lr=2": 12.4, "lr=3, pool.eta=1": 12.5}
     plain = load_comparison(path)
     assert not any(job.data == "part" for job in plain.jobs.values())
     second, third, votes = (plain.jobs[f"d/{cell}/5"] for cell in ("second", "third", "votes"))
     assert (second.params.pool.eta, third.params.pool.eta) == (1, 6)
-    assert second.params.optim.lr_clf == pytest.approx(3 * 3e-3) and third.params.optim.lr_clf == pytest.approx(6e-3)
+    assert second.params.optim.lr_clf == pytest.approx(
+        3 * 3e-3
+    ) and third.params.optim.lr_clf == pytest.approx(6e-3)
     assert second.settings == {"after": "first", "tuned": "lr=3, pool.eta=1"}
-    assert votes.params.optim == second.params.optim and votes.params.pool == second.params.pool  # the same model's
-    assert plain.jobs["d/first/4"].params.pool.beta == 2 and plain.jobs["d/first/4"].params.loss.margin == 0.5
+    # the same model's
+    assert votes.params.optim == second.params.optim and votes.params.pool == second.params.pool
+    assert (
+        plain.jobs["d/first/4"].params.pool.beta == 2
+        and plain.jobs["d/first/4"].params.loss.margin == 0.5
+    )
     assert load_comparison(path, {"pool.eta": 3}).jobs["d/second/4"].params.pool.eta == 3
 
 
@@ -106,7 +123,11 @@ def test_a_part_is_tuned_and_the_rest_stays(write: Write) -> None:
         load_comparison(path)
     write_chosen(path, file, {"second": [({}, 10.0), ({"lr": 3}, 20.0)]})
     written = yaml.safe_load(Path("chosen.yaml").read_text())
-    assert [written[cell]["set"] for cell in ("first", "second", "third")] == [{}, {"lr": 3}, {"lr": 2}]
+    assert [written[cell]["set"] for cell in ("first", "second", "third")] == [
+        {},
+        {"lr": 3},
+        {"lr": 2},
+    ]
     load_comparison(path)
     write(HEAD + TUNING.replace("high: 4", "high: 2.5") + CELLS)  # narrower than what was chosen
     with pytest.raises(ConfigError, match=r"not tuned with these ranges[\s\S]*2\.5"):
@@ -121,16 +142,28 @@ def test_a_part_is_tuned_and_the_rest_stays(write: Write) -> None:
             CELLS.replace("[0.3, 0.5]", "[0.4, 0.5]"),
             "cells.first.ranges.loss.margin.*leaves out first as it is",
         ),
-        (TUNING.replace("low: 0.5", "low: 2"), CELLS, "tuning.ranges.lr.*leaves out first as it is"),
+        (
+            TUNING.replace("low: 0.5", "low: 2"),
+            CELLS,
+            "tuning.ranges.lr.*leaves out first as it is",
+        ),
         (TUNING.replace("low: 0.5", "low: 0"), CELLS, r"lr.*cannot be tuned[\s\S]*lr multiplies"),
         (TUNING, CELLS.replace("loss.margin", "loss.marign"), r"loss\.marign.*unknown key"),
         (TUNING, CELLS.replace("loss.margin", "index.kind"), r"index\.kind"),
-        (TUNING, CELLS.replace("low: 1, high: 9", "low: 9, high: 1"), r"pool\.eta.*cannot be tuned like this"),
+        (
+            TUNING,
+            CELLS.replace("low: 1, high: 9", "low: 9, high: 1"),
+            r"pool\.eta.*cannot be tuned like this",
+        ),
         (TUNING.replace("part", "prat"), CELLS, r"tuning\.data.*no such data set"),
         (TUNING.replace("trials: 3", "trials: 0"), CELLS, r"tuning\.trials"),
         (TUNING.replace("file:", "fiel:"), CELLS, r"tuning\.fiel.*unknown key"),
         ("", CELLS, "cells.first.ranges.*this cell is not tuned"),
-        (TUNING, CELLS.replace("{peer: knn}", "{peer: knn, ranges: {lr: [1, 3]}}"), "cells.kNN.ranges.*is not tuned"),
+        (
+            TUNING,
+            CELLS.replace("{peer: knn}", "{peer: knn, ranges: {lr: [1, 3]}}"),
+            "cells.kNN.ranges.*is not tuned",
+        ),
     ],
 )
 def test_wrong_ranges_are_refused(write: Write, tuning: str, cells: str, words: str) -> None:

@@ -24,22 +24,32 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def project(
-    tiny_bert: Path, helper: Callable[[str], Any], prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:  # fmt: skip
-    """A working folder with raw data and c.yaml: two peers, one of which cannot work, and a recipe."""
+    tiny_bert: Path,
+    helper: Callable[[str], Any],
+    prefect_api: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """A working folder with raw data and c.yaml: two peers, one of which cannot work,
+    and a recipe.
+    """
     write_raw(helper("conftest").make_raw(num_train=96, num_test=40), tmp_path / "raw", "xmc-json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{tmp_path}/mlflow.db"))
     monkeypatch.setenv("PREFECT_API_URL", prefect_api)
     values = {
-        "name": "tiny", "seeds": [0],
+        "name": "tiny",
+        "seeds": [0],
         "common": {
-            "encoder": {"name": str(tiny_bert), "kind": "bag", "trainable_layers": 0}, "model.dim": 16,
-            "optim.epochs": 20, "pool": {"batch_size": 16, "size": 60, "refresh": 1}, "run.check_memory": False,
+            "encoder": {"name": str(tiny_bert), "kind": "bag", "trainable_layers": 0},
+            "model.dim": 16,
+            "optim.epochs": 20,
+            "pool": {"batch_size": 16, "size": 60, "refresh": 1},
+            "run.check_memory": False,
         },
         "data": {"d": {"path": "raw", "max_length": 16, "set": {"data.validation_share": 0.1}}},
         "cells": {"depsl": {"recipe": "depsl"}, "kNN": {"peer": "knn"}, "mix": {"peer": "mix"}},
-    }  # fmt: skip
+    }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return tmp_path
 
@@ -55,13 +65,18 @@ def unidec(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
-def test_a_wrong_file_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_wrong_file_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     """Before Prefect has a run: its logs would repeat the error twice."""
     from flows.command import main
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")  # nothing listens there, and nothing needs it
-    (tmp_path / "c.yaml").write_text("name: No Name\ndata: {d: {path: nowhere}}\ncells: {a: {recipe: depls}}\n")
+    # nothing listens there, and nothing needs it
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    (tmp_path / "c.yaml").write_text(
+        "name: No Name\ndata: {d: {path: nowhere}}\ncells: {a: {recipe: depls}}\n"
+    )
     assert main("compare", ["c.yaml"]) == 2
     said = capfd.readouterr().err
     for part in ("No Name", "no such folder", "no such recipe"):
@@ -71,7 +86,7 @@ def test_a_wrong_file_is_reported_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_from_nothing_to_a_report(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     made = unidec("--only", "kNN", "--metrics", "figures/knn.json")
     assert made.returncode == 0, made.stderr
     workspace = project / "runs" / "compare" / "tiny"
@@ -80,7 +95,9 @@ def test_from_nothing_to_a_report(
     assert "kNN" in page and "depsl" in page  # what did not run is named too
     figures = json.loads((project / "figures" / "knn.json").read_text())
     result = json.loads(next(workspace.glob("cells/d/knn/0-*/result.json")).read_text())
-    assert figures["run"] == "d/kNN/0" and figures["P_at_1"] == pytest.approx(result["metrics"]["P@1"], abs=1e-3)
+    assert figures["run"] == "d/kNN/0" and figures["P_at_1"] == pytest.approx(
+        result["metrics"]["P@1"], abs=1e-3
+    )
 
     from mlflow import MlflowClient
 
@@ -89,14 +106,17 @@ def test_from_nothing_to_a_report(
 
     assert done() == ["d/kNN/0"]
     (workspace / "report.html").unlink()
-    monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--report-only"])  # no flow: in this process
+    # no flow: in this process
+    monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--report-only"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code and "report.html" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--json"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert json.loads(capsys.readouterr().out) == {"report": str(workspace.relative_to(project) / "report.html")}
+    assert json.loads(capsys.readouterr().out) == {
+        "report": str(workspace.relative_to(project) / "report.html")
+    }
     page = (workspace / "report.html").read_text()
     assert "kNN" in page and "depsl" in page and done() == ["d/kNN/0"]
     # what fails is named, and the exit code reports it; the rest is there all the same
@@ -104,24 +124,44 @@ def test_from_nothing_to_a_report(
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
     broken = unidec("--only", "mix", "--only", "kNN")
     assert broken.returncode == 1 and "the process of this run cannot be started" in broken.stderr
-    assert "report: " in broken.stderr and "d\tkNN\t1" in broken.stdout and "Traceback" not in broken.stderr
+    assert (
+        "report: " in broken.stderr
+        and "d\tkNN\t1" in broken.stdout
+        and "Traceback" not in broken.stderr
+    )
     assert (place / "result.json").is_file()
 
 
 def test_wrong_files_and_names(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = unidec("--only", "KNN")
-    assert wrong.returncode == 2 and "no such cell" in wrong.stderr and "Traceback" not in wrong.stderr
-    monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--report-only", "--set", "pool.betta=3"])
+    assert (
+        wrong.returncode == 2 and "no such cell" in wrong.stderr and "Traceback" not in wrong.stderr
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["unidec", "compare", "c.yaml", "--report-only", "--set", "pool.betta=3"]
+    )
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     assert not (project / "runs").exists()
 
 
 def test_tuned_then_compared(project: Path) -> None:
-    """Two trials of a search, of which the better is chosen; before that nothing runs, and after it none again."""
+    """Two trials of a search, of which the better is chosen; before that nothing runs, and after it
+    none again.
+    """
     values = yaml.safe_load((project / "c.yaml").read_text())
-    values["data"]["part"] = {"path": "raw", "train": 60, "test": 10, "set": {"data.validation_share": 0.3}}
-    values["tuning"] = {"data": "part", "file": "tuned/c.yaml", "trials": 2, "ranges": {"lr": [1, 30]}}
+    values["data"]["part"] = {
+        "path": "raw",
+        "train": 60,
+        "test": 10,
+        "set": {"data.validation_share": 0.3},
+    }
+    values["tuning"] = {
+        "data": "part",
+        "file": "tuned/c.yaml",
+        "trials": 2,
+        "ranges": {"lr": [1, 30]},
+    }
     (project / "c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     short = ("--set", "optim.epochs=1", "--set", "optim.warmup_epochs=0.0")
     before = unidec(*short)
@@ -132,7 +172,9 @@ def test_tuned_then_compared(project: Path) -> None:
     figures = entry["trials"]
     assert entry["set"] == ({"lr": 30} if figures.get("lr=30", 0) > figures["as it is"] else {})
     results = list((project / "runs/compare/tiny/cells/part/depsl").glob("0-*/result.json"))
-    reached = [json.loads(file.read_text())["curve"][-1]["validation"]["nDCG@5"] for file in results]
+    reached = [
+        json.loads(file.read_text())["curve"][-1]["validation"]["nDCG@5"] for file in results
+    ]
     assert sorted(reached) == pytest.approx(sorted(figures.values()), abs=1e-3)
     table = (project / "runs/compare/tiny/tuning/depsl/trials.md").read_text()
     assert table.count("| trained |") == 2
@@ -149,7 +191,9 @@ def test_tuned_then_compared(project: Path) -> None:
 
 @pytest.mark.slow  # test_cell.py has its quick form
 def test_terminated_and_started_again(project: Path) -> None:
-    """SIGTERM to the comparison ends the training with a checkpoint; the same command goes on from it."""
+    """SIGTERM to the comparison ends the training with a checkpoint; the same command goes on from
+    it.
+    """
     command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", "--only", "depsl"]
     cells = project / "runs/compare/tiny/cells/d/depsl"
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,6 @@
-"""The peers against loops written from their definitions; how a script is started, and what comes back from it."""
+"""The peers against loops written from their definitions; how a script is started, and what comes
+back from it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,27 @@ import pytest
 import scipy.sparse as sp
 
 from unidec.comparison.peers import PEERS, linear, running
-from unidec.comparison.peers.running import features, requirements, run_peer, start_command, write_task
+from unidec.comparison.peers.running import (
+    features,
+    requirements,
+    run_peer,
+    start_command,
+    write_task,
+)
 from unidec.errors import ArtifactError, DataError, TrainingError
 from unidec.evaluation.baselines import top_rows
 from unidec.evaluation.metrics import evaluate
 
 SETTINGS = {
-    "text": "title", "max_length": 16, "encoder": "", "pooling": "mean", "epochs": 3, "batch_size": 8, "threads": 1,
+    "text": "title",
+    "max_length": 16,
+    "encoder": "",
+    "pooling": "mean",
+    "epochs": 3,
+    "batch_size": 8,
+    "threads": 1,
     "seed": 4,
-}  # fmt: skip
+}
 SCRIPTS = Path(running.__file__).parent
 
 
@@ -36,15 +50,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# -- TF-IDF -----------------------------------------------------------------------------------------------------------
+# -- TF-IDF
+# --------------------------------------------------------------------------------------------------
 
 
 def dense_reference(dataset, match_weight=0.5):
-    """kNN votes of all training queries, label match and mix by loops over queries, words and labels, in float64."""
+    """kNN votes of all training queries, label match and mix by loops over queries, words and
+    labels, in float64.
+    """
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     words = TfidfVectorizer(stop_words="english").build_analyzer()
-    rows, test = dataset.rows("train"), dataset.rows("test")
+    rows = dataset.rows("train")
+    test = dataset.rows("test")
     train_texts, test_texts, label_texts = (
         [words(text) for text in texts]
         for texts in (dataset.query_texts(rows), dataset.query_texts(test), dataset.label_texts())
@@ -53,16 +71,21 @@ def dense_reference(dataset, match_weight=0.5):
 
     def vector(text):
         counts = Counter(word for word in text if word in frequency)
-        found = {w: (1 + math.log(c)) * (math.log((1 + len(rows)) / (1 + frequency[w])) + 1) for w, c in counts.items()}
+        found = {
+            w: (1 + math.log(c)) * (math.log((1 + len(rows)) / (1 + frequency[w])) + 1)
+            for w, c in counts.items()
+        }
         length = math.sqrt(sum(v * v for v in found.values()))
         return {w: v / length for w, v in found.items()} if length else {}
 
     def cosine(a, b):
         return sum(value * b.get(word, 0.0) for word, value in a.items())
 
-    train, labels = [vector(text) for text in train_texts], [vector(text) for text in label_texts]
+    train = [vector(text) for text in train_texts]
+    labels = [vector(text) for text in label_texts]
     relevance = dataset.relevance[rows].toarray() > 0
-    votes, match = np.zeros((len(test), len(labels))), np.zeros((len(test), len(labels)))
+    votes = np.zeros((len(test), len(labels)))
+    match = np.zeros((len(test), len(labels)))
     for i, text in enumerate(test_texts):
         own = vector(text)
         for j, other in enumerate(train):
@@ -80,7 +103,9 @@ def test_tf_idf_scores_equal_loops(tiny_dataset, folder, name):
     for i in range(12):
         found = labels[i] >= 0
         assert (np.diff(want[i][labels[i][found]]) <= 1e-5).all(), "best first"
-        assert set(labels[i][found]) == set(np.flatnonzero(want[i] > 0)), "each label with a score, none without"
+        assert set(labels[i][found]) == set(np.flatnonzero(want[i] > 0)), (
+            "each label with a score, none without"
+        )
     assert all(facts[cost] > 0 for cost in ("parameters", "train_seconds", "search_ms"))
     assert not list(folder.iterdir())
 
@@ -93,8 +118,10 @@ def test_what_a_peer_is_given(tiny_dataset, folder):
     rows = tiny_dataset.rows("train")
     assert train == list(tiny_dataset.query_texts(rows))
     assert sp.load_npz(folder / "task" / "X.train.npz").shape[0] == len(train) == 43
-    np.testing.assert_array_equal(sp.load_npz(folder / "task" / "Y.train.npz").toarray() > 0,
-                                  tiny_dataset.relevance[rows].toarray() > 0)  # fmt: skip
+    np.testing.assert_array_equal(
+        sp.load_npz(folder / "task" / "Y.train.npz").toarray() > 0,
+        tiny_dataset.relevance[rows].toarray() > 0,
+    )
     assert sp.load_npz(folder / "task" / "X.labels.npz").shape[0] == 40
 
 
@@ -102,14 +129,21 @@ def test_text_vectors_stand_beside_the_words(tiny_dataset):
     words = features(tiny_dataset, "title")[1]
     rng = np.random.default_rng(0)
     numbers = {"queries": tiny_dataset.num_queries, "labels": tiny_dataset.num_labels}
-    vectors = {name: rng.standard_normal((number, 3)).astype(np.float32) for name, number in numbers.items()}
+    vectors = {
+        name: rng.standard_normal((number, 3)).astype(np.float32)
+        for name, number in numbers.items()
+    }
     texts, both, _ = features(tiny_dataset, "title", vectors)
     splits = [name for name in ("train", "validation", "test") if len(tiny_dataset.rows(name))]
-    assert sorted(both) == sorted(words) and {f"X.{name}" for name in (*splits, "labels")} < set(both)
+    assert sorted(both) == sorted(words) and {f"X.{name}" for name in (*splits, "labels")} < set(
+        both
+    )
     for name in (*splits, "labels"):
         own = vectors["labels"] if name == "labels" else vectors["queries"][tiny_dataset.rows(name)]
         assert both[f"X.{name}"].shape[0] == len(texts[name])
-        np.testing.assert_allclose(both[f"X.{name}"].toarray(), np.hstack([words[f"X.{name}"].toarray(), own]))
+        np.testing.assert_allclose(
+            both[f"X.{name}"].toarray(), np.hstack([words[f"X.{name}"].toarray(), own])
+        )
 
 
 def test_nothing_to_train_on_is_refused(raw_factory, folder):
@@ -120,16 +154,21 @@ def test_nothing_to_train_on_is_refused(raw_factory, folder):
         run_peer("knn", empty, SETTINGS)
 
 
-# -- heads of scripts, and how they are started -----------------------------------------------------------------------
+# -- heads of scripts, and how they are started
+# -----------------------------------------------------------------------
 
 
 def test_every_script_names_its_packages_with_their_versions():
     for name in {peer.script for peer in PEERS.values() if peer.script}:
-        assert all(str(one.specifier).startswith("==") for one in requirements(SCRIPTS / name)), name
+        assert all(str(one.specifier).startswith("==") for one in requirements(SCRIPTS / name)), (
+            name
+        )
         text = (SCRIPTS / name).read_text()
         assert "unidec" not in "".join(line for line in text.splitlines() if "import" in line), name
     text = (SCRIPTS / "linear.py").read_text()
-    assert not [line for line in text.splitlines() if line.startswith(("import unidec", "from unidec"))]
+    assert not [
+        line for line in text.splitlines() if line.startswith(("import unidec", "from unidec"))
+    ]
     assert {"libpecos", "numpy"} <= {one.name for one in requirements(SCRIPTS / "xr_linear.py")}
 
 
@@ -137,13 +176,21 @@ def test_how_a_script_is_started(folder, monkeypatch):
     script = folder / "script.py"
     script.write_text("print()\n")
     assert requirements(script) == []
-    script.write_text(f'# /// script\n# dependencies = [\n#   "numpy=={np.__version__}",\n# ]\n# ///\n')
+    script.write_text(
+        f'# /// script\n# dependencies = [\n#   "numpy=={np.__version__}",\n# ]\n# ///\n'
+    )
     assert start_command(script) == [sys.executable, str(script)]
     for missing in ("numpy==0.1", "nowhere==1.0"):
         script.write_text(f'# /// script\n# dependencies = ["{missing}"]\n# ///\n')
         with monkeypatch.context() as patch:
             patch.setattr(running.shutil, "which", lambda name, path: f"there/{name}")
-            assert start_command(script) == ["there/uv", "run", "--no-progress", "--script", str(script)]
+            assert start_command(script) == [
+                "there/uv",
+                "run",
+                "--no-progress",
+                "--script",
+                str(script),
+            ]
 
 
 def test_without_uv_the_fix_is_named(folder, monkeypatch):
@@ -153,7 +200,8 @@ def test_without_uv_the_fix_is_named(folder, monkeypatch):
         start_command(folder / "script.py")
 
 
-# -- scripts ----------------------------------------------------------------------------------------------------------
+# -- scripts
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -171,16 +219,22 @@ def test_a_script_gets_task_and_settings_and_its_predictions_come_back(own, tiny
     own(
         "import numpy as np, scipy.sparse as sp\n"
         "task, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])\n"
-        "assert (given['seed'], given['epochs'], given['peer']) == (4, 3, 'own') and given['width'] == 40\n"
+        "assert (given['seed'], given['epochs'], given['peer']) == (4, 3, 'own') and "
+        "given['width'] == 40\n"
         "assert os.environ['OMP_NUM_THREADS'] == '1' and 'PYTHONPATH' not in os.environ\n"
         "n = len(json.loads((task / 'test.json').read_text()))\n"
         "sp.save_npz(out / 'test.npz', sp.csr_matrix(np.tile(np.arange(40.0), (n, 1))))\n"
-        "facts = {'train_seconds': 1.5, 'search_ms': 2.0, 'peak_memory_bytes': 77, 'version': 'own 9.9'}\n"
+        "facts = {'train_seconds': 1.5, 'search_ms': 2.0, 'peak_memory_bytes': 77, "
+        "'version': 'own 9.9'}\n"
         "(out / 'facts.json').write_text(json.dumps(facts))\n"
     )
     labels, facts = run_peer("own", tiny_dataset, SETTINGS)
     assert labels[0].tolist() == [*range(39, 0, -1), -1]
-    assert (facts["version"], facts["peak_memory_bytes"], facts["search_ms"]) == ("own 9.9", 77, 2.0)
+    assert (facts["version"], facts["peak_memory_bytes"], facts["search_ms"]) == (
+        "own 9.9",
+        77,
+        2.0,
+    )
     assert facts["train_seconds"] > 1.5, "the features are part of it"
     assert not (folder / "peer-output").exists() and not (folder / "peer-task").exists()
 
@@ -195,7 +249,8 @@ def test_a_script_that_fails_shows_the_end_of_its_log(own, tiny_dataset, folder)
         run_peer("own", tiny_dataset, SETTINGS)
 
 
-# -- what the scripts of linear peers share ---------------------------------------------------------------------------
+# -- what the scripts of linear peers share
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -204,11 +259,16 @@ def test_their_ndcg_equals_ours(seed):
     scores = sp.csr_matrix(rng.random((30, 20)) * (rng.random((30, 20)) < 0.3))
     truth = sp.csr_matrix(rng.random((30, 20)) < 0.15)
     ranked = top_rows(scores, 5)
-    ones, groups = np.ones(20), np.zeros(20, dtype=np.int64)
+    ones = np.ones(20)
+    groups = np.zeros(20, dtype=np.int64)
     kept = np.diff(truth.indptr) > 0
     want = evaluate(ranked[kept], truth[kept].astype(np.float32), ones, groups)["nDCG@5"]
     assert 100 * linear.ndcg(scores, truth) == pytest.approx(want, abs=1e-4)
-    assert linear.ndcg(scores, sp.csr_matrix((30, 20))) == 0 == linear.ndcg(sp.csr_matrix((30, 20)), truth)
+    assert (
+        linear.ndcg(scores, sp.csr_matrix((30, 20)))
+        == 0
+        == linear.ndcg(sp.csr_matrix((30, 20)), truth)
+    )
 
 
 class Guess:
@@ -223,8 +283,12 @@ class Guess:
         return sp.csr_matrix(np.tile(self.order_L, (x_nF.shape[0], 1)))
 
 
-@pytest.mark.parametrize(("has_validation", "want"), [(True, [1.0, 2.0, 9.0, 4.0]), (False, [3.0, 2.0, 1.0, 4.0])])
-def test_of_several_trials_the_best_on_the_validation_split_predicts(folder, monkeypatch, has_validation, want):
+@pytest.mark.parametrize(
+    ("has_validation", "want"), [(True, [1.0, 2.0, 9.0, 4.0]), (False, [3.0, 2.0, 1.0, 4.0])]
+)
+def test_of_several_trials_the_best_on_the_validation_split_predicts(
+    folder, monkeypatch, has_validation, want
+):
     one = sp.csr_matrix(np.eye(3, 5, dtype=np.float32))
     relevant = sp.csr_matrix(np.tile([0.0, 0, 1, 0], (3, 1)))
     matrices = {"X.train": one, "Y.train": relevant, "X.labels": one, "X.test": one[:2]}
@@ -232,7 +296,9 @@ def test_of_several_trials_the_best_on_the_validation_split_predicts(folder, mon
         matrices |= {"X.validation": one, "Y.validation": relevant}
     write_task({}, matrices, folder / "task")
     given = {"width": 4, "threads": 1, "seed": 0}
-    monkeypatch.setattr(sys, "argv", ["script", str(folder / "task"), str(folder), json.dumps(given)])
+    monkeypatch.setattr(
+        sys, "argv", ["script", str(folder / "task"), str(folder), json.dumps(given)]
+    )
     trials = [{}, {"order": [1.0, 2.0, 9.0, 4.0]}, {"order": [1.0, 2.0, 3.0, 9.0]}]
     linear.main(Guess, trials, "own 1.0")
     assert sp.load_npz(folder / "test.npz").toarray().tolist() == [want, want]
@@ -245,7 +311,10 @@ def test_of_several_trials_the_best_on_the_validation_split_predicts(folder, mon
 def test_ending_the_group_ends_the_script_too(folder):
     """The comparison ends a cell by a signal to its group."""
     sleeper = folder / "sleeper.py"
-    sleeper.write_text("import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(60)\n")
+    sleeper.write_text(
+        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
     code = (
         "import sys\nfrom unidec.comparison.peers.running import run_script\n"
         f"run_script([sys.executable, {str(sleeper)!r}], 1)"
@@ -263,13 +332,16 @@ def test_ending_the_group_ends_the_script_too(folder):
         time.sleep(0.05)
 
 
-# -- sentence-transformers --------------------------------------------------------------------------------------------
+# -- sentence-transformers
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["st-static", "st-transformer"])
 def test_sentence_transformers_learns(name, tiny_dataset, tiny_bert, folder):
-    """Only where its own packages are installed: accelerate and datasets are no packages of ours."""
+    """Only where its own packages are installed: accelerate and datasets are no
+    packages of ours.
+    """
     for package in ("sentence_transformers", "datasets", "accelerate"):
         pytest.importorskip(package)
     settings = SETTINGS | {"encoder": str(tiny_bert), "epochs": 6, "seed": 0}

@@ -1,4 +1,6 @@
-"""Comparison files: what is wrong with one is told at once; what is right becomes jobs in an order that works."""
+"""Comparison files: what is wrong with one is told at once; what is right becomes jobs in an order
+that works.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,15 @@ def problems(path: Path) -> str:
 
 def selected(comparison: Comparison, *only: str) -> list[str]:
     """Names of the cells, without the steps of data sets."""
-    return [comparison.jobs[step.name].cell for step in select(comparison, only) if step.name in comparison.jobs]
+    return [
+        comparison.jobs[step.name].cell
+        for step in select(comparison, only)
+        if step.name in comparison.jobs
+    ]
 
 
-# -- right ones -------------------------------------------------------------------------------------------------------
+# -- right ones
+# --------------------------------------------------------------------------------------------------
 
 
 def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -> None:
@@ -57,7 +64,8 @@ def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -
         "common: {pool: {beta: 7, eta: 5}, optim.epochs: 9}\n"
         "data:\n"
         "  short: {path: raw, max_length: 16}\n"
-        "  long: {path: raw, text: title+content, max_length: 64, set: {pool.eta: 4, data: {propensity_a: 0.6}}}\n"
+        "  long: {path: raw, text: title+content, max_length: 64, set: {pool.eta: 4, data: "
+        "{propensity_a: 0.6}}}\n"
         "cells:\n"
         "  one: {recipe: depsl, set: {pool.beta: 2}}\n"
         "  two: {like: one, set: {model.dim: 64}}\n"
@@ -65,17 +73,27 @@ def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -
     )
     comparison = load_comparison(path)
     assert list(comparison.jobs) == [
-        "short/one/3", "short/two/3", "short/kNN/3", "long/one/3", "long/two/3", "long/kNN/3",
-        "short/one/5", "short/two/5", "long/one/5", "long/two/5",  # kNN has no seed
-    ]  # fmt: skip
+        "short/one/3",
+        "short/two/3",
+        "short/kNN/3",
+        "long/one/3",
+        "long/two/3",
+        "long/kNN/3",
+        "short/one/5",
+        "short/two/5",
+        "long/one/5",
+        "long/two/5",  # kNN has no seed
+    ]
     recipe = load_params(write("recipe: depsl\n")).model_dump()
     expected = recipe | {
-        "seed": 5, "data": recipe["data"] | {"path": "raw", "propensity_a": 0.6},
+        "seed": 5,
+        "data": recipe["data"] | {"path": "raw", "propensity_a": 0.6},
         "tokens": {"text": "title+content", "max_length": 64},
-        "model": recipe["model"] | {"dim": 64}, "pool": recipe["pool"] | {"beta": 2, "eta": 4},
+        "model": recipe["model"] | {"dim": 64},
+        "pool": recipe["pool"] | {"beta": 2, "eta": 4},
         "optim": recipe["optim"] | {"epochs": 9},
         "tracking": recipe["tracking"] | {"experiment": "unidec-compare"},
-    }  # fmt: skip
+    }
     assert comparison.jobs["long/two/5"].params.model_dump() == expected
     assert comparison.jobs["long/two/5"].settings == {"pool.beta": 2, "model.dim": 64}
     peer = comparison.jobs["short/kNN/3"]
@@ -92,12 +110,24 @@ def test_what_a_cell_needs_comes_before_it(write: Write) -> None:
         "  peer: {peer: xr-linear-vectors, after: first}\n"
     )
     comparison = load_comparison(path)
-    needs = {"first": "", "second": "d/first/0", "votes": "d/second/0", "third": "d/first/0", "peer": "d/first/0"}
+    needs = {
+        "first": "",
+        "second": "d/first/0",
+        "votes": "d/second/0",
+        "third": "d/first/0",
+        "peer": "d/first/0",
+    }
     assert {j.cell: j.needs for j in comparison.jobs.values()} == needs
     order = list(comparison.jobs)
-    assert all(order.index(j.needs) < order.index(j.key) for j in comparison.jobs.values() if j.needs)
-    second, votes = comparison.jobs["d/second/0"], comparison.jobs["d/votes/0"]
-    assert second.params.encoder.start == "data/start" and not comparison.jobs["d/peer/0"].params.encoder.start
+    assert all(
+        order.index(j.needs) < order.index(j.key) for j in comparison.jobs.values() if j.needs
+    )
+    second = comparison.jobs["d/second/0"]
+    votes = comparison.jobs["d/votes/0"]
+    assert (
+        second.params.encoder.start == "data/start"
+        and not comparison.jobs["d/peer/0"].params.encoder.start
+    )
     assert "data/start" in comparison.steps["d/peer/0"].spec["links"]
     assert (votes.kind, votes.params.index.knn_weight) == ("model_of", 0.5)
     without = {"encoder": {"start"}, "index": True}
@@ -115,7 +145,15 @@ def test_some_cells_have_more_seeds(write: Write) -> None:
         "  third: {recipe: depsl}\n  like: {like: first}\n  kNN: {peer: knn}\n"
     )
     jobs = list(load_comparison(write(HEAD + cells)).jobs)
-    assert jobs == ["d/first/0", "d/third/0", "d/like/0", "d/kNN/0", "d/first/2", "d/second/2", "d/like/2"]
+    assert jobs == [
+        "d/first/0",
+        "d/third/0",
+        "d/like/0",
+        "d/kNN/0",
+        "d/first/2",
+        "d/second/2",
+        "d/like/2",
+    ]
     found = problems(write(HEAD + cells.replace("seeds: [2]", "seeds: [2, 3]")))
     assert "cells.second.seeds" in found and "not seeds of the cell that it builds on" in found
 
@@ -123,17 +161,23 @@ def test_some_cells_have_more_seeds(write: Write) -> None:
 def test_set_from_the_command_line_goes_over_everything(write: Write) -> None:
     path = write(HEAD + "cells:\n  a: {recipe: depsl, set: {pool.beta: 2}}\n")
     assert load_comparison(path, {"pool.beta": 4}).jobs["d/a/0"].params.pool.beta == 4
-    with pytest.raises(ConfigError, match=r"pool\.betta \(--set\): unknown key[\s\S]*nearest: pool\.beta"):
+    with pytest.raises(
+        ConfigError, match=r"pool\.betta \(--set\): unknown key[\s\S]*nearest: pool\.beta"
+    ):
         load_comparison(path, {"pool.betta": 4})
 
 
 def test_overrides_nested_or_by_key_path() -> None:
-    assert flat({"pool": {"beta": 2}, "pool.eta": 1, "loss": {}, "optim": None}) == {"pool.beta": 2, "pool.eta": 1}
+    assert flat({"pool": {"beta": 2}, "pool.eta": 1, "loss": {}, "optim": None}) == {
+        "pool.beta": 2,
+        "pool.eta": 1,
+    }
     assert nested({"pool.beta": 2, "seed": 0}) == {"pool": {"beta": 2}, "seed": 0}
     assert slug("UniDEC + Gandalf (25 %)") == "unidec-gandalf-25" and slug("%") == "x"
 
 
-# -- wrong ones -------------------------------------------------------------------------------------------------------
+# -- wrong ones
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_unknown_key_and_wrong_value_is_reported_with_its_line(write: Write) -> None:
@@ -150,11 +194,16 @@ def test_every_unknown_key_and_wrong_value_is_reported_with_its_line(write: Writ
     )
     for part in (
         "comparison.yaml: 6 problems in the comparison file",
-        "seed (line 2): unknown key", "nearest: seeds",
-        "data.d.texts (line 4): unknown key", "nearest: text",
-        "data.d.max_length (line 4): wrong value", "expected: greater than or equal to 3",
-        "data.e.path (line 5): missing", "cells.a.set (line 7): wrong value", "name (line 1): wrong value",
-    ):  # fmt: skip
+        "seed (line 2): unknown key",
+        "nearest: seeds",
+        "data.d.texts (line 4): unknown key",
+        "nearest: text",
+        "data.d.max_length (line 4): wrong value",
+        "expected: greater than or equal to 3",
+        "data.e.path (line 5): missing",
+        "cells.a.set (line 7): wrong value",
+        "name (line 1): wrong value",
+    ):
         assert part in said, f"{part!r} is missing in:\n{said}"
     assert "Traceback" not in said
 
@@ -178,14 +227,19 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
     )
     for part in (
         "comparison.yaml: 8 problems in the comparison file",
-        "optim.epoch (line 2, common): unknown key", "nearest: optim.epochs",
+        "optim.epoch (line 2, common): unknown key",
+        "nearest: optim.epochs",
         "data.d.path (line 4): no such folder",
-        "cells.a.recipe (line 6): no such recipe", "nearest: depsl",
-        "pool.beta (line 7, cells.b.set): wrong value", "expected: greater than or equal to 1",
-        "cells.c.like (line 8): no such cell", "cells.e (line 9): requires one source",
-        "cells.f.peer (line 10): no such peer", "nearest: xr-linear",
+        "cells.a.recipe (line 6): no such recipe",
+        "nearest: depsl",
+        "pool.beta (line 7, cells.b.set): wrong value",
+        "expected: greater than or equal to 1",
+        "cells.c.like (line 8): no such cell",
+        "cells.e (line 9): requires one source",
+        "cells.f.peer (line 10): no such peer",
+        "nearest: xr-linear",
         "groups.G.cells (line 12): no such cell",
-    ):  # fmt: skip
+    ):
         assert part in said, f"{part!r} is missing in:\n{said}"
 
 
@@ -202,13 +256,23 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
 )
 def test_faults_of_form_and_of_content_are_reported_in_one_round(write: Write, form: str) -> None:
     text = (
-        "name: No Name\ndata:\n  d: {path: rav, text: titel}\n  e: {}\ncells:\n  a: {recipe: depls}\n  b: {like: 3}\n"
+        "name: No Name\ndata:\n  d: {path: rav, text: titel}\n  e: {}\ncells:\n  a: {recipe: "
+        "depls}\n  b: {like: 3}\n"
     )
     said = problems(write(text + form))
     first_key = form.partition(":")[0]
-    for part in ("name (line 1)", "data.d.text (line 3)", "data.e.path (line 4): missing", "cells.b.like", first_key):
+    for part in (
+        "name (line 1)",
+        "data.d.text (line 3)",
+        "data.e.path (line 4): missing",
+        "cells.b.like",
+        first_key,
+    ):
         assert f"- {part}" in said, f"{part!r} is missing in:\n{said}"
-    assert "data.d.path (line 3): no such folder" in said and "cells.a.recipe (line 6): no such recipe" in said
+    assert (
+        "data.d.path (line 3): no such folder" in said
+        and "cells.a.recipe (line 6): no such recipe" in said
+    )
     assert said.count("No Name") == 1 and ".path (line 4): no such folder" not in said
 
 
@@ -219,7 +283,10 @@ def test_faults_of_form_and_of_content_are_reported_in_one_round(write: Write, f
         ("a: {}", "requires one source"),
         ("a: {recipe: depsl, set: {tokens.max_length: 8}}", "must be the same for all cells"),
         ("a: {recipe: depsl, set: {seed: 8}}", "must be the same for all cells"),
-        ("a: {recipe: unidec-v2, set: {index: {fusion: true}}}", "the fusion requires the votes by words"),
+        (
+            "a: {recipe: unidec-v2, set: {index: {fusion: true}}}",
+            "the fusion requires the votes by words",
+        ),
         ("a: {like: b}\n  b: {like: a}", "cells.a.like (line 5): no such cell above this one"),
         ("a: {like: a}", "no such cell above this one"),
         ("a: {recipe: ngame, after: b}\n  b: {recipe: ngame}", "no such cell above this one"),
@@ -228,7 +295,10 @@ def test_faults_of_form_and_of_content_are_reported_in_one_round(write: Write, f
         ("a: {peer: knn, set: {pool.beta: 1}}", "a peer takes no parameters"),
         ("a: {recipe: depsl}\n  b: {peer: knn, after: a}", "no `after`"),
         ("a: {peer: xr-linear-vectors}", "the cell whose text vectors it reads"),
-        ("a: {recipe: unidec}\n  b: {model_of: a, set: {pool.beta: 1}}", "would require another training"),
+        (
+            "a: {recipe: unidec}\n  b: {model_of: a, set: {pool.beta: 1}}",
+            "would require another training",
+        ),
         ("a/b: {recipe: depsl}", "match pattern"),
         ("a: {recipe: depsl, set: 3}", "wrong value"),
         ("a: {recipe: depsl}\nseeds: [-1]", "greater than or equal to 0"),
@@ -263,12 +333,16 @@ def test_an_optional_data_set_is_skipped_where_its_folder_is_missing(
         load_comparison(path)
 
 
-# -- shipped ones -----------------------------------------------------------------------------------------------------
+# -- shipped ones
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_comparisons_are_valid(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for entry in yaml.safe_load(path.read_text())["data"].values():  # lf-wordnet is not in every checkout
+def test_shipped_comparisons_are_valid(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # lf-wordnet is not in every checkout
+    for entry in yaml.safe_load(path.read_text())["data"].values():
         (tmp_path / entry["path"]).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(tmp_path)
     comparison = load_comparison(
@@ -277,8 +351,11 @@ def test_shipped_comparisons_are_valid(path: Path, tmp_path: Path, monkeypatch: 
     assert comparison.file.name == path.stem and comparison.file.title and comparison.file.about
     defaults = Params().model_dump()
     assert all(j.params.model_dump() != defaults for j in comparison.jobs.values())
-    used, kinds = {job.cell for job in comparison.jobs.values()}, {"recipe", "trial"}
-    assert used >= {name for name, cell in comparison.file.cells.items() if cell.recipe or cell.like}
+    used = {job.cell for job in comparison.jobs.values()}
+    kinds = {"recipe", "trial"}
+    assert used >= {
+        name for name, cell in comparison.file.cells.items() if cell.recipe or cell.like
+    }
     assert used == set(comparison.file.cells) or comparison.file.tuning is not None
     if path.stem in ("small", "fair"):
         recipes = {job.params.recipe for job in comparison.jobs.values() if job.kind in kinds}

@@ -1,4 +1,6 @@
-"""A search: its trials, what survives a stop, its files and its refusals; trainings are replaced but for two tests."""
+"""A search: its trials, what survives a stop, its files and its refusals; trainings are replaced
+but for two tests.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,18 @@ from unidec.tracking.run import Tracker
 from unidec.tracking.store import prepare_store
 
 pytest.importorskip("optuna")
-SPACE = "optim.lr_bag: {low: 0.001, high: 0.1, log: true}\nmodel.dropout: {low: 0.0, high: 0.5}\npool.beta: [1, 2, 3]\n"
+SPACE = (
+    "optim.lr_bag: {low: 0.001, high: 0.1, log: true}\nmodel.dropout: {low: 0.0, high: 0.5}\n"
+    "pool.beta: [1, 2, 3]\n"
+)
 EPOCHS = 4  # two rounds
 start_tracking = Tracker.start
 
 
 def quality(params: Params, epoch: int) -> float:
-    """The metric of a training that is not done: best at dropout 0.2 and beta 3, better with each epoch."""
+    """The metric of a training that is not done: best at dropout 0.2 and beta 3, better with each
+    epoch.
+    """
     return 50.0 - 40 * abs(params.model.dropout - 0.2) + params.pool.beta + epoch
 
 
@@ -73,8 +80,13 @@ class Trainings:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         lines = []
         for epoch in range(2, EPOCHS + 1, 2):
-            line = {"epoch": epoch, "round": epoch // 2, "finished": epoch == EPOCHS, "seconds": 1.5,
-                    "validation": {"nDCG@5": quality(params, epoch)}}  # fmt: skip
+            line = {
+                "epoch": epoch,
+                "round": epoch // 2,
+                "finished": epoch == EPOCHS,
+                "seconds": 1.5,
+                "validation": {"nDCG@5": quality(params, epoch)},
+            }
             lines.append(json.dumps(line) + "\n")
             (run_dir / "rounds.jsonl").write_text("".join(lines))
             if len(self.trained) == self.stop_at:
@@ -91,7 +103,9 @@ class Trainings:
 
 
 @pytest.fixture
-def params(tiny_params: Callable[..., Params], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+def params(
+    tiny_params: Callable[..., Params], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Params:
     """Parameters of a project with raw data and space.yaml, the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -103,7 +117,9 @@ def params(tiny_params: Callable[..., Params], tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.fixture
-def trainings(params: Params, tiny_dataset: XMCDataset, monkeypatch: pytest.MonkeyPatch) -> Trainings:
+def trainings(
+    params: Params, tiny_dataset: XMCDataset, monkeypatch: pytest.MonkeyPatch
+) -> Trainings:
     """In place of child processes."""
     fake = Trainings(tiny_dataset)
     monkeypatch.setattr(tune, "run_step", fake)
@@ -118,24 +134,39 @@ def table(folder: str = "runs/tune/space") -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
-def test_a_search_finds_the_better_parameters_also_after_a_stop(params: Params, trainings: Trainings) -> None:
-    """SIGTERM in the twelfth training, which Optuna's model of the earlier ones drew; then more trials are asked for:
-    it is the search that was never stopped."""
+def test_a_search_finds_the_better_parameters_also_after_a_stop(
+    params: Params, trainings: Trainings
+) -> None:
+    """SIGTERM in the twelfth training, which Optuna's model of the earlier ones drew; then more
+    trials are asked for: it is the search that was never stopped.
+    """
     found = tune.tune(params, "space.yaml", 13, folder="whole")
-    whole, trainings.trained = trainings.trained, []
+    whole = trainings.trained
+    trainings.trained = []
     tried = [quality_of(params, settings) for settings in whole]
     assert len(tried) == 13 and whole[0] == (0.01, 0.1, 2)  # first the parameters as they are
     assert found.metric == pytest.approx(max(tried)) and found.metric > tried[0]
     assert tuple(found.settings.values()) == whole[found.trial] and found.trials == 13
     head, *rows = table("whole")
-    assert head == ["trial", "state", "nDCG@5", "seconds", "optim.lr_bag", "model.dropout", "pool.beta"]
+    assert head == [
+        "trial",
+        "state",
+        "nDCG@5",
+        "seconds",
+        "optim.lr_bag",
+        "model.dropout",
+        "pool.beta",
+    ]
     assert [row[0] for row in rows] == [str(number) for number in range(13)]
-    assert rows[found.trial][1] == "trained" and float(rows[found.trial][2]) == pytest.approx(found.metric, abs=0.01)
+    assert rows[found.trial][1] == "trained" and float(rows[found.trial][2]) == pytest.approx(
+        found.metric, abs=0.01
+    )
     # the median rule begins after five trainings, and never ends the best one
     pruned = [row for row in rows if row[1] == "pruned after round 1"]
     assert pruned and all(int(row[0]) >= 5 and row[3] == "2" for row in pruned)
     assert {row[1] for row in rows} == {"trained", "pruned after round 1"}
-    assert len(list(Path("whole").rglob("checkpoints"))) == 13 - len(pruned)  # theirs are of no more use
+    # theirs are of no more use
+    assert len(list(Path("whole").rglob("checkpoints"))) == 13 - len(pruned)
 
     trainings.stop_at = 12
     with pytest.raises(Stopped, match="re-run the command to resume") as stopped:
@@ -160,19 +191,24 @@ def quality_of(params: Params, settings: tuple[float, float, int]) -> float:
 def test_best_yaml_is_a_parameter_file_written_once_a_trial(
     params: Params, trainings: Trainings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, write = [], tune.Search.write_best
+    written = []
+    write = tune.Search.write_best
     monkeypatch.setattr(
-        tune.Search, "write_best", lambda search, asked: written.append(write(search, asked)) or written[-1]
+        tune.Search,
+        "write_best",
+        lambda search, asked: written.append(write(search, asked)) or written[-1],
     )
     found = tune.tune(params, "space.yaml", 3)
     assert len(written) == 3 and found == written[-1]
-    assert tune.tune(params, "space.yaml", 3) == found and len(written) == 4  # nothing is left to try
+    # nothing is left to try
+    assert tune.tune(params, "space.yaml", 3) == found and len(written) == 4
     best = load_params(found.best)
     expected = params.model_dump(exclude={"recipe"})
     for key, value in found.settings.items():
         section, _, name = key.partition(".")
         expected[section][name] = value
-    assert best.model_dump(exclude={"recipe"}) == expected  # so the experiment too is the project's own
+    # so the experiment too is the project's own
+    assert best.model_dump(exclude={"recipe"}) == expected
     head = Path(found.best).read_text().splitlines()[:3]
     assert "nDCG@5" in head[0] and head[1] == f"# unidec train --params {found.best}"
     assert all(f"--set {key}=" in head[2] for key in found.settings)
@@ -181,16 +217,21 @@ def test_best_yaml_is_a_parameter_file_written_once_a_trial(
 def test_another_seed_draws_other_trials(params: Params, trainings: Trainings) -> None:
     tune.tune(params, "space.yaml", 2, folder="one")
     tune.tune(params.model_copy(update={"seed": params.seed + 1}), "space.yaml", 2, folder="two")
-    first, second = trainings.trained[:2], trainings.trained[2:]
+    first = trainings.trained[:2]
+    second = trainings.trained[2:]
     assert first[0] == second[0] and not set(first[1:]) & set(second[1:])
 
 
-def test_a_trial_that_fails_is_noted_and_the_first_one_ends_the_search(params: Params, trainings: Trainings) -> None:
+def test_a_trial_that_fails_is_noted_and_the_first_one_ends_the_search(
+    params: Params, trainings: Trainings
+) -> None:
     trainings.fails = lambda tried: tried.pool.beta == 3
     found = tune.tune(params, "space.yaml", 6)
     rows = table()[1:]
     failed = [row for row in rows if row[-1] == "3"]
-    assert failed and all("failed: " in row[1] and "not finite" in row[1] and not row[2] for row in failed)
+    assert failed and all(
+        "failed: " in row[1] and "not finite" in row[1] and not row[2] for row in failed
+    )
     assert found.settings["pool.beta"] != 3
     trainings.fails = lambda tried: True
     with pytest.raises(TrainingError, match="not finite"):
@@ -225,22 +266,33 @@ def test_each_trial_is_a_run_below_the_searchs(
     (parent,) = client.search_runs([experiment.experiment_id])
     assert parent.info.status == "FINISHED" and "(1, 2, 3)" in parent.data.params["pool.beta"]
     assert parent.data.metrics["best/nDCG_at_5"] == pytest.approx(found.metric)
-    assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {"best.yaml", "trials.md"}
-    assert [tags["mlflow.runName"] for tags in trainings.tags] == ["space data", "space trial 0", "space trial 1"]
+    assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {
+        "best.yaml",
+        "trials.md",
+    }
+    assert [tags["mlflow.runName"] for tags in trainings.tags] == [
+        "space data",
+        "space trial 0",
+        "space trial 1",
+    ]
     assert all(tags["mlflow.parentRunId"] == parent.info.run_id for tags in trainings.tags)
 
 
 def test_the_search_of_a_comparisons_cell(params: Params, trainings: Trainings) -> None:
     """Its event stops it, the next call resumes it, and each trial records what it changed."""
     text = (
-        "name: t\ndata: {d: {path: raw}}\ncommon: {optim.epochs: 4, model.dropout: 0.1, pool.beta: 2}\n"
+        "name: t\ndata: {d: {path: raw}}\ncommon: {optim.epochs: 4, model.dropout: 0.1, "
+        "pool.beta: 2}\n"
         "tuning: {data: d, file: chosen.yaml, trials: 4, ranges: {pool.beta: [1, 2, 3]}}\n"
-        "cells:\n  a: {recipe: ngame}\n  b: {recipe: ngame-classifier, after: a, ranges: {lr: {low: 1, high: 2}}}\n"
+        "cells:\n  a: {recipe: ngame}\n  b: {recipe: ngame-classifier, after: a, ranges: "
+        "{lr: {low: 1, high: 2}}}\n"
     )
     Path("c.yaml").write_text(text)
     comparison = load_comparison("c.yaml", tune=True)
     subject = tune.subject_of(comparison, "d/b/0", {"SHARED": "1"})
-    trainings.stop_at, trainings.stops = 3, threading.Event()  # the first is that of `a`, which `b` starts from
+    # the first is that of `a`, which `b` starts from
+    trainings.stop_at = 3
+    trainings.stops = threading.Event()
     with pytest.raises(TrainingError, match="stopped"):
         tune.tune_cell(subject, 4, trainings.stops)
     assert len(table("runs/compare/t/tuning/b")) == 1 + 1
@@ -254,7 +306,8 @@ def test_the_search_of_a_comparisons_cell(params: Params, trainings: Trainings) 
     assert again == found and len(trainings.trained) == 6
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_another_search(params: Params, trainings: Trainings) -> None:
@@ -280,7 +333,10 @@ def test_folders_that_cannot_be_used(params: Params, trainings: Trainings) -> No
     (Path("damaged") / "study.db").write_bytes(b"no database" * 100)
     with pytest.raises(ArtifactError, match="cannot be read"):
         tune.tune(params, "space.yaml", 1, folder="damaged")
-    with one_at_a_time_elsewhere("held"), pytest.raises(TrainingError, match="under way in this folder"):
+    with (
+        one_at_a_time_elsewhere("held"),
+        pytest.raises(TrainingError, match="under way in this folder"),
+    ):
         tune.tune(params, "space.yaml", 1, folder="held")
     assert not trainings.trained
 
@@ -301,7 +357,11 @@ def one_at_a_time_elsewhere(folder: str) -> Iterator[None]:
 
 
 def test_no_metric_no_validation_split_no_optuna(
-    params: Params, trainings: Trainings, tiny_raw: RawData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    params: Params,
+    trainings: Trainings,
+    tiny_raw: RawData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigError, match=r"--metric nDCG@5"):
         tune.tune(params, "space.yaml", 1, "ndcg@5")
@@ -315,7 +375,8 @@ def test_no_metric_no_validation_split_no_optuna(
     assert "make setup" in str(missing.value)
 
 
-# -- real trainings ---------------------------------------------------------------------------------------------------
+# -- real trainings
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -324,11 +385,15 @@ def project(params: Params, helper: Callable[[str], Any]) -> Params:
     (Path("raw") / "queries.csv").unlink()
     write_raw(helper("conftest").make_raw(num_train=96, num_test=40), Path("raw"), "xmc-json")
     Path("params.yaml").write_text(to_yaml(params))
-    return load_params("params.yaml", {"data.validation_share": 0.1, "optim.epochs": 2, "pool.refresh": 1})
+    return load_params(
+        "params.yaml", {"data.validation_share": 0.1, "optim.epochs": 2, "pool.refresh": 1}
+    )
 
 
 def test_real_trainings(project: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process: three trials, whose metric is that of their rounds; nothing of the test split is measured."""
+    """In this process: three trials, whose metric is that of their rounds; nothing of the test
+    split is measured.
+    """
 
     def run_here(step: Step, environment: dict[str, str], stopping: threading.Event) -> None:
         step.folder.mkdir(parents=True, exist_ok=True)
@@ -340,22 +405,51 @@ def test_real_trainings(project: Params, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(tune, "run_step", run_here)
     found = tune.tune(project, "space.yaml", 3, "R@10", tmp_path / "search")
-    results = [json.loads(file.read_text()) for file in (tmp_path / "search").glob("cells/raw/trial/*/result.json")]
-    assert len(results) == 3 and max(one["curve"][-1]["validation"]["R@10"] for one in results) == found.metric
-    assert all("metrics" not in one and [line["epoch"] for line in one["curve"]] == [1, 2] for one in results)
+    results = [
+        json.loads(file.read_text())
+        for file in (tmp_path / "search").glob("cells/raw/trial/*/result.json")
+    ]
+    assert (
+        len(results) == 3
+        and max(one["curve"][-1]["validation"]["R@10"] for one in results) == found.metric
+    )
+    assert all(
+        "metrics" not in one and [line["epoch"] for line in one["curve"]] == [1, 2]
+        for one in results
+    )
     assert not list((tmp_path / "search").rglob("metrics.json"))
     assert not list((tmp_path / "search").rglob("checkpoints"))
-    assert len(list((tmp_path / "search").rglob("dataset/manifest.json"))) == 1 + 3  # one, and links to it
+    # one, and links to it
+    assert len(list((tmp_path / "search").rglob("dataset/manifest.json"))) == 1 + 3
 
 
 @pytest.mark.slow
 def test_the_command_killed_and_started_again(project: Params) -> None:
-    """Child processes; the search is killed, then stopped in order, and ends with every trial once."""
-    command = [sys.executable, "-m", "unidec.cli", "tune", "space.yaml", "--trials", "3", "--metric", "R@10",
-               "--set", "data.validation_share=0.1", "--set", "optim.epochs=20", "--set", "pool.refresh=1"]  # fmt: skip
+    """Child processes; the search is killed, then stopped in order, and ends with every
+    trial once.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "unidec.cli",
+        "tune",
+        "space.yaml",
+        "--trials",
+        "3",
+        "--metric",
+        "R@10",
+        "--set",
+        "data.validation_share=0.1",
+        "--set",
+        "optim.epochs=20",
+        "--set",
+        "pool.refresh=1",
+    ]
     trial = "runs/tune/space/cells/raw/trial"
     for number, (how, code) in enumerate([(signal.SIGKILL, -9), (signal.SIGTERM, 143)], 1):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         end = time.monotonic() + 200
         while len(list(Path().glob(f"{trial}/*/runs/*/rounds.jsonl"))) < number:
             assert time.monotonic() < end and process.poll() is None, process.communicate()
@@ -370,6 +464,8 @@ def test_the_command_killed_and_started_again(project: Params) -> None:
     assert len(logs) == 3 and sum("resumes after epoch" in log for log in logs) >= 1
     assert [row[1] for row in table()[1:]] == ["trained"] * 3
     for file in Path().glob(f"{trial}/*/runs/*/rounds.jsonl"):
-        assert [json.loads(line)["epoch"] for line in file.read_text().splitlines()] == list(range(1, 21))
+        assert [json.loads(line)["epoch"] for line in file.read_text().splitlines()] == list(
+            range(1, 21)
+        )
     best = yaml.safe_load(Path("runs/tune/space/best.yaml").read_text())
     assert best["optim"]["epochs"] == 20

@@ -1,4 +1,6 @@
-"""Search space files: valid entries become the values a trial may draw; all errors are reported at once, with lines."""
+"""Search space files: valid entries become the values a trial may draw; all errors are reported at
+once, with lines.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ def test_the_shipped_file_holds_the_default_recipe() -> None:
         ("index.knn_weight: {low: 0.1, high: 1.0}", ["a key of encoder, "]),
         ("encoder.name: [a, b]", ["a key of encoder, "]),
         ("data.validation_share: [0.1, 0.2]", ["a key of encoder, "]),
-        ("loss.balance: {low: 0.5, high: 1}", ["one head gets no loss but is searched"]),  # a conflict with others
+        # a conflict with others
+        ("loss.balance: {low: 0.5, high: 1}", ["one head gets no loss but is searched"]),
     ],
 )
 def test_a_wrong_line(line: str, told: list[str], params: Params) -> None:
@@ -91,7 +94,10 @@ def test_a_wrong_line(line: str, told: list[str], params: Params) -> None:
 
 
 def test_all_that_is_wrong_is_told_together(params: Params) -> None:
-    text = problems("optim.lr_bagg: [1, 2]\npool.eta: {low: 4, high: 1}\npool.beta: [1, 2]\nloss.de: [x, y]\n", params)
+    text = problems(
+        "optim.lr_bagg: [1, 2]\npool.eta: {low: 4, high: 1}\npool.beta: [1, 2]\nloss.de: [x, y]\n",
+        params,
+    )
     assert "3 problems" in text and all(f"(line {line})" in text for line in (1, 2, 4))
 
 

@@ -29,11 +29,13 @@ def families(pairs: np.ndarray) -> list[set[int]]:
     """Queries linked through filtered labels, by merging sets one by one."""
     groups: list[tuple[set[int], set[int]]] = []
     for query, row in enumerate(pairs):
-        queries, labels = {query}, set(np.flatnonzero(row).tolist())
+        queries = {query}
+        labels = set(np.flatnonzero(row).tolist())
         apart = []
         for other in groups:
             if other[1] & labels:
-                queries, labels = queries | other[0], labels | other[1]
+                queries = queries | other[0]
+                labels = labels | other[1]
             else:
                 apart.append(other)
         groups = [*apart, (queries, labels)]
@@ -46,7 +48,9 @@ def test_gives_back_texts_pairs_and_uids(tiny_raw: RawData, tiny_dataset: XMCDat
     queries = [row for split in ("train", "test") for row in tiny_raw.queries[split].to_pylist()]
     assert d.query_uids() == [row["uid"] for row in queries]
     assert d.query_texts() == [row["title"] for row in queries]
-    assert d.query_texts([5, 2], "title+content") == [f"{queries[i]['title']} {queries[i]['content']}" for i in (5, 2)]
+    assert d.query_texts([5, 2], "title+content") == [
+        f"{queries[i]['title']} {queries[i]['content']}" for i in (5, 2)
+    ]
     assert d.label_texts(np.array([3])) == [tiny_raw.labels.to_pylist()[3]["title"]]
     assert d.label_uids([1]) == ["label-1"]
     for which, texts in (("queries", d.query_texts()), ("labels", d.label_texts())):
@@ -68,12 +72,24 @@ def test_rows_divide_the_queries(slice_dataset: XMCDataset) -> None:
     assert sorted(np.concatenate(rows).tolist()) == list(range(slice_dataset.num_queries))
     assert rows[2].tolist() == list(range(2000, 2500))
     assert rows[1].size == 100
-    assert slice_dataset.manifest["meta"]["splits"] == {"train": 1900, "validation": 100, "test": 500}
+    assert slice_dataset.manifest["meta"]["splits"] == {
+        "train": 1900,
+        "validation": 100,
+        "test": 500,
+    }
 
 
-def test_empty_parts_of_a_text_are_dropped(tmp_path: Path, raw_factory: Callable[..., RawData]) -> None:
+def test_empty_parts_of_a_text_are_dropped(
+    tmp_path: Path, raw_factory: Callable[..., RawData]
+) -> None:
     raw = raw_factory(3, 0, 2)
-    raw = replace(raw, queries={**raw.queries, "train": text_table(["a", "b", "c"], ["x", "", "z "], ["", "y", "w"])})
+    raw = replace(
+        raw,
+        queries={
+            **raw.queries,
+            "train": text_table(["a", "b", "c"], ["x", "", "z "], ["", "y", "w"]),
+        },
+    )
     dataset = write_dataset(tmp_path / "d", raw)
     assert dataset.query_texts(text="title+content") == ["x", "y", "z  w"]
 
@@ -106,7 +122,9 @@ def test_damage_is_refused(tiny_dataset: XMCDataset, tmp_path: Path, name: str) 
         XMCDataset.open(path)
 
 
-def test_indices_out_of_range_are_refused_though_the_hashes_fit(tiny_dataset: XMCDataset, tmp_path: Path) -> None:
+def test_indices_out_of_range_are_refused_though_the_hashes_fit(
+    tiny_dataset: XMCDataset, tmp_path: Path
+) -> None:
     from unidec.data.storage import read_manifest, write_manifest
 
     path = tmp_path / "d"
@@ -130,7 +148,13 @@ def test_validation_split_keeps_families_together(slice_raw: RawData) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 30), st.integers(1, 6), st.floats(0, 0.6), st.floats(0, 0.49))
+@given(
+    st.integers(0, 2**31),
+    st.integers(0, 30),
+    st.integers(1, 6),
+    st.floats(0, 0.6),
+    st.floats(0, 0.49),
+)
 def test_hold_out_against_families_found_slowly(
     seed: int, rows: int, labels: int, density: float, share: float
 ) -> None:
@@ -187,7 +211,9 @@ def test_slices_keep_the_labels_that_occur(slice_raw: RawData) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 0, 1), (2, 1, 1), (3, 2, 5)])
-def test_the_smallest_data_is_legal(tmp_path: Path, raw_factory: Callable[..., RawData], sizes: tuple) -> None:
+def test_the_smallest_data_is_legal(
+    tmp_path: Path, raw_factory: Callable[..., RawData], sizes: tuple
+) -> None:
     dataset = write_dataset(tmp_path / "d", raw_factory(*sizes))
     opened = XMCDataset.open(dataset.path)
     assert opened.num_labels == sizes[2]

@@ -60,12 +60,21 @@ def sparse(tmp_path, content: bytes, num_queries: int, num_labels: int):
 @pytest.mark.parametrize("end", [b"", b"\n"])
 def test_sparse_text(tmp_path, end):
     rng = np.random.default_rng(2)
-    rows = [sorted(rng.choice(50, rng.integers(0, 6), replace=False).tolist()) for _ in range(30)] + [[7]]
-    body = b"\n".join(b" ".join(b"%d:%.2f" % (label, label / 7 + 0.5) for label in row) for row in rows)
+    rows = [
+        sorted(rng.choice(50, rng.integers(0, 6), replace=False).tolist()) for _ in range(30)
+    ] + [[7]]
+    body = b"\n".join(
+        b" ".join(b"%d:%.2f" % (label, label / 7 + 0.5) for label in row) for row in rows
+    )
     source, pairs = sparse(tmp_path, b"31 50\n" + body + end, 31, 50)
-    query_P, label_P, value_P, lines = pairs.query_P, pairs.label_P, pairs.value_P, pairs.at[1]
+    query_P = pairs.query_P
+    label_P = pairs.label_P
+    value_P = pairs.value_P
+    lines = pairs.at[1]
     assert not source.count
-    assert list(zip(query_P, label_P, strict=True)) == [(q, label) for q, row in enumerate(rows) for label in row]
+    assert list(zip(query_P, label_P, strict=True)) == [
+        (q, label) for q, row in enumerate(rows) for label in row
+    ]
     np.testing.assert_allclose(value_P, label_P / 7 + 0.5, atol=0.006)
     assert lines(np.arange(len(query_P))).tolist() == (query_P + 2).tolist()
 
@@ -73,21 +82,34 @@ def test_sparse_text(tmp_path, end):
 def test_faults_of_sparse_text_name_their_line(tmp_path):
     source, pairs = sparse(tmp_path, b"4 9\n1:1\n\n2:1 nonsense 3:1\n12345678901:1\n", 4, 9)
     assert source.samples["not `label:relevance`"][0].startswith("trn_X_Y.txt:4")
-    assert list(zip(pairs.query_P, pairs.label_P, strict=True)) == [(0, 1), (2, 2), (2, 3), (3, 12345678901)]
+    assert list(zip(pairs.query_P, pairs.label_P, strict=True)) == [
+        (0, 1),
+        (2, 2),
+        (2, 3),
+        (3, 12345678901),
+    ]
 
 
 @pytest.mark.parametrize(
     ("content", "match"),
-    [(b"", "not a header"), (b"x y\n", "not a header"), (b"3 9\n1:1\n", "does not match the texts"),
-     (b"2 9\n1:1\n", "1 rows"), (b"2 9\n1:1\n\n\n", "3 rows"), (b"2 9", "0 rows")],
-)  # fmt: skip
+    [
+        (b"", "not a header"),
+        (b"x y\n", "not a header"),
+        (b"3 9\n1:1\n", "does not match the texts"),
+        (b"2 9\n1:1\n", "1 rows"),
+        (b"2 9\n1:1\n\n\n", "3 rows"),
+        (b"2 9", "0 rows"),
+    ],
+)
 def test_row_counts_of_sparse_text(tmp_path, content, match):
     with pytest.raises(DataError, match=match):
         sparse(tmp_path, content, 2, 9)
 
 
 def test_reading_takes_memory_for_texts_and_pairs_but_not_for_the_files(tmp_path):
-    """Python's part of the memory (Arrow's own is not traced): no list of all texts, no whole file, no uid a row."""
+    """Python's part of the memory (Arrow's own is not traced): no list of all texts, no whole file,
+    no uid a row.
+    """
     rows = 40_000
     text = ("some words of a text " * 3).strip()
     for name in ("Y.txt", "trn_X.txt", "tst_X.txt"):

@@ -1,4 +1,6 @@
-"""Every layout gives back what was written; layouts are told apart; splits are cut where there is none."""
+"""Every layout gives back what was written; layouts are told apart; splits are cut where there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def assert_same(read: RawData, wanted: RawData, texts_only: bool = False) -> Non
         ):
             assert got.shape == expected.shape and got.dtype == expected.dtype
             np.testing.assert_array_equal(got.toarray(), expected.toarray())
-    tables = [(read.queries[split], wanted.queries[split]) for split in wanted.queries] + [(read.labels, wanted.labels)]
+    tables = [(read.queries[split], wanted.queries[split]) for split in wanted.queries] + [
+        (read.labels, wanted.labels)
+    ]
     for got, expected in tables:
         columns = ["title"] if texts_only else ["uid", "title", "content"]
         assert got.select(columns).to_pydict() == expected.select(columns).to_pydict()
@@ -45,8 +49,15 @@ def test_every_layout(tiny_raw: RawData, tmp_path: Path, layout: str) -> None:
     write_raw(tiny_raw, tmp_path / "raw", layout)
     read = read_raw(tmp_path / "raw")
     assert read.format == layout and read.name == "raw"
-    assert_same(read, as_beir_has_it(tiny_raw) if layout == "beir" else tiny_raw, texts_only=layout in ONE_TEXT)
-    files = {path.relative_to(tmp_path / "raw").as_posix(): path for path in (tmp_path / "raw").rglob("*.*")}
+    assert_same(
+        read,
+        as_beir_has_it(tiny_raw) if layout == "beir" else tiny_raw,
+        texts_only=layout in ONE_TEXT,
+    )
+    files = {
+        path.relative_to(tmp_path / "raw").as_posix(): path
+        for path in (tmp_path / "raw").rglob("*.*")
+    }
     assert read.files == {name: file_sha256(path) for name, path in files.items()}
 
 
@@ -78,18 +89,30 @@ value = st.floats(0.0009765625, 100, width=32)
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.lists(st.tuples(text, text, st.dictionaries(st.integers(0, 4), value)), min_size=1, max_size=5), text)
+@given(
+    st.lists(
+        st.tuples(text, text, st.dictionaries(st.integers(0, 4), value)), min_size=1, max_size=5
+    ),
+    text,
+)
 def test_round_trip_of_any_text_and_relevance(queries: list, extra: str) -> None:
     relevance = np.zeros((len(queries), 5), dtype=np.float32)
     for row, (_, _, targets) in enumerate(queries):
         for label, number in targets.items():
             relevance[row, label] = number
-    labels = text_table([f"l{i}" for i in range(5)], [extra, "b,\"'", "c", "d", "é\u2028"], [extra, "", "x", "", ""])
-    empty = {"train": csr_matrix(relevance.shape, dtype=bool), "test": csr_matrix((1, 5), dtype=bool)}
+    labels = text_table(
+        [f"l{i}" for i in range(5)], [extra, "b,\"'", "c", "d", "é\u2028"], [extra, "", "x", "", ""]
+    )
+    empty = {
+        "train": csr_matrix(relevance.shape, dtype=bool),
+        "test": csr_matrix((1, 5), dtype=bool),
+    }
     raw = RawData(
         "raw",
         {
-            "train": text_table([f"q{i}" for i in range(len(queries))], *zip(*[q[:2] for q in queries])),
+            "train": text_table(
+                [f"q{i}" for i in range(len(queries))], *zip(*[q[:2] for q in queries])
+            ),
             "test": text_table(["t"], ["t"]),
         },
         labels,
@@ -147,7 +170,8 @@ def test_tables_by_hand(tmp_path: Path) -> None:
         tmp_path / "shop",
         '\ufeffid,text,split\n7,"red, round\napple",train\n\n8,pear,test\n9,plum,Validation\n',
         "id\ttext\textra\nfruit\tFruit\t1\ntree\tTree\t2\n",
-        '{"query_id": 7, "label_id": "fruit"}\n{"query_id": "8", "label_id": "tree", "relevance": 0.5}\n'
+        '{"query_id": 7, "label_id": "fruit"}\n{"query_id": "8", "label_id": "tree", '
+        '"relevance": 0.5}\n'
         '{"query_id": 9, "label_id": "tree", "relevance": "2"}\n',
     )
     # a relevance given for some pairs only is a fault of the others
@@ -156,7 +180,9 @@ def test_tables_by_hand(tmp_path: Path) -> None:
     lines = (path / "pairs.jsonl").read_text().replace('"fruit"', '"fruit", "relevance": 1')
     (path / "pairs.jsonl").write_text(lines)
     raw = read_raw(path)
-    assert raw.queries["train"].to_pylist() == [{"uid": "7", "title": "red, round\napple", "content": ""}]
+    assert raw.queries["train"].to_pylist() == [
+        {"uid": "7", "title": "red, round\napple", "content": ""}
+    ]
     assert raw.queries["validation"]["uid"].to_pylist() == ["9"]
     assert raw.relevance["test"].toarray().tolist() == [[0, 0.5]]
     assert raw.relevance["validation"].toarray().tolist() == [[0, 2]]
@@ -167,7 +193,10 @@ def test_split_of_the_pairs(tmp_path: Path) -> None:
         tmp_path / "shop",
         "id,text\n1,a\n2,b\n3,no pairs\n",
         "id\ttext\nx\tX\n",
-        '{"query_id": 1, "label_id": "x", "split": "train"}\n{"query_id": 2, "label_id": "x", "split": "test"}\n',
+        (
+            '{"query_id": 1, "label_id": "x", "split": "train"}\n{"query_id": 2, "label_id": '
+            '"x", "split": "test"}\n'
+        ),
     )
     raw = read_raw(path)
     assert {split: table["uid"].to_pylist() for split, table in raw.queries.items()} == {
@@ -184,7 +213,9 @@ def test_parquet_with_numbers_as_ids(tiny_raw: RawData, tmp_path: Path) -> None:
         table.to_parquet(tmp_path / "raw" / f"{name}.parquet")
     raw = read_raw(tmp_path / "raw")
     assert raw.labels["uid"].to_pylist() == [str(i) for i in range(40)]
-    np.testing.assert_array_equal(raw.relevance["train"].toarray(), tiny_raw.relevance["train"].toarray())
+    np.testing.assert_array_equal(
+        raw.relevance["train"].toarray(), tiny_raw.relevance["train"].toarray()
+    )
 
 
 def test_beir_by_hand(tmp_path: Path) -> None:
@@ -198,7 +229,9 @@ def test_beir_by_hand(tmp_path: Path) -> None:
     (tmp_path / "qrels" / "train.tsv").write_text(head + "q2\td1\t1\nq0\td2\t2\nq0\td1\t0\n")
     (tmp_path / "qrels" / "test.tsv").write_text(head + "q1\td2\t1\n")
     raw = read_raw(tmp_path)
-    assert raw.labels["title"].to_pylist() == ["one", "two"] and raw.labels["content"].to_pylist() == ["", ""]
+    assert raw.labels["title"].to_pylist() == ["one", "two"] and raw.labels[
+        "content"
+    ].to_pylist() == ["", ""]
     assert raw.queries["train"]["uid"].to_pylist() == ["q0", "q2"]  # q3 is in no split: left out
     assert raw.relevance["train"].toarray().tolist() == [[0, 2], [1, 0]]  # a score of 0 is no pair
     assert raw.queries["test"]["title"].to_pylist() == ["query 1"]
@@ -211,9 +244,16 @@ def test_a_missing_test_split_is_cut(tmp_path: Path, tiny_raw: RawData) -> None:
     raw = read_raw(tmp_path / "raw", test_share=0.25, split_seed=1)
     sizes = {split: table.num_rows for split, table in raw.queries.items()}
     assert sizes["train"] + sizes["test"] == 48 and abs(sizes["test"] - 12) <= 2
-    assert read_raw(tmp_path / "raw", test_share=0.25, split_seed=1).queries["test"].equals(raw.queries["test"])
+    assert (
+        read_raw(tmp_path / "raw", test_share=0.25, split_seed=1)
+        .queries["test"]
+        .equals(raw.queries["test"])
+    )
     whole = {
-        q["uid"]: row for q, row in zip(tiny_raw.queries["train"].to_pylist(), tiny_raw.relevance["train"].toarray())
+        q["uid"]: row
+        for q, row in zip(
+            tiny_raw.queries["train"].to_pylist(), tiny_raw.relevance["train"].toarray()
+        )
     }
     for split, table in raw.queries.items():
         for uid, row in zip(table["uid"].to_pylist(), raw.relevance[split].toarray()):
@@ -222,17 +262,23 @@ def test_a_missing_test_split_is_cut(tmp_path: Path, tiny_raw: RawData) -> None:
 
 def test_uids_where_there_are_none_are_row_numbers(tmp_path: Path) -> None:
     (tmp_path / "lbl.json").write_text('{"title": "a"}\n{"title": "b"}\n')
-    (tmp_path / "trn.json").write_text('{"title": "x", "target_ind": [0]}\n\n{"title": "y", "target_ind": []}\n')
+    (tmp_path / "trn.json").write_text(
+        '{"title": "x", "target_ind": [0]}\n\n{"title": "y", "target_ind": []}\n'
+    )
     (tmp_path / "tst.json").write_text('{"title": "z", "target_ind": [1], "target_rel": [2.5]}\n')
     raw = read_raw(tmp_path)
     assert raw.labels["uid"].to_pylist() == ["0", "1"]
-    assert raw.queries["train"]["uid"].to_pylist() == ["0", "1"] and raw.queries["test"]["uid"].to_pylist() == ["2"]
+    assert raw.queries["train"]["uid"].to_pylist() == ["0", "1"] and raw.queries["test"][
+        "uid"
+    ].to_pylist() == ["2"]
     assert raw.relevance["test"].toarray().tolist() == [[0, 2.5]]
 
 
 def test_layouts_that_are_not_told_apart(tmp_path: Path, tiny_raw: RawData) -> None:
     (tmp_path / "readme.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"no layout fits(.|\n)*readme\.txt(.|\n)*beir: corpus\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"no layout fits(.|\n)*readme\.txt(.|\n)*beir: corpus\.jsonl"
+    ):
         read_raw(tmp_path)
     with pytest.raises(DataError, match="no such folder"):
         read_raw(tmp_path / "none")

@@ -29,7 +29,9 @@ def dense_reference(truth, threshold):
 
 def random_relevance(seed, num_queries=50, num_labels=20, density=0.15):
     rng = np.random.default_rng(seed)
-    truth = (rng.random((num_queries, num_labels)) < density) * rng.choice([0.5, 2.0], (num_queries, num_labels))
+    truth = (rng.random((num_queries, num_labels)) < density) * rng.choice(
+        [0.5, 2.0], (num_queries, num_labels)
+    )
     truth[:, 3] = 0  # a label that no query has
     relevance = csr_matrix(truth.astype(np.float32))
     relevance.data[::9] = 0  # stored, but not relevant
@@ -42,7 +44,9 @@ def test_equals_dense_product(monkeypatch, threshold, pairs_at_once):
     monkeypatch.setattr(label_graph, "_PAIRS_AT_ONCE", pairs_at_once)
     relevance = random_relevance(int(100 * threshold))
     got = soft_targets(relevance, threshold)
-    np.testing.assert_allclose(got.toarray(), dense_reference(relevance.toarray() > 0, threshold), rtol=1e-6)
+    np.testing.assert_allclose(
+        got.toarray(), dense_reference(relevance.toarray() > 0, threshold), rtol=1e-6
+    )
     assert got.dtype == np.float32
     assert got.has_sorted_indices
     assert (got.data > 0).all()
@@ -63,7 +67,9 @@ def test_blocks_cover_all_labels_within_the_budget(monkeypatch):
 
 
 def test_hand_computed_and_not_symmetric():
-    """Label 0 on queries 0, 1; label 1 on query 0 only: all of 1's queries have 0, half of 0's have 1."""
+    """Label 0 on queries 0, 1; label 1 on query 0 only: all of 1's queries have 0, half of 0's have
+    1.
+    """
     relevance = csr_matrix(np.array([[1, 1], [1, 0]]))
     assert soft_targets(relevance, 0.1).toarray().tolist() == [[1.0, 0.5], [1.0, 1.0]]
     assert soft_targets(relevance, 0.6).toarray().tolist() == [[1.0, 0.0], [1.0, 1.0]]
@@ -79,7 +85,8 @@ def test_repeated_entries_count_once():
     assert soft_targets(messy, 0.1).toarray().tolist() == [[1.0, 0.5], [1.0, 1.0]]
 
 
-# -- variants ----------------------------------------------------------------------------------------------------------
+# -- variants
+# --------------------------------------------------------------------------------------------------
 
 
 def dense_glas(truth, threshold):
@@ -116,10 +123,13 @@ def test_self_is_one_hot(threshold):
 
 def expected_visits(truth, hops):
     """Mean visits of a walk with restarts, hop by hop, from the dense chance of each hop."""
-    to_query, to_label = truth.T.astype(np.float64), truth.astype(np.float64)
+    to_query = truth.T.astype(np.float64)
+    to_label = truth.astype(np.float64)
     to_query /= np.maximum(to_query.sum(1, keepdims=True), 1)
     to_label /= np.maximum(to_label.sum(1, keepdims=True), 1)
-    hop, at, visits = to_query @ to_label, np.eye(truth.shape[1]), np.zeros((truth.shape[1],) * 2)
+    hop = to_query @ to_label
+    at = np.eye(truth.shape[1])
+    visits = np.zeros((truth.shape[1],) * 2)
     for _ in range(hops):
         reached = at @ hop
         visits += reached
@@ -131,11 +141,13 @@ def test_a_long_walk_visits_labels_as_often_as_chance_says(monkeypatch):
     monkeypatch.setattr(label_graph, "_HOPS", 40_000)
     relevance = random_relevance(2)
     truth = relevance.toarray() > 0
-    visits, got = expected_visits(truth, 40_000), soft_targets(relevance, 0.0, kind="random-walk").toarray()
+    visits = expected_visits(truth, 40_000)
+    got = soft_targets(relevance, 0.0, kind="random-walk").toarray()
     seen = truth.any(0)
     expected = np.minimum(visits / np.maximum(np.diag(visits)[:, None], 1e-9), 1)
     expected[np.arange(20), np.arange(20)] = 1
-    np.testing.assert_allclose(got[seen], expected[seen], atol=0.05)  # some 6,000 visits of the label itself
+    # some 6,000 visits of the label itself
+    np.testing.assert_allclose(got[seen], expected[seen], atol=0.05)
     assert np.abs(got[seen] - expected[seen]).mean() < 0.004
     monkeypatch.setattr(label_graph, "_RESTART", 0.5)
     other = expected_visits(truth, 40_000)[seen]
@@ -150,7 +162,10 @@ def test_a_long_walk_visits_labels_as_often_as_chance_says(monkeypatch):
 
 def slow_walk(relevance, label, lane, lanes, draws):
     """Visits of one label's walk, hop by hop."""
-    columns, rows, at, visits = relevance.tocsc(), relevance, label, np.zeros(relevance.shape[1])
+    columns = relevance.tocsc()
+    rows = relevance
+    at = label
+    visits = np.zeros(relevance.shape[1])
     for draw in draws:
         to_query, to_label, again = draw[:, lane]
         queries = columns.indices[columns.indptr[at] : columns.indptr[at + 1]]
@@ -169,7 +184,8 @@ def test_walks_equal_walks_one_by_one(monkeypatch, threshold, labels_at_once):
     relevance = (random_relevance(6) > 0).astype(np.int32)
     expected = np.eye(20)
     for number, start in enumerate(range(0, 20, labels_at_once)):
-        lanes, rng = min(labels_at_once, 20 - start), np.random.default_rng([label_graph._WALK_SEED, number])
+        lanes = min(labels_at_once, 20 - start)
+        rng = np.random.default_rng([label_graph._WALK_SEED, number])
         draws = [rng.random((3, lanes)) for _ in range(label_graph._HOPS)]
         for label in range(start, start + lanes):
             if relevance[:, [label]].nnz:
@@ -180,19 +196,25 @@ def test_walks_equal_walks_one_by_one(monkeypatch, threshold, labels_at_once):
     got = soft_targets(random_relevance(6), threshold, kind="random-walk")
     np.testing.assert_allclose(got.toarray(), expected, rtol=1e-6)
     assert got.has_sorted_indices and got.dtype == np.float32
-    assert np.array_equal(soft_targets(random_relevance(6), threshold, kind="random-walk").toarray(), got.toarray())
+    assert np.array_equal(
+        soft_targets(random_relevance(6), threshold, kind="random-walk").toarray(), got.toarray()
+    )
 
 
-# -- share -------------------------------------------------------------------------------------------------------------
+# -- share
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pairs_at_once", [1, 1 << 20])
 @pytest.mark.parametrize("kind", ["cooccurrence", "random-walk", "glas", "self"])
 @pytest.mark.parametrize("tail_first", [False, True])
-def test_a_share_is_some_rows_of_the_whole_and_part_of_a_larger_share(monkeypatch, kind, tail_first, pairs_at_once):
+def test_a_share_is_some_rows_of_the_whole_and_part_of_a_larger_share(
+    monkeypatch, kind, tail_first, pairs_at_once
+):
     monkeypatch.setattr(label_graph, "_PAIRS_AT_ONCE", pairs_at_once)
     relevance = random_relevance(7)
-    whole, count = soft_targets(relevance, 0.1, kind=kind).toarray(), (relevance.toarray() > 0).sum(0)
+    whole = soft_targets(relevance, 0.1, kind=kind).toarray()
+    count = (relevance.toarray() > 0).sum(0)
     before: set[int] = set()
     for share in (0.01, 0.25, 0.5, 0.95, 1.0):
         got = soft_targets(relevance, 0.1, kind=kind, share=share, tail_first=tail_first).toarray()
@@ -218,7 +240,8 @@ def test_every_kind_takes_data_without_positives(kind, shape):
     np.testing.assert_allclose(got.toarray(), own * np.eye(shape[1]), rtol=1e-6)
 
 
-# -- on disk -----------------------------------------------------------------------------------------------------------
+# -- on disk
+# --------------------------------------------------------------------------------------------------
 
 
 def fake_dataset():
@@ -252,7 +275,10 @@ def test_what_is_stored_is_what_the_settings_say(tmp_path, settings):
     folder = build_label_graph(dataset, settings, tmp_path / "graph")
     expected = soft_targets(dataset.relevance[::2], **settings.model_dump())
     np.testing.assert_array_equal(load_label_graph(folder).toarray(), expected.toarray())
-    assert settings.model_dump().items() <= storage.read_manifest(folder, "label_graph", 1)["meta"].items()
+    assert (
+        settings.model_dump().items()
+        <= storage.read_manifest(folder, "label_graph", 1)["meta"].items()
+    )
 
 
 @pytest.mark.parametrize("name", ["data", "indices", "indptr"])

@@ -34,8 +34,13 @@ def rows(path: Path) -> list[dict[str, object]]:
 def test_a_file_that_cannot_grow_keeps_whole_lines(tmp_path: Path) -> None:
     """The fourth line does not fit: the system writes a part of it, which is taken back."""
     path = tmp_path / "log.jsonl"
-    found = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[:3] == ["True"] * 3 and len(set(found.stdout.splitlines()[3:])) == 1
+    found = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True
+    )
+    assert (
+        found.stdout.splitlines()[:3] == ["True"] * 3
+        and len(set(found.stdout.splitlines()[3:])) == 1
+    )
     assert "True" not in found.stdout.splitlines()[3:]
     assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
@@ -44,10 +49,12 @@ def test_a_disk_that_is_full_keeps_whole_lines(tmp_path: Path) -> None:
     """A file system of 64 kB, mounted in a name space of its own."""
     code = (
         "import subprocess, sys; from unidec.data.line_file import append_line\n"
-        "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'tmpfs', sys.argv[1]], check=True)\n"
+        "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'tmpfs', sys.argv[1]], "
+        "check=True)\n"
         "path, kept = sys.argv[1] + '/log.jsonl', 0\n"
         "try:\n"
-        '    for row in range(5000): append_line(path, b\'{"row": %d, "x": "yyyyyyy"}\\n\' % row, 10**9); kept += 1\n'
+        '    for row in range(5000): append_line(path, b\'{"row": %d, "x": "yyyyyyy"}\\n\' % '
+        "row, 10**9); kept += 1\n"
         "except OSError as error: print(error.strerror)\n"
         "lines = open(path).read().splitlines()\n"
         "print(kept == len(lines), all(line.endswith('}') for line in lines), kept > 100)\n"
@@ -56,10 +63,14 @@ def test_a_disk_that_is_full_keeps_whole_lines(tmp_path: Path) -> None:
     found = subprocess.run(words, capture_output=True, text=True, check=False)
     if "unshare" in found.stderr or "mount" in found.stderr:
         pytest.skip(f"no file systems may be mounted here: {found.stderr[-200:]}")
-    assert found.stdout.split("\n")[:2] == ["No space left on device", "True True True"], found.stderr
+    assert found.stdout.split("\n")[:2] == ["No space left on device", "True True True"], (
+        found.stderr
+    )
 
 
-def test_a_line_after_a_torn_one_is_on_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_after_a_torn_one_is_on_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"row": 1}\n{"row": 2, "que')
     assert append_line(path, b'{"row": 3}\n', MUCH)
@@ -67,12 +78,18 @@ def test_a_line_after_a_torn_one_is_on_its_own(tmp_path: Path, caplog: pytest.Lo
     assert f"{path}:2 is skipped: not a JSON object" in caplog.text
 
 
-@pytest.mark.parametrize("torn", [b'{"ro', b'{"row": "\xff\n', b"\0\0\0\0\n", b'{"row": 2{"row": 9}\n', b"[1]\n"])
+@pytest.mark.parametrize(
+    "torn", [b'{"ro', b'{"row": "\xff\n', b"\0\0\0\0\n", b'{"row": 2{"row": 9}\n', b"[1]\n"]
+)
 def test_torn_lines_anywhere_are_skipped_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, torn: bytes
 ) -> None:
     path = tmp_path / "log.jsonl"
-    for before, after in (([b'{"row": 1}\n'], []), ([], [b'{"row": 1}\n']), ([b'{"row": 1}\n'], [b'{"row": 3}\n'])):
+    for before, after in (
+        ([b'{"row": 1}\n'], []),
+        ([], [b'{"row": 1}\n']),
+        ([b'{"row": 1}\n'], [b'{"row": 3}\n']),
+    ):
         caplog.clear()
         path.write_bytes(b"".join([*before, torn.removesuffix(b"\n") + b"\n", *after]))
         assert len(rows(path)) == len(before) + len(after)

@@ -31,10 +31,14 @@ ALIKE = [
 
 
 @pytest.mark.parametrize(("given", "known", "words", "fix"), ALIKE)
-def test_a_pair_whose_id_looks_like_a_known_one(tmp_path: Path, given: str, known: str, words: str, fix: str) -> None:
+def test_a_pair_whose_id_looks_like_a_known_one(
+    tmp_path: Path, given: str, known: str, words: str, fix: str
+) -> None:
     (tmp_path / "queries.csv").write_text("id,text\nq1,a\nq2,b\n", encoding="utf-8")
     (tmp_path / "labels.csv").write_text(f"id,text\n{known},a\nother,b\n", encoding="utf-8")
-    (tmp_path / "pairs.csv").write_text(f"query_id,label_id\nq1,{given}\nq2,other\nq2,{given}\n", encoding="utf-8")
+    (tmp_path / "pairs.csv").write_text(
+        f"query_id,label_id\nq1,{given}\nq2,other\nq2,{given}\n", encoding="utf-8"
+    )
     with pytest.raises(DataError) as caught:
         read_raw(tmp_path)
     message = str(caught.value)
@@ -55,14 +59,18 @@ def test_ids_that_became_floats_in_parquet(tmp_path: Path) -> None:
         read_raw(tmp_path)
     assert "no label_id: 1" in str(caught.value)
     pq.write_table(pairs.slice(0, 1), tmp_path / "pairs.parquet")
-    with pytest.raises(DataError, match=r"'100\.0'; there is a label '100'(.|\n)*astype\('Int64'\)"):
+    with pytest.raises(
+        DataError, match=r"'100\.0'; there is a label '100'(.|\n)*astype\('Int64'\)"
+    ):
         read_raw(tmp_path)
 
 
 def test_what_does_not_look_alike_and_what_can_be_read(tmp_path: Path) -> None:
     known = Known(["shoes", "café", "100", "漢字"])
     assert all(known.like(text) is None for text in ("shoe", "cafe", "10.5", "1000", "", "字漢"))
-    assert visible("漢字 é 🙂") == "'漢字 é 🙂'" and visible("a\u0301\u200b ") == "'a\\u0301\\u200b '"
+    assert (
+        visible("漢字 é 🙂") == "'漢字 é 🙂'" and visible("a\u0301\u200b ") == "'a\\u0301\\u200b '"
+    )
     assert canonical("9" * 400 + ".0") and canonical("1e9999") == "1e9999"
     with pytest.raises(ValueError, match="do not look alike"):
         difference("a", "b")
@@ -71,9 +79,21 @@ def test_what_does_not_look_alike_and_what_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "fix"),
     [
-        ("id,  text", "rename the column '  text' to 'text': they differ in blanks at the beginning or end"),
-        ("id,text\u00a0", "rename the column 'text\\u00a0' to 'text': they differ in other kinds or numbers of blanks"),
-        ("id,te\u200bxt", "rename the column 'te\\u200bxt' to 'text': they differ in invisible characters"),
+        (
+            "id,  text",
+            "rename the column '  text' to 'text': they differ in blanks at the beginning or end",
+        ),
+        (
+            "id,text\u00a0",
+            (
+                "rename the column 'text\\u00a0' to 'text': they differ in other kinds or "
+                "numbers of blanks"
+            ),
+        ),
+        (
+            "id,te\u200bxt",
+            "rename the column 'te\\u200bxt' to 'text': they differ in invisible characters",
+        ),
         ("ID,Text", "rename the column 'Text' to 'text': they differ in upper and lower case"),
     ],
 )
@@ -93,7 +113,9 @@ def test_a_header_that_looks_right(tmp_path: Path, header: str, fix: str) -> Non
 
 
 def test_keys_of_json_lines_that_look_right(tmp_path: Path) -> None:
-    (tmp_path / "queries.jsonl").write_text('{"id": "q1", "text ": "a"}\n{"id": "q2", "text ": "b"}\n')
+    (tmp_path / "queries.jsonl").write_text(
+        '{"id": "q1", "text ": "a"}\n{"id": "q2", "text ": "b"}\n'
+    )
     (tmp_path / "labels.csv").write_text("id,text\nl1,a\n")
     (tmp_path / "pairs.csv").write_text("query_id,label_id\nq1,l1\n")
     with pytest.raises(DataError, match=r"no text: 2(.|\n)*rename the column 'text ' to 'text'"):
@@ -110,14 +132,19 @@ def test_bytes_in_parquet(tmp_path: Path, kind: pa.DataType, value: bytes) -> No
     (tmp_path / "labels.csv").write_text("id,text\nl1,a\n")
     (tmp_path / "pairs.csv").write_text("query_id,label_id\nq1,l1\n")
     for read in (read_raw, lambda path: list(read_texts(path / "queries.parquet", None))):
-        with pytest.raises(DataError, match=r"a column of bytes instead of text(.|\n)*str\.decode\('utf-8'\)"):
+        with pytest.raises(
+            DataError, match=r"a column of bytes instead of text(.|\n)*str\.decode\('utf-8'\)"
+        ):
             read(tmp_path)
     pq.write_table(table.set_column(1, "text", pa.array(["a"])), tmp_path / "queries.parquet")
-    assert read_raw(tmp_path, test_share=0).num_labels == 1  # a column that is not read may hold bytes
+    # a column that is not read may hold bytes
+    assert read_raw(tmp_path, test_share=0).num_labels == 1
 
 
 def test_missing_values_of_pandas_in_json_lines(tmp_path: Path) -> None:
-    (tmp_path / "queries.jsonl").write_text('{"id": "q1", "text": NaN}\n{"id": "q2", "text": ["a"]}\n')
+    (tmp_path / "queries.jsonl").write_text(
+        '{"id": "q1", "text": NaN}\n{"id": "q2", "text": ["a"]}\n'
+    )
     (tmp_path / "labels.jsonl").write_text('{"id": 1, "text": "a", "content": NaN}\n')
     (tmp_path / "pairs.csv").write_text("query_id,label_id\nq1,1\n")
     with pytest.raises(

@@ -1,5 +1,6 @@
-"""Data given in Python: every form of the same data is the same data set, by the rules of files, and what could be read
-in two ways, or only in part, is refused."""
+"""Data given in Python: every form of the same data is the same data set, by the rules of files,
+and what could be read in two ways, or only in part, is refused.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from unidec.data.formats import from_memory, read_raw
 from unidec.data.raw import RawData
 from unidec.errors import DataError
 
-QUERIES, LABELS = ["red shoes", "garden hose", "blue shoes"], ["shoes", "hoses"]
+QUERIES = ["red shoes", "garden hose", "blue shoes"]
+LABELS = ["shoes", "hoses"]
 PAIRS = [(0, 0), (1, 1), (2, 0)]
 MATRIX = np.array([[1, 0], [0, 1], [1, 0]])
 
@@ -53,7 +55,8 @@ class Streamed:
 def same(one: RawData, other: RawData) -> bool:
     texts = one.labels.equals(other.labels) and one.queries.keys() == other.queries.keys()
     return texts and all(
-        one.queries[split].equals(other.queries[split]) and (one.relevance[split] != other.relevance[split]).nnz == 0
+        one.queries[split].equals(other.queries[split])
+        and (one.relevance[split] != other.relevance[split]).nnz == 0
         for split in one.queries
     )
 
@@ -84,7 +87,9 @@ def frame(texts: list[str]) -> pd.DataFrame:
     ],
 )
 def test_texts_in_every_form_are_the_same_texts(texts: Callable[[list[str]], Any]) -> None:
-    assert same(from_memory(texts(QUERIES), texts(LABELS), PAIRS), from_memory(QUERIES, LABELS, PAIRS))
+    assert same(
+        from_memory(texts(QUERIES), texts(LABELS), PAIRS), from_memory(QUERIES, LABELS, PAIRS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,8 +101,14 @@ def test_texts_in_every_form_are_the_same_texts(texts: Callable[[list[str]], Any
         [(str(query), np.int64(label)) for query, label in PAIRS],
         [(query, label, 1.0) for query, label in PAIRS],
         pd.DataFrame(PAIRS, columns=["query_id", "label_id"]),
-        pd.DataFrame([(label, query) for query, label in PAIRS], columns=["label_id", "query_id"], index=[7, 7, 7]),
-        pa.table({"query_id": ["0", "1", "2"], "label_id": ["0", "1", "0"], "relevance": [1, 1, 1]}),
+        pd.DataFrame(
+            [(label, query) for query, label in PAIRS],
+            columns=["label_id", "query_id"],
+            index=[7, 7, 7],
+        ),
+        pa.table(
+            {"query_id": ["0", "1", "2"], "label_id": ["0", "1", "0"], "relevance": [1, 1, 1]}
+        ),
         Columns(query_id=[0, 1, 2], label_id=[0, 1, 0]),
         csr_matrix(MATRIX),
         csc_matrix(MATRIX.astype(bool)),
@@ -112,19 +123,25 @@ def test_pairs_in_every_form_are_the_same_pairs(pairs: Any) -> None:
 
 def test_tables_are_read_as_files_are(tiny_raw: RawData, tmp_path: Path) -> None:
     write_raw(tiny_raw, tmp_path, "tables", "csv")
-    queries, labels, pairs = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("queries", "labels", "pairs"))
+    queries, labels, pairs = (
+        pd.read_csv(tmp_path / f"{name}.csv") for name in ("queries", "labels", "pairs")
+    )
     given = from_memory(queries, labels, pairs)
     assert "test" in given.queries and given.queries["test"].num_rows > 0
     without_filters = tmp_path / "plain"
     without_filters.mkdir()
     for name, table in (("queries", queries), ("labels", labels), ("pairs", pairs)):
-        write_table(pa.Table.from_pandas(table.astype(str).replace("nan", ""), preserve_index=False),
-                    without_filters / f"{name}.csv")  # fmt: skip
+        write_table(
+            pa.Table.from_pandas(table.astype(str).replace("nan", ""), preserve_index=False),
+            without_filters / f"{name}.csv",
+        )
     assert same(given, read_raw(without_filters))
 
 
 def test_an_array_of_another_shape_than_the_matrix_holds_pairs() -> None:
-    assert same(from_memory(QUERIES, LABELS, np.array(PAIRS[:2])), from_memory(QUERIES, LABELS, PAIRS[:2]))
+    assert same(
+        from_memory(QUERIES, LABELS, np.array(PAIRS[:2])), from_memory(QUERIES, LABELS, PAIRS[:2])
+    )
 
 
 def test_an_index_holds_the_uids_and_pairs_follow_it() -> None:
@@ -133,7 +150,10 @@ def test_an_index_holds_the_uids_and_pairs_follow_it() -> None:
     assert raw.queries["train"]["uid"].to_pylist() == ["30", "10", "20"]
     assert raw.relevance["train"].toarray().tolist() == [[1, 0], [0, 1], [0, 0]]
     kept = frame(QUERIES)[lambda rows: rows["text"].str.contains("shoes")]  # its index has a gap
-    assert from_memory(kept, LABELS, [(2, 0)]).relevance["train"].toarray().tolist() == [[0, 0], [1, 0]]
+    assert from_memory(kept, LABELS, [(2, 0)]).relevance["train"].toarray().tolist() == [
+        [0, 0],
+        [1, 0],
+    ]
 
 
 def test_splits_relevance_and_contents_are_read() -> None:
@@ -142,10 +162,16 @@ def test_splits_relevance_and_contents_are_read() -> None:
     pairs = pd.DataFrame({"query_id": [0, 1, 2], "label_id": [0, 1, 0], "relevance": [0.5, 1, 2]})
     raw = from_memory(queries, LABELS, pairs)
     assert {name: table["title"].to_pylist() for name, table in raw.queries.items()} == {
-        "train": QUERIES[:1], "test": QUERIES[1:2], "validation": QUERIES[2:],
-    }  # fmt: skip
+        "train": QUERIES[:1],
+        "test": QUERIES[1:2],
+        "validation": QUERIES[2:],
+    }
     assert raw.queries["train"]["content"].to_pylist() == ["x"]
-    assert [raw.relevance[name].data.tolist() for name in ("train", "test", "validation")] == [[0.5], [1], [2]]
+    assert [raw.relevance[name].data.tolist() for name in ("train", "test", "validation")] == [
+        [0.5],
+        [1],
+        [2],
+    ]
     by_pair = from_memory(QUERIES, LABELS, pairs.assign(split=splits))
     assert same(by_pair, from_memory(queries.drop(columns="content"), LABELS, pairs))
 
@@ -185,16 +211,32 @@ MANY = pd.MultiIndex.from_tuples([("a", 1), ("a", 2), ("b", 1)], names=["query_i
         (pd.DataFrame({"text": QUERIES, "Split": "test"}), LABELS, "unknown columns(.|\n)*Split"),
         (pd.DataFrame([QUERIES], columns=["text", "id", "text"]), LABELS, "given twice: text"),
         (pd.DataFrame({"text": QUERIES}, index=MANY), LABELS, "several levels"),
-        (pd.DataFrame({"text": QUERIES, "id": [1, 2, 3]}, index=MANY), LABELS, "index would not be read"),
+        (
+            pd.DataFrame({"text": QUERIES, "id": [1, 2, 3]}, index=MANY),
+            LABELS,
+            "index would not be read",
+        ),
         (pd.Series(QUERIES, index=MANY), LABELS, "several levels"),
         (frame(QUERIES).assign(id=[1, 1, 2]), LABELS, "uid empty or given twice"),
         (frame(QUERIES).assign(id=[1.0, 2.0, 3.0]), LABELS, "id is a float(.|\n)*Int64"),
         (frame(QUERIES).assign(id=[1, None, 2]), LABELS, "id is a float"),
         (frame(QUERIES).assign(id=["a", None, "b"]), LABELS, "no id: 1"),
-        (frame(QUERIES).assign(id=[True, False, None]), LABELS, "neither a text nor a whole number"),
-        (frame(QUERIES).assign(id=pd.date_range("2024", periods=3)), LABELS, "neither a text nor a whole number"),
+        (
+            frame(QUERIES).assign(id=[True, False, None]),
+            LABELS,
+            "neither a text nor a whole number",
+        ),
+        (
+            frame(QUERIES).assign(id=pd.date_range("2024", periods=3)),
+            LABELS,
+            "neither a text nor a whole number",
+        ),
         (pd.Series(QUERIES, index=[0.5, 1.5, 2.5]), LABELS, "id is a float"),
-        (frame(QUERIES).assign(split=["train", "dev", None]), LABELS, "not train, validation or test: 2"),
+        (
+            frame(QUERIES).assign(split=["train", "dev", None]),
+            LABELS,
+            "not train, validation or test: 2",
+        ),
         (frame(QUERIES).assign(split="test"), LABELS, "no training queries"),
         (QUERIES, pd.DataFrame({"text": LABELS, "split": "train"}), "unknown columns(.|\n)*split"),
     ],
@@ -243,7 +285,10 @@ NAN = float("nan")
         (TABLE.assign(split="tests"), "not train, validation or test: 3"),
         (pd.concat([TABLE, TABLE]), "pair given twice: 3"),
         (TABLE.set_index("query_id"), "index would not be read(.|\n)*query_id"),
-        (TABLE.assign(relevance=0).set_index("relevance"), r"index would not be read(.|\n)*relevance"),
+        (
+            TABLE.assign(relevance=0).set_index("relevance"),
+            r"index would not be read(.|\n)*relevance",
+        ),
         (MATRIX, "ambiguous"),
         (np.ones((2, 1)), "wrong shape"),
         (np.ones((3, 3)), "wrong shape"),

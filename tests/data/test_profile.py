@@ -28,12 +28,23 @@ from unidec.data.profile import (
 )
 from unidec.data.raw import RawData
 
-TEXTS = ["river music", "  River   größer_2! ", "", "zz unheard-of 日本 words", "river music", "music " * 60]
+TEXTS = [
+    "river music",
+    "  River   größer_2! ",
+    "",
+    "zz unheard-of 日本 words",
+    "river music",
+    "music " * 60,
+]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return helper("conftest").tiny_transformer("bert", tiny_raw, tmp_path_factory.mktemp("tokenizer") / "bert")
+def tokenizer(
+    helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return helper("conftest").tiny_transformer(
+        "bert", tiny_raw, tmp_path_factory.mktemp("tokenizer") / "bert"
+    )
 
 
 def words_of(text: str) -> list[str]:
@@ -57,7 +68,8 @@ def test_every_figure_of_texts_by_hand(tokenizer: Path) -> None:
     real = [[i for i in row if i not in special] for row in ids]
     unknown = [sum(i == plain.token_to_id("[UNK]") for i in row) for row in real]
     assert sum(unknown) > 0
-    count, words = len(TEXTS), [word for text in TEXTS for word in words_of(text)]
+    count = len(TEXTS)
+    words = [word for text in TEXTS for word in words_of(text)]
     assert summary["count"] == count
     assert summary["length"]["mean"] == sum(len(text.strip()) for text in TEXTS) / count
     assert summary["tokens"]["mean"] == sum(map(len, real)) / count
@@ -71,7 +83,10 @@ def test_every_figure_of_texts_by_hand(tokenizer: Path) -> None:
         histogram[max(i for i, edge in enumerate(LENGTH_EDGES) if edge <= len(text.strip()))] += 1
     assert summary["length"]["histogram"] == histogram
     assert summary["words"]["top"] == dict(
-        sorted(Counter(w for text in TEXTS for w in words_of(text)).items(), key=lambda item: (-item[1], item[0]))
+        sorted(
+            Counter(w for text in TEXTS for w in words_of(text)).items(),
+            key=lambda item: (-item[1], item[0]),
+        )
     )
     assert json.loads(json.dumps(summary)) == summary
 
@@ -79,20 +94,36 @@ def test_every_figure_of_texts_by_hand(tokenizer: Path) -> None:
 def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tokenizer: Path) -> None:
     figures = profile_dataset(tiny_dataset, tokenizer, 16)
     dense = tiny_dataset.relevance.toarray() > 0
-    train, test = tiny_dataset.rows("train"), tiny_dataset.rows("test")
+    train = tiny_dataset.rows("train")
+    test = tiny_dataset.rows("test")
     others = np.concatenate([tiny_dataset.rows("validation"), test])
     points = dense[train].sum(axis=0)
     asked = dense[others].any(axis=0)
-    titles, shares = tiny_dataset.query_texts(), figures["shares"]
-    assert figures["rows"] == {"train": 43, "validation": 5, "test": 12, "labels": 40, "pairs": int(dense.sum())}
+    titles = tiny_dataset.query_texts()
+    shares = figures["shares"]
+    assert figures["rows"] == {
+        "train": 43,
+        "validation": 5,
+        "test": 12,
+        "labels": 40,
+        "pairs": int(dense.sum()),
+    }
     assert figures["positives"] == pytest.approx(dense.sum() / 60)
     assert shares["labels_without_training_points"] == {"share": (points == 0).sum() / 40, "of": 40}
     assert shares["unseen_labels"]["of"] == asked.sum()
-    assert shares["unseen_labels"]["share"] == pytest.approx((asked & (points == 0)).sum() / asked.sum())
-    assert shares["queries_without_positives"]["share"] == pytest.approx((dense.sum(axis=1) == 0).mean())
+    assert shares["unseen_labels"]["share"] == pytest.approx(
+        (asked & (points == 0)).sum() / asked.sum()
+    )
+    assert shares["queries_without_positives"]["share"] == pytest.approx(
+        (dense.sum(axis=1) == 0).mean()
+    )
     trained = [titles[row] for row in train]
-    assert shares["repeated_queries"]["share"] == pytest.approx(1 - len(set(trained)) / len(trained))
-    assert shares["test_texts_in_train"]["share"] == np.mean([titles[row] in trained for row in test])
+    assert shares["repeated_queries"]["share"] == pytest.approx(
+        1 - len(set(trained)) / len(trained)
+    )
+    assert shares["test_texts_in_train"]["share"] == np.mean(
+        [titles[row] in trained for row in test]
+    )
     labels = tiny_dataset.label_texts()
     assert shares["repeated_labels"]["share"] == pytest.approx(1 - len(set(labels)) / len(labels))
     seen = {word for text in trained + labels for word in words_of(text)}
@@ -103,7 +134,9 @@ def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tokenizer: Path
     assert figures["queries"]["count"] == 43 and figures["labels"]["count"] == 40
 
 
-def test_the_same_data_gives_the_same_bytes_and_long_texts_are_read(tiny_dataset: XMCDataset, tokenizer: Path) -> None:
+def test_the_same_data_gives_the_same_bytes_and_long_texts_are_read(
+    tiny_dataset: XMCDataset, tokenizer: Path
+) -> None:
     first, second = (json.dumps(profile_dataset(tiny_dataset, tokenizer, 16)) for _ in range(2))
     assert first == second
     both = profile_dataset(tiny_dataset, tokenizer, 16, "title+content")
@@ -111,7 +144,9 @@ def test_the_same_data_gives_the_same_bytes_and_long_texts_are_read(tiny_dataset
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 0, 1), (3, 2, 5)])
-def test_degenerate_data(raw_factory: Callable[..., RawData], tokenizer: Path, tmp_path: Path, sizes: tuple) -> None:
+def test_degenerate_data(
+    raw_factory: Callable[..., RawData], tokenizer: Path, tmp_path: Path, sizes: tuple
+) -> None:
     dataset = write_dataset(tmp_path / "dataset", raw_factory(*sizes), validation_share=0)
     made = profile_dataset(dataset, tokenizer, 16)
     assert (made["held_out"] is None) == (sizes[1] == 0)
@@ -121,7 +156,9 @@ def test_degenerate_data(raw_factory: Callable[..., RawData], tokenizer: Path, t
 def test_of_many_texts_some_are_looked_at(
     tiny_dataset: XMCDataset, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9] and spaced(np.arange(3), 4).tolist() == [0, 1, 2]
+    assert spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9] and spaced(
+        np.arange(3), 4
+    ).tolist() == [0, 1, 2]
     monkeypatch.setattr(profile.spaced, "__defaults__", (7,))
     figures = profile_dataset(tiny_dataset, tokenizer, 16)
     assert figures["queries"]["count"] == 7 and figures["rows"]["train"] == 43

@@ -1,4 +1,6 @@
-"""Inverse propensities and groups against the formula written out, on random and degenerate data."""
+"""Inverse propensities and groups against the formula written out, on random and
+degenerate data.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from unidec.errors import ArtifactError, DataError
 
 
 def test_formula_by_hand():
-    """N = e^3, so C = 2 * 2.5^0.55; a label with one point weighs 1 + (log N - 1) whatever A and B are."""
+    """N = e^3, so C = 2 * 2.5^0.55; a label with one point weighs 1 + (log N - 1) whatever A and B
+    are.
+    """
     num_train = math.exp(3)
     got = inverse_propensity([0, 1, 10], num_train, 0.55, 1.5)
     assert got.dtype == np.float64
@@ -47,7 +51,9 @@ def test_tiny_data_gives_finite_weights(num_train, b):
     assert (got >= 1).all()
 
 
-@pytest.mark.parametrize(("counts", "a", "b"), [([-1], 0.5, 1), ([1], 0, 1), ([1], 0.5, -1), ([np.nan], 0.5, 1)])
+@pytest.mark.parametrize(
+    ("counts", "a", "b"), [([-1], 0.5, 1), ([1], 0, 1), ([1], 0.5, -1), ([np.nan], 0.5, 1)]
+)
 def test_out_of_range(counts, a, b):
     with pytest.raises(DataError):
         inverse_propensity(counts, 10, a, b)
@@ -61,7 +67,9 @@ def test_group_borders():
 
 def fake_dataset(seed=0):
     rng = np.random.default_rng(seed)
-    relevance = csr_matrix((rng.random((60, 12)) < 0.3) * rng.choice([0.5, 2.0], (60, 12)).astype(np.float32))
+    relevance = csr_matrix(
+        (rng.random((60, 12)) < 0.3) * rng.choice([0.5, 2.0], (60, 12)).astype(np.float32)
+    )
     relevance.data[:5] = 0
     split_N = rng.integers(0, 3, 60)
     names = ["train", "validation", "test"]

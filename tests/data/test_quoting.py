@@ -1,4 +1,6 @@
-"""Quotes in .csv and .tsv files: what is decided, what is said, and what is refused; rows are counted by hand."""
+"""Quotes in .csv and .tsv files: what is decided, what is said, and what is refused; rows are
+counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ OPEN = ('"best" brush', "plain", '"open', "red", 'closes"', '"again')
 
 @pytest.mark.parametrize(
     "texts",
-    [OPEN, ('"open', "b", '"open'), ('"a" and "b"', '"c"'), ('"', "b"), ('""" three', "b"), ('5" pipe', 'a "b" c')],
+    [
+        OPEN,
+        ('"open', "b", '"open'),
+        ('"a" and "b"', '"c"'),
+        ('"', "b"),
+        ('""" three', "b"),
+        ('5" pipe', 'a "b" c'),
+    ],
 )
 def test_quotes_that_are_text_in_tsv(tmp_path: Path, texts: tuple[str, ...]) -> None:
     rows = read(tmp_path / "a.tsv", tsv(*texts))
@@ -48,7 +57,9 @@ def test_quotes_that_enclose_in_tsv(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read(tmp_path / "a.tsv", '"id"\t"text"\n"1"\t"x"\n') == [(2, ["1", "x"])]
 
 
-def test_what_was_decided_is_said_only_where_it_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_decided_is_said_only_where_it_matters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     read(tmp_path / "a.tsv", tsv("plain", 'a 5" pipe'))
     read(tmp_path / "a.csv", 'id,text\nq1,"quoted, text"\n')
     assert capsys.readouterr().err == ""
@@ -72,7 +83,9 @@ def test_what_was_decided_is_said_only_where_it_matters(tmp_path: Path, capsys: 
         ("a.csv", 'id,text,n\na-1,"open,1\nb-2,c,2\nc-3,closes",3\n', ("line 2", "line 4")),
     ],
 )
-def test_quotes_that_can_be_read_in_two_ways(tmp_path: Path, name: str, text: str, lines: tuple[str, str]) -> None:
+def test_quotes_that_can_be_read_in_two_ways(
+    tmp_path: Path, name: str, text: str, lines: tuple[str, str]
+) -> None:
     with pytest.raises(DataError) as caught:
         read(tmp_path / name, text)
     message = str(caught.value)
@@ -82,12 +95,17 @@ def test_quotes_that_can_be_read_in_two_ways(tmp_path: Path, name: str, text: st
 def test_the_key_decides(tmp_path: Path) -> None:
     spans = 'id,text\nq1,"open\nq2,b\nq3,closes"\n'
     assert read(tmp_path / "a.csv", spans, "yes") == [(2, ["q1", "open\nq2,b\nq3,closes"])]
-    assert [cells for _, cells in read(tmp_path / "a.csv", spans, "no")] == [["q1", '"open'], ["q2", "b"],
-                                                                            ["q3", 'closes"']]  # fmt: skip
+    assert [cells for _, cells in read(tmp_path / "a.csv", spans, "no")] == [
+        ["q1", '"open'],
+        ["q2", "b"],
+        ["q3", 'closes"'],
+    ]
     assert read(tmp_path / "a.tsv", tsv('"two\nlines"'), "yes") == [(2, ["q0", "two\nlines"])]
 
 
-@pytest.mark.parametrize("text", ['"two\nlines, not a row"', '"Dear,\nhello, all"', '"a\n\nb"', '"1\n2"'])
+@pytest.mark.parametrize(
+    "text", ['"two\nlines, not a row"', '"Dear,\nhello, all"', '"a\n\nb"', '"1\n2"']
+)
 def test_honest_text_of_several_lines_in_csv(tmp_path: Path, text: str) -> None:
     rows = read(tmp_path / "a.csv", f"id,text\nq1,{text}\nq2,b\n")
     assert [cells for _, cells in rows] == [["q1", text.strip('"')], ["q2", "b"]]
@@ -96,10 +114,20 @@ def test_honest_text_of_several_lines_in_csv(tmp_path: Path, text: str) -> None:
 def test_every_reader_of_tables_reads_all_rows(tmp_path: Path) -> None:
     (tmp_path / "queries.tsv").write_text(tsv(*OPEN))
     (tmp_path / "labels.tsv").write_text('id\ttext\nl1\t"a\nl2\tb\n')
-    (tmp_path / "pairs.tsv").write_text("query_id\tlabel_id\n" + "".join(f"q{row}\tl1\n" for row in range(6)))
+    (tmp_path / "pairs.tsv").write_text(
+        "query_id\tlabel_id\n" + "".join(f"q{row}\tl1\n" for row in range(6))
+    )
     raw = read_raw(tmp_path, test_share=0)
-    assert raw.queries["train"]["title"].to_pylist() == list(OPEN) == list(read_texts(tmp_path / "queries.tsv", None))
+    assert (
+        raw.queries["train"]["title"].to_pylist()
+        == list(OPEN)
+        == list(read_texts(tmp_path / "queries.tsv", None))
+    )
     assert read_window(tmp_path / "queries.tsv").texts == list(OPEN)
-    assert raw.labels["title"].to_pylist() == ['"a', "b"] == [one.text for one in read_labels(tmp_path / "labels.tsv")]
+    assert (
+        raw.labels["title"].to_pylist()
+        == ['"a', "b"]
+        == [one.text for one in read_labels(tmp_path / "labels.tsv")]
+    )
     with pytest.raises(DataError, match="a quote that is never closed"):
         read_raw(tmp_path, bounds=RawBounds(quotes="yes"))

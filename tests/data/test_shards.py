@@ -1,4 +1,6 @@
-"""Work in shards against the same work in one piece: the same bytes, whatever was cut, killed or damaged in between."""
+"""Work in shards against the same work in one piece: the same bytes, whatever was cut, killed or
+damaged in between.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,11 @@ def test_a_damaged_plan_is_refused_and_replaced(tmp_path, text):
 
 
 def test_only_one_process_is_at_a_work(tmp_path):
-    with alone(tmp_path / "w"), pytest.raises(ArtifactError, match="another process"), alone(tmp_path / "w"):
+    with (
+        alone(tmp_path / "w"),
+        pytest.raises(ArtifactError, match="another process"),
+        alone(tmp_path / "w"),
+    ):
         pass
     assert not (tmp_path / "w").exists()
     with alone(tmp_path / "w"):

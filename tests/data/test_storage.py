@@ -75,7 +75,9 @@ def test_replaced_only_when_all_is_written(folder: Path) -> None:
     assert os.listdir(folder.parent) == ["thing"]
 
 
-def test_replaces_without_an_exchange_in_one_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaces_without_an_exchange_in_one_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage, "_exchange", lambda first, second: False)
     make(folder, 5)
     assert read_manifest(folder, "thing", 2)["meta"]["rows"] == 5
@@ -97,7 +99,9 @@ def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("damage", ["truncate", "remove", "add", "symlink", "folder_symlink", "no_manifest"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "remove", "add", "symlink", "folder_symlink", "no_manifest"]
+)
 def test_damage_is_refused_with_the_files_name(folder: Path, damage: str, verify: bool) -> None:
     name = "x.npy"
     if damage == "truncate":
@@ -130,7 +134,9 @@ def test_a_flipped_byte_is_found_by_verify(folder: Path) -> None:
         read_manifest(folder, "thing", 2)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "sub/../../outside", "a\\b", "", "C:x"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "sub/../../outside", "a\\b", "", "C:x"]
+)
 def test_names_outside_the_folder_are_refused(folder: Path, name: str) -> None:
     (folder.parent / "outside").write_text("secret")
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -179,7 +185,9 @@ def test_a_manifest_of_an_older_version_without_its_hash_is_read(folder: Path) -
 
 def test_a_manifest_of_60_megabytes_is_refused_unread(folder: Path) -> None:
     files = {f"f{number}": {"size": 1, "sha256": "0" * 64} for number in range(1000)}
-    text = json.dumps({"kind": "thing", "version": 2, "unidec": "0.1.0", "meta": {}, "files": files})
+    text = json.dumps(
+        {"kind": "thing", "version": 2, "unidec": "0.1.0", "meta": {}, "files": files}
+    )
     with open(folder / "manifest.json", "w") as file:
         for _ in range((60 << 20) // len(text)):
             file.write(text)
@@ -191,7 +199,9 @@ def test_a_manifest_of_60_megabytes_is_refused_unread(folder: Path) -> None:
     assert peak < 1 << 20
 
 
-def test_a_folder_is_verified_once_while_its_files_stay_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_verified_once_while_its_files_stay_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def needed() -> bool:
         with storage.verify_once(folder) as verify:
             return verify
@@ -238,7 +248,8 @@ def test_errors_of_the_caller_are_not_renamed(folder: Path) -> None:
 
 def test_write_json_is_valid_json_whatever_numpy_gives(tmp_path: Path) -> None:
     write_json(
-        tmp_path / "a.json", {"x": np.float32("nan"), "y": [np.int64(2), (1.5,)], "z": np.arange(2), "p": tmp_path}
+        tmp_path / "a.json",
+        {"x": np.float32("nan"), "y": [np.int64(2), (1.5,)], "z": np.arange(2), "p": tmp_path},
     )
     assert json.loads((tmp_path / "a.json").read_text()) == {
         "x": None,
@@ -259,7 +270,12 @@ def test_load_array_refuses_pickle_and_other_types(tmp_path: Path) -> None:
     )
     assert load_array(tmp_path / "x.npy", np.int64).tolist() == [0, 1, 2]
     assert load_array(tmp_path / "empty.npy", np.int32).shape == (0,)
-    for name, dtype, ndim in (("o.npy", None, 1), ("x.npy", np.int32, 1), ("x.npy", np.int64, 2), ("bad.npy", None, 1)):
+    for name, dtype, ndim in (
+        ("o.npy", None, 1),
+        ("x.npy", np.int32, 1),
+        ("x.npy", np.int64, 2),
+        ("bad.npy", None, 1),
+    ):
         with pytest.raises(ArtifactError, match=name):
             load_array(tmp_path / name, dtype, ndim)
     with pytest.raises(ArtifactError, match=r"none\.npy"):

@@ -1,4 +1,6 @@
-"""One reader for tables: values, lines and faults against Python's own csv and json, line by line."""
+"""One reader for tables: values, lines and faults against Python's own csv and json,
+line by line.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ Fault = tuple[str, int]
 
 def rows_and_faults(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[Fault]]:
     faults: list[Fault] = []
-    bounds = RawBounds(quotes="yes") if path.suffix == ".tsv" else RawBounds()  # quoted text spans lines
+    # quoted text spans lines
+    bounds = RawBounds(quotes="yes") if path.suffix == ".tsv" else RawBounds()
     report = lambda what, line, _: faults.append((what, line))  # noqa: E731
     rows = list(read_rows(path, ["id", "text"], bounds=bounds, report=report))
     return rows, faults
@@ -33,7 +36,9 @@ def rows_and_faults(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv"])
 def test_csv_rows_and_their_lines(tmp_path: Path, name: str) -> None:
     text = CSV.replace(",", "\t") if name == "a.tsv" else CSV
-    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    (tmp_path / name).write_bytes(
+        gzip.compress(text.encode()) if name.endswith("gz") else text.encode()
+    )
     rows, faults = rows_and_faults(tmp_path / name)
     cells = csv.reader(text.splitlines(keepends=True), delimiter="\t" if name == "a.tsv" else ",")
     assert [list(row.values()) for _, row in rows] == [row for row in cells if len(row) == 2][1:]
@@ -44,8 +49,18 @@ def test_csv_rows_and_their_lines(tmp_path: Path, name: str) -> None:
 
 
 def test_json_lines(tmp_path: Path) -> None:
-    lines = ['{"a": 1}', "", "  ", '{"a": "x"}', "[1]", "{broken", '{"a": 2},{"a": 3}', '{"b": "größer"}']
-    lines += ['{"a": "\\ud83d\\ude00"}', '{"a": "\\ud800"}']  # the last is a lone surrogate: no text
+    lines = [
+        '{"a": 1}',
+        "",
+        "  ",
+        '{"a": "x"}',
+        "[1]",
+        "{broken",
+        '{"a": 2},{"a": 3}',
+        '{"b": "größer"}',
+    ]
+    # the last is a lone surrogate: no text
+    lines += ['{"a": "\\ud83d\\ude00"}', '{"a": "\\ud800"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     rows, faults = rows_and_faults(tmp_path / "a.jsonl")
     good = {number: json.loads(lines[number - 1]) for number in (1, 4, 8, 9)}
@@ -57,7 +72,9 @@ def test_json_lines(tmp_path: Path) -> None:
 
 def test_damaged_parquet_is_named_at_any_moment(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [str(number) * 50 for number in range(5000)]}), path, compression="none")
+    pq.write_table(
+        pa.table({"text": [str(number) * 50 for number in range(5000)]}), path, compression="none"
+    )
     assert list(read_rows(path, ["text"]))[1] == (2, {"text": "1" * 50})
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-20])
@@ -70,5 +87,12 @@ def test_damaged_parquet_is_named_at_any_moment(tmp_path: Path) -> None:
 
 
 def test_the_kind_of_a_file() -> None:
-    names = {"a.csv": ".csv", "a.CSV.gz": ".csv", "b.x.jsonl": ".jsonl", "a": "", "a.gz": "", "a.tar.gz": ".tar"}
+    names = {
+        "a.csv": ".csv",
+        "a.CSV.gz": ".csv",
+        "b.x.jsonl": ".jsonl",
+        "a": "",
+        "a.gz": "",
+        "a.tar.gz": ".tar",
+    }
     assert {name: ending(Path(name)) for name in names} == names

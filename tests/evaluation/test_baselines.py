@@ -1,4 +1,6 @@
-"""Baselines of every report: bounded, on the same queries as the model, and put into one sentence."""
+"""Baselines of every report: bounded, on the same queries as the model, and put into
+one sentence.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from unidec.data.dataset import write_dataset
 from unidec.data.propensity import frequency_group, inverse_propensity, label_counts
 from unidec.data.raw import text_table
 from unidec.evaluation import baselines as module
-from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
+from unidec.evaluation.baselines import (
+    COMPARED,
+    compare_with_baselines,
+    measure_baselines,
+    verdict,
+    warnings,
+)
 from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.evaluation.report import ReportInput, render
 from unidec.metric_names import BASELINES
@@ -38,7 +46,10 @@ def perfect_answers(truth) -> np.ndarray:
 def test_they_are_measured_by_the_metric_code_of_the_model(case):
     dataset, truth, inverse, groups, _ = case
     measured = measure_baselines(dataset, "title", inverse, groups)
-    assert set(measured.labels) == set(BASELINES) and "measured on 500 of 500 test queries." in measured.about
+    assert (
+        set(measured.labels) == set(BASELINES)
+        and "measured on 500 of 500 test queries." in measured.about
+    )
     np.testing.assert_array_equal(measured.places, np.arange(500))
     filters = dataset.filter_pairs[dataset.rows("test")].toarray().astype(bool)
     for name, labels in measured.labels.items():
@@ -55,12 +66,17 @@ def test_large_data_is_sampled_and_says_so(case, monkeypatch):
     monkeypatch.setattr(module, "MAX_SCORES", 1)
     monkeypatch.setattr(module, "MIN_TEST", 40)
     measured = measure_baselines(dataset, "title", inverse, groups)
-    assert len(measured.places) == 40 == len(measured.labels["knn"]) and (np.diff(measured.places) > 0).all()
+    assert (
+        len(measured.places) == 40 == len(measured.labels["knn"])
+        and (np.diff(measured.places) > 0).all()
+    )
     assert "300 of 2,000 queries of the train and validation splits" in measured.about
     assert "40 of 500 test queries" in measured.about
     found = compare_with_baselines(perfect_answers(truth), truth, measured, inverse, groups)
     assert {one.num_queries for one in found} == {40}
-    whole = evaluate(perfect_answers(truth)[measured.places], truth[measured.places], inverse, groups)
+    whole = evaluate(
+        perfect_answers(truth)[measured.places], truth[measured.places], inverse, groups
+    )
     assert found[0].value == pytest.approx(whole["P@1"])
 
 
@@ -74,23 +90,39 @@ def test_the_sentence_names_gains_losses_and_what_is_open(case):
         return found, verdict(found)
 
     found, words = judged(perfect_answers(truth))
-    assert all(one.better for one in found) and {one.metric for one in found} >= {"tail/R@10", "torso/R@10"}
-    assert "on 500 test queries, the model gains P@1 +" in words and "loses nothing significant" in words
+    assert all(one.better for one in found) and {one.metric for one in found} >= {
+        "tail/R@10",
+        "torso/R@10",
+    }
+    assert (
+        "on 500 test queries, the model gains P@1 +" in words
+        and "loses nothing significant" in words
+    )
     for one in found[: len(COMPARED)]:
-        assert one.against_value == pytest.approx(max(m[one.metric] for m in measured.metrics.values()))
+        assert one.against_value == pytest.approx(
+            max(m[one.metric] for m in measured.metrics.values())
+        )
     found, words = judged(np.full((500, 100), -1, dtype=np.int64))
     assert "gains nothing" in words and "loses P@1 -" in words and "R@10 of tail labels -" in words
     _, words = judged(measured.labels["mix"])
-    assert "gains nothing" in words and "loses nothing" in words and "no significant difference: P@1 +0.0" in words
+    assert (
+        "gains nothing" in words
+        and "loses nothing" in words
+        and "no significant difference: P@1 +0.0" in words
+    )
     assert verdict([]) == ""
 
 
 def test_recall_at_all_labels_is_not_compared(raw_factory, tmp_path):
     few = write_dataset(tmp_path / "few", raw_factory(num_labels=10), validation_share=0)
-    counts, rows = label_counts(few.relevance, few.rows("train")), few.rows("test")
-    truth, ones = filtered_truth(few.relevance[rows], few.filter_pairs[rows]), np.ones(10)
+    counts = label_counts(few.relevance, few.rows("train"))
+    rows = few.rows("test")
+    truth = filtered_truth(few.relevance[rows], few.filter_pairs[rows])
+    ones = np.ones(10)
     measured = measure_baselines(few, "title", ones, frequency_group(counts))
-    found = compare_with_baselines(perfect_answers(truth), truth, measured, ones, frequency_group(counts))
+    found = compare_with_baselines(
+        perfect_answers(truth), truth, measured, ones, frequency_group(counts)
+    )
     assert [one.metric for one in found] == ["P@1", "P@5", "nDCG@5", "PSP@5"]
 
 
@@ -100,7 +132,10 @@ def test_a_split_without_queries_or_words_has_no_baselines(case, raw_factory, tm
         dataset = write_dataset(tmp_path / "none", raw, validation_share=0)
         measured = measure_baselines(dataset, "title", inverse, groups)
         assert measured.about.startswith("No TF-IDF baselines: ") and not measured.labels
-        assert compare_with_baselines(np.zeros((0, 100), dtype=int), None, measured, inverse, groups) == []
+        assert (
+            compare_with_baselines(np.zeros((0, 100), dtype=int), None, measured, inverse, groups)
+            == []
+        )
 
 
 def _wordless(raw):
@@ -113,7 +148,9 @@ def test_warnings_name_what_makes_figures_worthless(case, raw_factory, tmp_path)
     dataset = case[0]
     assert warnings({"P@1": 50.0, "R@100": 99.9}, dataset, "title") == []
     one = raw_factory(num_test=0, num_labels=40)
-    one.relevance["train"] = csr_matrix((np.ones(5), (range(5), [7] * 5)), one.relevance["train"].shape, np.float32)
+    one.relevance["train"] = csr_matrix(
+        (np.ones(5), (range(5), [7] * 5)), one.relevance["train"].shape, np.float32
+    )
     only = write_dataset(tmp_path / "only", one, validation_share=0)
     assert "Only one label has training queries" in warnings({}, only, "title")[0]
     (said,) = warnings({"P@1": 100.0, "R@100": 70.0, "MRR": 100.0}, dataset, "title")
@@ -127,7 +164,11 @@ def test_warnings_name_what_makes_figures_worthless(case, raw_factory, tmp_path)
 
 
 def test_sentence_and_warnings_are_on_top_of_the_page():
-    page = render(ReportInput(title="data", metrics={"both": {"P@1": 50.0}}, verdict="better <b>", warnings=["leak &"]))
+    page = render(
+        ReportInput(
+            title="data", metrics={"both": {"P@1": 50.0}}, verdict="better <b>", warnings=["leak &"]
+        )
+    )
     words = Page(page).words
     assert words.index("better <b>") < words.index("Warning. leak &") < words.index("Metrics")
     assert "Against the TF-IDF baselines" not in words

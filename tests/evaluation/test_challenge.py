@@ -1,4 +1,6 @@
-"""Challenger against champion: figures beside slow references, and each check with its two sides."""
+"""Challenger against champion: figures beside slow references, and each check with its
+two sides.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from unidec.evaluation.metrics import by_query, evaluate
 from unidec.evaluation.significance import challenge, paired_differences
 from unidec.metric_names import metric_names
 
-RULES = {"metric": "nDCG@5", "margin": 0.0, "confidence": 0.9, "guarded": ["P@1", "tail/R@10"], "tolerance": 0.5}
+RULES = {
+    "metric": "nDCG@5",
+    "margin": 0.0,
+    "confidence": 0.9,
+    "guarded": ["P@1", "tail/R@10"],
+    "tolerance": 0.5,
+}
 
 
 def random_case(seed: int, num_queries: int = 40, num_labels: int = 30, k: int = 12):
@@ -57,7 +65,9 @@ def test_the_bootstrap_beside_a_slow_one_with_the_same_draws(metric: str) -> Non
     fast = paired_differences(*scores, metric, num_samples=50, seed=4)
     drawn = np.random.default_rng([4, 0]).integers(7, size=(50, 7))
     for r, rows in enumerate(drawn):
-        values = [evaluate(part[rows], truth[rows], weight, group)[metric] for part in (first, second)]
+        values = [
+            evaluate(part[rows], truth[rows], weight, group)[metric] for part in (first, second)
+        ]
         assert fast[r] == pytest.approx(values[0] - values[1], abs=1e-9)
 
 
@@ -65,7 +75,9 @@ def world(num_queries: int = 400, num_labels: int = 60):
     """Each query has one label; a system is right where its column says so."""
     rng = np.random.default_rng(0)
     label = rng.integers(0, num_labels, num_queries)
-    truth = csr_matrix((np.ones(num_queries), (np.arange(num_queries), label)), shape=(num_queries, num_labels))
+    truth = csr_matrix(
+        (np.ones(num_queries), (np.arange(num_queries), label)), shape=(num_queries, num_labels)
+    )
 
     def ranking(right: np.ndarray) -> np.ndarray:
         wrong = (label + 1) % num_labels
@@ -86,7 +98,8 @@ def checks(found) -> dict[str, bool]:
 
 def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> None:
     truth, weight, group, ranking = world()
-    half, more = np.arange(400) % 2 == 0, np.arange(400) % 5 > 0
+    half = np.arange(400) % 2 == 0
+    more = np.arange(400) % 5 > 0
     better = judged(ranking(more), ranking(half), truth, weight, group, RULES)
     assert all(checks(better).values()) and better.confidence == 1.0
     assert (
@@ -110,10 +123,14 @@ def test_a_little_better_by_chance_is_not_sure() -> None:
     if one.sum() < other.sum():
         one, other = other, one
     other = other.copy()
-    other[np.flatnonzero(~other)[: one.sum() - other.sum() - 1]] = True  # one is ahead by a single query
+    # one is ahead by a single query
+    other[np.flatnonzero(~other)[: one.sum() - other.sum() - 1]] = True
     found = judged(ranking(one), ranking(other), truth, weight, group, RULES)
     assert checks(found)["nDCG@5"] and not checks(found)["confidence"]
-    assert 0.4 < found.confidence < 0.9 and found.intervals["nDCG@5"][0] < 0 < found.intervals["nDCG@5"][1]
+    assert (
+        0.4 < found.confidence < 0.9
+        and found.intervals["nDCG@5"][0] < 0 < found.intervals["nDCG@5"][1]
+    )
     unsure = judged(ranking(one), ranking(other), truth, weight, group, RULES | {"confidence": 0.0})
     assert "confidence" not in checks(unsure)
 
@@ -124,15 +141,23 @@ def test_margin_and_tolerance_count_to_the_point() -> None:
     three = half.copy()
     three[np.flatnonzero(~half)[:12]] = True  # 12 of 400: 3 points
     for margin, passed in [(2.9, True), (3.0, True), (3.1, False)]:
-        found = judged(ranking(three), ranking(half), truth, weight, group, RULES | {"margin": margin})
+        found = judged(
+            ranking(three), ranking(half), truth, weight, group, RULES | {"margin": margin}
+        )
         assert checks(found)["nDCG@5"] is passed
     for tolerance, passed in [(2.9, False), (3.0, True)]:
         rules = RULES | {"tolerance": tolerance, "guarded": ["P@1"], "margin": -9.0}
         found = judged(ranking(half), ranking(three), truth, weight, group, rules)
         assert checks(found) == {"nDCG@5": True, "confidence": True, "P@1": passed}
     # a negative margin is a loss that is borne: sure enough that no more is lost
-    lost = judged(ranking(half), ranking(three), truth, weight, group, RULES | {"margin": -3.5, "guarded": []})
-    assert checks(lost)["nDCG@5"] and 0.5 < lost.confidence < 1 and "worse by at most 3.50" in lost.checks[1].words
+    lost = judged(
+        ranking(half), ranking(three), truth, weight, group, RULES | {"margin": -3.5, "guarded": []}
+    )
+    assert (
+        checks(lost)["nDCG@5"]
+        and 0.5 < lost.confidence < 1
+        and "worse by at most 3.50" in lost.checks[1].words
+    )
 
 
 def test_the_tail_alone_can_refuse() -> None:
@@ -141,12 +166,24 @@ def test_the_tail_alone_can_refuse() -> None:
     base = np.arange(400) % 2 == 0
     for hurt, name in itertools.product((0, 2), ("tail/R@10", "head/R@10")):
         right = np.where(group[label] == hurt, False, True)
-        found = judged(ranking(right), ranking(base), truth, weight, group, RULES | {"guarded": [name]})
-        assert checks(found) == {"nDCG@5": True, "confidence": True, name: (hurt == 0) != (name[:4] == "tail")}
+        found = judged(
+            ranking(right), ranking(base), truth, weight, group, RULES | {"guarded": [name]}
+        )
+        assert checks(found) == {
+            "nDCG@5": True,
+            "confidence": True,
+            name: (hurt == 0) != (name[:4] == "tail"),
+        }
 
 
 def test_coverage_can_decide_without_a_bootstrap() -> None:
     truth, weight, group, ranking = world()
     rules = RULES | {"metric": "coverage@5", "confidence": 0.0}
-    found = judged(ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, rules)
-    assert "coverage@5" not in found.intervals and found.confidence is None and checks(found)["coverage@5"]
+    found = judged(
+        ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, rules
+    )
+    assert (
+        "coverage@5" not in found.intervals
+        and found.confidence is None
+        and checks(found)["coverage@5"]
+    )

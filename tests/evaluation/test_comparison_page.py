@@ -36,13 +36,32 @@ GRID = {"tail": 1.5, "torso": 2.5, "head": 3.5}
 
 def _run(seed: int, level: float, text: str = "x", peer: bool = False) -> Run:
     metrics = {name: level + seed / 10 + i for i, name in enumerate(METRICS)}
-    metrics |= {f"{g}/{m}": v + level for g, v in GRID.items() for m in ("P@5", "PSP@5", "R@10", "coverage@5")}
-    costs = {"train_seconds": 100.0 + level, "total_seconds": 200.0, "peak_memory_bytes": 5e8, "search_ms": 0.25,
-             "parameters": 123456, text: 1.0}  # fmt: skip
+    metrics |= {
+        f"{g}/{m}": v + level
+        for g, v in GRID.items()
+        for m in ("P@5", "PSP@5", "R@10", "coverage@5")
+    }
+    costs = {
+        "train_seconds": 100.0 + level,
+        "total_seconds": 200.0,
+        "peak_memory_bytes": 5e8,
+        "search_ms": 0.25,
+        "parameters": 123456,
+        text: 1.0,
+    }
     if peer:
-        return Run(seed, metrics, validation={"P@1": level, "PSP@5": level, "R@100": level}, costs=costs)
-    curve = [{"round": r, "train_seconds": 60.0, "refresh": {"refresh_seconds": 30.0},
-              "validation": {"P@1": level * r / 3, "PSP@5": level, "R@100": level}} for r in (1, 2, 3)]  # fmt: skip
+        return Run(
+            seed, metrics, validation={"P@1": level, "PSP@5": level, "R@100": level}, costs=costs
+        )
+    curve = [
+        {
+            "round": r,
+            "train_seconds": 60.0,
+            "refresh": {"refresh_seconds": 30.0},
+            "validation": {"P@1": level * r / 3, "PSP@5": level, "R@100": level},
+        }
+        for r in (1, 2, 3)
+    ]
     return Run(seed, metrics, costs=costs, curve=curve)
 
 
@@ -53,25 +72,52 @@ def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
         for i, name in enumerate((f"{text} a", f"{text} b", f"{text} c")):
             runs = [_run(seed, 40.0 + i + t, text) for seed in SEEDS[: 3 - t]]
             cells.append(Cell(task, name, "recipe", text, text, {text: text}, runs))
-        cells.append(Cell(task, f"{text} peer", "peer", text, runs=[_run(0, 41.5, text, peer=True)]))
+        cells.append(
+            Cell(task, f"{text} peer", "peer", text, runs=[_run(0, 41.5, text, peer=True)])
+        )
         cells.append(Cell(task, f"{text} failed", "recipe"))
     return ComparisonInput(
-        title=text, date=text, about=text, notes=[text], tasks=[Task(name, text, {text: {text: 1}}) for name in names],
-        cells=cells, contrasts={names[0]: [
-            Comparison(f"{text} {one}", f"{text} {other}", "P@1", 0.0, 0.0, *figures, num_queries=9)
-            for one, other, *figures in (("c", "peer", 0.6, 0.1, 1.1, 0.01, 0.01),
-                                         ("a", "peer", -1.4, -2.0, -1.0, 0.0001, 0.0001),
-                                         ("b", "peer", -0.4, -1.0, 0.2, 0.4, 0.4),
-                                         ("b", "a", 1.0, 0.5, 1.5, 0.02, 0.02))
-        ]},
-        contrast_note=text, groups=[{
-            "title": text, "base": f"{text} a", "cells": [f"{text} b", f"{text} c", "no such cell"], "about": text,
-        }],
-        failures=[{"task": names[0], "cell": f"{text} failed", "seed": 1, "state": "failed", "reason": text,
-                   "log": text}],
+        title=text,
+        date=text,
+        about=text,
+        notes=[text],
+        tasks=[Task(name, text, {text: {text: 1}}) for name in names],
+        cells=cells,
+        contrasts={
+            names[0]: [
+                Comparison(
+                    f"{text} {one}", f"{text} {other}", "P@1", 0.0, 0.0, *figures, num_queries=9
+                )
+                for one, other, *figures in (
+                    ("c", "peer", 0.6, 0.1, 1.1, 0.01, 0.01),
+                    ("a", "peer", -1.4, -2.0, -1.0, 0.0001, 0.0001),
+                    ("b", "peer", -0.4, -1.0, 0.2, 0.4, 0.4),
+                    ("b", "a", 1.0, 0.5, 1.5, 0.02, 0.02),
+                )
+            ]
+        },
+        contrast_note=text,
+        groups=[
+            {
+                "title": text,
+                "base": f"{text} a",
+                "cells": [f"{text} b", f"{text} c", "no such cell"],
+                "about": text,
+            }
+        ],
+        failures=[
+            {
+                "task": names[0],
+                "cell": f"{text} failed",
+                "seed": 1,
+                "state": "failed",
+                "reason": text,
+                "log": text,
+            }
+        ],
         common={text: text},
         lineage={text: text},
-    )  # fmt: skip
+    )
 
 
 def _section(html: str, anchor: str) -> str:
@@ -81,43 +127,69 @@ def _section(html: str, anchor: str) -> str:
 def test_every_text_is_escaped(tmp_path):
     write_comparison(tmp_path / "c.html", _full(HOSTILE))
     html = (tmp_path / "c.html").read_text(encoding="utf-8")
-    plain, hostile = Page(render_comparison(_full())), Page(html)
+    plain = Page(render_comparison(_full()))
+    hostile = Page(html)
     assert hostile.open == [] and plain.open == []
     assert "script" not in hostile.tags
     assert all(value.startswith("data:") for name, value in hostile.attributes if name == "src")
     assert not [name for name, _ in hostile.attributes if name.startswith("on")]
     assert set(hostile.tags) == set(plain.tags)
-    outside = [sorted(Page(re.sub(r"<svg.*?</svg>", "", page, flags=re.S)).tags)  # names decide how many ticks fit
-               for page in (html, render_comparison(_full()))]  # fmt: skip
+    # names decide how many ticks fit
+    outside = [
+        sorted(Page(re.sub(r"<svg.*?</svg>", "", page, flags=re.S)).tags)
+        for page in (html, render_comparison(_full()))
+    ]
     assert outside[0] == outside[1]
     assert "alert(1)" in html and "default-src 'none'" in html
     html = re.sub(r' xmlns(:\w+)?="http://www.w3.org/[^"]*"', "", html)  # names, not addresses
-    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import|<link|<script|https?:""", html)
+    assert not re.search(
+        r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import|<link|<script|https?:""", html
+    )
 
 
 def test_all_parts_are_there(undrawn):
     page = Page(render_comparison(_full()))
     content, *anchors = [value for name, value in page.attributes if name == "id"]
-    assert anchors == ["results", "time", "costs", "frequency", "ablations", "tests", "failures",
-                       "settings", "data", "lineage"]  # fmt: skip
-    assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
-    # ranges of 3 metrics and of 3 groups, P@1 against PSP@5, curves of the 3 metrics that the rounds have; each task
+    assert anchors == [
+        "results",
+        "time",
+        "costs",
+        "frequency",
+        "ablations",
+        "tests",
+        "failures",
+        "settings",
+        "data",
+        "lineage",
+    ]
+    assert [v for n, v in page.attributes if n == "href"] == [
+        f"#{anchor}" for anchor in (content, *anchors)
+    ]
+    # ranges of 3 metrics and of 3 groups, P@1 against PSP@5, curves of the 3 metrics that the
+    # rounds have; each task
     assert page.tags.count("svg") == 2 * (3 + 3 + 1 + 3)
 
 
 def test_the_headline_table(undrawn):
     page = Page(_section(render_comparison(_full(tasks=1)), "results"))
     values = [42.0, 42.1, 42.2]
-    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    mean = statistics.fmean(values)
+    spread = statistics.stdev(values)
     row = page.row("some text c", "3")
     assert row[2] == f"{mean:.2f} ± {spread:.2f} ▲"
-    assert page.row("some text a", "3")[2].endswith("▼") and page.row("some text b", "3")[2].endswith("0.10")
+    assert page.row("some text a", "3")[2].endswith("▼") and page.row("some text b", "3")[
+        2
+    ].endswith("0.10")
     assert page.row("some text peer peer", "1")[2] == "41.50"
     order = [row[0].split()[2] for row in page.rows if row[1] in ("1", "3")]
     assert order == ["c", "peer", "b", "a"]  # by P@1; what failed is not in it
-    tested = Page(_section(render_comparison(_full(tasks=1)), "tests")).row("some text 0", "some text c")
+    tested = Page(_section(render_comparison(_full(tasks=1)), "tests")).row(
+        "some text 0", "some text c"
+    )
     assert tested[2:] == ["some text peer", "P@1", "+0.60", "+0.10 to +1.10", "0.010"]
-    bold = re.findall(r'<b class="best">([^<]*)</b>', _section(render_comparison(_full(tasks=1)), "results"))
+    bold = re.findall(
+        r'<b class="best">([^<]*)</b>', _section(render_comparison(_full(tasks=1)), "results")
+    )
     assert bold[0] == f"{mean:.2f}" and "recipe" not in bold and len(bold) == len(METRICS)
 
 
@@ -134,7 +206,9 @@ def test_differences_seed_by_seed():
     same = Cell("t", "same", runs=[Run(s, {"m": v}) for s, v in ((1, 23.0), (0, 11.0))])
     other = Cell("t", "other", runs=[Run(7, {"m": 30.0})])
     of = difference_to(same, base, "m")
-    assert (of.mean, of.count) == (2.0, 2) and of.spread == pytest.approx(statistics.stdev([1.0, 3.0]))
+    assert (of.mean, of.count) == (2.0, 2) and of.spread == pytest.approx(
+        statistics.stdev([1.0, 3.0])
+    )
     of = difference_to(other, base, "m")
     assert of.mean == 15.0 and math.isnan(of.spread)
     assert math.isnan(difference_to(Cell("t", "none"), base, "m").mean)
@@ -151,11 +225,15 @@ def test_costs_and_curves():
 
 
 def test_curves_by_processor_time_where_every_round_has_it():
-    worked = dataclasses.replace(_run(0, 40.0), curve=[line | {"work_seconds": 12.0 * line["round"]}
-                                                       for line in _run(0, 40.0).curve])  # fmt: skip
+    worked = dataclasses.replace(
+        _run(0, 40.0),
+        curve=[line | {"work_seconds": 12.0 * line["round"]} for line in _run(0, 40.0).curve],
+    )
     cell = Cell("t", "a", runs=[worked])
     assert _curve(cell, "P@1", by_work=True).x == pytest.approx([0.2, 0.4, 0.6])
-    served = Cell("t", "served", runs=[Run(0, {}, {"P@1": 3.0}, {"work_seconds": 90.0, "train_seconds": 7.0})])
+    served = Cell(
+        "t", "served", runs=[Run(0, {}, {"P@1": 3.0}, {"work_seconds": 90.0, "train_seconds": 7.0})]
+    )
     assert (_curve(served, "P@1", by_work=True).x, _curve(served, "P@1").x) == ([1.5], [7 / 60])
     for cells, words in (([cell], True), ([cell, Cell("t", "b", runs=[_run(0, 3.0)])], False)):
         html = _section(render_comparison(ComparisonInput(cells=cells)), "time")
@@ -164,10 +242,16 @@ def test_curves_by_processor_time_where_every_round_has_it():
 
 def test_a_system_has_one_colour_in_all_charts_of_curves():
     cells = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(4)]
-    odd = dataclasses.replace(_run(0, 50.0), curve=[{"train_seconds": 1.0, "validation": {"PSP@5": 1.0}}])
-    html = _section(render_comparison(ComparisonInput(cells=[*cells, Cell("t", "odd", runs=[odd])])), "time")
+    odd = dataclasses.replace(
+        _run(0, 50.0), curve=[{"train_seconds": 1.0, "validation": {"PSP@5": 1.0}}]
+    )
+    html = _section(
+        render_comparison(ComparisonInput(cells=[*cells, Cell("t", "odd", runs=[odd])])), "time"
+    )
     keys = re.findall(r'<div class="legend">(.*?)</div>', html)
-    assert len(keys) == 3 and len(set(keys)) == 1 and keys[0].index("cell 3") < keys[0].index("cell 0")
+    assert (
+        len(keys) == 3 and len(set(keys)) == 1 and keys[0].index("cell 3") < keys[0].index("cell 0")
+    )
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ComparisonInput)])
@@ -177,14 +261,21 @@ def test_a_missing_part_is_left_out(missing, undrawn):
     assert getattr(full, missing) != getattr(default, missing)
     html = render_comparison(dataclasses.replace(full, **{missing: getattr(default, missing)}))
     assert Page(html).open == []
-    section = {"contrasts": "tests", "groups": "ablations", "failures": "failures", "lineage": "lineage"}.get(missing)
+    section = {
+        "contrasts": "tests",
+        "groups": "ablations",
+        "failures": "failures",
+        "lineage": "lineage",
+    }.get(missing)
     if section:
         assert f'id="{section}"' not in html
 
 
 def test_odd_input(undrawn):
     assert Page(render_comparison(ComparisonInput())).open == []
-    nan = Run(0, {"P@1": math.nan, "P@5": 3.0}, costs={"train_seconds": math.nan}, curve=[{"round": 1}])
+    nan = Run(
+        0, {"P@1": math.nan, "P@5": 3.0}, costs={"train_seconds": math.nan}, curve=[{"round": 1}]
+    )
     one = ComparisonInput(cells=[Cell("t", "only", runs=[nan]), Cell("t", "failed")])
     html = render_comparison(one)
     assert Page(html).open == [] and "nan" not in html.lower().replace("finance", "")
@@ -199,12 +290,17 @@ def test_groups_of_labels_that_the_test_does_not_have_are_left_out():
     cells = [Cell("t", "a", runs=[run]), Cell("t", "b", runs=[other])]
     html = _section(render_comparison(ComparisonInput(cells=cells)), "frequency")
     assert Page(html).rows[0] == ["system", "P@5 tail", "P@5 torso"]
-    assert re.findall(r'<b class="best">([^<]*)</b>', html) == ["1.00"]  # in a column of equals none is best
+    # in a column of equals none is best
+    assert re.findall(r'<b class="best">([^<]*)</b>', html) == ["1.00"]
 
 
 def test_the_program_in_the_documentation_runs(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "reports.md").read_text(encoding="utf-8")
-    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "write_comparison" in block]
+    (program,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.S)
+        if "write_comparison" in block
+    ]
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
     assert "45.10" in (tmp_path / "comparison.html").read_text(encoding="utf-8")
 
@@ -214,7 +310,16 @@ def test_summaries():
     for count in (2, 3, 10):
         values = rng.normal(size=count).tolist()
         of = summary([*values, math.nan, math.inf])
-        assert (of.mean, of.spread, of.count) == pytest.approx((np.mean(values), np.std(values, ddof=1), count))
-    assert math.isnan(summary([]).mean) and math.isnan(summary([1.0]).spread) and summary([1.0]).mean == 1.0
-    cells = [Cell("t", name, runs=[Run(0, {"m": v})] if v else ()) for name, v in (("a", 1.0), ("b", None), ("c", 2.0))]
+        assert (of.mean, of.spread, of.count) == pytest.approx(
+            (np.mean(values), np.std(values, ddof=1), count)
+        )
+    assert (
+        math.isnan(summary([]).mean)
+        and math.isnan(summary([1.0]).spread)
+        and summary([1.0]).mean == 1.0
+    )
+    cells = [
+        Cell("t", name, runs=[Run(0, {"m": v})] if v else ())
+        for name, v in (("a", 1.0), ("b", None), ("c", 2.0))
+    ]
     assert [cell.name for cell in ranked(cells, "m")] == ["c", "a", "b"]

@@ -1,4 +1,6 @@
-"""Distances against their definitions, noise against new draws: quiet where nothing changed, found where it did."""
+"""Distances against their definitions, noise against new draws: quiet where nothing changed, found
+where it did.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,18 @@ Figures = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return helper("conftest").tiny_transformer("bert", tiny_raw, tmp_path_factory.mktemp("tokenizer") / "bert")
+def tokenizer(
+    helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return helper("conftest").tiny_transformer(
+        "bert", tiny_raw, tmp_path_factory.mktemp("tokenizer") / "bert"
+    )
 
 
 @pytest.fixture(scope="module")
-def profile(helper: Callable[[str], Any], tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Figures:
+def profile(
+    helper: Callable[[str], Any], tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Figures:
     """1,600 training and 400 validation queries."""
     raw = helper("conftest").make_raw(2000, 50, 60)
     dataset = write_dataset(tmp_path_factory.mktemp("d") / "d", raw, validation_share=0.2)
@@ -55,29 +63,45 @@ def test_js_distance_is_scipys_on_random_and_degenerate_histograms() -> None:
     rng = np.random.default_rng(0)
     for bins in (1, 2, 7, 100):
         first, second = rng.integers(0, 4, (2, bins)) + np.eye(bins, dtype=int)[0]
-        assert js_distance(first, second) == pytest.approx(jensenshannon(first, second, base=2), abs=1e-7)
+        assert js_distance(first, second) == pytest.approx(
+            jensenshannon(first, second, base=2), abs=1e-7
+        )
     assert js_distance([1, 0], [0, 5]) == 1.0 and js_distance([2, 2], [7, 7]) == 0.0
-    assert js_distance([0, 0], [0, 0]) == 0.0 and js_distance([0, 0], [1, 0]) == 1.0 == js_distance([1, 0], [0, 0])
+    assert js_distance([0, 0], [0, 0]) == 0.0 and js_distance([0, 0], [1, 0]) == 1.0 == js_distance(
+        [1, 0], [0, 0]
+    )
 
 
 def test_what_is_served_by_hand() -> None:
     rng = np.random.default_rng(1)
-    vectors, scores = rng.normal(size=(500, 7)), rng.random(500)
+    vectors = rng.normal(size=(500, 7))
+    scores = rng.random(500)
     vectors[:, 6] = 3  # a constant dimension counts nothing in a shift
     reference = served_facts(vectors, scores)
     assert reference is not None and json.loads(json.dumps(reference)) == reference
     assert served_facts(np.zeros((0, 6)), np.zeros(0)) is None
-    window, answered = rng.normal(size=(90, 7)) + 1, rng.random(90) / 2
+    window = rng.normal(size=(90, 7)) + 1
+    answered = rng.random(90) / 2
     later = served_facts(window, answered, reference["score_edges"])
     none = {"length": {"histogram": [0]}, "tokens": {"buckets": [0]}}
     side = {"queries": none, "held_out": None}
-    found = {check.key: check for check in compare(side | {"served": reference}, side | {"served": later}, LIMITS)}
+    found = {
+        check.key: check
+        for check in compare(side | {"served": reference}, side | {"served": later}, LIMITS)
+    }
     edges = np.quantile(scores, np.arange(1, 20) / 20)
-    bins = [np.bincount([sum(edge <= s for edge in edges) for s in some], minlength=20) for some in (answered, scores)]
+    bins = [
+        np.bincount([sum(edge <= s for edge in edges) for s in some], minlength=20)
+        for some in (answered, scores)
+    ]
     shift = np.sqrt(np.mean(((window.mean(0) - vectors.mean(0))[:6] / vectors.std(0)[:6]) ** 2))
     assert found["shift"].new == pytest.approx(shift, rel=1e-4)
-    assert found["spread"].new == pytest.approx(window.var(0).sum() / vectors.var(0).sum(), rel=1e-3)
-    assert found["low_score"].new == pytest.approx((answered < np.quantile(scores, 0.05)).mean(), abs=0.01)
+    assert found["spread"].new == pytest.approx(
+        window.var(0).sum() / vectors.var(0).sum(), rel=1e-3
+    )
+    assert found["low_score"].new == pytest.approx(
+        (answered < np.quantile(scores, 0.05)).mean(), abs=0.01
+    )
     assert found["score_distance"].new == pytest.approx(jensenshannon(*bins, base=2), abs=1e-4)
 
 
@@ -85,15 +109,21 @@ def test_the_noise_of_a_distance_is_what_new_draws_of_one_distribution_give() ->
     rng = np.random.default_rng(2)
     share = rng.dirichlet(np.ones(30))
     for size in (100, 1000):
-        drawn = [js_distance(rng.multinomial(2000, share), rng.multinomial(size, share)) for _ in range(1000)]
-        check = _distance("x", "x", (2000 * share).round().astype(int), rng.multinomial(size, share), (0.0, None))
+        drawn = [
+            js_distance(rng.multinomial(2000, share), rng.multinomial(size, share))
+            for _ in range(1000)
+        ]
+        check = _distance(
+            "x", "x", (2000 * share).round().astype(int), rng.multinomial(size, share), (0.0, None)
+        )
         assert check.noise == pytest.approx(np.quantile(drawn, 0.99), rel=0.15)
     assert _distance("x", "x", [0, 0], [3, 4], (0.1, None)).state == "warning"
 
 
 def test_windows_of_the_same_texts_stay_below_the_noise(profile: Figures, tokenizer: Path) -> None:
     """Fresh draws, many seeds: chance exceeds it in few of a hundred, and the checks are quiet."""
-    exceeded, warned = 0, []
+    exceeded = 0
+    warned = []
     for seed in range(60):
         checks = of_texts(profile, tokenizer, queries(np.random.default_rng(seed), 150))
         exceeded += sum(check.new > check.noise for check in checks if check.unit == "distance")
@@ -104,8 +134,13 @@ def test_windows_of_the_same_texts_stay_below_the_noise(profile: Figures, tokeni
 def test_other_texts_are_found(profile: Figures, tokenizer: Path) -> None:
     rng = np.random.default_rng(0)
     one_topic = changed(of_texts(profile, tokenizer, queries(rng, 300, TOPICS[:1])))
-    assert "tokens_distance" in one_topic and not set(one_topic) - {"tokens_distance", "length_distance"}
-    assert "length_distance" in changed(of_texts(profile, tokenizer, [" ".join(queries(rng, 3)) for _ in range(300)]))
+    assert "tokens_distance" in one_topic and not set(one_topic) - {
+        "tokens_distance",
+        "length_distance",
+    }
+    assert "length_distance" in changed(
+        of_texts(profile, tokenizer, [" ".join(queries(rng, 3)) for _ in range(300)])
+    )
     foreign = [f"{text} zebra{i}" for i, text in enumerate(queries(rng, 300))]
     assert "unseen_words" in changed(of_texts(profile, tokenizer, foreign))
 
@@ -118,13 +153,18 @@ def test_embeddings_and_scores_quiet_and_found() -> None:
         z = rng.normal(size=(count, 20))
         return (scale * z) @ mix + move * np.abs(mix).sum(0), z[:, 0] - score
 
-    texts = {"queries": {"length": {"histogram": [1]}, "tokens": {"buckets": [1]}}, "held_out": None}
+    texts = {
+        "queries": {"length": {"histogram": [1]}, "tokens": {"buckets": [1]}},
+        "held_out": None,
+    }
     reference = served_facts(*draw(1000))
     assert reference is not None
 
     def states(**moved: float) -> set[str]:
         later = served_facts(*draw(300, **moved), reference["score_edges"])
-        return set(changed(compare(texts | {"served": reference}, texts | {"served": later}, LIMITS)))
+        return set(
+            changed(compare(texts | {"served": reference}, texts | {"served": later}, LIMITS))
+        )
 
     quiet = [states() for _ in range(50)]
     assert sum(map(len, quiet)) <= 4, quiet  # of 200 checks
@@ -145,8 +185,16 @@ def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None
     train = profile["rows"]["train"]
     assert states(lambda new: None) == {}
     assert states(rows("train", train * 1.09)) == {} == states(rows("train", train * 0.91))
-    assert states(rows("train", train * 1.2)) == {"train": "warning"} == states(rows("train", train * 0.8))
-    assert states(rows("train", train * 1.6)) == {"train": "stop"} == states(rows("train", train * 0.4))
+    assert (
+        states(rows("train", train * 1.2))
+        == {"train": "warning"}
+        == states(rows("train", train * 0.8))
+    )
+    assert (
+        states(rows("train", train * 1.6))
+        == {"train": "stop"}
+        == states(rows("train", train * 0.4))
+    )
     assert states(rows("labels", 0)) == {"labels": "stop"}
     share = profile["shares"]["unseen_labels"]["share"]
 
@@ -155,7 +203,12 @@ def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None
 
     assert states(unseen(share)) == {} and states(unseen(1.0)) == {"unseen_labels": "stop"}
     twisted = profile["queries"]["tokens"]["buckets"][::-1]
-    assert states(lambda new: new["queries"]["tokens"].update(buckets=twisted))["queries_tokens_distance"] != "ok"
+    assert (
+        states(lambda new: new["queries"]["tokens"].update(buckets=twisted))[
+            "queries_tokens_distance"
+        ]
+        != "ok"
+    )
     assert states(lambda new: None, label_changes={"left": 0.05, "new": 0.05}) == {}
     found = states(lambda new: None, label_changes={"left": 0.2, "new": 0.9})
     assert list(found.items()) == [("labels_new", "stop"), ("labels_left", "warning")]
@@ -172,7 +225,10 @@ def test_nothing_before_bounds_nothing(profile: Figures) -> None:
 def test_small_shares_do_not_cry_wolf() -> None:
     """One duplicate among a hundred where there was none; the same share of a million warns."""
     levels = (LIMITS.warn_change, LIMITS.stop_change)
-    assert _share("x", "x", {"share": 0.0, "of": 100}, {"share": 0.01, "of": 100}, levels).state == "ok"
+    assert (
+        _share("x", "x", {"share": 0.0, "of": 100}, {"share": 0.01, "of": 100}, levels).state
+        == "ok"
+    )
     many = {"share": 0.0, "of": 10**6}
     assert _share("x", "x", many, {"share": 0.02, "of": 10**6}, levels).state == "warning"
     assert _share("x", "x", many, {"share": 0.06, "of": 10**6}, levels).state == "stop"
@@ -182,8 +238,13 @@ def test_quality_of_a_labelled_window() -> None:
     side = {"queries": {"length": {"histogram": [1]}, "tokens": {"buckets": [1]}}, "held_out": None}
 
     def states(p: float, n: float, unknown: float = 0.0) -> set[str]:
-        new = {"metrics": {"P@1": (p, 1.0), "nDCG@5": (n, 1.0)}, "unknown_labels": {"share": unknown, "of": 1000}}
-        return set(changed(compare(side | {"metrics": {"P@1": 40.0, "nDCG@5": 30.0}}, side | new, LIMITS)))
+        new = {
+            "metrics": {"P@1": (p, 1.0), "nDCG@5": (n, 1.0)},
+            "unknown_labels": {"share": unknown, "of": 1000},
+        }
+        return set(
+            changed(compare(side | {"metrics": {"P@1": 40.0, "nDCG@5": 30.0}}, side | new, LIMITS))
+        )
 
     assert states(40, 30) == set() == states(37, 27.5) == states(90, 90)
     assert states(30, 30) == {"P_at_1"} and states(40, 20) == {"nDCG_at_5"}

@@ -50,46 +50,77 @@ def paths(chart: Chart | None, style: str) -> list[list[tuple[float, float]]]:
 
 def dots(chart: Chart | None, colour: str) -> list[tuple[float, float]]:
     nodes = [
-        node for node in ElementTree.fromstring(drawn(chart)).iter(f"{SVG}use") if "opacity" not in node.get("style")
+        node
+        for node in ElementTree.fromstring(drawn(chart)).iter(f"{SVG}use")
+        if "opacity" not in node.get("style")
     ]
-    return [(float(node.get("x")), float(node.get("y"))) for node in nodes if f"fill: {colour}" in node.get("style")]
+    return [
+        (float(node.get("x")), float(node.get("y")))
+        for node in nodes
+        if f"fill: {colour}" in node.get("style")
+    ]
 
 
 def test_lines_lie_where_their_numbers_are_and_break_at_gaps():
-    chart = line_chart("c", [Line("a", [0, 1, 2, 3, 4], [0, 10, NAN, 5, 5], dots=True)], "x", "y", y_from_zero=True)
+    chart = line_chart(
+        "c", [Line("a", [0, 1, 2, 3, 4], [0, 10, NAN, 5, 5], dots=True)], "x", "y", y_from_zero=True
+    )
     ((x0, y0), (x1, y1), (x3, y3), (x4, y4)) = paths(chart, COLOURS[0])[0]
     assert x4 - x0 == pytest.approx(4 * (x1 - x0), abs=0.01) and y1 < y3 == y4 < y0
-    assert x3 - x1 == pytest.approx(2 * (x1 - x0), abs=0.01) and y0 - y3 == pytest.approx((y0 - y1) / 2, abs=0.01)
+    assert x3 - x1 == pytest.approx(2 * (x1 - x0), abs=0.01) and y0 - y3 == pytest.approx(
+        (y0 - y1) / 2, abs=0.01
+    )
     assert dots(chart, COLOURS[0]) == [(x0, y0), (x1, y1), (x3, y3), (x4, y4)]
-    (long,) = paths(line_chart("c", [Line("a", list(range(5000)), [i % 50 for i in range(5000)])], "x", "y"), "#2463a6")
+    (long,) = paths(
+        line_chart("c", [Line("a", list(range(5000)), [i % 50 for i in range(5000)])], "x", "y"),
+        "#2463a6",
+    )
     assert 100 < len(long) <= 300
     for y in ([3.0], [0.0, 0.0], [1e-9, 2e-9], [-5.0, 1e12]):
         assert "<svg" in drawn(line_chart("c", [Line("a", list(range(len(y))), y)], "x", "y"))
-    assert line_chart("c", [Line("a", [], [])], "x", "y") is None and line_chart("c", [], "x", "y") is None
+    assert (
+        line_chart("c", [Line("a", [], [])], "x", "y") is None
+        and line_chart("c", [], "x", "y") is None
+    )
 
 
 def test_muted_lines_are_grey_and_in_no_table():
     lines = [Line("a", [0, 1], [1, 2]), Line("b", [0, 2], [3, 4], muted=True)]
     chart = line_chart("c", lines, "x", "y")
     assert len(paths(chart, COLOURS[0])) == 1 and len(paths(chart, f"stroke: {MUTED}")) >= 1
-    assert list(chart.legend) == ["a"] and list(chart.table.header) == ["x", "a"] and len(chart.table.rows) == 2
+    assert (
+        list(chart.legend) == ["a"]
+        and list(chart.table.header) == ["x", "a"]
+        and len(chart.table.rows) == 2
+    )
     assert any(title.startswith("b: ") for title in titles(chart))
 
 
 def test_points_lie_where_their_numbers_are_and_the_best_are_named():
-    points = [("low", 1.0, 1.0, False), ("left", 2.0, 9.0, False), ("right", 3.0, 5.0, True), ("none", NAN, 1.0, False)]
+    points = [
+        ("low", 1.0, 1.0, False),
+        ("left", 2.0, 9.0, False),
+        ("right", 3.0, 5.0, True),
+        ("none", NAN, 1.0, False),
+    ]
     chart = point_chart("c", "x", "y", points)
     (low, left), (right,) = dots(chart, COLOURS[0]), dots(chart, COLOURS[PEER])
     assert left[0] - low[0] == pytest.approx((right[0] - low[0]) / 2, abs=0.01)
     assert low[1] - right[1] == pytest.approx((low[1] - left[1]) / 2, abs=0.01)
-    assert [name for name in ("low", "left", "right") if f">{name}</text>" in drawn(chart)] == ["left", "right"]
+    assert [name for name in ("low", "left", "right") if f">{name}</text>" in drawn(chart)] == [
+        "left",
+        "right",
+    ]
     assert titles(chart)[0] == "low: x 1, y 1" and point_chart("c", "x", "y", points[3:]) is None
     assert [row[0] for row in chart.table.rows] == ["right", "left", "low"]
 
 
 def test_bars_are_as_high_as_their_numbers():
     def heights(chart: Chart | None, colour: str) -> list[float]:
-        return [max(y for _, y in path) - min(y for _, y in path) for path in paths(chart, f"fill: {colour}")]
+        return [
+            max(y for _, y in path) - min(y for _, y in path)
+            for path in paths(chart, f"fill: {colour}")
+        ]
 
     chart = bar_chart("c", ["g", "h"], [("a", [10.0, 5.0]), ("b", [-3.0, NAN])], "y")
     first, second = heights(chart, COLOURS[0])
@@ -110,7 +141,9 @@ def test_ranges_lie_where_their_numbers_are():
     ((mean, y),), ((other, below),) = dots(chart, COLOURS[0]), dots(chart, COLOURS[5])
     assert other - mean == pytest.approx(5 * (right - left), abs=0.01) and below > y
     assert chart.about == "x; a 10.00; b 20.00" and range_chart("c", [], "x") is None
-    assert "a very long name a very lon…" in drawn(range_chart("c", [Range("a very long name " * 5, 1.0)], "x"))
+    assert "a very long name a very lon…" in drawn(
+        range_chart("c", [Range("a very long name " * 5, 1.0)], "x")
+    )
 
 
 def test_marks_have_titles_and_a_table_behind_them():
@@ -122,7 +155,8 @@ def test_marks_have_titles_and_a_table_behind_them():
     root = ElementTree.fromstring(drawn(chart))
     marked = [node for node in root.iter(f"{SVG}use") if node.find(f"{SVG}title") is not None]
     ((x, y), (x3, y3)) = paths(chart, COLOURS[0])[0][0], paths(chart, COLOURS[0])[-1][-1]
-    assert [(float(m.get("x")), float(m.get("y"))) for m in marked[:2]] == [(x, y), (x3, y3)]  # on the points they name
+    # on the points they name
+    assert [(float(m.get("x")), float(m.get("y"))) for m in marked[:2]] == [(x, y), (x3, y3)]
     bars = bar_chart("c", ["g", "h"], [("a", [10.0, 5.0]), ("b", [3.0, NAN])], "y", x_label="x")
     assert titles(bars) == ["a, g: 10", "a, h: 5", "b, g: 3", "b, h: 0"]
     assert bars is not None and bars.table.rows == [["g", "10", "3"], ["h", "5", "0"]]
@@ -132,7 +166,9 @@ def test_marks_have_titles_and_a_table_behind_them():
     assert long is not None and len(titles(long)) == len(long.table.rows) == 40
 
 
-@pytest.mark.parametrize(("label", "most"), [("percent, test split", 100.0), ("percentage points", 105.0)])
+@pytest.mark.parametrize(
+    ("label", "most"), [("percent, test split", 100.0), ("percentage points", 105.0)]
+)
 def test_an_axis_in_percent_ends_at_a_hundred(label, most):
     chart = bar_chart("c", ["g"], [("a", [100.0])], label)
     assert chart is not None
@@ -149,5 +185,9 @@ def test_an_axis_in_percent_ends_at_a_hundred(label, most):
 def test_the_same_bytes_whatever_the_texts_hold():
     chart = bar_chart("c", ["$a$_b", "\ud800\x00😀\n<i>"], [("$a$_b", [1.0, 2.0])], "y & y")
     svg = drawn(chart)
-    assert svg == drawn(chart) and "$a$_b" in svg and not re.search(r'(src|href)="(?!#)|<style|\bid="figure', svg)
+    assert (
+        svg == drawn(chart)
+        and "$a$_b" in svg
+        and not re.search(r'(src|href)="(?!#)|<style|\bid="figure', svg)
+    )
     assert "width=" not in svg.split(">")[0] and "&lt;i&gt;" in svg and "y &amp; y" in svg

@@ -1,4 +1,6 @@
-"""Bins of labels by frequency against a loop over queries and labels, and against the metrics they are parts of."""
+"""Bins of labels by frequency against a loop over queries and labels, and against the metrics they
+are parts of.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,36 @@ def _case(seed: int, num_queries: int = 60, num_labels: int = 40, width: int = 7
     truth_NL = rng.random((num_queries, num_labels)) < 0.1
     predicted_NK = np.stack([rng.permutation(num_labels)[:width] for _ in range(num_queries)])
     predicted_NK[rng.random(predicted_NK.shape) < 0.1] = -1
-    count_L = (30 / (1 + np.arange(num_labels))).astype(int)  # a long tail of ties, zeros at its end
+    # a long tail of ties, zeros at its end
+    count_L = (30 / (1 + np.arange(num_labels))).astype(int)
     return predicted_NK, truth_NL, rng.permutation(count_L), 1.0 + rng.random(num_labels) * 5
 
 
 def _slow(predicted_NK, truth_NL, bin_L, count_L, inverse_L, b, k):
     """One bin, by loops."""
     hits = psp = best = 0.0
-    found, tested = set(), set()
+    found = set()
+    tested = set()
     for row, truth_L in zip(predicted_NK, truth_NL, strict=True):
         true = [label for label in range(len(bin_L)) if truth_L[label]]
         best += sum(sorted((inverse_L[label] for label in true), reverse=True)[:k])
         tested |= {label for label in true if bin_L[label] == b}
         for label in row[:k]:
             if label >= 0 and truth_L[label] and bin_L[label] == b:
-                hits, psp = hits + 1, psp + inverse_L[label]
+                hits = hits + 1
+                psp = psp + inverse_L[label]
                 found.add(label)
-    places, pairs = len(predicted_NK) * k, truth_NL[:, bin_L == b].sum()
+    places = len(predicted_NK) * k
+    pairs = truth_NL[:, bin_L == b].sum()
     return {
-        f"P@{k}": 100 * hits / places, f"PSP@{k}": 100 * psp / best if best else 0.0,
+        f"P@{k}": 100 * hits / places,
+        f"PSP@{k}": 100 * psp / best if best else 0.0,
         f"recall@{k}": 100 * hits / pairs if pairs else 0.0,
-        f"coverage@{k}": 100 * len(found) / len(tested) if tested else 0.0, "test_pairs": pairs,
-        "labels": (bin_L == b).sum(), "train_pairs": count_L[bin_L == b].sum(),
-    }  # fmt: skip
+        f"coverage@{k}": 100 * len(found) / len(tested) if tested else 0.0,
+        "test_pairs": pairs,
+        "labels": (bin_L == b).sum(),
+        "train_pairs": count_L[bin_L == b].sum(),
+    }
 
 
 @pytest.mark.parametrize(("seed", "num_bins"), [(0, 5), (1, 3), (2, 1), (3, 40)])
@@ -84,6 +93,16 @@ def test_degenerate_input():
     bins = frequency_bins(np.full((2, 3), -1), csr_matrix((2, 4)), [1, 2, 3, 0], np.ones(4))
     assert all(row["P@5"] == row["PSP@5"] == row["coverage@5"] == 0.0 for row in bins)
     assert sum(row["labels"] for row in bins) == 4
-    assert frequency_bins(np.zeros((0, 3), int), csr_matrix((0, 2)), [1, 1], np.ones(2))[0]["recall@5"] == 0.0
-    explicit_zero = csr_matrix((np.array([0.0, 1.0]), np.array([0, 1]), np.array([0, 2])), shape=(1, 2))
-    assert sum(row["test_pairs"] for row in frequency_bins([[0, 1]], explicit_zero, [1, 1], np.ones(2))) == 1
+    assert (
+        frequency_bins(np.zeros((0, 3), int), csr_matrix((0, 2)), [1, 1], np.ones(2))[0]["recall@5"]
+        == 0.0
+    )
+    explicit_zero = csr_matrix(
+        (np.array([0.0, 1.0]), np.array([0, 1]), np.array([0, 2])), shape=(1, 2)
+    )
+    assert (
+        sum(
+            row["test_pairs"] for row in frequency_bins([[0, 1]], explicit_zero, [1, 1], np.ones(2))
+        )
+        == 1
+    )

@@ -1,4 +1,6 @@
-"""The gate's page: whatever the verdict holds, it is one page that loads nothing and hides no reason."""
+"""The gate's page: whatever the verdict holds, it is one page that loads nothing and hides no
+reason.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,30 @@ HOSTILE = "<script>alert('x')</script>"
 def verdict(**more: Any) -> dict[str, Any]:
     reasons = [
         {"check": "loads", "passed": True, "got": None, "limit": None, "words": "it loads"},
-        {"check": "nDCG@5", "passed": False, "got": -1.0, "limit": 0.0, "words": f"worse {HOSTILE}"},
+        {
+            "check": "nDCG@5",
+            "passed": False,
+            "got": -1.0,
+            "limit": 0.0,
+            "words": f"worse {HOSTILE}",
+        },
     ]
-    about = {"version": "7", "bundle sha256": "ab" * 32, "commit": HOSTILE, "uncommitted changes": True}
+    about = {
+        "version": "7",
+        "bundle sha256": "ab" * 32,
+        "commit": HOSTILE,
+        "uncommitted changes": True,
+    }
     base = {
-        "model": "unidec", "passed": False, "at": "2026-11-21T12:00:00+00:00", "reasons": reasons,
-        "challenger": about, "champion": {**about, "version": "5"}, "data": {"name": HOSTILE, "sha256": "cd" * 32},
+        "model": "unidec",
+        "passed": False,
+        "at": "2026-11-21T12:00:00+00:00",
+        "reasons": reasons,
+        "challenger": about,
+        "champion": {**about, "version": "5"},
+        "data": {"name": HOSTILE, "sha256": "cd" * 32},
         "settings": {"metric": "nDCG@5", "guarded": ["P@1"]},
-    }  # fmt: skip
+    }
     return base | more
 
 
@@ -73,17 +91,39 @@ def test_every_check_of_the_gate_has_its_advice() -> None:
 
 
 def test_figures_of_both_sides_and_their_difference() -> None:
-    metrics = {"nDCG@5": 30.0, "P@1": 40.0, "tail/R@10": 1.0, "tail/num_queries": 9.0, "head/R@10": 0.0,
-               "head/num_queries": 0.0}  # fmt: skip
-    compared = {"metric": "nDCG@5", "difference": -1.5, "confidence": 0.123, "num_queries": 6000, "better": 10,
-                "worse": 1234, "intervals": {"nDCG@5": [-2.0, -1.0]}}  # fmt: skip
-    probe = {"load_seconds": 3.0, "p50_ms": 4.0, "p95_ms": 5.25, "peak_megabytes": 300.0, "megabytes": 12.0}
+    metrics = {
+        "nDCG@5": 30.0,
+        "P@1": 40.0,
+        "tail/R@10": 1.0,
+        "tail/num_queries": 9.0,
+        "head/R@10": 0.0,
+        "head/num_queries": 0.0,
+    }
+    compared = {
+        "metric": "nDCG@5",
+        "difference": -1.5,
+        "confidence": 0.123,
+        "num_queries": 6000,
+        "better": 10,
+        "worse": 1234,
+        "intervals": {"nDCG@5": [-2.0, -1.0]},
+    }
+    probe = {
+        "load_seconds": 3.0,
+        "p50_ms": 4.0,
+        "p95_ms": 5.25,
+        "peak_megabytes": 300.0,
+        "megabytes": 12.0,
+    }
     page = render(
-        "gate", verdict=verdict(
-            metrics={"challenger": metrics, "champion": metrics | {"nDCG@5": 31.5}}, comparison=compared,
-            probes={"challenger": probe}, labels={"champion": {"unknown": 1200, "removed": 3}},
-        )
-    )  # fmt: skip
+        "gate",
+        verdict=verdict(
+            metrics={"challenger": metrics, "champion": metrics | {"nDCG@5": 31.5}},
+            comparison=compared,
+            probes={"challenger": probe},
+            labels={"champion": {"unknown": 1200, "removed": 3}},
+        ),
+    )
     for shown in (
         "-1.50",
         "12.3%",

@@ -1,4 +1,6 @@
-"""Metrics against hand-computed cases and a slow dense float64 reference written from the definitions."""
+"""Metrics against hand-computed cases and a slow dense float64 reference written from the
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,15 @@ def dense_reference(predicted, truth, weight, group, ks, propensity_ks):
     def one_scope(mask, mean_all):
         out = {}
         positives = [
-            [label for label in range(num_labels) if truth[i, label] and mask[label]] for i in range(num_queries)
+            [label for label in range(num_labels) if truth[i, label] and mask[label]]
+            for i in range(num_queries)
         ]
         ranks = [
-            [(j, label) for j, label in enumerate(predicted[i], 1) if label >= 0 and truth[i, label] and mask[label]]
+            [
+                (j, label)
+                for j, label in enumerate(predicted[i], 1)
+                if label >= 0 and truth[i, label] and mask[label]
+            ]
             for i in range(num_queries)
         ]
         counted = num_queries if mean_all else sum(bool(p) for p in positives)
@@ -50,7 +57,9 @@ def dense_reference(predicted, truth, weight, group, ks, propensity_ks):
                 found |= {label for _, label in within}
                 if positives[i]:
                     r += len(within) / len(positives[i])
-                    n += sum(1 / math.log2(j + 1) for j, _ in within) / ideal(min(k, len(positives[i])))
+                    n += sum(1 / math.log2(j + 1) for j, _ in within) / ideal(
+                        min(k, len(positives[i]))
+                    )
             out[f"P@{k}"] = p / num_queries if num_queries else 0.0
             out[f"R@{k}"] = r / counted if counted else 0.0
             out[f"nDCG@{k}"] = n / counted if counted else 0.0
@@ -71,7 +80,9 @@ def dense_reference(predicted, truth, weight, group, ks, propensity_ks):
             out[f"PSnDCG@{k}"] = gain / gain_best if gain_best else 0.0
         first = sum(1 / r[0][0] for r in ranks if r and r[0][0] <= max(ks))
         out["MRR"] = first / counted if counted else 0.0
-        return {key: 100 * value for key, value in out.items()}, float(sum(bool(p) for p in positives))
+        return {key: 100 * value for key, value in out.items()}, float(
+            sum(bool(p) for p in positives)
+        )
 
     out, _ = one_scope(np.ones(num_labels, bool), True)
     out["num_queries"] = float(num_queries)
@@ -83,9 +94,13 @@ def dense_reference(predicted, truth, weight, group, ks, propensity_ks):
 
 
 def random_case(seed, num_queries, num_labels, width, density):
-    """Predictions without doubles and with -1 at random ranks; graded truth with stored zeros and empty rows."""
+    """Predictions without doubles and with -1 at random ranks; graded truth with stored zeros and
+    empty rows.
+    """
     rng = np.random.default_rng(seed)
-    truth = (rng.random((num_queries, num_labels)) < density) * rng.choice([0.5, 1.0, 3.0], (num_queries, num_labels))
+    truth = (rng.random((num_queries, num_labels)) < density) * rng.choice(
+        [0.5, 1.0, 3.0], (num_queries, num_labels)
+    )
     truth[rng.random(num_queries) < 0.15] = 0
     relevance = csr_matrix(truth)
     if relevance.nnz:
@@ -95,7 +110,13 @@ def random_case(seed, num_queries, num_labels, width, density):
     predicted = np.argsort(rng.random((num_queries, num_labels)) - 0.5 * truth, axis=1)[:, :columns]
     predicted = np.pad(predicted, ((0, 0), (0, width - columns)), constant_values=-1)
     predicted[rng.random(predicted.shape) < 0.1] = -1
-    return predicted, relevance, truth, 1 + 9 * rng.random(num_labels), rng.integers(0, 3, num_labels)
+    return (
+        predicted,
+        relevance,
+        truth,
+        1 + 9 * rng.random(num_labels),
+        rng.integers(0, 3, num_labels),
+    )
 
 
 def assert_same(got, want):
@@ -106,10 +127,20 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize(
     ("seed", "num_queries", "num_labels", "width", "density"),
-    [(0, 60, 40, 12, 0.1), (1, 40, 150, 120, 0.05), (2, 50, 8, 100, 0.4), (3, 30, 1, 3, 0.5), (4, 25, 30, 2, 0.9)],
+    [
+        (0, 60, 40, 12, 0.1),
+        (1, 40, 150, 120, 0.05),
+        (2, 50, 8, 100, 0.4),
+        (3, 30, 1, 3, 0.5),
+        (4, 25, 30, 2, 0.9),
+    ],
 )
-def test_equals_dense_reference_whole_and_in_blocks(seed, num_queries, num_labels, width, density, monkeypatch):
-    predicted, relevance, truth, weight, group = random_case(seed, num_queries, num_labels, width, density)
+def test_equals_dense_reference_whole_and_in_blocks(
+    seed, num_queries, num_labels, width, density, monkeypatch
+):
+    predicted, relevance, truth, weight, group = random_case(
+        seed, num_queries, num_labels, width, density
+    )
     want = dense_reference(predicted, truth, weight, group, KS, (1, 3, 5))
     assert_same(evaluate(predicted, relevance, weight, group), want)
     monkeypatch.setattr("unidec.evaluation.metrics._BLOCK", 7)
@@ -122,12 +153,14 @@ def test_equals_dense_reference_whole_and_in_blocks(seed, num_queries, num_label
 def test_hand_computed():
     """Two queries, four labels: 0 and 1 tail, 2 torso, 3 head; weights 4, 3, 2, 1.
 
-    Query 0: relevant {0, 3}, predicted 3, 2, 0. Query 1: relevant {1}, predicted 0, 1 (then nothing).
+    Query 0: relevant {0, 3}, predicted 3, 2, 0. Query 1: relevant {1}, predicted 0, 1 (then
+    nothing).
     """
     relevance = csr_matrix(np.array([[1, 0, 0, 1], [0, 1, 0, 0]], dtype=np.float32))
     predicted = np.array([[3, 2, 0], [0, 1, -1]])
     got = evaluate(predicted, relevance, [4.0, 3.0, 2.0, 1.0], [0, 0, 1, 2])
-    d2, d3 = 1 / math.log2(3), 1 / 2
+    d2 = 1 / math.log2(3)
+    d3 = 1 / 2
     want = {
         "P@1": 1 / 2,
         "P@3": (2 / 3 + 1 / 3) / 2,
@@ -156,7 +189,12 @@ def test_hand_computed():
     }
     for key, value in want.items():
         assert got[key] == pytest.approx(100 * value), key
-    assert (got["num_queries"], got["tail/num_queries"], got["torso/num_queries"], got["head/num_queries"]) == (
+    assert (
+        got["num_queries"],
+        got["tail/num_queries"],
+        got["torso/num_queries"],
+        got["head/num_queries"],
+    ) == (
         2,
         2,
         0,
@@ -167,7 +205,18 @@ def test_hand_computed():
 def test_perfect_and_useless_predictions():
     relevance = csr_matrix(np.array([[1, 1, 0], [0, 0, 1]]))
     perfect = evaluate(np.array([[1, 0], [2, -1]]), relevance, [1.0, 5.0, 2.0], [0, 1, 2])
-    for key in ("P@1", "R@3", "nDCG@1", "nDCG@3", "PSP@1", "PSP@3", "PSnDCG@1", "PSnDCG@3", "MRR", "coverage@3"):
+    for key in (
+        "P@1",
+        "R@3",
+        "nDCG@1",
+        "nDCG@3",
+        "PSP@1",
+        "PSP@3",
+        "PSnDCG@1",
+        "PSnDCG@3",
+        "MRR",
+        "coverage@3",
+    ):
         assert perfect[key] == pytest.approx(100), key
     useless = evaluate(np.array([[2], [0]]), relevance, [1.0, 5.0, 2.0], [0, 1, 2])
     assert all(value == 0 for key, value in useless.items() if not key.endswith("num_queries"))
@@ -179,7 +228,9 @@ def test_degenerate_inputs_are_defined():
     no_positives = evaluate(np.zeros((3, 1), int), csr_matrix((3, 4)), np.ones(4), np.zeros(4, int))
     assert no_positives.pop("num_queries") == 3
     assert set(no_positives.values()) == {0.0}
-    no_columns = evaluate(np.zeros((2, 0), int), csr_matrix(np.eye(2)), np.ones(2), np.zeros(2, int))
+    no_columns = evaluate(
+        np.zeros((2, 0), int), csr_matrix(np.eye(2)), np.ones(2), np.zeros(2, int)
+    )
     assert no_columns["P@1"] == no_columns["MRR"] == 0
     assert no_columns["tail/num_queries"] == 2
     zero_weight = evaluate(np.array([[0]]), csr_matrix([[1.0]]), [0.0], [0])
@@ -191,7 +242,9 @@ def test_unsorted_and_repeated_truth_entries_count_once():
     messy = csr_matrix((np.ones(4), np.array([2, 0, 0, 1]), np.array([0, 3, 4])), shape=(2, 3))
     clean = csr_matrix(np.array([[1, 0, 1], [0, 1, 0]]))
     predicted = np.array([[0, 2, 1], [2, 1, 0]])
-    assert evaluate(predicted, messy, np.ones(3), [0, 1, 2]) == evaluate(predicted, clean, np.ones(3), [0, 1, 2])
+    assert evaluate(predicted, messy, np.ones(3), [0, 1, 2]) == evaluate(
+        predicted, clean, np.ones(3), [0, 1, 2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +271,9 @@ def test_the_refusal_names_the_row():
         by_query(np.array([[0, 1], [2, 2]]), csr_matrix((2, 3)), ["P@1"], np.ones(3))
 
 
-@pytest.mark.parametrize(("k", "density"), [(1, 0.2), (6, 0.3), (12, 0.2), (20, 0.5), (0, 0.1), (4, 0.0), (4, 1.0)])
+@pytest.mark.parametrize(
+    ("k", "density"), [(1, 0.2), (6, 0.3), (12, 0.2), (20, 0.5), (0, 0.1), (4, 0.0), (4, 1.0)]
+)
 def test_remove_filtered_equals_a_slow_loop(k, density):
     rng = np.random.default_rng(int(100 * density) + k)
     predicted, _, _, _, _ = random_case(k, 40, 25, 12, 0.1)
@@ -239,13 +294,17 @@ def test_what_is_left_moves_up():
 
 def test_keys_of_pairs():
     pairs = csr_matrix(([True, False, True], ([0, 2, 2], [3, 1, 0])), shape=(3, 4))
-    assert pair_keys(pairs).tolist() == [3, 8, 9] and pair_keys(pairs, positive_only=True).tolist() == [3, 8]
+    assert pair_keys(pairs).tolist() == [3, 8, 9] and pair_keys(
+        pairs, positive_only=True
+    ).tolist() == [3, 8]
     assert pair_keys(csr_matrix((0, 4))).tolist() == []
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_scikit_learn_ndcg(seed):
-    """An independent implementation, where its definition agrees: binary truth, at least one positive a query."""
+    """An independent implementation, where its definition agrees: binary truth, at least one
+    positive a query.
+    """
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(seed)
     truth = rng.random((40, 30)) < 0.2
@@ -268,17 +327,28 @@ def test_filtered_truth_equals_dense(density):
 
 def test_no_ranking_is_better_than_the_ideal_one() -> None:
     rng = np.random.default_rng(3)
-    num, num_labels, k = 60, 30, 12
-    truth = csr_matrix((rng.random((num, num_labels)) < rng.choice([0.05, 0.2, 0.6], (num, 1))).astype(np.float32))
-    weight_L, group_L = 1 + rng.random(num_labels) * 5, rng.integers(0, 3, num_labels)
+    num = 60
+    num_labels = 30
+    k = 12
+    truth = csr_matrix(
+        (rng.random((num, num_labels)) < rng.choice([0.05, 0.2, 0.6], (num, 1))).astype(np.float32)
+    )
+    weight_L = 1 + rng.random(num_labels) * 5
+    group_L = rng.integers(0, 3, num_labels)
     ideal = evaluate(ideal_ranking(truth, weight_L, k), truth, weight_L, group_L)
     counts = np.diff(truth.indptr)
     assert ideal["P@5"] == pytest.approx(100 * np.minimum(counts, 5).mean() / 5)
-    assert ideal["PSP@5"] == pytest.approx(100) and ideal["nDCG@5"] == pytest.approx(100 * (counts > 0).mean())
+    assert ideal["PSP@5"] == pytest.approx(100) and ideal["nDCG@5"] == pytest.approx(
+        100 * (counts > 0).mean()
+    )
     for _ in range(20):
         tried = np.array([rng.permutation(num_labels)[:k] for _ in range(num)])
         found = evaluate(tried, truth, weight_L, group_L)
-        worse = [name for name, value in found.items() if "coverage" not in name and value > ideal[name] + 1e-9]
+        worse = [
+            name
+            for name, value in found.items()
+            if "coverage" not in name and value > ideal[name] + 1e-9
+        ]
         assert not worse, worse
     none = ideal_ranking(csr_matrix((3, 5), dtype=np.float32), np.ones(5), 4)
     assert (none == -1).all() and none.shape == (3, 4)

@@ -19,18 +19,62 @@ from unidec.evaluation.significance import Comparison
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
 METRICS = (
     {"P@1": 45.125, "P@5": 21.0, "R@100": 71.0, "num_queries": 8088}
-    | {f"{g}/{m}": v for g, v in (("tail", 1.5), ("torso", 2.5), ("head", 3.5)) for m in ("P@1", "R@10", "coverage@1")}
+    | {
+        f"{g}/{m}": v
+        for g, v in (("tail", 1.5), ("torso", 2.5), ("head", 3.5))
+        for m in ("P@1", "R@10", "coverage@1")
+    }
     | {"coverage@1": 12.5, "coverage@100": 44.0}
 )
-BINS = [{"bin": b, "labels": 10 * b, "train_pairs": 50, "most": 9 - b, "least": 8 - b, "mean_frequency": 8.5,
-         "test_pairs": 5, "P@5": 3.25, "PSP@5": 1.0, "recall@5": 50.0, "coverage@5": 60.0} for b in (1, 2)]  # fmt: skip
+BINS = [
+    {
+        "bin": b,
+        "labels": 10 * b,
+        "train_pairs": 50,
+        "most": 9 - b,
+        "least": 8 - b,
+        "mean_frequency": 8.5,
+        "test_pairs": 5,
+        "P@5": 3.25,
+        "PSP@5": 1.0,
+        "recall@5": 50.0,
+        "coverage@5": 60.0,
+    }
+    for b in (1, 2)
+]
 BETTER = Comparison("model", "mix", "tail/R@10", 30.0, 20.0, 10.0, 4.25, 15.75, 0.0001, 0.0004, 99)
-HISTORY = [{"step": s, "loss": 5 / s, "loss_de": 3 / s, "lr_heads": 1e-4, "grad_norm": 1.0, "pool_size": 3000,
-            "positives_per_query": 3.5, "texts_per_s": 900} for s in range(1, 900)]  # fmt: skip
-REFRESH = {"refresh_seconds": 9.0, "cluster_seconds": 2.0, "mine_seconds": 3.0, "mine_negative_score": 0.25}
-ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh": REFRESH, "train_seconds": 50.0,
-           "steps_per_s": 2.0, "memory": {"host_used_gib": 1.25}, "validation": {"P@1": 30.0 + r, "R@100": 60.0}}
-          for r in (1, 2, 3)]  # fmt: skip
+HISTORY = [
+    {
+        "step": s,
+        "loss": 5 / s,
+        "loss_de": 3 / s,
+        "lr_heads": 1e-4,
+        "grad_norm": 1.0,
+        "pool_size": 3000,
+        "positives_per_query": 3.5,
+        "texts_per_s": 900,
+    }
+    for s in range(1, 900)
+]
+REFRESH = {
+    "refresh_seconds": 9.0,
+    "cluster_seconds": 2.0,
+    "mine_seconds": 3.0,
+    "mine_negative_score": 0.25,
+}
+ROUNDS = [
+    {
+        "round": r,
+        "epoch": 5 * r,
+        "seconds": 60.0,
+        "refresh": REFRESH,
+        "train_seconds": 50.0,
+        "steps_per_s": 2.0,
+        "memory": {"host_used_gib": 1.25},
+        "validation": {"P@1": 30.0 + r, "R@100": 60.0},
+    }
+    for r in (1, 2, 3)
+]
 
 FUSION = {
     "objective": "nDCG@5",
@@ -40,23 +84,46 @@ FUSION = {
 
 
 def _example(text: str) -> dict:
-    rows = [{"label": text, "title": text, "score": 1.0, "correct": c}
-            for c in (True, False)]  # fmt: skip
-    return {"query": text, "truth": [text] * 20, "predictions": rows, "missed": [text], "gain": 12.25}
+    rows = [{"label": text, "title": text, "score": 1.0, "correct": c} for c in (True, False)]
+    return {
+        "query": text,
+        "truth": [text] * 20,
+        "predictions": rows,
+        "missed": [text],
+        "gain": 12.25,
+    }
 
 
 def _full(text: str = "some text") -> ReportInput:
     return ReportInput(
-        title=text, date=text, dataset=text, model=text, metrics={"both": METRICS, "de": METRICS, text: METRICS},
-        baselines={text: {"P@1": 50.0}}, at_best=AT_BEST, baseline_note=text,
+        title=text,
+        date=text,
+        dataset=text,
+        model=text,
+        metrics={"both": METRICS, "de": METRICS, text: METRICS},
+        baselines={text: {"P@1": 50.0}},
+        at_best=AT_BEST,
+        baseline_note=text,
         history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
-        rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS], bins=BINS,
-        index={"recall@10": 99.5, text: text}, fusion=FUSION | {"objective": text},
-        calibration={"score": np.linspace(0, 1, 200).reshape(40, 5), "correct": np.arange(200).reshape(40, 5) > 100},
-        gains=[_example(text)], losses=[_example(text)], gain_over=text, earlier={text: METRICS},
-        card={text: {text: text}}, params={text: [text, 1]},
-        lineage={text: text, "dirty": True}, verdict=text, warnings=[text], comparison=[BETTER],
-    )  # fmt: skip
+        rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS],
+        bins=BINS,
+        index={"recall@10": 99.5, text: text},
+        fusion=FUSION | {"objective": text},
+        calibration={
+            "score": np.linspace(0, 1, 200).reshape(40, 5),
+            "correct": np.arange(200).reshape(40, 5) > 100,
+        },
+        gains=[_example(text)],
+        losses=[_example(text)],
+        gain_over=text,
+        earlier={text: METRICS},
+        card={text: {text: text}},
+        params={text: [text, 1]},
+        lineage={text: text, "dirty": True},
+        verdict=text,
+        warnings=[text],
+        comparison=[BETTER],
+    )
 
 
 AT_BEST = {"P@1": 100.0, "P@5": 41.25, "nDCG@5": 100.0, "R@10": 98.5, "tail/R@10": 97.5}
@@ -69,7 +136,8 @@ def _plain() -> str:
 
 def test_every_text_is_escaped(tmp_path):
     write_page(tmp_path / "report.html", render(_full(HOSTILE)))
-    plain, hostile = Page(_plain()), Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    plain = Page(_plain())
+    hostile = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert hostile.open == [] and plain.open == []
     assert "script" not in hostile.tags
     assert all(value.startswith("data:") for name, value in hostile.attributes if name == "src")
@@ -81,16 +149,30 @@ def test_every_text_is_escaped(tmp_path):
 def test_the_page_loads_nothing():
     html = _plain().replace('href="gate.html"', "", 1)  # a link to the page beside it loads nothing
     html = re.sub(r' xmlns(:\w+)?="http://www.w3.org/[^"]*"', "", html)  # names, not addresses
-    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import|<link|<script|https?:""", html)
+    assert not re.search(
+        r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import|<link|<script|https?:""", html
+    )
     assert "prefers-color-scheme:dark" in html and "@media print" in html
     assert "default-src 'none'" in html
 
 
 def test_all_parts_are_there():
     page = Page(_plain())
-    content, anchors = "content", re.findall(r'<section id="([^"]*)"', _plain())
-    assert anchors == ["metrics", "groups", "training", "rounds", "index", "fusion", "calibration",
-                       "examples", "data", "parameters", "lineage"]  # fmt: skip
+    content = "content"
+    anchors = re.findall(r'<section id="([^"]*)"', _plain())
+    assert anchors == [
+        "metrics",
+        "groups",
+        "training",
+        "rounds",
+        "index",
+        "fusion",
+        "calibration",
+        "examples",
+        "data",
+        "parameters",
+        "lineage",
+    ]
     links = [value for name, value in page.attributes if name == "href"]
     assert ("id", content) in page.attributes
     assert links == [f"#{content}", "gate.html", *(f"#{anchor}" for anchor in anchors)]
@@ -111,7 +193,8 @@ def test_all_parts_are_there():
         "classifier2.38",
     ):
         assert text in page.words, text
-    # contributions, within bins, groups; validation, loss, rates, norm, two of pools; rounds; tail; calibration
+    # contributions, within bins, groups; validation, loss, rates, norm, two of pools; rounds; tail;
+    # calibration
     assert page.tags.count("svg") == page.tags.count("figure") == 3 + 6 + 1 + 1 + 1
 
 
@@ -122,8 +205,14 @@ def test_a_missing_part_is_left_out(missing, undrawn):
     report = dataclasses.replace(_full(), **{missing: getattr(default, missing)})
     html = render(report)
     assert Page(html).open == []
-    section = {"rounds": "rounds", "index": "index", "fusion": "fusion",
-               "calibration": "calibration", "params": "parameters", "lineage": "lineage"}.get(missing)  # fmt: skip
+    section = {
+        "rounds": "rounds",
+        "index": "index",
+        "fusion": "fusion",
+        "calibration": "calibration",
+        "params": "parameters",
+        "lineage": "lineage",
+    }.get(missing)
     if section:
         assert f'id="{section}"' not in html
 
@@ -132,7 +221,11 @@ def test_a_keyboard_reaches_all():
     page = Page(_plain())
     assert ("class", "skip") in page.attributes and ("href", "#content") in page.attributes
     wide = [value for name, value in page.attributes if name == "class" and value == "wide"]
-    assert len(wide) == page.attributes.count(("tabindex", "0")) == page.attributes.count(("role", "region"))
+    assert (
+        len(wide)
+        == page.attributes.count(("tabindex", "0"))
+        == page.attributes.count(("role", "region"))
+    )
     assert (
         page.tags.count("summary") == page.tags.count("details") == 2 + page.tags.count("figure")
     )  # features, parameters
@@ -172,7 +265,12 @@ def test_the_verdict_tells_where_it_wins_and_where_it_loses():
     words = wins_and_losses(own, other)
     assert words == "higher: P@1 +1.0, R@10 of tail labels +1.0; lower: PSP@5 -2.5; equal: P@5"
     page = Page(
-        render(ReportInput(metrics={"both": own}, earlier={"the champion (version 3)": other, "the last run": {}}))
+        render(
+            ReportInput(
+                metrics={"both": own},
+                earlier={"the champion (version 3)": other, "the last run": {}},
+            )
+        )
     )
     assert f"Against the champion (version 3), points: {words}." in page.words
     assert "Against the last run, points: measured on other data" in page.words
@@ -185,16 +283,26 @@ def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):
     groups = {"tail": (50, 1.0), "torso": (20, 2.0), "head": (100, 0.0)}
     metrics = {"num_queries": 200.0}
     for group, (queries, added) in groups.items():
-        metrics |= {f"{group}/num_queries": float(queries), f"{group}/P@5": added, f"{group}/R@10": 5.0}
+        metrics |= {
+            f"{group}/num_queries": float(queries),
+            f"{group}/P@5": added,
+            f"{group}/R@10": 5.0,
+        }
     page = Page(render(ReportInput(metrics={"both": metrics})))
     head = page.row("system, group")
-    assert head[1:3] == ["contributes to P@5", "P@5 within"] and head[-1] == "queries with such a label"
-    # 200 queries, 2 percent of 1000 places: 20 hits, which are 20 of the 100 places of the 20 queries with such a label
+    assert (
+        head[1:3] == ["contributes to P@5", "P@5 within"]
+        and head[-1] == "queries with such a label"
+    )
+    # 200 queries, 2 percent of 1000 places: 20 hits, which are 20 of the 100 places of the 20
+    # queries with such a label
     assert page.row("both heads, torso")[1:] == ["2.00", "20.00", "5.00", "20"]
 
 
 def test_the_best_of_a_column_is_bold():
-    report = ReportInput(metrics={"both": {"P@1": 45.0, "P@5": 22.0}}, baselines={"XR": {"P@1": 46.0}})
+    report = ReportInput(
+        metrics={"both": {"P@1": 45.0, "P@5": 22.0}}, baselines={"XR": {"P@1": 46.0}}
+    )
     html = render(report)
     assert re.findall(r"<b class=\"best\">([^<]*)</b>", html) == ["22.00", "46.00"]
 
@@ -202,7 +310,10 @@ def test_the_best_of_a_column_is_bold():
 @pytest.mark.parametrize(
     ("index", "shown"),
     [
-        ({"space": "both", "clf_weight": 2.0, "knn_weight": 0.5}, "score = DE + 2.00 × CLF + 0.50 × votes;"),
+        (
+            {"space": "both", "clf_weight": 2.0, "knn_weight": 0.5},
+            "score = DE + 2.00 × CLF + 0.50 × votes;",
+        ),
         ({"space": "both", "clf_weight": 2.0, "knn_weight": 0.0}, "score = DE + 2.00 × CLF"),
         ({"space": "clf", "clf_weight": 2.0}, "score = CLF"),
         ({"clf_weight": 2.0}, ""),
@@ -212,7 +323,11 @@ def test_examples_say_how_a_score_comes_about(index, shown):
     fused = Page(render(ReportInput(index=index, fusion=FUSION, losses=[_example("text")]))).words
     assert "score = logit of the learnt fusion" in fused and "DE +" not in fused
     words = Page(render(ReportInput(index=index, losses=[_example("text")]))).words
-    assert shown in words and ("votes;" in words) == ("votes" in shown) and ("score = " in words) == bool(shown)
+    assert (
+        shown in words
+        and ("votes;" in words) == ("votes" in shown)
+        and ("score = " in words) == bool(shown)
+    )
 
 
 def test_a_frequency_group_without_test_queries_is_left_out():
@@ -222,9 +337,17 @@ def test_a_frequency_group_without_test_queries_is_left_out():
 
 
 def test_numbers_that_are_not_finite_do_not_break_it():
-    history = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": None}]
-    report = ReportInput(metrics={"both": {"P@1": float("nan"), "P@3": 1.0}}, history=history, rounds=[{"round": 1}],
-                         calibration={"score": [-np.inf, np.nan], "correct": [0, 0]})  # fmt: skip
+    history = [
+        {"step": 1, "loss": float("nan")},
+        {"step": 2, "loss": 1.0},
+        {"step": 3, "loss": None},
+    ]
+    report = ReportInput(
+        metrics={"both": {"P@1": float("nan"), "P@3": 1.0}},
+        history=history,
+        rounds=[{"round": 1}],
+        calibration={"score": [-np.inf, np.nan], "correct": [0, 0]},
+    )
     html = render(report)
     assert Page(html).open == [] and "nan" not in html.lower()
     assert 'id="calibration"' not in html
@@ -232,13 +355,17 @@ def test_numbers_that_are_not_finite_do_not_break_it():
 
 def test_calibration_against_a_loop():
     rng = np.random.default_rng(7)
-    score, correct = rng.random((53, 3)).round(2), rng.random((53, 3)) < 0.3
+    score = rng.random((53, 3)).round(2)
+    correct = rng.random((53, 3)) < 0.3
     score[0, :2] = [-np.inf, np.nan]
     found = [(s, c) for s, c in zip(score.ravel(), correct.ravel(), strict=True) if np.isfinite(s)]
-    pairs, start = sorted(found, key=lambda pair: pair[0]), 0
+    pairs = sorted(found, key=lambda pair: pair[0])
+    start = 0
     for i, (high, mean, precision, size) in enumerate(calibration_bins(score, correct)):
         part = pairs[start : start + (16 if i < 7 else 15)]  # 157 in 10 bins
-        assert (high, size) == (part[-1][0], len(part)) and precision == pytest.approx(sum(c for _, c in part) / size)
+        assert (high, size) == (part[-1][0], len(part)) and precision == pytest.approx(
+            sum(c for _, c in part) / size
+        )
         assert mean == pytest.approx(sum(s for s, _ in part) / size)
         start += len(part)
     assert start == len(pairs) == 157
@@ -253,7 +380,9 @@ def test_probabilities_are_drawn_against_what_was_right(undrawn):
     given = {"score": probability, "correct": correct, "probability": probability}
     page = Page(render(dataclasses.replace(_full(), calibration=given)))
     found = [(p, c) for p, c in zip(probability.ravel(), correct.ravel(), strict=True) if p == p]
-    pairs, distance, start = sorted(found, key=lambda pair: pair[0]), 0.0, 0
+    pairs = sorted(found, key=lambda pair: pair[0])
+    distance = 0.0
+    start = 0
     for i in range(10):
         part = pairs[start : start + (21 if i < 3 else 20)]  # 203 in 10 bins
         distance += abs(sum(p for p, _ in part) - sum(c for _, c in part))

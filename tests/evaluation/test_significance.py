@@ -1,4 +1,6 @@
-"""Tests of significance against loops written from the definitions, exact enumeration, and what chance would give."""
+"""Tests of significance against loops written from the definitions, exact enumeration, and what
+chance would give.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,20 @@ def compare(runs, against, **options):
 
 @pytest.mark.parametrize(
     ("num_queries", "num_labels", "width", "density"),
-    [(40, 130, 110, 0.05), (30, 12, 7, 0.3), (9, 12, 2, 0.2), (5, 12, 12, 0.0), (1, 1, 1, 1.0), (20, 40, 0, 0.2)],
+    [
+        (40, 130, 110, 0.05),
+        (30, 12, 7, 0.3),
+        (9, 12, 2, 0.2),
+        (5, 12, 12, 0.0),
+        (1, 1, 1, 1.0),
+        (20, 40, 0, 0.2),
+    ],
 )
 def test_values_by_query_make_the_evaluators_figures(num_queries, num_labels, width, density):
     rng = np.random.default_rng(num_queries)
     truth = csr_matrix(rng.random((num_queries, num_labels)) < density)
-    weight_L, group_L = rng.random(num_labels) * 5 + 1, rng.integers(0, 3, num_labels)
+    weight_L = rng.random(num_labels) * 5 + 1
+    group_L = rng.integers(0, 3, num_labels)
     predicted = random_predictions(1, num_queries, num_labels, width)
     got = by_query(predicted, truth, METRICS, weight_L)
     overall = evaluate(predicted, truth, weight_L, group_L)
@@ -51,7 +61,9 @@ def test_values_by_query_make_the_evaluators_figures(num_queries, num_labels, wi
 
 
 def slow_bootstrap(a_runs, b_runs, num_samples, seed):
-    """Differences by loops over resamples and queries, with the draws of the library's generator."""
+    """Differences by loops over resamples and queries, with the draws of the library's
+    generator.
+    """
     num_queries = len(a_runs[0]["m"][0])
     drawn = np.random.default_rng([seed, 0]).integers(num_queries, size=(num_samples, num_queries))
 
@@ -60,10 +72,13 @@ def slow_bootstrap(a_runs, b_runs, num_samples, seed):
         below = sum(below_N[i] for i in queries)
         return 100 * sum(above_N[i] for i in queries) / below if below else 0.0
 
-    return np.array([
-        np.mean([metric(run, queries) for run in a_runs]) - np.mean([metric(run, queries) for run in b_runs])
-        for queries in drawn
-    ])  # fmt: skip
+    return np.array(
+        [
+            np.mean([metric(run, queries) for run in a_runs])
+            - np.mean([metric(run, queries) for run in b_runs])
+            for queries in drawn
+        ]
+    )
 
 
 @pytest.mark.parametrize("ratio", [False, True])
@@ -75,7 +90,9 @@ def test_bootstrap_equals_a_slow_loop_for_means_and_ratios(ratio):
     (got,) = compare({"a": a, "b": b}, "b", num_samples=200, seed=7)
     want = slow_bootstrap(a, b, 200, 7)
     assert (got.low, got.high) == pytest.approx(tuple(np.percentile(want, [2.5, 97.5])))
-    assert got.difference == pytest.approx(np.mean([value(r) for r in a]) - np.mean([value(r) for r in b]))
+    assert got.difference == pytest.approx(
+        np.mean([value(r) for r in a]) - np.mean([value(r) for r in b])
+    )
     assert got.num_queries == 25
 
 
@@ -88,8 +105,12 @@ def test_randomisation_comes_near_the_exact_test(ratio):
     seen = 100 * (a.sum() - b.sum()) / below.sum()
     extreme = 0
     for swap in itertools.product((False, True), repeat=12):
-        first, second = np.where(swap, b, a), np.where(swap, a, b)
-        extreme += abs(100 * first.sum() / below.sum() - 100 * second.sum() / below.sum()) >= abs(seen) - 1e-9
+        first = np.where(swap, b, a)
+        second = np.where(swap, a, b)
+        extreme += (
+            abs(100 * first.sum() / below.sum() - 100 * second.sum() / below.sum())
+            >= abs(seen) - 1e-9
+        )
     exact = extreme / 2**12
     (got,) = compare({"a": [scores(a, below)], "b": [scores(b, below)]}, "b", num_samples=20_000)
     assert 0.005 < exact < 0.5, "the case must say something"
@@ -100,7 +121,8 @@ def test_alike_systems_seem_different_as_often_as_the_level_says():
     rng = np.random.default_rng(0)
     found = 0
     for seed in range(200):
-        hits = rng.random((2, 60)) < rng.random(60)  # both as good on a query, queries of all difficulties
+        # both as good on a query, queries of all difficulties
+        hits = rng.random((2, 60)) < rng.random(60)
         runs = {"a": [scores(hits[0])], "b": [scores(hits[1])]}
         (got,) = compare(runs, "b", num_samples=400, seed=seed)
         found += got.p_value < 0.05
@@ -115,7 +137,8 @@ def test_the_same_system_differs_from_itself_in_nothing():
 
 
 def test_nothing_relevant_is_no_difference():
-    run, other = scores([0, 0], [0, 0]), scores([0, 0], [0, 0])
+    run = scores([0, 0], [0, 0])
+    other = scores([0, 0], [0, 0])
     (got,) = compare({"a": [run], "b": [other]}, "b", num_samples=50)
     assert (got.value, got.difference, got.p_value) == (0, 0, 1)
 
@@ -130,9 +153,12 @@ def test_a_clear_difference_is_found_on_both_sides():
 
 
 def test_further_seeds_of_the_same_result_prove_nothing_more():
-    """Results stacked as if the seeds were queries of their own would make p smaller; here it stays as it is."""
+    """Results stacked as if the seeds were queries of their own would make p smaller; here it stays
+    as it is.
+    """
     rng = np.random.default_rng(8)
-    a, b = scores(rng.random(40) + 0.08), scores(rng.random(40))
+    a = scores(rng.random(40) + 0.08)
+    b = scores(rng.random(40))
     (once,) = compare({"a": [a], "b": [b]}, "b", num_samples=1000)
     (many,) = compare({"a": [a] * 5, "b": [b] * 5}, "b", num_samples=1000)
     assert many.p_value == pytest.approx(once.p_value, abs=1e-12)
@@ -146,8 +172,15 @@ def test_holm_equals_a_slow_reference_and_a_worked_example():
         want = []
         for i in range(size):
             smaller_or_equal = [j for j in range(size) if p[j] < p[i] or (p[j] == p[i] and j <= i)]
-            want.append(min(1.0, max(p[j] * (size - np.sum((p < p[j]) | ((p == p[j]) & (np.arange(size) < j))))
-                                     for j in smaller_or_equal)))  # fmt: skip
+            want.append(
+                min(
+                    1.0,
+                    max(
+                        p[j] * (size - np.sum((p < p[j]) | ((p == p[j]) & (np.arange(size) < j))))
+                        for j in smaller_or_equal
+                    ),
+                )
+            )
         np.testing.assert_allclose(holm(p), want)
     np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
     assert holm([]).shape == (0,)
@@ -156,7 +189,9 @@ def test_holm_equals_a_slow_reference_and_a_worked_example():
 def test_a_family_is_corrected_and_gets_the_samples_that_it_needs():
     rng = np.random.default_rng(5)
     base = rng.random(50)
-    runs = {"base": [scores(base)]} | {f"s{i}": [scores(base + 0.2 + 0.01 * rng.random(50))] for i in range(12)}
+    runs = {"base": [scores(base)]} | {
+        f"s{i}": [scores(base + 0.2 + 0.01 * rng.random(50))] for i in range(12)
+    }
     found = compare(runs, "base")
     np.testing.assert_allclose([c.p_adjusted for c in found], holm([c.p_value for c in found]))
     assert all(c.better for c in found), "the smallest p-value, corrected by 12, still counts"
@@ -177,8 +212,11 @@ def test_best_of_some_systems_by_metric_and_as_opponents():
     assert best == {"P@1": "far", "R@10": "far"}, "the first of equals at P@1"
     found = compare_systems(runs, {"P@1": "none", "R@10": "far"}, ["P@1", "R@10"], num_samples=100)
     assert [(c.system, c.metric, c.against) for c in found] == [
-        ("exact", "P@1", "none"), ("exact", "R@10", "far"), ("far", "P@1", "none"), ("none", "R@10", "far"),
-    ]  # fmt: skip
+        ("exact", "P@1", "none"),
+        ("exact", "R@10", "far"),
+        ("far", "P@1", "none"),
+        ("none", "R@10", "far"),
+    ]
 
 
 def test_the_same_call_gives_the_same_result_and_a_block_changes_nothing(monkeypatch):
@@ -188,7 +226,9 @@ def test_the_same_call_gives_the_same_result_and_a_block_changes_nothing(monkeyp
     assert compare(runs, "a", num_samples=300) == first
     monkeypatch.setattr("unidec.evaluation.significance._BLOCK", 30 * 7)
     for one, other in zip(first, compare(runs, "a", num_samples=300), strict=True):
-        assert (one.p_value, one.low, one.high) == pytest.approx((other.p_value, other.low, other.high))
+        assert (one.p_value, one.low, one.high) == pytest.approx(
+            (other.p_value, other.low, other.high)
+        )
 
 
 def test_a_system_alone_has_nobody_to_differ_from():

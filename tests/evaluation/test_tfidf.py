@@ -1,4 +1,6 @@
-"""Sparse TF-IDF scores against dense ones: neighbours, blocks, ties. comparison/test_peers.py tests whole methods."""
+"""Sparse TF-IDF scores against dense ones: neighbours, blocks, ties. comparison/test_peers.py tests
+whole methods.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def matrices(tiny_dataset):
     """Training vectors, their labels, label vectors, test vectors."""
     rows = tiny_dataset.rows("train")
     vectorizer, train_MF = fit_words(tiny_dataset.query_texts(rows), "here")
-    labels, queries = tiny_dataset.label_texts(), tiny_dataset.query_texts(tiny_dataset.rows("test"))
+    labels = tiny_dataset.label_texts()
+    queries = tiny_dataset.query_texts(tiny_dataset.rows("test"))
     relevance = (tiny_dataset.relevance[rows] > 0).astype(np.float32)
     return train_MF, relevance, vectorizer.transform(labels), vectorizer.transform(queries)
 
@@ -31,7 +34,9 @@ def ranked(matrices, methods) -> dict[str, np.ndarray]:
 def test_fewer_neighbours_are_the_nearest_ones(matrices, monkeypatch):
     train, relevance, _, queries = matrices
     monkeypatch.setattr(baselines, "NEIGHBOURS", 3)
-    for near, found in zip((queries @ train.T).toarray(), ranked(matrices, ["knn"])["knn"], strict=True):
+    for near, found in zip(
+        (queries @ train.T).toarray(), ranked(matrices, ["knn"])["knn"], strict=True
+    ):
         voters = (near >= np.sort(near)[-3]) & (near > 0)  # those as near as the third vote too
         votes = (near * voters) ** 2 @ relevance.toarray()
         assert set(found[found >= 0]) == set(np.flatnonzero(votes))
@@ -48,7 +53,9 @@ def test_blocks_change_nothing(matrices, monkeypatch):
 
 
 def test_the_largest_of_a_row_with_all_ties():
-    dense = np.array([[3, 1, 2, 2, 5], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [4, 4, 4, 4, 1]], dtype=np.float32)
+    dense = np.array(
+        [[3, 1, 2, 2, 5], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [4, 4, 4, 4, 1]], dtype=np.float32
+    )
     kept = largest(csr_matrix(dense), 3).toarray()
     assert kept.tolist() == [[3, 0, 2, 2, 5], [0] * 5, [1, 0, 0, 0, 0], [4, 4, 4, 4, 0]]
 

@@ -11,7 +11,9 @@ import pytest
 
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
-    """To a process that is killed, a file system in memory is like any other; on a power cut it is not."""
+    """To a process that is killed, a file system in memory is like any other; on a power cut it is
+    not.
+    """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         yield Path(name)

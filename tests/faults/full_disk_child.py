@@ -2,9 +2,8 @@
 
     python full_disk_child.py FOLDER full|blind|limit|read-only...
 
-Mounts a small file system of its own for each (the process may: `unshare --map-root-user --mount`), none for `limit`.
-Prints the refusal, a JSON string a line.
-"""
+Mounts a small file system of its own for each (the process may: `unshare --map-root-user --mount`),
+none for `limit`. Prints the refusal, a JSON string a line."""
 
 from __future__ import annotations
 
@@ -24,16 +23,30 @@ from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, lo
 
 
 def make(step: int, num_rows: int) -> Checkpoint:
-    table = {name: torch.full((num_rows, 64), float(step)) for name in ("weight", "first", "second")}
-    state = {"epoch": 1, "epoch_step": 0, "step": step, "seconds": 1.0, "refresh": None, "identity": {}, "notes": {}}
-    return Checkpoint(state, {"model.x": torch.tensor(step)}, {"table": RowPart(0, num_rows, table)})
+    table = {
+        name: torch.full((num_rows, 64), float(step)) for name in ("weight", "first", "second")
+    }
+    state = {
+        "epoch": 1,
+        "epoch_step": 0,
+        "step": step,
+        "seconds": 1.0,
+        "refresh": None,
+        "identity": {},
+        "notes": {},
+    }
+    return Checkpoint(
+        state, {"model.x": torch.tensor(step)}, {"table": RowPart(0, num_rows, table)}
+    )
 
 
 def main(folder: Path, how: str) -> None:
     folder.mkdir()
     if how != "limit":
         size = "30m" if how == "read-only" else "3m"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True
+        )
     disk_usage = shutil.disk_usage
     writer = CheckpointWriter(folder)
     writer.save(make(5, 100))
@@ -52,7 +65,9 @@ def main(folder: Path, how: str) -> None:
     else:
         raise SystemExit("it was saved")
     print(json.dumps(text))
-    assert f"at least {big.num_bytes:,} bytes" in text and "step-0000000010" in text and "fix:" in text, text
+    assert (
+        f"at least {big.num_bytes:,} bytes" in text and "step-0000000010" in text and "fix:" in text
+    ), text
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert sorted(os.listdir(folder / "checkpoints")) == ["latest", "step-0000000005"]
     loaded, refused = load_checkpoint(folder)

@@ -1,11 +1,12 @@
-"""Fault 1's program: one life of a training, from wherever its newest checkpoint left it; whoever runs it kills it.
+"""Fault 1's program: one life of a training, from wherever its newest checkpoint left it; whoever
+runs it kills it.
 
-    python life.py JOB.json            one life, in this process
-    python life.py JOB.json --warm     a life a line of stdin, in children that are forked: nothing is imported twice
+    python life.py JOB.json            one life, in this process python life.py JOB.json --warm
+    a life a line of stdin, in children that are forked: nothing is imported twice
 
-Prints `pid N` (a child's), `at STEP` when it begins, `step N` after each step, `refresh` and `validate` before these,
-`end` at the end. A round that was trained and not measured before a kill is measured by the next life.
-"""
+Prints `pid N` (a child's), `at STEP` when it begins, `step N` after each step, `refresh` and
+`validate` before these, `end` at the end. A round that was trained and not measured before a kill
+is measured by the next life."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def live(job: dict[str, Any]) -> None:
     params = Params.model_validate(job["params"])
     dataset = XMCDataset.open(job["dataset"], verify=False)
     tokens = [TokenCache.open(job[name], verify=False) for name in ("queries", "labels")]
-    graph = soft_targets(dataset.relevance[dataset.rows("train")], 0.1) if params.pool.gandalf else None
+    graph = (
+        soft_targets(dataset.relevance[dataset.rows("train")], 0.1) if params.pool.gandalf else None
+    )
     run_dir = Path(job["run"])
     # whoever edits the code while the tests run does not want to hear of it here
     accept = ["code"]
@@ -55,9 +58,15 @@ def live(job: dict[str, Any]) -> None:
 
 def validate(trainer: Any, path: Path) -> None:
     settings = trainer.settings
-    at_its_end = trainer.at.epoch_step == 0 and (trainer.finished or trainer.at.epoch % settings.pool.refresh == 0)
+    at_its_end = trainer.at.epoch_step == 0 and (
+        trainer.finished or trainer.at.epoch % settings.pool.refresh == 0
+    )
     before = [line for line in read_json_lines(path) if line["epoch"] <= trainer.at.epoch]
-    if not at_its_end or trainer.at.epoch == 0 or (before and before[-1]["epoch"] == trainer.at.epoch):
+    if (
+        not at_its_end
+        or trainer.at.epoch == 0
+        or (before and before[-1]["epoch"] == trainer.at.epoch)
+    ):
         return
     say("validate")
     line = {"epoch": trainer.at.epoch, "step": trainer.at.step, "validation": metrics(trainer)}
@@ -66,14 +75,20 @@ def validate(trainer: Any, path: Path) -> None:
 
 
 def metrics(trainer: Any) -> dict[str, float]:
-    """P@1 and P@5 of the dual encoder on the validation split, and the mean of all its similarities."""
+    """P@1 and P@5 of the dual encoder on the validation split, and the mean of all its
+    similarities.
+    """
     rows = trainer.dataset.rows("validation")
     trainer.model.eval()
     query_nD, _ = trainer.model.encode_queries(trainer.encoding.tokens["queries"], rows)
     similarity_nL = query_nD @ trainer.model.encode_labels(trainer.encoding.tokens["labels"]).T
     best_nK = np.argsort(-similarity_nL, axis=1, kind="stable")[:, :5]
     hit_nK = np.take_along_axis(trainer.dataset.relevance[rows].toarray() > 0, best_nK, axis=1)
-    return {"P@1": float(hit_nK[:, 0].mean()), "P@5": float(hit_nK.mean()), "mean": float(similarity_nL.mean())}
+    return {
+        "P@1": float(hit_nK[:, 0].mean()),
+        "P@5": float(hit_nK.mean()),
+        "mean": float(similarity_nL.mean()),
+    }
 
 
 def main() -> None:
@@ -84,7 +99,8 @@ def main() -> None:
     import torch._dynamo  # an optimiser's first step imports it
     from transformers.models.bert import modeling_bert
 
-    assert torch._dynamo is not None and modeling_bert is not None  # imported once, for all children
+    # imported once, for all children
+    assert torch._dynamo is not None and modeling_bert is not None
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -1,12 +1,13 @@
-"""Fault 2's program: saves checkpoints in children that kill themselves at every point inside the save.
+"""Fault 2's program: saves checkpoints in children that kill themselves at every point inside the
+save.
 
     python saving_child.py FOLDER EVERY SCENARIO...
 
-A point is a call from Python into the system's functions or a file's methods that may change what is on the disk (open,
-write, fsync, rename, unlink, ...), before and after it. Each child kills itself by SIGKILL at the next point (of every
-EVERY), until one lives. After each the newest checkpoint has to load whole, and the next save has to leave nothing of
-the killed one. Prints JSON, a line for each scenario.
-"""
+A point is a call from Python into the system's functions or a file's methods that may change what
+is on the disk (open, write, fsync, rename, unlink, ...), before and after it. Each child kills
+itself by SIGKILL at the next point (of every EVERY), until one lives. After each the newest
+checkpoint has to load whole, and the next save has to leave nothing of the killed one. Prints JSON,
+a line for each scenario."""
 
 from __future__ import annotations
 
@@ -26,16 +27,49 @@ from unidec.errors import ArtifactError
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, load_checkpoint
 
 MODULES = {"posix", "io", "_io"}
-LOOKS = {"fspath", "stat", "lstat", "fstat", "scandir", "listdir", "getpid", "kill", "urandom", "uname", "is_dir",
-         "is_symlink", "read", "readinto", "tell", "fileno", "encode", "decode", "get_blocking", "isatty"}  # fmt: skip
+LOOKS = {
+    "fspath",
+    "stat",
+    "lstat",
+    "fstat",
+    "scandir",
+    "listdir",
+    "getpid",
+    "kill",
+    "urandom",
+    "uname",
+    "is_dir",
+    "is_symlink",
+    "read",
+    "readinto",
+    "tell",
+    "fileno",
+    "encode",
+    "decode",
+    "get_blocking",
+    "isatty",
+}
 
 
 def make(step: int) -> Checkpoint:
     """A checkpoint of that step, always the same one."""
     generator = torch.Generator().manual_seed(step)
-    dense = {"model.head": torch.randn(20, 8, generator=generator), "adamw.0.step": torch.tensor(float(step))}
-    table = {name: torch.randn(40, 8, generator=generator) for name in ("weight", "first", "second")}
-    state = {"epoch": 1, "epoch_step": 0, "step": step, "seconds": 1.0, "refresh": None, "identity": {}, "notes": {}}
+    dense = {
+        "model.head": torch.randn(20, 8, generator=generator),
+        "adamw.0.step": torch.tensor(float(step)),
+    }
+    table = {
+        name: torch.randn(40, 8, generator=generator) for name in ("weight", "first", "second")
+    }
+    state = {
+        "epoch": 1,
+        "epoch_step": 0,
+        "step": step,
+        "seconds": 1.0,
+        "refresh": None,
+        "identity": {},
+        "notes": {},
+    }
     return Checkpoint(state, dense, {"table": RowPart(0, 40, table)})
 
 
@@ -108,12 +142,14 @@ def check_next(run_dir: Path) -> None:
 
 def main(folder: Path, scenario: str, every: int) -> None:
     before, step = {"first": ([], 5), "third": ([5, 10], 15), "again": ([5, 10], 10)}[scenario]
-    base, run_dir = folder / scenario / "base", folder / scenario / "run"
+    base = folder / scenario / "base"
+    run_dir = folder / scenario / "run"
     for number in before:
         save(base, number)
     base.mkdir(exist_ok=True, parents=True)
     outcomes: dict[str, int] = {}
-    point, lived = 0, False
+    point = 0
+    lived = False
     while not lived:
         shutil.copytree(base, run_dir)
         lived = attempt(run_dir, step, point)

@@ -1,4 +1,6 @@
-"""Fault 18: bad parameters are all reported at once, with key path and nearest name, exit code 2, in under 2 s."""
+"""Fault 18: bad parameters are all reported at once, with key path and nearest name, exit code 2,
+in under 2 s.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,26 @@ optim: 5
 model: {heads: de}
 index: {space: clf}
 """
-EXPECTED = ["seed", "pool.betta", "nearest: pool.beta", "pool.eta", "loss.balance", "optim", "index.space", "--set"]
+EXPECTED = [
+    "seed",
+    "pool.betta",
+    "nearest: pool.beta",
+    "pool.eta",
+    "loss.balance",
+    "optim",
+    "index.space",
+    "--set",
+]
 
 
 def run(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "unidec.cli", *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "unidec.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     return done, time.perf_counter() - start
 
@@ -54,10 +69,13 @@ def test_a_parameter_error_imports_nothing_heavy(tmp_path: Path) -> None:
         "import sys\nfrom unidec.cli import main\n"
         f"sys.argv = ['unidec', 'train', '--params', {str(path)!r}]\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 2, end.code\n"
-        "heavy = {'torch', 'numpy', 'pandas', 'transformers', 'mlflow', 'faiss', 'prefect'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'pandas', 'transformers', 'mlflow', 'faiss', 'prefect'} "
+        "& set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

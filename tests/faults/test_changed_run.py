@@ -1,4 +1,6 @@
-"""Fault 6: a run is gone on with after data, parameters or the tokenizer changed: refused, every key is listed."""
+"""Fault 6: a run is gone on with after data, parameters or the tokenizer changed: refused, every
+key is listed.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,21 @@ from unidec.training.trainer import Trainer, TrainingData
 
 @pytest.fixture
 def opener(
-    tiny_dataset: XMCDataset, tiny_tokens: dict[str, TokenCache], tiny_params: Callable[..., Any], tmp_path: Path
+    tiny_dataset: XMCDataset,
+    tiny_tokens: dict[str, TokenCache],
+    tiny_params: Callable[..., Any],
+    tmp_path: Path,
 ) -> Callable[..., Trainer]:
-    """`opener(dataset=, tokens=, accept=, **{"pool.beta": 1})`: the trainer of the one run, trained for a round."""
+    """`opener(dataset=, tokens=, accept=, **{"pool.beta": 1})`: the trainer of the one run, trained
+    for a round.
+    """
 
     def opener(
-        dataset: XMCDataset = tiny_dataset, tokens: dict[str, TokenCache] = tiny_tokens, accept: tuple[str, ...] = (),
+        dataset: XMCDataset = tiny_dataset,
+        tokens: dict[str, TokenCache] = tiny_tokens,
+        accept: tuple[str, ...] = (),
         **overrides: Any,
-    ) -> Trainer:  # fmt: skip
+    ) -> Trainer:
         params = tiny_params(**overrides)
         # code may be edited while the tests run; that it counts is tested below
         return Trainer(
@@ -54,14 +63,18 @@ def refused(opener: Callable[..., Trainer], folder: Path, **changes: Any) -> lis
     text = str(caught.value)
     assert str(folder) in text and "fix: undo the change" in text
     return [
-        line.replace("got:", "").split(":")[0].strip() for line in text.splitlines() if "when the run began" in line
+        line.replace("got:", "").split(":")[0].strip()
+        for line in text.splitlines()
+        if "when the run began" in line
     ]
 
 
 def tokens_of(dataset: XMCDataset, encoder: Path, folder: Path) -> dict[str, TokenCache]:
     sizes = {"queries": dataset.num_queries, "labels": dataset.num_labels}
     return {
-        name: TokenCache.open(build_token_cache(dataset.text_batches(name), encoder, 16, folder / name, size))
+        name: TokenCache.open(
+            build_token_cache(dataset.text_batches(name), encoder, 16, folder / name, size)
+        )
         for name, size in sizes.items()
     }
 
@@ -71,14 +84,17 @@ def test_parameters(opener: Callable[..., Trainer], tmp_path: Path) -> None:
     keys = refused(opener, tmp_path / "run", **changes)
     assert sorted(keys) == sorted(changes)
     # what was accepted is not listed; all of it together is accepted
-    assert refused(opener, tmp_path / "run", accept=("seed", "pool.beta", "optim.lr_clf"), **changes) == [
-        "model.temperature"
-    ]
+    assert refused(
+        opener, tmp_path / "run", accept=("seed", "pool.beta", "optim.lr_clf"), **changes
+    ) == ["model.temperature"]
     assert opener(accept=tuple(changes), **changes).at.step == 8
 
 
 def test_one_pair_more_in_the_data(
-    opener: Callable[..., Trainer], tiny_tokens: dict[str, TokenCache], raw_factory: Callable[..., Any], tmp_path: Path
+    opener: Callable[..., Trainer],
+    tiny_tokens: dict[str, TokenCache],
+    raw_factory: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
     raw = raw_factory()
     relevance = raw.relevance["train"].tolil()
@@ -90,15 +106,30 @@ def test_one_pair_more_in_the_data(
 
 
 def test_another_tokenizer_and_its_tokens(
-    opener: Callable[..., Trainer], tiny_dataset: XMCDataset, helper: Callable[[str], Any], tmp_path: Path
+    opener: Callable[..., Trainer],
+    tiny_dataset: XMCDataset,
+    helper: Callable[[str], Any],
+    tmp_path: Path,
 ) -> None:
-    texts = [text for table in (tiny_dataset.queries, tiny_dataset.labels) for text in table["title"].to_pylist()]
-    other = helper("tiny_transformer").write_transformer(tmp_path / "bert", [*texts[::-1], "more words here"], "bert")
+    texts = [
+        text
+        for table in (tiny_dataset.queries, tiny_dataset.labels)
+        for text in table["title"].to_pylist()
+    ]
+    other = helper("tiny_transformer").write_transformer(
+        tmp_path / "bert", [*texts[::-1], "more words here"], "bert"
+    )
     tokens = tokens_of(tiny_dataset, other, tmp_path / "tokens")
-    assert refused(opener, tmp_path / "run", tokens=tokens) == ["tokens.queries", "tokens.labels", "tokenizer"]
+    assert refused(opener, tmp_path / "run", tokens=tokens) == [
+        "tokens.queries",
+        "tokens.labels",
+        "tokenizer",
+    ]
 
 
-def test_the_code(opener: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_code(
+    opener: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("unidec.training.identity.code_sha256", lambda *results: "f" * 64)
     trainer = opener()  # accepted there
     with pytest.raises(ConfigError, match="other code") as caught:
@@ -111,7 +142,9 @@ def test_the_code(opener: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatc
     assert "code: " in str(caught.value) and "ffffffffffff... now" in str(caught.value)
 
 
-def test_what_is_accepted_is_the_runs_own_from_then_on(opener: Callable[..., Trainer], tmp_path: Path) -> None:
+def test_what_is_accepted_is_the_runs_own_from_then_on(
+    opener: Callable[..., Trainer], tmp_path: Path
+) -> None:
     """The next checkpoint carries the new parameters: the old ones are the change now."""
     trainer = opener(accept=("optim.lr_clf",), **{"optim.lr_clf": 0.5})
     trainer.refresh()

@@ -1,4 +1,6 @@
-"""Fault 3: the newest checkpoint is flipped or cut off: refused by its file's name before any tensor is loaded."""
+"""Fault 3: the newest checkpoint is flipped or cut off: refused by its file's name before any
+tensor is loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,23 @@ FILES = ["dense.safetensors", "rows-00000.safetensors", "state.json", "manifest.
 
 
 def save(run_dir: Path, step: int) -> Path:
-    rows = {"table": RowPart(0, 9, {"weight": torch.full((9, 4), float(step)), "sum": torch.arange(9.0)})}
-    state = {"epoch": 1, "epoch_step": 2, "step": step, "seconds": 0.5, "refresh": None, "identity": {"a": "b"},
-             "notes": {}}  # fmt: skip
-    return CheckpointWriter(run_dir).save(Checkpoint(state, {"model.x": torch.full((3, 2), step)}, rows))
+    rows = {
+        "table": RowPart(
+            0, 9, {"weight": torch.full((9, 4), float(step)), "sum": torch.arange(9.0)}
+        )
+    }
+    state = {
+        "epoch": 1,
+        "epoch_step": 2,
+        "step": step,
+        "seconds": 0.5,
+        "refresh": None,
+        "identity": {"a": "b"},
+        "notes": {},
+    }
+    return CheckpointWriter(run_dir).save(
+        Checkpoint(state, {"model.x": torch.full((3, 2), step)}, rows)
+    )
 
 
 @pytest.fixture
@@ -41,12 +56,19 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_file_flipped_and_cut_off_anywhere(memory_folder: Path, opened: list[str], file: str) -> None:
+def test_every_file_flipped_and_cut_off_anywhere(
+    memory_folder: Path, opened: list[str], file: str
+) -> None:
     save(memory_folder, 10)
     newest = save(memory_folder, 20)
     whole = (newest / file).read_bytes()
-    places = sorted({0, 1, 8, len(whole) - 1, *random.sample(range(len(whole)), min(60, len(whole)))})
-    damaged = [whole[:at] + bytes([whole[at] ^ 1 << random.randrange(8)]) + whole[at + 1 :] for at in places]
+    places = sorted(
+        {0, 1, 8, len(whole) - 1, *random.sample(range(len(whole)), min(60, len(whole)))}
+    )
+    damaged = [
+        whole[:at] + bytes([whole[at] ^ 1 << random.randrange(8)]) + whole[at + 1 :]
+        for at in places
+    ]
     damaged += [whole[:at] for at in places] + [whole + b"\0", whole * 2]
     for content in damaged:
         (newest / file).write_bytes(content)
@@ -69,16 +91,25 @@ def test_all_are_checked_before_one_is_opened(memory_folder: Path, opened: list[
     assert opened == []
 
 
-def test_a_sealed_file_that_is_no_tensors_is_refused_too(memory_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sealed_file_that_is_no_tensors_is_refused_too(
+    memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The manifest fits, the contents do not: as of somebody who made it up."""
     save(memory_folder, 10)
     whole = memory_folder / "whole.safetensors"
     tensor_file.write_tensors(whole, {"x": torch.zeros(4)}, {"ranges": "{}"})
     header = whole.read_bytes()[:-16]  # without the four values
-    for content in (b"\x80\x04pickle", b"\xff" * 64, header, header + b"\0" * 3, header + b"\0" * 99):
+    for content in (
+        b"\x80\x04pickle",
+        b"\xff" * 64,
+        header,
+        header + b"\0" * 3,
+        header + b"\0" * 99,
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(
-                "unidec.training.checkpoint._write_dense", lambda folder, checkpoint, c=content: _put(folder, c)
+                "unidec.training.checkpoint._write_dense",
+                lambda folder, checkpoint, c=content: _put(folder, c),
             )
             newest = save(memory_folder, 20)
         loaded, refused = load_checkpoint(memory_folder)
@@ -104,5 +135,6 @@ def test_a_training_goes_on_from_the_one_before(
     assert f"{newest.name}/rows-00000.safetensors: a file is damaged" in capsys.readouterr().out
     assert resumed.at.step == int(before.name[5:]) < trainer.at.step
     resumed.train_round()
-    ours, theirs = resumed.model.state_dict(), trainer.model.state_dict()
+    ours = resumed.model.state_dict()
+    theirs = trainer.model.state_dict()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

@@ -1,4 +1,6 @@
-"""Damaged, truncated and swapped files of what a training reads: refused by name before the first step (fault 24)."""
+"""Damaged, truncated and swapped files of what a training reads: refused by name before the first
+step (fault 24).
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,26 @@ DATA = ("data/dataset", "data/tokens", "data/propensity", "data/label_graph")
 
 def _params(helper: Callable[[str], Any], folder: Path) -> Params:
     return helper("tiny_training").tiny_params(
-        Path("bert"), **{"data.path": "raw", "data.validation_share": 0.2, "optim.epochs": 1, "pool.gandalf": True,
-                         "encoder.kind": "both", "run.check_memory": False, "tracking.experiment": "damage"},
-    )  # fmt: skip
+        Path("bert"),
+        **{
+            "data.path": "raw",
+            "data.validation_share": 0.2,
+            "optim.epochs": 1,
+            "pool.gandalf": True,
+            "encoder.kind": "both",
+            "run.check_memory": False,
+            "tracking.experiment": "damage",
+        },
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(
     helper: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, SimpleNamespace]]:
-    """Two projects whose data has the same sizes and other contents: one trained and indexed, one only prepared."""
+    """Two projects whose data has the same sizes and other contents: one trained and indexed, one
+    only prepared.
+    """
     projects = {}
     conftest = helper("conftest")
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +88,9 @@ def mine(trained: dict[str, SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("a step was trained on damaged data")
 
     monkeypatch.setattr(Trainer, "train_round", trains)
-    return SimpleNamespace(folder=folder, params=trained["mine"].params, other=trained["other"].folder)
+    return SimpleNamespace(
+        folder=folder, params=trained["mine"].params, other=trained["other"].folder
+    )
 
 
 def _files(*roots: str) -> list[Path]:
@@ -97,7 +111,9 @@ def _truncate(path: Path, other: Path) -> None:
 
 def _swap(path: Path, other: Path) -> None:
     counterpart = other / path
-    assert counterpart.read_bytes() != path.read_bytes(), f"{path}: both projects have the same bytes"
+    assert counterpart.read_bytes() != path.read_bytes(), (
+        f"{path}: both projects have the same bytes"
+    )
     shutil.copyfile(counterpart, path)
 
 
@@ -112,10 +128,13 @@ def _swapped(path: Path, named: str) -> bool:
 
 
 @pytest.mark.parametrize("damage", [_flip, _truncate, _swap])
-def test_any_damaged_file_is_named_before_the_first_step(mine: SimpleNamespace, damage: Callable[..., None]) -> None:
+def test_any_damaged_file_is_named_before_the_first_step(
+    mine: SimpleNamespace, damage: Callable[..., None]
+) -> None:
     for path in _files(*DATA):
         if damage is _swap and (mine.other / path).read_bytes() == path.read_bytes():
-            assert path.name in ("split.npy", "offsets.npy", "group.npy"), path  # sizes alone: the same in both
+            # sizes alone: the same in both
+            assert path.name in ("split.npy", "offsets.npy", "group.npy"), path
             continue
         before = path.read_bytes()
         damage(path, mine.other)
@@ -124,9 +143,9 @@ def test_any_damaged_file_is_named_before_the_first_step(mine: SimpleNamespace, 
                 training.train(mine.params, say=lambda line: None)
             named = _where(refused.value)
             assert named == str(path) or (damage is _swap and _swapped(path, named)), named
-            assert str(path) in [str(found[2]) for found in doctor._artifacts(Path("."), False)] or _swapped(
-                path, named
-            )
+            assert str(path) in [
+                str(found[2]) for found in doctor._artifacts(Path("."), False)
+            ] or _swapped(path, named)
             if path.parent.name != "label_graph":
                 with pytest.raises(ArtifactError):
                     pipeline.evaluate(mine.params)
@@ -136,7 +155,9 @@ def test_any_damaged_file_is_named_before_the_first_step(mine: SimpleNamespace, 
 
 
 @pytest.mark.parametrize("damage", [_flip, _truncate])
-def test_a_damaged_cache_of_the_frozen_encoder_is_named(mine: SimpleNamespace, damage: Callable[..., None]) -> None:
+def test_a_damaged_cache_of_the_frozen_encoder_is_named(
+    mine: SimpleNamespace, damage: Callable[..., None]
+) -> None:
     def opens(path: Path) -> None:
         if path.is_relative_to("data/cache"):
             training.open_trainer(mine.params, "runs/new")
@@ -169,8 +190,11 @@ def test_a_cache_under_the_name_of_another_is_refused(mine: SimpleNamespace) -> 
 
 
 @pytest.mark.parametrize("name", ["dataset", "tokens/queries", "tokens/labels", "label_graph"])
-def test_a_folder_swapped_with_its_manifest_is_another_run(mine: SimpleNamespace, name: str) -> None:
-    before, path = start.run_identity(mine.params), Path("data") / name
+def test_a_folder_swapped_with_its_manifest_is_another_run(
+    mine: SimpleNamespace, name: str
+) -> None:
+    before = start.run_identity(mine.params)
+    path = Path("data") / name
     path.rename("aside")
     shutil.copytree(mine.other / path, path)
     try:
@@ -178,7 +202,11 @@ def test_a_folder_swapped_with_its_manifest_is_another_run(mine: SimpleNamespace
     finally:
         shutil.rmtree(path)
         Path("aside").rename(path)
-    key = {"dataset": "data", "tokens/queries": "tokens.queries", "tokens/labels": "tokens.labels"}.get(name, name)
+    key = {
+        "dataset": "data",
+        "tokens/queries": "tokens.queries",
+        "tokens/labels": "tokens.labels",
+    }.get(name, name)
     assert [other for other in before if before[other] != after[other]] == [key]
     assert start.run_identity(mine.params) == before
 
@@ -245,15 +273,19 @@ def test_the_command_ends_with_exit_code_4_and_the_files_name(mine: SimpleNamesp
     try:
         done = subprocess.run(
             [sys.executable, "-m", "unidec.cli", "train", "--params", "params.json"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     finally:
         path.write_bytes(before)
     assert done.returncode == 4, done.stderr
     assert str(path) in done.stderr and "sha256" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_files_are_hashed_once_in_a_process(mine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_hashed_once_in_a_process(
+    mine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from unidec.data import storage
 
     hashed: list[str] = []

@@ -1,4 +1,6 @@
-"""Fault 4: no space, a limit, a read-only folder while saving: the bytes needed are named, the last good one stays."""
+"""Fault 4: no space, a limit, a read-only folder while saving: the bytes needed are named, the last
+good one stays.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ def can_mount() -> bool:
         return False
 
 
-@pytest.mark.parametrize("refusals", [
-    {"full": "no space left", "blind": "no space left", "read-only": "Read-only file system"},
-    {"limit": "File too large"},
-], ids=["mounted", "limit"])  # fmt: skip
+@pytest.mark.parametrize(
+    "refusals",
+    [
+        {"full": "no space left", "blind": "no space left", "read-only": "Read-only file system"},
+        {"limit": "File too large"},
+    ],
+    ids=["mounted", "limit"],
+)
 def test_a_save_that_the_disk_refuses(tmp_path: Path, refusals: dict[str, str]) -> None:
-    """A file system of 3 MB for a checkpoint of 6 MB; a limit on the size of a file; one mounted anew as read-only."""
+    """A file system of 3 MB for a checkpoint of 6 MB; a limit on the size of a file; one mounted
+    anew as read-only.
+    """
     command = [sys.executable, str(CHILD), str(tmp_path), *refusals]
     if "limit" not in refusals:
         if not can_mount():
@@ -58,7 +66,9 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_a_training_stops_and_goes_on_when_there_is_space(
     open_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training ends at the save that meets the full disk, and loses what came after the last good one."""
+    """The training ends at the save that meets the full disk, and loses what came after the last
+    good one.
+    """
     whole = open_trainer("whole")
     whole.refresh()
     whole.train_round()
@@ -79,5 +89,6 @@ def test_a_training_stops_and_goes_on_when_there_is_space(
     resumed = open_trainer("full", **{"run.checkpoint_steps": 2})
     assert resumed.at.step == 2
     resumed.train_round()
-    ours, theirs = resumed.model.state_dict(), whole.model.state_dict()
+    ours = resumed.model.state_dict()
+    theirs = whole.model.state_dict()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

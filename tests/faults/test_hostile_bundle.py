@@ -1,7 +1,8 @@
-"""Fault 19: a bundle that was made to do harm, or was damaged: one error that names the file, nothing executed.
+"""Fault 19: a bundle that was made to do harm, or was damaged: one error that names the file,
+nothing executed.
 
-The manifests here fit the files (`_seal`), as an attacker's would, so that each check behind the manifest has to hold.
-"""
+The manifests here fit the files (`_seal`), as an attacker's would, so that each check behind the
+manifest has to hold."""
 
 from __future__ import annotations
 
@@ -56,7 +57,15 @@ def test_the_untouched_one_loads(bundle):
 
 
 @pytest.mark.parametrize(
-    "name", ["bundle.json", "labels.arrow", "index.faiss", "vectors/de.npy", "model/words.npy", "model/manifest.json"]
+    "name",
+    [
+        "bundle.json",
+        "labels.arrow",
+        "index.faiss",
+        "vectors/de.npy",
+        "model/words.npy",
+        "model/manifest.json",
+    ],
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "grow", "empty"])
 def test_damage_is_found_by_the_manifest(bundle, name, damage):
@@ -99,7 +108,9 @@ def test_a_pickle_is_never_run(bundle, tmp_path, monkeypatch):
     assert not Path("executed").exists()
 
 
-@pytest.mark.parametrize("name", ["payload.pkl", "model/pytorch_model.bin", "model/code.py", "vectors/other.npy"])
+@pytest.mark.parametrize(
+    "name", ["payload.pkl", "model/pytorch_model.bin", "model/code.py", "vectors/other.npy"]
+)
 def test_files_without_a_place_are_refused(bundle, name):
     (bundle / name).write_bytes(pickle.dumps(Boom()))
     _seal(bundle)
@@ -165,7 +176,9 @@ def test_a_bundle_json_that_contradicts_the_files(bundle, changes):
         Bundle.load(bundle)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"clf_weight": NaN}', '{"clf_weight": 1e999}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "[" * 100_000, '{"clf_weight": NaN}', '{"clf_weight": 1e999}']
+)
 def test_a_bundle_json_that_is_none(bundle, text):
     (bundle / "bundle.json").write_text(text)
     _seal(bundle)
@@ -175,7 +188,14 @@ def test_a_bundle_json_that_is_none(bundle, text):
 
 def test_vectors_of_another_kind(bundle):
     de = np.load(bundle / "vectors" / "de.npy")
-    wrong = [de[:5], de[:, :3], de.astype(np.float64), de.astype(np.int32), de.ravel(), np.full_like(de, np.nan)]
+    wrong = [
+        de[:5],
+        de[:, :3],
+        de.astype(np.float64),
+        de.astype(np.int32),
+        de.ravel(),
+        np.full_like(de, np.nan),
+    ]
     for array in wrong:
         np.save(bundle / "vectors" / "de.npy", array)
         _seal(bundle)
@@ -204,7 +224,10 @@ def test_labels_of_another_kind(bundle):
         pa.table({"uid": pa.array([None] * 12, pa.string()), "title": good["title"]}),
     ]
     for table in wrong:
-        with pa.OSFile(str(bundle / "labels.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        with (
+            pa.OSFile(str(bundle / "labels.arrow"), "wb") as file,
+            pa.ipc.new_file(file, table.schema) as writer,
+        ):
             writer.write_table(table)
         _seal(bundle)
         with pytest.raises(ArtifactError, match=r"labels\.arrow"):
@@ -220,7 +243,9 @@ def test_labels_that_are_not_utf8_or_point_outside(bundle):
         Bundle.load(bundle)
     offsets = struct.pack("<4i", 0, 2, 4, 6)  # uids L0, L1, L2
     at = whole.index(offsets)
-    (bundle / "labels.arrow").write_bytes(whole[:at] + struct.pack("<4i", 0, 2, 1 << 30, 6) + whole[at + 16 :])
+    (bundle / "labels.arrow").write_bytes(
+        whole[:at] + struct.pack("<4i", 0, 2, 1 << 30, 6) + whole[at + 16 :]
+    )
     _seal(bundle)
     with pytest.raises(ArtifactError, match=r"labels\.arrow"):
         Bundle.load(bundle)
@@ -242,7 +267,9 @@ def test_compressed_labels_cannot_fill_the_memory(bundle, codec, monkeypatch):
     _seal(bundle)
     unpacked: list[pa.RecordBatch] = []
     real = pa.ipc.read_record_batch
-    monkeypatch.setattr(pa.ipc, "read_record_batch", lambda *a: unpacked.append(real(*a)) or unpacked[-1])
+    monkeypatch.setattr(
+        pa.ipc, "read_record_batch", lambda *a: unpacked.append(real(*a)) or unpacked[-1]
+    )
     with pytest.raises(ArtifactError, match=r"labels\.arrow"):
         Bundle.load(bundle)
     assert not unpacked
@@ -266,7 +293,9 @@ def test_an_index_header_that_promises_too_much(bundle):
 
 def test_a_newer_format_is_refused_by_its_version(bundle):
     manifest = read_manifest(bundle, "bundle", VERSION)
-    (bundle / "manifest.json").write_text(json.dumps(manifest | {"version": VERSION + 1, "unidec": "9.1.0"}))
+    (bundle / "manifest.json").write_text(
+        json.dumps(manifest | {"version": VERSION + 1, "unidec": "9.1.0"})
+    )
     with pytest.raises(ArtifactError, match=r"9\.1\.0"):
         Bundle.load(bundle)
     (bundle / "manifest.json").write_text(json.dumps(manifest | {"kind": "model"}))

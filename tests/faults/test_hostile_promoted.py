@@ -1,6 +1,6 @@
-"""Fault 19 for a server: a hostile or damaged version gets the alias while it serves. The process lives, the old
-version answers, memory stays bounded, nothing is executed; the next good version serves.
-"""
+"""Fault 19 for a server: a hostile or damaged version gets the alias while it serves. The process
+lives, the old version answers, memory stays bounded, nothing is executed; the next good version
+serves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def index_promises_too_much(bundle: Path) -> None:
 
 
 def tensors_promise_too_much(bundle: Path) -> None:
-    header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    header = json.dumps(
+        {"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
+    ).encode()
     (bundle / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     seal(bundle / "model")
 
@@ -85,15 +87,28 @@ def no_numbers(bundle: Path) -> None:
     seal(bundle / "model")
 
 
-SERVING = 48e6  # bytes that answering for minutes may take; what these bundles promise is thousands of times that
+# bytes that answering for minutes may take; what these bundles promise is thousands of times that
+SERVING = 48e6
 UNSEALED = (larger_than_memory, another_hash)
-HARMS = [pickle_inside, pickled_vectors, too_many_labels, npy_promises_too_much, index_promises_too_much,
-         tensors_promise_too_much, larger_than_memory, another_hash, no_numbers]  # fmt: skip
+HARMS = [
+    pickle_inside,
+    pickled_vectors,
+    too_many_labels,
+    npy_promises_too_much,
+    index_promises_too_much,
+    tensors_promise_too_much,
+    larger_than_memory,
+    another_hash,
+    no_numbers,
+]
 
 
-def test_hostile_versions_that_get_the_alias(helper: Callable[[str], Any], tmp_path, monkeypatch, capsys):
+def test_hostile_versions_that_get_the_alias(
+    helper: Callable[[str], Any], tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    live, served = helper("followed_server"), helper("served_bundle")
+    live = helper("followed_server")
+    served = helper("served_bundle")
     texts = [served.text(row) for row in range(10)]
     world = live.Followed(tmp_path, served.make_served_bundle, versions=2)
     expected = {world.hashes["1"]: live.expected_of(world.bundle("1"), texts)}
@@ -113,24 +128,35 @@ def test_hostile_versions_that_get_the_alias(helper: Callable[[str], Any], tmp_p
             before = server.memory()[1]
             for number, name in bad.items():
                 world.point(number)
-                server.until(lambda number=number: (server.follow()["refused"] or {}).get("version") == number)
+                server.until(
+                    lambda number=number: (
+                        (server.follow()["refused"] or {}).get("version") == number
+                    )
+                )
                 assert server.version() == "1", name
             most = server.memory()[1]
-            why = [line.partition(" stays: ")[2] for line in server.log.splitlines() if "is refused" in line]
+            why = [
+                line.partition(" stays: ")[2]
+                for line in server.log.splitlines()
+                if "is refused" in line
+            ]
         assert server.follow()["refusals"] == len(bad) == len(why)
         assert not clients.wrong, clients.wrong[:3]
         assert set(clients.answers) == set(expected)
         world.point("2")
         # the state is shown a moment after the version that answers
         server.until(lambda: server.version() == "2" and server.follow()["refused"] is None)
-        copies = [path for path in (tmp_path / "project" / "runs" / "bundles").iterdir() if path.is_dir()]
+        copies = [
+            path for path in (tmp_path / "project" / "runs" / "bundles").iterdir() if path.is_dir()
+        ]
     assert most - before < 2 * size + SERVING, "the server loads none of them"
     assert not list(tmp_path.rglob("executed")) and not Path("executed").exists()
     assert len(copies) <= 2, "what was refused does not stay on the disk"
     with capsys.disabled():
         print(
-            f"\n{len(bad)} hostile versions refused, {len(clients.seconds)} answers meanwhile, none wrong; "
-            f"peak memory {before / 1e6:.0f} -> {most / 1e6:.0f} MB, bundles of {size / 1e6:.1f} MB"
+            f"\n{len(bad)} hostile versions refused, {len(clients.seconds)} answers meanwhile, "
+            f"none wrong; peak memory {before / 1e6:.0f} -> {most / 1e6:.0f} MB, bundles of "
+            f"{size / 1e6:.1f} MB"
         )
         for name, words in zip(bad.values(), why, strict=True):
             print(f"  {name}: {words[:150]}")

@@ -1,4 +1,6 @@
-"""Fault 2: SIGKILL at every point inside a checkpoint save: the one before it loads, with no manual step."""
+"""Fault 2: SIGKILL at every point inside a checkpoint save: the one before it loads, with no manual
+step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 import pytest
 
 CHILD = Path(__file__).with_name("saving_child.py")
-# what the newest is before and after the save: none before the first, two before the third, the same step once more
+# what the newest is before and after the save: none before the first, two before the third, the
+# same step once more
 SCENARIOS = {"first": {"None", "5"}, "third": {"10", "15"}, "again": {"10"}}
 
 
@@ -26,7 +29,9 @@ def run(folder: Path, every: int, *scenarios: str) -> list[dict]:
 def test_killed_at_some_points(memory_folder: Path) -> None:
     every = random.randrange(19, 26)
     print(f"every {every}. point")
-    for found, (name, used) in zip(run(memory_folder, every, *SCENARIOS), SCENARIOS.items(), strict=True):
+    for found, (name, used) in zip(
+        run(memory_folder, every, *SCENARIOS), SCENARIOS.items(), strict=True
+    ):
         assert found["used"].keys() <= used and found["points"] > 150, name
 
 
@@ -46,12 +51,15 @@ for step in range(1, 10_000):
     print(step, flush=True)
     table = {name: torch.full((20_000, 64), float(step)) for name in ("weight", "first", "second")}
     state = {"epoch": 1, "step": step}
-    writer.save(Checkpoint(state, {"one": torch.tensor(step)}, {"table": RowPart(0, 20_000, table)}))
+    tables = {"table": RowPart(0, 20_000, table)}
+    writer.save(Checkpoint(state, {"one": torch.tensor(step)}, tables))
 """
 
 
 def test_killed_from_outside_at_random_moments(memory_folder: Path) -> None:
-    """One process after the other saves 15 MB as fast as it can, and is killed at a moment of nobody's choosing."""
+    """One process after the other saves 15 MB as fast as it can, and is killed at a moment of
+    nobody's choosing.
+    """
     from unidec.training.checkpoint import load_checkpoint
 
     newest = 0
@@ -69,4 +77,7 @@ def test_killed_from_outside_at_random_moments(memory_folder: Path) -> None:
         assert loaded is not None and refused == []
         newest = int(loaded.state["step"])
         assert newest >= 2
-        assert all((x == newest).all() for x in (*loaded.rows["table"].tensors.values(), loaded.dense["one"]))
+        assert all(
+            (x == newest).all()
+            for x in (*loaded.rows["table"].tensors.values(), loaded.dense["one"])
+        )

@@ -7,7 +7,9 @@ import time
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.operations, pytest.mark.timeout(900)]
-TRAIN, TIMES, EVERY = "unidec/train", 10, 2
+TRAIN = "unidec/train"
+TIMES = 10
+EVERY = 2
 
 
 def test_ten_late_runs_collapse_to_one(world):
@@ -27,7 +29,11 @@ def test_ten_late_runs_collapse_to_one(world):
     def over() -> list[dict] | None:
         runs = made()
         return (
-            runs if all(run["state_type"] in ("COMPLETED", "CANCELLED", "FAILED", "CRASHED") for run in runs) else None
+            runs
+            if all(
+                run["state_type"] in ("COMPLETED", "CANCELLED", "FAILED", "CRASHED") for run in runs
+            )
+            else None
         )
 
     runs = world.server.wait(over, "end of the late runs", 400)

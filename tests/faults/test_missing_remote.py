@@ -1,4 +1,6 @@
-"""Fault 15: an object of DVC's remote is missing or damaged: the path is named, before anything is trained."""
+"""Fault 15: an object of DVC's remote is missing or damaged: the path is named, before anything is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def fetch():
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory) -> Path:
-    """work/: a project with data of two files that DVC tracks, none of them there; remote/: where they were pushed."""
+    """work/: a project with data of two files that DVC tracks, none of them there; remote/: where
+    they were pushed.
+    """
     root = tmp_path_factory.mktemp("pushed")
     work = root / "work"
     (work / "data/mine").mkdir(parents=True)
@@ -75,7 +79,9 @@ def test_a_damaged_object_is_named_and_mending_the_remote_is_enough(fetch, proje
     there = stored(project, b"hello")
     os.chmod(there, there.stat().st_mode | stat.S_IWUSR)
     there.write_bytes(b"hellO")
-    with pytest.raises(DataError, match=r"(?s)data/mine\.dvc: DVC cannot fetch this data.*data/mine"):
+    with pytest.raises(
+        DataError, match=r"(?s)data/mine\.dvc: DVC cannot fetch this data.*data/mine"
+    ):
         fetch(source_of(path="data/mine"))
     there.write_bytes(b"hello")
     assert fetch(source_of(path="data/mine.dvc")) == "dvc pull --force data/mine.dvc"

@@ -1,4 +1,6 @@
-"""Fault 7: a loss or gradient that is not finite: the step changes nothing and is named, the run goes on."""
+"""Fault 7: a loss or gradient that is not finite: the step changes nothing and is named, the run
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def everything(trainer: Any) -> dict[str, torch.Tensor]:
 
 def spoil_loss(trainer: Any, value: float) -> None:
     losses = trainer.objective.losses
-    trainer.objective.losses = lambda *given: {name: loss * value for name, loss in losses(*given).items()}
+    trainer.objective.losses = lambda *given: {
+        name: loss * value for name, loss in losses(*given).items()
+    }
 
 
 def spoil_gradient(trainer: Any, value: float) -> None:
@@ -38,21 +42,39 @@ def spoil_gradient(trainer: Any, value: float) -> None:
     trainer.optimisers.gradients = spoilt
 
 
-@pytest.mark.parametrize("late", [{}, {"optim.clf_state": "adagrad"}, {"optim.clf_state": "sgd"},
-                                  {"optim.clf_state": "adamw", "optim.clf_decay": 0.1},
-                                  {"optim.clf_state": "momentum", "optim.clf_decay": 0.1},
-                                  {"model.clf_dtype": "bf16", "optim.clip_norm": 0.0}, None], ids=str)  # fmt: skip
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), pytest.param(-float("inf"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "late",
+    [
+        {},
+        {"optim.clf_state": "adagrad"},
+        {"optim.clf_state": "sgd"},
+        {"optim.clf_state": "adamw", "optim.clf_decay": 0.1},
+        {"optim.clf_state": "momentum", "optim.clf_decay": 0.1},
+        {"model.clf_dtype": "bf16", "optim.clip_norm": 0.0},
+        None,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), pytest.param(-float("inf"), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])
 def test_the_step_changes_nothing_and_the_run_goes_on(
-    open_trainer: Callable[..., Any], spoil: Callable[..., None], value: float, late: dict[str, Any] | None
+    open_trainer: Callable[..., Any],
+    spoil: Callable[..., None],
+    value: float,
+    late: dict[str, Any] | None,
 ) -> None:
-    """`late`: as on a GPU, whose host sees it at the next checkpoint, two steps later; the device keeps the weights."""
+    """`late`: as on a GPU, whose host sees it at the next checkpoint, two steps later; the device
+    keeps the weights.
+    """
     overrides = {"run.checkpoint_steps": 4, "model.dropout": 0.2} | (late or {})
     trainer = open_trainer("run", **overrides)
     trainer.checks.each_step = late is None
     trainer.refresh()
-    step, before, queries = trainer.train_step, {}, []
+    step = trainer.train_step
+    before = {}
+    queries = []
 
     def spoilt_at(batch: Any) -> Any:
         if trainer.at.step == BAD_STEP:
@@ -66,7 +88,11 @@ def test_the_step_changes_nothing_and_the_run_goes_on(
     with pytest.raises(TrainingError, match="not finite") as caught:
         trainer.train_round()
     text = str(caught.value)
-    assert f"epoch 1, step {BAD_STEP}" in text and all(uid in text for uid in queries) and len(queries) == 5
+    assert (
+        f"epoch 1, step {BAD_STEP}" in text
+        and all(uid in text for uid in queries)
+        and len(queries) == 5
+    )
     assert "loss_de" in text and "loss_clf" in text and "fix:" in text
     after = everything(trainer)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
@@ -78,5 +104,6 @@ def test_the_step_changes_nothing_and_the_run_goes_on(
     whole = open_trainer("whole", **overrides)
     whole.refresh()
     whole.train_round()
-    ours, theirs = everything(resumed), everything(whole)
+    ours = everything(resumed)
+    theirs = everything(whole)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

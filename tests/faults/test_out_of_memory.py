@@ -1,4 +1,6 @@
-"""Fault 8: out of GPU memory: sizes and a smaller setting are named, nothing has changed, the checkpoint goes on."""
+"""Fault 8: out of GPU memory: sizes and a smaller setting are named, nothing has changed, the
+checkpoint goes on.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from unidec.errors import TrainingError
 
 
 def runs_out(trainer: Any, at_step: int, patch: pytest.MonkeyPatch, place: str) -> None:
-    """From a step on there is no memory, in the encoder's forward pass, in backward or in the update."""
+    """From a step on there is no memory, in the encoder's forward pass, in backward or in the
+    update.
+    """
     step = trainer.train_step
 
     def full(*_: Any, **__: Any) -> Any:
@@ -57,34 +61,47 @@ def test_sizes_and_a_smaller_setting(
     whole = open_trainer("whole", **overrides)
     whole.refresh()
     whole.train_round()
-    ours, theirs = resumed.model.state_dict(), whole.model.state_dict()
+    ours = resumed.model.state_dict()
+    theirs = whole.model.state_dict()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_real_one(tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_real_one(
+    tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[..., Any], tmp_path: Path
+) -> None:
     """What this process may take is limited to what it holds after the first steps."""
     from unidec.training.trainer import Trainer, TrainingData
 
-    params = tiny_params(**{
-        "device": "cuda", "encoder.kind": "transformer", "encoder.trainable_layers": -1, "run.checkpoint_steps": 2,
-    })  # fmt: skip
+    params = tiny_params(
+        **{
+            "device": "cuda",
+            "encoder.kind": "transformer",
+            "encoder.trainable_layers": -1,
+            "run.checkpoint_steps": 2,
+        }
+    )
 
     def open_run() -> Trainer:
         return Trainer(
-            params.training, TrainingData(tiny_dataset, *tiny_tokens.values()), tmp_path / "run", tmp_path / "cache"
+            params.training,
+            TrainingData(tiny_dataset, *tiny_tokens.values()),
+            tmp_path / "run",
+            tmp_path / "cache",
         )
 
     trainer = open_run()
     trainer.refresh()
-    step, ballast = trainer.train_step, []
+    step = trainer.train_step
+    ballast = []
 
     def crowded(batch: Any) -> Any:
         if trainer.at.step == 3:
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-            for size in (1 << 20, 1 << 14, 1 << 9):  # what is reserved and free, to the last small block
+            # what is reserved and free, to the last small block
+            for size in (1 << 20, 1 << 14, 1 << 9):
                 with contextlib.suppress(torch.OutOfMemoryError):
                     while True:
                         ballast.append(torch.empty(size, dtype=torch.uint8, device="cuda"))

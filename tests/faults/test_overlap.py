@@ -1,4 +1,6 @@
-"""Fault 13: two retrainings overlap, on the server and beside it: the second is cancelled, dvc.lock is consistent."""
+"""Fault 13: two retrainings overlap, on the server and beside it: the second is cancelled, dvc.lock
+is consistent.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,22 @@ def test_a_run_that_overlaps_is_refused(world):
     world.until_task(first, "fetch")
     second = world.server.run(TRAIN, force=True)
     ended = world.server.ended(second, 60)
-    assert ended["state_type"] == "CANCELLED" and "concurrency limit" in ended["state"]["message"], ended["state"]
+    assert (
+        ended["state_type"] == "CANCELLED" and "concurrency limit" in ended["state"]["message"]
+    ), ended["state"]
     # past the server: the project's own lock
     done = world.project.run(sys.executable, "-m", "flows.train", "--force", check=False)
-    assert done.returncode != 0 and "under way" in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.returncode != 0 and "under way" in done.stdout + done.stderr, (
+        done.stdout + done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert world.server.flow_run(first)["state_type"] == "RUNNING", "it goes on undisturbed"
     world.server.completed(first, 600)
 
     lock = yaml.safe_load((world.project.root / "dvc.lock").read_text())
-    assert set(lock["stages"]) == set(yaml.safe_load((world.project.root / "dvc.yaml").read_text())["stages"])
+    assert set(lock["stages"]) == set(
+        yaml.safe_load((world.project.root / "dvc.yaml").read_text())["stages"]
+    )
     assert not world.project.stale()
     assert len(world.project.registry().search_model_versions("name='unidec'")) <= before + 1
     world.nothing_runs()

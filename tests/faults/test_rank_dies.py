@@ -1,4 +1,6 @@
-"""Fault 9: one of two torchrun ranks is killed. The job ends, nothing is left, and any number of ranks goes on."""
+"""Fault 9: one of two torchrun ranks is killed. The job ends, nothing is left, and any number of
+ranks goes on.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +21,60 @@ from safetensors.numpy import load_file
 
 from unidec.config import Params
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.skipif(sys.platform != "linux", reason="/proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc"),
+]
 
 
 class Work:
-    """A folder with data and parameters in which `unidec train` runs; each process in it carries the folder's name."""
+    """A folder with data and parameters in which `unidec train` runs; each process in it carries
+    the folder's name.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        own = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "PREFECT_", "RANK", "WORLD_"))}
+        own = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("MLFLOW_", "PREFECT_", "RANK", "WORLD_"))
+        }
         self.env = own | {
-            "UNIDEC_TEST": str(folder), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1",
-            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TOKENIZERS_PARALLELISM": "false",
-        }  # fmt: skip
+            "UNIDEC_TEST": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONUNBUFFERED": "1",
+            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.log = folder / "log"
 
     def begin(self, *command: str) -> subprocess.Popen:
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", *command], cwd=self.folder, env=self.env, stdout=log, stderr=log,
+                [sys.executable, "-m", *command],
+                cwd=self.folder,
+                env=self.env,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def train(self, devices: int, restarts: int = 0, *other: str) -> subprocess.Popen:
         settings = f"run.devices={devices}", f"run.restarts={restarts}", *other
-        return self.begin("unidec.cli", "train", *(word for value in settings for word in ("--set", value)))
+        return self.begin(
+            "unidec.cli", "train", *(word for value in settings for word in ("--set", value))
+        )
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 
     def processes(self, rank: int | None = None) -> list[int]:
         """Those that this test started and that are still there, or the one that is this rank."""
-        wanted = {f"UNIDEC_TEST={self.folder}".encode()} | ({f"RANK={rank}".encode()} if rank is not None else set())
+        wanted = {f"UNIDEC_TEST={self.folder}".encode()} | (
+            {f"RANK={rank}".encode()} if rank is not None else set()
+        )
         found = []
         for entry in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -60,7 +84,9 @@ class Work:
 
     def checkpoint(self) -> str:
         """The newest checkpoint's name; all ranks are done with it."""
-        return max((path.read_text() for path in self.folder.glob("runs/*/checkpoints/latest")), default="")
+        return max(
+            (path.read_text() for path in self.folder.glob("runs/*/checkpoints/latest")), default=""
+        )
 
     def wait_for_checkpoint(self, process: subprocess.Popen, after: str = "") -> str:
         end = time.monotonic() + 300
@@ -92,10 +118,19 @@ def prepared(tiny_dataset, tiny_tokens, tiny_bert, tiny_params, tmp_path_factory
     for name, cache in tiny_tokens.items():
         shutil.copytree(cache.path, folder / "data" / "tokens" / name)
     shutil.copytree(tiny_bert, folder / "bert")
-    params: Params = tiny_params(**{
-        "encoder.name": "bert", "model.dropout": 0.0, "optim.epochs": 25, "pool.refresh": 25, "optim.lr_clf": 1e-3,
-        "optim.lr_bag": 1e-3, "optim.lr_heads": 1e-3, "run.checkpoint_steps": 5, "run.check_memory": False,
-    })  # fmt: skip
+    params: Params = tiny_params(
+        **{
+            "encoder.name": "bert",
+            "model.dropout": 0.0,
+            "optim.epochs": 25,
+            "pool.refresh": 25,
+            "optim.lr_clf": 1e-3,
+            "optim.lr_bag": 1e-3,
+            "optim.lr_heads": 1e-3,
+            "run.checkpoint_steps": 5,
+            "run.check_memory": False,
+        }
+    )
     (folder / "params.yaml").write_text(json.dumps(params.model_dump()))
     work = Work(folder)
     assert work.begin("unidec.cli", "data", "propensity").wait(120) == 0, work.said()
@@ -117,10 +152,12 @@ def work(prepared, tmp_path):
 
 
 def assert_same_model(work: Work, prepared: Path) -> None:
-    ours, theirs = work.model(), Work(prepared).model()
+    ours = work.model()
+    theirs = Work(prepared).model()
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
-        np.testing.assert_allclose(ours[name], values, atol=2e-4, err_msg=name)  # 100 steps of rounding
+        # 100 steps of rounding
+        np.testing.assert_allclose(ours[name], values, atol=2e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("then", [1, 3])
@@ -137,14 +174,20 @@ def test_one_of_two_ranks_is_killed(work, prepared, then):
 
     again = work.train(then)
     assert again.wait(600) == 0, work.said()
-    steps = [int(number) for number in re.findall(r"resumes after epoch .*\(step (\d+)\)", work.said())]
+    steps = [
+        int(number) for number in re.findall(r"resumes after epoch .*\(step (\d+)\)", work.said())
+    ]
     assert len(steps) == 1 and steps[0] >= int(before.removeprefix("step-")), work.said()
     assert_same_model(work, prepared)
 
 
 def test_killed_while_a_transformer_trains(work):
-    """Its gradients are on their way during the backward pass: torch's error there is that of a lost rank."""
-    process = work.train(2, 0, "encoder.kind=both", "encoder.trainable_layers=-1", "optim.encode_chunk=5")
+    """Its gradients are on their way during the backward pass: torch's error there is that of a
+    lost rank.
+    """
+    process = work.train(
+        2, 0, "encoder.kind=both", "encoder.trainable_layers=-1", "optim.encode_chunk=5"
+    )
     work.wait_for_checkpoint(process)
     work.kill_rank(1)
     assert process.wait(60) == 5, work.said()
@@ -156,9 +199,18 @@ def test_killed_while_a_transformer_trains(work):
 def test_torchrun_by_hand_starts_them_again(work, prepared):
     """`torchrun -m unidec.cli train` with elastic restarts: it goes on by itself, to the end."""
     process = work.begin(
-        "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval",
-        "0.5", "-m", "unidec.cli", "train",
-    )  # fmt: skip
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--monitor-interval",
+        "0.5",
+        "-m",
+        "unidec.cli",
+        "train",
+    )
     work.wait_for_checkpoint(process)
     work.kill_rank(1)
     assert process.wait(600) == 0, work.said()
@@ -182,7 +234,9 @@ def test_terminated_it_saves_and_leaves_nothing(work):
     assert process.wait(30) == 143, work.said()
     work.nothing_left()
     assert work.checkpoint() >= before
-    assert json.loads(next(work.folder.glob("runs/*/tracking.json")).read_text())["status"] == "KILLED"
+    assert (
+        json.loads(next(work.folder.glob("runs/*/tracking.json")).read_text())["status"] == "KILLED"
+    )
 
 
 def test_killed_with_its_launcher(work):

@@ -1,4 +1,6 @@
-"""Fault 25: raw input that is larger than it looks: exit code 3 with the place, at most 1 GB, linear work."""
+"""Fault 25: raw input that is larger than it looks: exit code 3 with the place, at most 1 GB,
+linear work.
+"""
 
 from __future__ import annotations
 
@@ -83,14 +85,17 @@ def many_packed_short_lines(folder: Path) -> str:
 def a_matrix_of_stored_zeros(folder: Path) -> str:
     folder_of_texts(folder)
     (folder / "trn_X_Y.txt").unlink()
-    rows, columns = 6000, 4000
+    rows = 6000
+    columns = 4000
     (folder / "Y.txt").write_text("label\n" * columns)
     (folder / "trn_X.txt").write_text("query\n" * rows)
     members = {
-        "indptr": np.arange(0, rows * columns + 1, columns), "shape": np.array([rows, columns]),
-        "indices": np.tile(np.arange(columns, dtype=np.int32), rows), "format": np.array(b"csr"),
+        "indptr": np.arange(0, rows * columns + 1, columns),
+        "shape": np.array([rows, columns]),
+        "indices": np.tile(np.arange(columns, dtype=np.int32), rows),
+        "format": np.array(b"csr"),
         "data": np.zeros(rows * columns, np.float32),
-    }  # fmt: skip
+    }
     np.savez_compressed(folder / "Y.trn.npz", **members)
     return str(folder / "Y.trn.npz")
 
@@ -103,10 +108,8 @@ def an_open_quote_before_two_gigabytes(folder: Path) -> str:
 
 
 def test_bombs_are_refused_in_little_memory(tmp_path: Path) -> None:
-    row, unpacked = (
-        ("a row of more than 16,777,216 bytes", "max_row_bytes"),
-        ("unpacked size of a compressed file is too large", "max_unpack_ratio"),
-    )
+    row = ("a row of more than 16,777,216 bytes", "max_row_bytes")
+    unpacked = ("unpacked size of a compressed file is too large", "max_unpack_ratio")
     bombs: dict[str, tuple[Callable[[Path], str], tuple[str, str]]] = {
         "texts": (lambda folder: a_line_of_two_gigabytes(folder, "trn_X.txt"), row),
         "labels": (lambda folder: a_line_of_two_gigabytes(folder, "Y.txt"), row),
@@ -122,12 +125,17 @@ def test_bombs_are_refused_in_little_memory(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         places[name] = make(tmp_path / name)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, *(tmp_path / name for name in bombs)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHILD, *(tmp_path / name for name in bombs)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert len(found["errors"]) == len(bombs)
-    for (name, (_, (words, key))), (code, where, what, fix) in zip(bombs.items(), found["errors"], strict=True):
+    for (name, (_, (words, key))), (code, where, what, fix) in zip(
+        bombs.items(), found["errors"], strict=True
+    ):
         assert (code, where) == (3, places[name]), name
         assert words in what and f"raw.{key}" in fix, name
     assert found["peak"] < MOST
@@ -172,7 +180,9 @@ def test_bounds_of_json_lines(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match="a row of more than 1,000 bytes") as caught:
         read_raw(tmp_path, bounds=RawBounds(max_row_bytes=1000))
     assert caught.value.where == f"{tmp_path / name}:2"
-    with pytest.raises(DataError, match=r"text of more than raw\.max_text_chars = 1,099 characters: 1") as caught:
+    with pytest.raises(
+        DataError, match=r"text of more than raw\.max_text_chars = 1,099 characters: 1"
+    ) as caught:
         read_raw(tmp_path, bounds=RawBounds(max_text_chars=1099))
     assert f"{name}:2 (title: 1100)" in str(caught.value)
 
@@ -182,12 +192,15 @@ def test_another_delimiter_is_named(tmp_path: Path, delimiter: str) -> None:
     folder_of_tables(tmp_path, f"id{delimiter}text\nq1{delimiter}a, b\n")
     name = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}[delimiter]
     for read in (read_raw, lambda path: list(read_texts(path / "queries.csv", None))):
-        with pytest.raises(DataError, match=f"the columns are separated by {name}: save the file with commas"):
+        with pytest.raises(
+            DataError, match=f"the columns are separated by {name}: save the file with commas"
+        ):
             read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("data", "line"), [("id,text\rq1,a\rq2,b\r", 1), ("id,te\rxt\nq1,a\n", 1), ("id,text\nq1,a\nq2,b\rc\n", 3)]
+    ("data", "line"),
+    [("id,text\rq1,a\rq2,b\r", 1), ("id,te\rxt\nq1,a\n", 1), ("id,text\nq1,a\nq2,b\rc\n", 3)],
 )
 def test_a_bare_carriage_return(tmp_path: Path, data: str, line: int) -> None:
     folder_of_tables(tmp_path, data)

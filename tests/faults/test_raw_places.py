@@ -1,4 +1,6 @@
-"""Fault 37: what stands in the place of a raw file but is no file is refused with its path, never ignored."""
+"""Fault 37: what stands in the place of a raw file but is no file is refused with its path, never
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def folder(path: Path) -> None:
 def raw_folder(tiny_raw: RawData, tmp_path: Path) -> Callable[[str], Path]:
     def write(layout: str) -> Path:
         write_raw(tiny_raw, tmp_path / "raw", layout)
-        for path in [*(tmp_path / "raw").glob("*filter*"), *(tmp_path / "raw" / "qrels").glob("test.tsv")]:
+        for path in [
+            *(tmp_path / "raw").glob("*filter*"),
+            *(tmp_path / "raw" / "qrels").glob("test.tsv"),
+        ]:
             path.unlink()
         for path in (tmp_path / "raw").glob("*tst*"):
             path.unlink()
@@ -74,17 +79,27 @@ def raw_folder(tiny_raw: RawData, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize(("layout", "name"), OPTIONAL)
 @pytest.mark.parametrize("make", [dangling, loop, os.mkfifo, unix_socket, folder])
-def test_no_optional_file_is_ignored(raw_folder: Callable, layout: str, name: str, make: Callable) -> None:
+def test_no_optional_file_is_ignored(
+    raw_folder: Callable, layout: str, name: str, make: Callable
+) -> None:
     path = raw_folder(layout) / name
     path.parent.mkdir(exist_ok=True)
     make(path)
     with pytest.raises(DataError) as caught:
         read_raw(path.parents[1] if "/" in name else path.parent, layout)
-    assert caught.value.exit_code == 3 and str(path) in str(caught.value) and "fix: " in str(caught.value)
+    assert (
+        caught.value.exit_code == 3
+        and str(path) in str(caught.value)
+        and "fix: " in str(caught.value)
+    )
 
 
-@pytest.mark.parametrize(("layout", "place"), [("beir", "qrels"), ("xmc-text", "raw"), ("xmc-text", "Y.txt")])
-def test_a_needed_place_that_is_a_dangling_link(raw_folder: Callable, layout: str, place: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "place"), [("beir", "qrels"), ("xmc-text", "raw"), ("xmc-text", "Y.txt")]
+)
+def test_a_needed_place_that_is_a_dangling_link(
+    raw_folder: Callable, layout: str, place: str
+) -> None:
     path = raw_folder(layout) / place
     if path.is_dir():
         shutil.rmtree(path)
@@ -105,7 +120,8 @@ def test_a_file_without_permission(raw_folder: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [("tables", "filters.csv.bz2"), ("tables", "queries.csv.zst"), ("xmc-json", "tst.json.xz")]
+    ("layout", "name"),
+    [("tables", "filters.csv.bz2"), ("tables", "queries.csv.zst"), ("xmc-json", "tst.json.xz")],
 )
 def test_another_way_of_packing(raw_folder: Callable, layout: str, name: str) -> None:
     path = raw_folder(layout) / name
@@ -120,7 +136,9 @@ def test_another_way_of_packing(raw_folder: Callable, layout: str, name: str) ->
 def test_two_files_for_one_table(raw_folder: Callable) -> None:
     path = raw_folder("tables")
     (path / "labels.jsonl").write_text('{"id": "x", "text": "y"}\n')
-    with pytest.raises(DataError, match=r"two files for the same table(.|\n)*labels\.csv, labels\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"two files for the same table(.|\n)*labels\.csv, labels\.jsonl"
+    ):
         read_raw(path)
 
 
@@ -151,7 +169,13 @@ def parts_of(path: Path, kind: str, places: list[str]) -> None:
     ("kind", "places"),
     [
         ("parquet", ["queries/part-0000.parquet", "queries/part-0001.parquet"]),
-        ("parquet", ["queries.parquet/part-0000.snappy.parquet", "queries.parquet/part-0001.snappy.parquet"]),
+        (
+            "parquet",
+            [
+                "queries.parquet/part-0000.snappy.parquet",
+                "queries.parquet/part-0001.snappy.parquet",
+            ],
+        ),
         ("csv", ["queries-00000-of-00002.csv", "queries-00001-of-00002.csv"]),
         ("csv", ["queries/a.csv", "queries/b.csv"]),
         ("csv", ["queries_1.csv", "queries_2.csv"]),

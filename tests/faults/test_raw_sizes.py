@@ -1,8 +1,8 @@
 """Fault 37: every reader is linear in its bytes and bounded in what it unpacks.
 
-Files of each kind of width (many columns, many keys) take time in proportion to their size, and files of each kind of
-compression that unpack to far more than they hold are refused in at most 1 GB; both are measured in a child process.
-"""
+Files of each kind of width (many columns, many keys) take time in proportion to their size, and
+files of each kind of compression that unpack to far more than they hold are refused in at most 1
+GB; both are measured in a child process."""
 
 from __future__ import annotations
 
@@ -49,21 +49,30 @@ READERS = {
     "texts": lambda name: list(read_texts(Path(name), None)),
     "labels": lambda name: read_labels(Path(name)),
 }
-found = [attempt(READERS[reader], name) for reader, name in map(lambda given: given.split("=", 1), sys.argv[1:])]
+found = []
+for given in sys.argv[1:]:
+    reader, name = given.split("=", 1)
+    found.append(attempt(READERS[reader], name))
 print(json.dumps(found))
 """
 Found = list[tuple[float, str, int]]
 
 
 def measured(work: list[str]) -> Found:
-    """Processor seconds, error and peak memory of each piece of work (reader=path), done in one child."""
-    done = subprocess.run([sys.executable, "-c", CHILD, *work], capture_output=True, text=True, check=False)
+    """Processor seconds, error and peak memory of each piece of work (reader=path), done in one
+    child.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *work], capture_output=True, text=True, check=False
+    )
     assert done.stdout, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
 def work_on(folder: Path, name: str, write: Callable[[Path], object]) -> list[str]:
-    """Write a file of queries and the tables beside it; the work of every reader of tables on it."""
+    """Write a file of queries and the tables beside it; the work of every reader of
+    tables on it.
+    """
     folder.mkdir()
     path = folder / name.replace("a.", "queries.", 1)
     write(path)
@@ -72,7 +81,8 @@ def work_on(folder: Path, name: str, write: Callable[[Path], object]) -> list[st
     return [f"raw={folder}", f"texts={path}", f"labels={path}"]
 
 
-# -- widths -----------------------------------------------------------------------------------------------------------
+# -- widths
+# --------------------------------------------------------------------------------------------------
 
 
 def wide_delimited(path: Path, columns: int, mark: str) -> None:
@@ -106,7 +116,9 @@ def many_quotes(path: Path, columns: int) -> None:
 
 
 def one_name_for_all(path: Path, columns: int) -> None:
-    path.write_text(",".join(["id", "text"] + ["same"] * columns) + "\nq1,a text" + ",x" * columns + "\n")
+    path.write_text(
+        ",".join(["id", "text"] + ["same"] * columns) + "\nq1,a text" + ",x" * columns + "\n"
+    )
 
 
 WIDTHS: dict[str, tuple[str, Callable[[Path, int], None]]] = {
@@ -120,12 +132,14 @@ WIDTHS: dict[str, tuple[str, Callable[[Path, int], None]]] = {
 }
 
 
-FEW, MANY = 5_000, 20_000
+FEW = 5_000
+MANY = 20_000
 
 
 @pytest.fixture(scope="module")
 def of_widths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Found]:
-    root, work = tmp_path_factory.mktemp("widths"), []
+    root = tmp_path_factory.mktemp("widths")
+    work = []
     cases = [(width, columns) for width in WIDTHS for columns in (FEW, MANY)]
     for width, columns in cases:
         name, write = WIDTHS[width]
@@ -143,13 +157,16 @@ def test_time_is_linear_in_the_columns(of_widths: dict[tuple[str, int], Found], 
         assert many[2] < MOST
 
 
-# -- compression ------------------------------------------------------------------------------------------------------
+# -- compression
+# --------------------------------------------------------------------------------------------------
 
 TEXT = "x" * 1_000_000
 
 
 def packed_lines(kind: str) -> bytes:
-    row = {"csv": b"q1,%s\n", "tsv": b"q1\t%s\n", "jsonl": b'{"id": "q1", "text": "%s"}\n'}[kind] % TEXT.encode()
+    row = {"csv": b"q1,%s\n", "tsv": b"q1\t%s\n", "jsonl": b'{"id": "q1", "text": "%s"}\n'}[
+        kind
+    ] % TEXT.encode()
     header = {"csv": b"id,text\n", "tsv": b"id\ttext\n", "jsonl": b""}[kind]
     return gzip.compress(header) + gzip.compress(row, 6) * 1000
 
@@ -162,13 +179,16 @@ def write_parquet(path: Path, **options: Any) -> None:
 
 
 def plain_pages(path: Path, codec: str) -> None:
-    ids, texts = ["q"] * 600, [TEXT[:200_000]] * 600
+    ids = ["q"] * 600
+    texts = [TEXT[:200_000]] * 600
     options = {"compression": codec, "use_dictionary": False, "data_page_size": 1 << 30}
     pq.write_table(pa.table({"id": ids, "text": texts}), path, **options)
 
 
 def one_number_again_and_again(path: Path) -> None:
-    table = pa.table({"id": pa.array(np.full(20_000_000, 7)), "text": pa.array(np.full(20_000_000, 7))})
+    table = pa.table(
+        {"id": pa.array(np.full(20_000_000, 7)), "text": pa.array(np.full(20_000_000, 7))}
+    )
     pq.write_table(table, path)
 
 
@@ -180,7 +200,10 @@ def runs_of_nothing(path: Path) -> None:
 def prefixes(path: Path) -> None:
     """Each text is stored as its difference from the one before."""
     texts = {"id": pa.array([str(row) for row in range(400)]), "text": pa.array([TEXT] * 400)}
-    options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY", "id": "PLAIN"}}
+    options = {
+        "use_dictionary": False,
+        "column_encoding": {"text": "DELTA_BYTE_ARRAY", "id": "PLAIN"},
+    }
     pq.write_table(pa.table(texts), path, **options)
 
 
@@ -191,24 +214,37 @@ def in_lists(path: Path) -> None:
 
 
 COMPRESSIONS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    **{f"gzip {kind}": (f"a.{kind}.gz", lambda path, kind=kind: path.write_bytes(packed_lines(kind)))
-       for kind in ("csv", "tsv", "jsonl")},
-    **{f"dictionary {codec}": ("a.parquet", lambda path, codec=codec: write_parquet(path, compression=codec))
-       for codec in ("none", "snappy", "gzip", "brotli", "zstd", "lz4")},
-    **{f"pages {codec}": ("a.parquet", lambda path, codec=codec: plain_pages(path, codec))
-       for codec in ("gzip", "brotli", "zstd", "lz4")},
+    **{
+        f"gzip {kind}": (
+            f"a.{kind}.gz",
+            lambda path, kind=kind: path.write_bytes(packed_lines(kind)),
+        )
+        for kind in ("csv", "tsv", "jsonl")
+    },
+    **{
+        f"dictionary {codec}": (
+            "a.parquet",
+            lambda path, codec=codec: write_parquet(path, compression=codec),
+        )
+        for codec in ("none", "snappy", "gzip", "brotli", "zstd", "lz4")
+    },
+    **{
+        f"pages {codec}": ("a.parquet", lambda path, codec=codec: plain_pages(path, codec))
+        for codec in ("gzip", "brotli", "zstd", "lz4")
+    },
     "dictionary pages v2": ("a.parquet", lambda path: write_parquet(path, data_page_version="2.0")),
     "row groups": ("a.parquet", lambda path: write_parquet(path, row_group_size=100)),
     "run lengths": ("a.parquet", one_number_again_and_again),
     "nulls": ("a.parquet", runs_of_nothing),
     "prefixes": ("a.parquet", prefixes),
     "lists": ("a.parquet", in_lists),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def of_compressions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    root, work = tmp_path_factory.mktemp("compressions"), []
+    root = tmp_path_factory.mktemp("compressions")
+    work = []
     for compression, (name, write) in COMPRESSIONS.items():
         work += work_on(root / compression, name, write)
     found = measured(work)
@@ -216,18 +252,25 @@ def of_compressions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_little_memory_for_what_unpacks_to_much(of_compressions: dict[str, Found], compression: str) -> None:
+def test_little_memory_for_what_unpacks_to_much(
+    of_compressions: dict[str, Found], compression: str
+) -> None:
     for seconds, error, peak in of_compressions[compression]:
-        assert "the unpacked size of a compressed file is too large" in error and "queries." in error
+        assert (
+            "the unpacked size of a compressed file is too large" in error and "queries." in error
+        )
         assert seconds < 6 and peak < MOST
 
 
 def a_matrix_of_stored_zeros(folder: Path) -> None:
-    rows, columns = 5000, 5000
+    rows = 5000
+    columns = 5000
     (folder / "Y.txt").write_text("label\n" * columns)
     (folder / "trn_X.txt").write_text("query\n" * rows)
     entries = np.zeros(rows * columns, np.int8), np.tile(np.arange(columns, dtype=np.int32), rows)
-    matrix = csr_matrix((*entries, np.arange(0, rows * columns + 1, columns)), shape=(rows, columns))
+    matrix = csr_matrix(
+        (*entries, np.arange(0, rows * columns + 1, columns)), shape=(rows, columns)
+    )
     save_npz(folder / "Y.trn.npz", matrix)
 
 
@@ -253,7 +296,9 @@ def test_honest_dictionaries_are_read(tmp_path: Path, limit: int) -> None:
     """Also lists whose dictionary is full before all texts are in it."""
     texts = [f"text {row % 7}" for row in range(5000)]
     labels = [[f"l{row % 300}"] * (row % 4) for row in range(5000)]
-    table = pa.table({"text": texts, "labels": labels, "n": list(range(5000)), "none": [None] * 5000})
+    table = pa.table(
+        {"text": texts, "labels": labels, "n": list(range(5000)), "none": [None] * 5000}
+    )
     options = {"row_group_size": 1600, "dictionary_pagesize_limit": limit, "write_batch_size": 100}
     pq.write_table(table, tmp_path / "a.parquet", **options)
     rows = list(read_rows(tmp_path / "a.parquet", ["none", "labels", "text", "n", "missing"]))

@@ -1,5 +1,6 @@
-"""Fault 11: SIGKILL during registration or upload: the alias has not moved; run again, there is exactly one version,
-the alias names it, and what the registry holds has the hash of the bundle."""
+"""Fault 11: SIGKILL during registration or upload: the alias has not moved; run again, there is
+exactly one version, the alias names it, and what the registry holds has the hash of the bundle.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +57,17 @@ def children():
 
 @pytest.fixture
 def register(children, uri, request):
-    """`register(bundle, writes=n)` or `register(bundle, after=seconds)`: a life that may be killed; its exit code."""
+    """`register(bundle, writes=n)` or `register(bundle, after=seconds)`: a life that may be killed;
+    its exit code.
+    """
 
     def run(bundle: Path, *, after: float | None = None, **job: int) -> int:
-        words = {"call": "register", "bundle": str(bundle), "name": request.node.name, "uri": uri} | job
+        words = {
+            "call": "register",
+            "bundle": str(bundle),
+            "name": request.node.name,
+            "uri": uri,
+        } | job
         children.stdin.write(json.dumps(words) + "\n")
         children.stdin.flush()
         pid = int(children.stdout.readline().split()[1])
@@ -74,7 +82,9 @@ def register(children, uri, request):
 
 def versions_of(client, name: str, bundle: Path) -> list[str]:
     found = client.search_model_versions(f"name = '{name}'")
-    return [str(version.version) for version in found if version.tags[HASH_TAG] == folder_sha256(bundle)]
+    return [
+        str(version.version) for version in found if version.tags[HASH_TAG] == folder_sha256(bundle)
+    ]
 
 
 def alias_of(client, name: str) -> str | None:
@@ -94,7 +104,9 @@ def check_whole(client, name: str, bundle: Path, uri: str, folder: Path) -> None
 
 def test_killed_before_each_write(register, bundle_of, uri, tmp_path, request):
     """The model's entry, the version, the alias: these are the writes to the registry."""
-    client, name, bundle = open_client(uri), request.node.name, bundle_of(0)
+    client = open_client(uri)
+    name = request.node.name
+    bundle = bundle_of(0)
     for writes in range(3):
         assert register(bundle, writes=writes) == -signal.SIGKILL
         assert alias_of(client, name) is None
@@ -105,17 +117,23 @@ def test_killed_before_each_write(register, bundle_of, uri, tmp_path, request):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_killed_at_random_moments_while_another_is_challenger(register, bundle_of, uri, tmp_path, request):
-    client, name = open_client(uri), request.node.name
+def test_killed_at_random_moments_while_another_is_challenger(
+    register, bundle_of, uri, tmp_path, request
+):
+    client = open_client(uri)
+    name = request.node.name
     first = bundle_of(0)
     began = time.monotonic()
     assert register(first) == 0
     life = time.monotonic() - began
-    moments, killed = random.Random(0), 0
+    moments = random.Random(0)
+    killed = 0
     for number in range(1, 9):
-        bundle, held = bundle_of(number), alias_of(client, name)
+        bundle = bundle_of(number)
+        held = alias_of(client, name)
         killed += register(bundle, after=moments.uniform(0, 0.9 * life)) == -signal.SIGKILL
-        alias, versions = alias_of(client, name), versions_of(client, name, bundle)
+        alias = alias_of(client, name)
+        versions = versions_of(client, name, bundle)
         assert alias == held or [alias] == versions  # never on something that was not verified
         assert len(versions) <= 1
         began = time.monotonic()

@@ -1,7 +1,8 @@
-"""Fault 21: a server that is sent what means harm answers 4xx in JSON, soon, grows no memory, and goes on serving.
+"""Fault 21: a server that is sent what means harm answers 4xx in JSON, soon, grows no memory, and
+goes on serving.
 
-The requests and their judge stand in benchmarks/hostile*.py; here a real server in a process of its own gets them.
-"""
+The requests and their judge stand in benchmarks/hostile*.py; here a real server in a process of its
+own gets them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def bundle(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def served(programs: SimpleNamespace, bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def served(
+    programs: SimpleNamespace, bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """A server that gives a body 3 s; away from this project's params.yaml."""
     folder = tmp_path_factory.mktemp("server")
     with programs.served.Served(bundle, "serve.timeout_seconds=3", folder=folder) as server:
@@ -62,13 +65,16 @@ def asked(served: Any) -> list[Any]:
 def no_trace(served: Any, quiet: str) -> None:
     """The log holds no exception, and did not grow with the requests: nobody can fill the disk."""
     grown = served.log[len(quiet) :]
-    assert "Traceback" not in grown and "Exception" not in grown and " ERROR " not in grown, grown[-3000:]
+    assert "Traceback" not in grown and "Exception" not in grown and " ERROR " not in grown, grown[
+        -3000:
+    ]
     assert len(grown) < 5000, grown[-3000:]
 
 
 def test_hostile_requests_are_refused_one_by_one(programs: SimpleNamespace, served: Any) -> None:
     """1,500 requests of every kind; what follows them is answered as before."""
-    before, quiet = asked(served), served.log
+    before = asked(served)
+    quiet = served.log
     cases = programs.hostile_cases.make_cases(1500, seed=1)
     judge = programs.http_load.run(programs.hostile.attack(served.port, cases))
     assert not judge.faults, f"{len(judge.faults)} faults:\n" + "\n".join(judge.faults[:10])
@@ -78,19 +84,31 @@ def test_hostile_requests_are_refused_one_by_one(programs: SimpleNamespace, serv
     assert asked(served) == before
     no_trace(served, quiet)
     counted = served.metrics()
-    assert sum(value for name, value in counted.items() if name.startswith("unidec_errors_total")) > 800
+    assert (
+        sum(value for name, value in counted.items() if name.startswith("unidec_errors_total"))
+        > 800
+    )
 
 
-def test_slow_bodies_are_ended_and_slow_clients_disturb_no_other(programs: SimpleNamespace, served: Any) -> None:
-    """Forty connections that send a byte now and then, half of them within the head: each body is ended in its time
-    (heads are a reverse proxy's to end), and other requests are answered meanwhile."""
-    load, num = programs.http_load, 40
-    begins = [load.post("/predict", {"queries": ["x" * 99]})[:-50], b"POST /predict HTTP/1.1\r\nhost: a\r\n"]
+def test_slow_bodies_are_ended_and_slow_clients_disturb_no_other(
+    programs: SimpleNamespace, served: Any
+) -> None:
+    """Forty connections that send a byte now and then, half of them within the head: each body is
+    ended in its time (heads are a reverse proxy's to end), and other requests are answered
+    meanwhile.
+    """
+    load = programs.http_load
+    num = 40
+    begins = [
+        load.post("/predict", {"queries": ["x" * 99]})[:-50],
+        b"POST /predict HTTP/1.1\r\nhost: a\r\n",
+    ]
 
     async def slow(row: int) -> tuple[int, float]:
         connection = await load.Connection.open(served.port)
         connection.send(begins[row % 2])
-        loop, begun = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        begun = asyncio.get_running_loop().time()
         answer = asyncio.create_task(connection.answer())
         while not answer.done() and loop.time() < begun + 8:
             await asyncio.wait([answer], timeout=0.5)
@@ -107,12 +125,15 @@ def test_slow_bodies_are_ended_and_slow_clients_disturb_no_other(programs: Simpl
     ended, measured = load.run(talk())
     bodies = ended[::2]
     # a byte that is no JSON may show before the time is up
-    assert {status for status, _ in bodies} <= {400, 408, 422} and max(seconds for _, seconds in bodies) < 8
+    assert {status for status, _ in bodies} <= {400, 408, 422} and max(
+        seconds for _, seconds in bodies
+    ) < 8
     assert set(measured.statuses) == {200} and measured.statuses[200] > 50
 
 
 def test_the_servers_own_openapi_holds(served: Any) -> None:
-    """schemathesis: what OpenAPI calls right is answered as OpenAPI says, what it calls wrong is refused; no surprise.
+    """schemathesis: what OpenAPI calls right is answered as OpenAPI says, what it calls wrong is
+    refused; no surprise.
 
     The same examples each time; `test_schemathesis_finds_nothing` is the whole of it.
     """
@@ -125,8 +146,14 @@ def test_the_servers_own_openapi_holds(served: Any) -> None:
     statuses: dict[tuple[str, str], set[int]] = {}
 
     def tried(label: str, mode: Any, cases: Any) -> None:
-        @settings(max_examples=6, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
-                  suppress_health_check=list(HealthCheck))  # fmt: skip
+        @settings(
+            max_examples=6,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
         @given(case=cases)
         def run(case: Any) -> None:
             answer = case.call(base_url=url)
@@ -134,21 +161,34 @@ def test_the_servers_own_openapi_holds(served: Any) -> None:
             case.validate_response(answer)
 
         # most routes take nothing that could be wrong
-        with contextlib.suppress(*[Unsatisfiable] * (mode.value == "negative" and not label.startswith("POST"))):
+        with contextlib.suppress(
+            *[Unsatisfiable] * (mode.value == "negative" and not label.startswith("POST"))
+        ):
             run()
 
     for found in schema.get_all_operations():
         operation = found.ok()
         for mode in schemathesis.GenerationMode:
             tried(operation.label, mode, operation.as_strategy(generation_mode=mode))
-    assert {label for label, _ in statuses} >= {"POST /predict", "POST /explain", "GET /labels", "GET /version"}
+    assert {label for label, _ in statuses} >= {
+        "POST /predict",
+        "POST /explain",
+        "GET /labels",
+        "GET /version",
+    }
     for label in ("POST /predict", "POST /explain"):
-        assert statuses[label, "positive"] == {200} and statuses[label, "negative"] <= {400, 415, 422}
+        assert statuses[label, "positive"] == {200} and statuses[label, "negative"] <= {
+            400,
+            415,
+            422,
+        }
 
 
 def test_a_judge_finds_what_is_wrong(programs: SimpleNamespace) -> None:
     """Each thing that the fuzz asserts is seen where it is missing."""
-    load, hostile, cases = programs.http_load, programs.hostile, programs.hostile_cases
+    load = programs.http_load
+    hostile = programs.hostile
+    cases = programs.hostile_cases
     error = dict.fromkeys(hostile.ERROR_KEYS, "x")
     head = b"HTTP/1.1 422 No\r\ncontent-type: application/json"
 
@@ -162,13 +202,18 @@ def test_a_judge_finds_what_is_wrong(programs: SimpleNamespace) -> None:
 
     assert faults(refused()) == []
     wrong = [
-        (load.Answer(500, head), "status 500"), (load.Answer(load.CLOSED), "status 0"),
+        (load.Answer(500, head), "status 500"),
+        (load.Answer(load.CLOSED), "status 0"),
         (load.Answer(200), "status 200"),
         (load.Answer(422, b"HTTP/1.1 422 No\r\ncontent-type: text/html", b"<p>"), "no JSON"),
-        (load.Answer(422, head, b'{"detail": []}'), "another shape"), (load.Answer(422, head, b"[]"), "another shape"),
-        (refused(fix=""), "nothing said"), (refused(got=3), "another shape"), (refused(more="x"), "another shape"),
-        (refused(got="x" * 9999), "an error of"), (refused(got="Traceback (most"), "shows the inside"),
-    ]  # fmt: skip
+        (load.Answer(422, head, b'{"detail": []}'), "another shape"),
+        (load.Answer(422, head, b"[]"), "another shape"),
+        (refused(fix=""), "nothing said"),
+        (refused(got=3), "another shape"),
+        (refused(more="x"), "another shape"),
+        (refused(got="x" * 9999), "an error of"),
+        (refused(got="Traceback (most"), "shows the inside"),
+    ]
     for answer, words in wrong:
         found = faults(answer)
         assert len(found) == 1 and words in found[0] and "b'data'" in found[0], (answer, found)
@@ -183,7 +228,9 @@ def test_who_is_refused_late_time_and_again_is_a_fault(
     programs: SimpleNamespace, times: int, late: int, faults: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is slow so many times: once may be the machine's fault."""
-    hostile, cases, load = programs.hostile, programs.hostile_cases, programs.http_load
+    hostile = programs.hostile
+    cases = programs.hostile_cases
+    load = programs.http_load
     monkeypatch.setattr(hostile, "SOON_SECONDS", 0.2)
     body = json.dumps({"error": dict.fromkeys(hostile.ERROR_KEYS, "x")}).encode()
     left = [times]
@@ -214,29 +261,54 @@ def test_cases_are_the_same_again_and_of_every_kind(programs: SimpleNamespace) -
     assert any(case.labels > 100 for case in make(1500, 1))
     assert not any(case.labels > 100 for case in make(1500, 1, large=False))
     kinds = {case.kind for case in make(len(programs.hostile_cases.MIX), 0)}
-    assert len(kinds) >= len(programs.hostile_cases.MIX) - 1, "each maker once (two of them speak of methods)"
+    assert len(kinds) >= len(programs.hostile_cases.MIX) - 1, (
+        "each maker once (two of them speak of methods)"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, tmp_path: Path) -> None:
-    """No fault, memory grows under 5 %, valid requests beside it have at most twice the 99th percentile.
+def test_ten_thousand_hostile_requests(
+    programs: SimpleNamespace, bundle: Path, tmp_path: Path
+) -> None:
+    """No fault, memory grows under 5 %, valid requests beside it have at most twice the 99th
+    percentile.
 
-    Hostile requests come from a process of their own, 100 a second; valid ones, 40 a second, from this one, in turns
-    with and without the others, so that whatever else the machine does falls on both alike. Requests of 256 queries,
-    which are fair, keep the model busy: the quick test has them, here they would be what is measured.
-    """
+    Hostile requests come from a process of their own, 100 a second; valid ones, 40 a second, from
+    this one, in turns with and without the others, so that whatever else the machine does falls on
+    both alike. Requests of 256 queries, which are fair, keep the model busy: the quick test has
+    them, here they would be what is measured."""
     load = programs.http_load
-    rounds, each, rate = 10, 1000, 100.0
+    rounds = 10
+    each = 1000
+    rate = 100.0
     with programs.served.Served(bundle, folder=tmp_path) as served:
-        before, quiet = asked(served), served.log
-        words = [f"{a} {b} {c} {d}" for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyz" for d in range(20)]
+        before = asked(served)
+        quiet = served.log
+        words = [
+            f"{a} {b} {c} {d}"
+            for a in "abcdefghij"
+            for b in "klmnopqrst"
+            for c in "uvwxyz"
+            for d in range(20)
+        ]
         texts = load.unique_texts(words)
-        requests = (load.post("/predict", {"queries": [f"redcar oldboat {text}"]}) for text in texts)
-        load.run(load.closed_loop(served.port, requests, 32, count=Serve().cache_queries))  # a full cache grows no more
-        large = iter([load.post("/predict", {"queries": [next(texts) for _ in range(100)]}) for _ in range(20)])
-        assert set(load.run(load.closed_loop(served.port, large, 2)).statuses) == {200}, "what fair use takes at most"
-        for path in ("/openapi.json", "/card", "/", "/metrics", "/labels?prefix=red"):  # made when first asked for
+        requests = (
+            load.post("/predict", {"queries": [f"redcar oldboat {text}"]}) for text in texts
+        )
+        # a full cache grows no more
+        load.run(load.closed_loop(served.port, requests, 32, count=Serve().cache_queries))
+        large = iter(
+            [
+                load.post("/predict", {"queries": [next(texts) for _ in range(100)]})
+                for _ in range(20)
+            ]
+        )
+        assert set(load.run(load.closed_loop(served.port, large, 2)).statuses) == {200}, (
+            "what fair use takes at most"
+        )
+        # made when first asked for
+        for path in ("/openapi.json", "/card", "/", "/metrics", "/labels?prefix=red"):
             served.ask(path)
         served.ask("/explain", {"query": "redcar"})
         start = served.memory()["VmRSS"]
@@ -256,7 +328,10 @@ def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, 
             beside += loud.latencies_ms
         grown = served.memory()["VmRSS"] / start - 1
         p99 = [load.percentiles(values)["p99"] for values in (alone, beside)]
-        print(f"memory {start / MIB:.0f} MiB {grown:+.1%}; p99 alone {p99[0]:.1f} ms, beside {p99[1]:.1f} ms")
+        print(
+            f"memory {start / MIB:.0f} MiB {grown:+.1%}; p99 alone {p99[0]:.1f} ms, beside "
+            f"{p99[1]:.1f} ms"
+        )
         assert not faults, "\n".join(faults[:10])
         assert grown < GROWTH
         assert p99[1] <= 2 * p99[0]
@@ -266,14 +341,25 @@ def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_schemathesis_finds_nothing(programs: SimpleNamespace, bundle: Path, tmp_path: Path) -> None:
-    """Its own runner: examples, coverage of every keyword, 100 random cases of each operation, and sequences."""
+def test_schemathesis_finds_nothing(
+    programs: SimpleNamespace, bundle: Path, tmp_path: Path
+) -> None:
+    """Its own runner: examples, coverage of every keyword, 100 random cases of each operation, and
+    sequences.
+    """
     program = Path(sys.executable).with_name("st")
     if not program.is_file():
         pytest.skip("schemathesis is not installed")
     with programs.served.Served(bundle, folder=tmp_path) as served:
         quiet = served.log
-        words = [program, "run", f"http://127.0.0.1:{served.port}/openapi.json", "--max-examples", "100", "--no-color"]
+        words = [
+            program,
+            "run",
+            f"http://127.0.0.1:{served.port}/openapi.json",
+            "--max-examples",
+            "100",
+            "--no-color",
+        ]
         words += ["--continue-on-failure", "--generation-deterministic"]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,7 +1,7 @@
 """Fault 5: SIGTERM, Ctrl-C and a cancelled flow run; real processes, real training, real signals.
 
-Each leaves a checkpoint within 30 s, no process after 10 s and an MLflow run that ended as KILLED, and says how to go
-on; the same command then ends with the bits of a training that nobody stopped.
+Each leaves a checkpoint within 30 s, no process after 10 s and an MLflow run that ended as KILLED,
+and says how to go on; the same command then ends with the bits of a training that nobody stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from unidec.tracking.store import prepare_store
 ROOT = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "unidec.cli", "train"]
 FLOW = [sys.executable, "-m", "flows.train", "--steps", "train"]
-EPOCHS, A_ROUND, STEPS_AN_EPOCH = 24, 12, 16
+EPOCHS = 24
+A_ROUND = 12
+STEPS_AN_EPOCH = 16
 TIMES = ("seconds", "_per_s", "memory")
 
 pytestmark = pytest.mark.timeout(1800)
@@ -37,17 +39,29 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(scope="session")
 def prepared(helper: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project of 384 steps of some milliseconds, its data stages done, its tracking store made."""
+    """A project of 384 steps of some milliseconds, its data stages done, its tracking
+    store made.
+    """
     folder = tmp_path_factory.mktemp("stopped") / "project"
     (folder / "raw").mkdir(parents=True)
     raw = helper("conftest").make_raw(160, 16, 60)
     write_raw(raw, folder / "raw", "xmc-json")
-    texts = [text for table in (*raw.queries.values(), raw.labels) for text in table["title"].to_pylist()]
+    texts = [
+        text for table in (*raw.queries.values(), raw.labels) for text in table["title"].to_pylist()
+    ]
     helper("tiny_transformer").write_transformer(folder / "bert", texts)
-    params = helper("tiny_training").tiny_params(Path("bert"), **{
-        "data.path": "raw", "data.validation_share": 0.1, "optim.epochs": EPOCHS, "pool.refresh": A_ROUND,
-        "run.checkpoint_steps": 50, "tracking.experiment": "stopped", "tracking.model_name": "stopped",
-    })  # fmt: skip
+    params = helper("tiny_training").tiny_params(
+        Path("bert"),
+        **{
+            "data.path": "raw",
+            "data.validation_share": 0.1,
+            "optim.epochs": EPOCHS,
+            "pool.refresh": A_ROUND,
+            "run.checkpoint_steps": 50,
+            "tracking.experiment": "stopped",
+            "tracking.model_name": "stopped",
+        },
+    )
     (folder / "params.yaml").write_text(to_yaml(params))
     with chdir(folder):
         for name in ("ingest", "tokens", "propensity"):
@@ -62,18 +76,30 @@ class Project:
     def __init__(self, prepared: Path, folder: Path) -> None:
         shutil.copytree(prepared, folder)
         self.folder = folder
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PREFECT_", "MLFLOW_"))
+        }
         self.environment = own | {
-            "PREFECT_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": str(ROOT), "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false",
-        }  # fmt: skip
+            "PREFECT_HOME": str(folder / "home"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": str(ROOT),
+            "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false",
+        }
 
     def start(self, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
-                command, cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=_as_in_a_terminal,
-            )  # fmt: skip
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_as_in_a_terminal,
+            )
 
     def train(self, command: list[str]) -> str:
         """To the end; what was said."""
@@ -97,7 +123,9 @@ class Project:
     def until_a_checkpoint(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self.until(self.checkpoints, "checkpoint", process)
 
-    def until(self, true: Callable[[], Any], what: str, process: Any = None, seconds: float = 500) -> None:
+    def until(
+        self, true: Callable[[], Any], what: str, process: Any = None, seconds: float = 500
+    ) -> None:
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, f"no {what}: {self.log}"
@@ -105,7 +133,8 @@ class Project:
             time.sleep(0.02)
 
     def processes(self) -> list[int]:
-        mark, found = f"PREFECT_HOME={self.folder / 'home'}".encode(), []
+        mark = f"PREFECT_HOME={self.folder / 'home'}".encode()
+        found = []
         for entry in Path("/proc").glob("[0-9]*/environ"):
             try:
                 if mark in entry.read_bytes().split(b"\0"):
@@ -121,17 +150,26 @@ class Project:
         client = MlflowClient(f"sqlite:///{self.folder}/mlflow/mlflow.db")
         experiment = client.get_experiment_by_name("stopped")
         (run,) = client.search_runs([experiment.experiment_id])
-        return run.info.status, [point.step for point in client.get_metric_history(run.info.run_id, "training/loss")]
+        return run.info.status, [
+            point.step for point in client.get_metric_history(run.info.run_id, "training/loss")
+        ]
 
     def outcome(self) -> dict[str, Any]:
-        """All that a training leaves, but for times: hashes of the model, records of steps and rounds."""
+        """All that a training leaves, but for times: hashes of the model, records of steps and
+        rounds.
+        """
         model = self.folder / "outputs" / "model"
         files = read_manifest(model, "model", 1)["files"]
         records = {
-            name: [_without_times(json.loads(line)) for line in (model / f"{name}.jsonl").read_text().splitlines()]
+            name: [
+                _without_times(json.loads(line))
+                for line in (model / f"{name}.jsonl").read_text().splitlines()
+            ]
             for name in ("history", "rounds")
         }
-        return {name: entry["sha256"] for name, entry in files.items() if not name.endswith(".jsonl")} | records
+        return {
+            name: entry["sha256"] for name, entry in files.items() if not name.endswith(".jsonl")
+        } | records
 
 
 def _as_in_a_terminal() -> None:
@@ -139,8 +177,15 @@ def _as_in_a_terminal() -> None:
 
 
 def _without_times(record: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in record.items() if not name.endswith(TIMES) and "_per_" not in name}
-    return {name: _without_times(value) if isinstance(value, dict) else value for name, value in kept.items()}
+    kept = {
+        name: value
+        for name, value in record.items()
+        if not name.endswith(TIMES) and "_per_" not in name
+    }
+    return {
+        name: _without_times(value) if isinstance(value, dict) else value
+        for name, value in kept.items()
+    }
 
 
 @pytest.fixture
@@ -155,7 +200,10 @@ def project(prepared: Path, tmp_path: Path) -> Iterator[Project]:
 def never_stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     project = Project(prepared, tmp_path_factory.mktemp("never") / "project")
     said = project.train(CLI)
-    assert "begins" in said and project.tracked() == ("FINISHED", list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)))
+    assert "begins" in said and project.tracked() == (
+        "FINISHED",
+        list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)),
+    )
     return project.outcome()
 
 
@@ -166,7 +214,8 @@ def check_stopped(project: Project, sent: float) -> int:
     assert newest.stat().st_mtime >= sent - 1 and state["step"] % (STEPS_AN_EPOCH * A_ROUND)
     project.until(lambda: not project.processes(), "end of all processes", seconds=10)
     status, steps = project.tracked()
-    assert status == "KILLED" and steps == list(range(0, state["step"], 10))  # nothing lost, nothing doubled
+    # nothing lost, nothing doubled
+    assert status == "KILLED" and steps == list(range(0, state["step"], 10))
     return state["step"]
 
 
@@ -181,7 +230,11 @@ def check_stopped(project: Project, sent: float) -> int:
     ],
 )
 def test_stopped_and_gone_on_with(
-    project: Project, never_stopped: dict[str, Any], command: list[str], number: signal.Signals, code: int
+    project: Project,
+    never_stopped: dict[str, Any],
+    command: list[str],
+    number: signal.Signals,
+    code: int,
 ) -> None:
     process = project.start(command)
     project.until_a_checkpoint(process)
@@ -214,8 +267,14 @@ main()
 
 def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:
     process = project.start([sys.executable, "-c", SLOW_TO_SAVE])
-    project.until(lambda: "epochs 1 to" in project.log or (project.run and (project.run / "history.jsonl").exists()),
-                  "training", process)  # fmt: skip
+    project.until(
+        lambda: (
+            "epochs 1 to" in project.log
+            or (project.run and (project.run / "history.jsonl").exists())
+        ),
+        "training",
+        process,
+    )
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGINT)
     project.until((project.folder / "saving").exists, "beginning of a save", process)
@@ -228,7 +287,9 @@ def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:
 
 def sigterm_waits(process: int) -> bool:
     """Whether a stopped process has a SIGTERM that it could not take yet (Linux)."""
-    status = dict(line.split(":\t") for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    status = dict(
+        line.split(":\t") for line in Path(f"/proc/{process}/status").read_text().splitlines()
+    )
     return bool(int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1)
 
 
@@ -251,23 +312,30 @@ def test_a_cancelled_flow_run(
         before = set(server.left())
         server.command("deployment", "run", "unidec/train", "--param", "steps=train")
         server.wait(project.checkpoints, "checkpoint", 180)
-        (run,) = (r for r in server.ask("flow_runs/filter", {}) if r["state_type"] == "RUNNING")  # others are scheduled
+        # others are scheduled
+        (run,) = (r for r in server.ask("flow_runs/filter", {}) if r["state_type"] == "RUNNING")
         # training would be over before the worker sends its signal: it waits until then
         processes = set(server.left()) - before
         for process in processes:
             os.kill(process, signal.SIGSTOP)
         server.command("flow-run", "cancel", run["id"])
-        server.wait(lambda: any(sigterm_waits(process) for process in processes), "SIGTERM", 60, every=0.1)
+        server.wait(
+            lambda: any(sigterm_waits(process) for process in processes), "SIGTERM", 60, every=0.1
+        )
         sent = time.time()
         for process in processes:
             os.kill(process, signal.SIGCONT)
         ended = server.wait(
-            lambda: [r for r in server.ask("flow_runs/filter", {}) if r["state_type"] == "CANCELLED"],
+            lambda: [
+                r for r in server.ask("flow_runs/filter", {}) if r["state_type"] == "CANCELLED"
+            ],
             "cancelled run",
             60,
         )
         assert ended
-        project.until(lambda: not set(server.left()) - before, "end of the flow's processes", seconds=10)
+        project.until(
+            lambda: not set(server.left()) - before, "end of the flow's processes", seconds=10
+        )
         step = check_stopped(project, sent)
     assert f"(step {step})" in project.train(CLI)
     assert project.outcome() == never_stopped

@@ -1,7 +1,8 @@
-"""Fault 35: proxies, locales, terminals, file systems and variables of other tools: a command works, or says why not.
+"""Fault 35: proxies, locales, terminals, file systems and variables of other tools: a command
+works, or says why not.
 
-A quick command runs in every environment; the slow tests run those that import MLflow and Great Expectations.
-"""
+A quick command runs in every environment; the slow tests run those that import MLflow and Great
+Expectations."""
 
 from __future__ import annotations
 
@@ -23,23 +24,50 @@ NAME = "modèle → ü"  # a parameter that no ASCII terminal can show
 
 # variable -> value; None: not set
 ENVIRONMENTS: dict[str, dict[str, str | None]] = {
-    "proxies": {"HTTP_PROXY": PROXY, "HTTPS_PROXY": PROXY, "http_proxy": PROXY, "https_proxy": PROXY},
+    "proxies": {
+        "HTTP_PROXY": PROXY,
+        "HTTPS_PROXY": PROXY,
+        "http_proxy": PROXY,
+        "https_proxy": PROXY,
+    },
     "proxy for all": {"ALL_PROXY": "socks5://127.0.0.1:9", "all_proxy": "socks5://127.0.0.1:9"},
-    "mlflow numbers": {"MLFLOW_HTTP_REQUEST_TIMEOUT": "soon", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "many"},
-    "mlflow words": {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "maybe", "MLFLOW_DISABLE_TELEMETRY": "perhaps"},
-    "mlflow elsewhere": {"MLFLOW_REGISTRY_URI": "foo://x", "MLFLOW_RUN_ID": "zz", "MLFLOW_EXPERIMENT_NAME": "zz"},
+    "mlflow numbers": {
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "soon",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "many",
+    },
+    "mlflow words": {
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "maybe",
+        "MLFLOW_DISABLE_TELEMETRY": "perhaps",
+    },
+    "mlflow elsewhere": {
+        "MLFLOW_REGISTRY_URI": "foo://x",
+        "MLFLOW_RUN_ID": "zz",
+        "MLFLOW_EXPERIMENT_NAME": "zz",
+    },
     "mlflow pools": {"MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "x", "MLFLOW_LOGGING_LEVEL": "LOUD"},
     "mlflow address": {"MLFLOW_TRACKING_URI": "garbage"},
     "mlflow scheme": {"MLFLOW_TRACKING_URI": "foo://user:s3cret/x@host"},
     "mlflow refused": {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
     "database refused": {"MLFLOW_TRACKING_URI": "postgresql://u:s3cret/x@127.0.0.1:9/db"},
-    "prefect": {"PREFECT_API_URL": "garbage", "PREFECT_HOME": "/dev/null/x", "PREFECT_LOGGING_LEVEL": "LOUD"},
+    "prefect": {
+        "PREFECT_API_URL": "garbage",
+        "PREFECT_HOME": "/dev/null/x",
+        "PREFECT_LOGGING_LEVEL": "LOUD",
+    },
     "dvc": {"DVC_ROOT": "/nonexistent", "DVC_EXP_NAME": "x", "DVC_STUDIO_TOKEN": "x"},
     "git": {"GIT_DIR": "/nonexistent", "GIT_CONFIG_GLOBAL": "/nonexistent"},
     "own": {"UNIDEC_RUN_TAGS": "x", "UNIDEC_LOCK": "x", "UNIDEC_MLFLOW_UI": "x"},
-    "no temporary folder": {"TMPDIR": "/nonexistent", "TEMP": "/nonexistent", "TMP": "/nonexistent"},
+    "no temporary folder": {
+        "TMPDIR": "/nonexistent",
+        "TEMP": "/nonexistent",
+        "TMP": "/nonexistent",
+    },
     "no home": {"HOME": None, "USER": None, "LOGNAME": None},
-    "home gone": {"HOME": "/nonexistent", "XDG_CACHE_HOME": "/dev/null/x", "XDG_CONFIG_HOME": "/dev/null/x"},
+    "home gone": {
+        "HOME": "/nonexistent",
+        "XDG_CACHE_HOME": "/dev/null/x",
+        "XDG_CONFIG_HOME": "/dev/null/x",
+    },
     "dumb terminal": {"TERM": "dumb", "COLUMNS": "0", "LINES": "0", "NO_COLOR": "1"},
     "no terminal": {"TERM": None, "COLUMNS": "wide", "LINES": "-3", "FORCE_COLOR": "1"},
     "no such zone": {"TZ": "garbage/zone"},
@@ -51,7 +79,7 @@ ENVIRONMENTS: dict[str, dict[str, str | None]] = {
     "warnings": {"PYTHONWARNINGS": "error"},
     "hashes": {"PYTHONHASHSEED": "7", "PYTHONOPTIMIZE": "0", "PYTHONUNBUFFERED": "1"},
     "plots": {"MPLBACKEND": "nothing", "MPLCONFIGDIR": "/dev/null/x", "HF_HOME": "/dev/null/x"},
-}  # fmt: skip
+}
 NEED_SERVER = ("mlflow address", "mlflow scheme", "mlflow refused", "database refused")
 SLOW = (
     ["runs", "list"],
@@ -67,7 +95,10 @@ SLOW = (
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with parameters and a store that holds a version."""
     folder = tmp_path_factory.mktemp("project")
-    text = f"recipe: unidec\ndata: {{path: '{DATA}'}}\ntracking: {{experiment: '{NAME}', model_name: 'modèle'}}\n"
+    text = (
+        f"recipe: unidec\ndata: {{path: '{DATA}'}}\ntracking: {{experiment: '{NAME}', "
+        f"model_name: 'modèle'}}\n"
+    )
     (folder / "params.yaml").write_text(text, encoding="utf-8")
     client = open_client(prepare_store(f"sqlite:///{folder}/mlflow/mlflow.db"))
     client.create_registered_model("modèle")
@@ -127,7 +158,9 @@ def test_commands_with_heavy_packages(
     assert seconds < usual_seconds * 2 + 5
 
 
-@pytest.mark.parametrize("name", ["mlflow address", "mlflow refused", "database refused", "mlflow numbers", "warnings"])
+@pytest.mark.parametrize(
+    "name", ["mlflow address", "mlflow refused", "database refused", "mlflow numbers", "warnings"]
+)
 def test_the_registry(name: str, project: Path) -> None:
     done, _ = run(project, ["models", "list"], ENVIRONMENTS[name])
     assert is_worked_or_one_message(done), done.stderr[-3000:]
@@ -140,7 +173,9 @@ def test_the_registry(name: str, project: Path) -> None:
     [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1:strict"}, ENVIRONMENTS["ascii"]],
     ids=["ascii", "latin-1", "C"],
 )
-def test_what_the_terminal_cannot_show_is_escaped(changes: dict[str, str | None], project: Path) -> None:
+def test_what_the_terminal_cannot_show_is_escaped(
+    changes: dict[str, str | None], project: Path
+) -> None:
     done, _ = run(project, ["config", "show"], changes)
     assert done.returncode == 0 and rb"\u2192" in done.stdout, done.stderr
 
@@ -159,18 +194,32 @@ def test_a_full_disk_below_the_output(project: Path) -> None:
     """Finished work is not reported as failed; a command that only prints is."""
     with open("/dev/full", "wb") as full:
         done, _ = run(project, ["config", "show"], {}, stdout=full)
-        assert done.returncode == 1 and b"No space left" in done.stderr and b"Traceback" not in done.stderr
+        assert (
+            done.returncode == 1
+            and b"No space left" in done.stderr
+            and b"Traceback" not in done.stderr
+        )
         done, _ = run(project, ["data", "ingest"], {}, stdout=full)
-        assert done.returncode == 0 and b"No space left" in done.stderr and (project / "data/dataset").is_dir()
+        assert (
+            done.returncode == 0
+            and b"No space left" in done.stderr
+            and (project / "data/dataset").is_dir()
+        )
         done, _ = run(project, ["config", "nonsense"], {}, stdout=full, stderr=full)
         assert done.returncode == 2
 
 
 def test_closed_streams(project: Path) -> None:
-    """`>&- 2>&- <&-`: no file that is opened later gets their numbers, and with them what is printed."""
+    """`>&- 2>&- <&-`: no file that is opened later gets their numbers, and with them what is
+    printed.
+    """
     words = f"{sys.executable} -m unidec.cli data ingest >&- 2>&- <&-"
-    assert subprocess.run(["sh", "-c", words], cwd=project, timeout=120, check=False).returncode == 0
-    printed = [path for path in project.rglob("*") if path.is_file() and b"ingest: " in path.read_bytes()]
+    assert (
+        subprocess.run(["sh", "-c", words], cwd=project, timeout=120, check=False).returncode == 0
+    )
+    printed = [
+        path for path in project.rglob("*") if path.is_file() and b"ingest: " in path.read_bytes()
+    ]
     assert printed == []
 
 

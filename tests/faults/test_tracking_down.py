@@ -1,4 +1,6 @@
-"""Fault 10: the tracking server is away for a while; training goes on, and all it logged arrives later, each once."""
+"""Fault 10: the tracking server is away for a while; training goes on, and all it logged arrives
+later, each once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from pathlib import Path
 from unidec.tracking.run import Tracker
 run_dir = Path(sys.argv[1])
 tracker = Tracker("down")
-tracker.start(run_dir, {"seed": 7}, {"git.dirty": "false"}, {"name": "tiny", "digest": "1", "path": "d"}, "killed")
+data = {"name": "tiny", "digest": "1", "path": "d"}
+tracker.start(run_dir, {"seed": 7}, {"git.dirty": "false"}, data, "killed")
 with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "curve.txt").write_text("seen once")
     tracker.log_files([Path(folder) / "curve.txt"], "plots")
@@ -42,7 +45,9 @@ for step in range(10**6):
 
 @pytest.fixture(scope="module")
 def server(helper, tmp_path_factory):
-    with helper("mlflow_server").MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server:
+    with (
+        helper("mlflow_server").MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server
+    ):
         yield server
 
 
@@ -71,7 +76,8 @@ def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_p
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     tracker = Tracker("down")
     tracker.start(tmp_path / "run", PARAMS, {"git.dirty": "false"}, DATASET)
-    spent, steps = 0.0, 400
+    spent = 0.0
+    steps = 400
     with tempfile.TemporaryDirectory() as folder:
         for step in range(steps):
             begin = time.perf_counter()
@@ -89,16 +95,23 @@ def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_p
             tracker.log(step, {"training/loss": 1 / (step + 1), "training/epoch": step / 100})
             spent += time.perf_counter() - begin if 100 < step < 300 else 0.0
             time.sleep(0.005)
-    assert spent < 1.0  # 200 calls and four that send; a refusal that MLflow waits for takes seconds each
+    # 200 calls and four that send; a refusal that MLflow waits for takes seconds each
+    assert spent < 1.0
     tracker.finish()
     run = open_client(server.uri).get_run(tracker.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params == {key: str(value) for key, value in PARAMS.items()}
     assert run.data.tags["told"] == "while it was away" and run.data.tags["git.dirty"] == "false"
-    assert history(server.uri, tracker.run_id, "training/loss") == [(s, 1 / (s + 1)) for s in range(steps)]
-    assert history(server.uri, tracker.run_id, "training/epoch") == [(s, s / 100) for s in range(steps)]
+    assert history(server.uri, tracker.run_id, "training/loss") == [
+        (s, 1 / (s + 1)) for s in range(steps)
+    ]
+    assert history(server.uri, tracker.run_id, "training/epoch") == [
+        (s, s / 100) for s in range(steps)
+    ]
     assert history(server.uri, tracker.run_id, "test/P_at_1") == [(0, 41.0)]
-    path = open_client(server.uri).download_artifacts(tracker.run_id, "plots/plot.txt", str(tmp_path))
+    path = open_client(server.uri).download_artifacts(
+        tracker.run_id, "plots/plot.txt", str(tmp_path)
+    )
     assert Path(path).read_text() == "as it was"
     assert not is_behind(tmp_path / "run") and not (tmp_path / "run" / "tracking-files").exists()
 
@@ -107,12 +120,16 @@ def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path, monkey
     run_dir = tmp_path / "runs" / "one"
     way.close()  # nobody listens there any more
     monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(run_dir)], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(run_dir)], stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "working\n"
         time.sleep(0.3)
         os.kill(child.pid, signal.SIGKILL)
-    queued = [line for line in (run_dir / "tracking.jsonl").read_bytes().splitlines() if b"loss" in line]
+    queued = [
+        line for line in (run_dir / "tracking.jsonl").read_bytes().splitlines() if b"loss" in line
+    ]
     assert len(queued) > 50
     with (run_dir / "tracking.jsonl").open("ab") as file:
         file.write(b'\n{"step": 99')  # a kill in the middle of a line
@@ -121,24 +138,36 @@ def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path, monkey
     assert reconcile_runs([run_dir]) == []
     state = json.loads((run_dir / "tracking.json").read_text())
     run = open_client(server.uri).get_run(state["run_id"])
-    assert run.info.status == "KILLED" and run.info.run_name == "killed" and run.data.params == {"seed": "7"}
+    assert (
+        run.info.status == "KILLED"
+        and run.info.run_name == "killed"
+        and run.data.params == {"seed": "7"}
+    )
     assert run.info.start_time == state["begun"]  # when it began, not when it was sent
     assert run.inputs.dataset_inputs[0].dataset.name == "tiny"
     losses = history(server.uri, state["run_id"], "loss")
-    assert losses == [(step, 1.0 / (step + 1)) for step in range(len(losses))] and len(losses) >= len(queued) - 1
+    assert (
+        losses == [(step, 1.0 / (step + 1)) for step in range(len(losses))]
+        and len(losses) >= len(queued) - 1
+    )
     assert history(server.uri, state["run_id"], "test/P_at_1") == [(0, 41.0)]
-    path = open_client(server.uri).download_artifacts(state["run_id"], "plots/curve.txt", str(tmp_path))
+    path = open_client(server.uri).download_artifacts(
+        state["run_id"], "plots/curve.txt", str(tmp_path)
+    )
     assert Path(path).read_text() == "seen once"
     assert not is_behind(run_dir) and not (run_dir / "tracking-files").exists()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, monkeypatch, seed):
-    """An answer that is lost leaves the figures stored and the sender in doubt: it sends them again."""
+    """An answer that is lost leaves the figures stored and the sender in doubt: it sends them
+    again.
+    """
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
     draw = random.Random(seed)
-    steps, expected = 40, {}
+    steps = 40
+    expected = {}
     tracker = None
     for step in range(steps):
         if tracker is None or draw.random() < 0.1:  # another process goes on
@@ -157,7 +186,9 @@ def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, mo
     run = client.get_run(tracker.run_id)
     assert run.info.status == "FAILED" and len(run.data.params) == len(PARAMS)
     key = run.data.tags["unidec.run_key"]
-    assert len(client.search_runs([run.info.experiment_id], f"tags.`unidec.run_key` = '{key}'")) == 1
+    assert (
+        len(client.search_runs([run.info.experiment_id], f"tags.`unidec.run_key` = '{key}'")) == 1
+    )
     assert len(run.inputs.dataset_inputs) == 1
 
 
@@ -168,7 +199,8 @@ def test_a_server_that_hangs_is_not_waited_for_again_and_again(server, way, tmp_
     tracker = Tracker("down")
     tracker.start(tmp_path / "run", {"seed": 0}, {}, DATASET)
     way.fault = "hang"
-    begin, asked = time.perf_counter(), way.connections
+    begin = time.perf_counter()
+    asked = way.connections
     for step in range(20):
         tracker.log(step, {"loss": float(step)})
         other = Tracker.resume(tmp_path / "run")  # each stage has a tracker of its own
@@ -177,5 +209,7 @@ def test_a_server_that_hangs_is_not_waited_for_again_and_again(server, way, tmp_
     assert time.perf_counter() - begin < 15 and way.connections - asked <= 4
     way.fault = ""
     tracker.finish()
-    assert history(server.uri, tracker.run_id, "loss") == [(step, float(step)) for step in range(20)]
+    assert history(server.uri, tracker.run_id, "loss") == [
+        (step, float(step)) for step in range(20)
+    ]
     assert open_client(server.uri).get_run(tracker.run_id).data.tags["step"] == "19"

@@ -1,4 +1,6 @@
-"""Fault 12: SIGKILL of the worker, alone and with all it runs: Crashed, resumed, nothing removed by hand."""
+"""Fault 12: SIGKILL of the worker, alone and with all it runs: Crashed, resumed, nothing removed by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def rounds(world, run: str) -> list[int]:
 def test_a_killed_worker_leaves_a_crashed_run_and_the_next_run_resumes(world):
     world.ready()
     versions = len(world.project.registry().search_model_versions("name='unidec'"))
-    world.change(warm={"epochs": 12}, optim={"epochs": 12})  # a training long enough to be met in the middle
+    # a training long enough to be met in the middle
+    world.change(warm={"epochs": 12}, optim={"epochs": 12})
     try:
         first = world.server.run(TRAIN)
         world.until_task(first, "train round 2 of 12")
@@ -38,7 +41,9 @@ def test_a_killed_worker_leaves_a_crashed_run_and_the_next_run_resumes(world):
 
         world.server.start()
         assert world.server.flow_run(second)["state_type"] == "RUNNING", "nobody was left to say so"
-        said = world.project.run(sys.executable, "-m", "flows.reconcile", environment=world.server.environment).stdout
+        said = world.project.run(
+            sys.executable, "-m", "flows.reconcile", environment=world.server.environment
+        ).stdout
         assert "Crashed" in said and world.server.flow_run(second)["state_type"] == "CRASHED"
         world.server.start_worker()
         third = world.server.run(TRAIN)
@@ -47,9 +52,19 @@ def test_a_killed_worker_leaves_a_crashed_run_and_the_next_run_resumes(world):
         world.nothing_runs()
     finally:
         world.change()
-    assert not world.project.stale().keys() & {"ingest", "validate", "tokens", "propensity", "label_graph"}
+    assert not world.project.stale().keys() & {
+        "ingest",
+        "validate",
+        "tokens",
+        "propensity",
+        "label_graph",
+    }
     runs = world.project.registry().search_runs(["1"])
     assert not [run.info.run_id for run in runs if run.info.status == "RUNNING"]
-    made = [run for run in runs if run.data.params.get("warm.epochs", run.data.params.get("optim.epochs")) == "12"]
+    made = [
+        run
+        for run in runs
+        if run.data.params.get("warm.epochs", run.data.params.get("optim.epochs")) == "12"
+    ]
     assert len(made) == 1 and made[0].info.status == "FINISHED", "three lives, one run"
     assert len(world.project.registry().search_model_versions("name='unidec'")) == versions + 1

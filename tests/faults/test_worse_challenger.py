@@ -1,5 +1,7 @@
-"""Fault 22: a worse challenger (P@1, PSP@5, tail, latency, size) is not promoted, and the page says why; a rollback
-takes under 10 s and answers as before, byte for byte. Real bundles, a real registry, fresh processes."""
+"""Fault 22: a worse challenger (P@1, PSP@5, tail, latency, size) is not promoted, and the page says
+why; a rollback takes under 10 s and answers as before, byte for byte. Real bundles, a real
+registry, fresh processes.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,14 @@ from unidec.errors import Refused
 from unidec.pipeline import gating
 from unidec.tracking.fetch import fetch_bundle
 
-UNSEEN = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}  # quality alone decides here
+# quality alone decides here
+UNSEEN = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}
 WORSE = {
-    "P@1": ({"wrong": range(10, 50)}, {**UNSEEN, "guarded": ["P@1"]}, {"nDCG@5", "confidence", "P@1"}),
+    "P@1": (
+        {"wrong": range(10, 50)},
+        {**UNSEEN, "guarded": ["P@1"]},
+        {"nDCG@5", "confidence", "P@1"},
+    ),
     # better on the whole, by labels with many training queries; worse on those with few
     "PSP@5": ({"wrong": range(40, 54)}, {**UNSEEN, "guarded": ["PSP@5"]}, {"PSP@5"}),
     "tail": ({"wrong": range(40, 54)}, {**UNSEEN, "guarded": ["tail/R@10"]}, {"tail/R@10"}),
@@ -52,7 +59,9 @@ def world(helper, tmp_path_factory):
 
 
 def answers(world) -> bytes:
-    """Labels and scores of the champion's first 20, for 100 test queries, as the registry serves it now."""
+    """Labels and scores of the champion's first 20, for 100 test queries, as the registry serves it
+    now.
+    """
     bundle = Bundle.load(fetch_bundle(f"models:/{world.name}@champion", "runs/bundles"))
     dataset = XMCDataset.open("data/dataset")
     found = bundle.predict_arrays(dataset.query_texts(dataset.rows("test")[:100]), k=20)
@@ -62,7 +71,8 @@ def answers(world) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "worse_in", [one if one == "P@1" else pytest.param(one, marks=pytest.mark.slow) for one in WORSE]
+    "worse_in",
+    [one if one == "P@1" else pytest.param(one, marks=pytest.mark.slow) for one in WORSE],
 )
 def test_a_worse_challenger_is_not_promoted(world, worse_in, monkeypatch):
     monkeypatch.setattr(gating, "_MEASUREMENTS", 1)  # it is slower by far, whatever else runs here
@@ -74,7 +84,8 @@ def test_a_worse_challenger_is_not_promoted(world, worse_in, monkeypatch):
     assert not result.passed and failed == expected
     with pytest.raises(Refused) as caught:
         pipeline.promote(params)
-    page, tags = Path(result.page).read_text(), world.tags(version)
+    page = Path(result.page).read_text()
+    tags = world.tags(version)
     for reason in (reason for reason in result.reasons if not reason.passed):
         assert reason.check in str(caught.value)
         assert str(escape(reason.words)) in page
@@ -88,21 +99,35 @@ def test_a_better_one_is_promoted_and_a_rollback_answers_as_before_within_ten_se
     version = world.version(world.bundle("better"))
     assert pipeline.gate(world.params(**UNSEEN)).passed
     pipeline.promote(world.params())
-    assert world.aliases() == {"champion": version, "previous": world.champion, "challenger": version}
+    assert world.aliases() == {
+        "champion": version,
+        "previous": world.champion,
+        "challenger": version,
+    }
     assert answers(world) != before
     params = world.folder / "params.yaml"
     params.write_text(f"recipe: unidec\ntracking: {{model_name: {world.name}}}\n")
     words = ["models", "rollback", "--reason", "a test", "--params", str(params), "--json"]
-    began, used = time.perf_counter(), seconds_of_children()
+    began = time.perf_counter()
+    used = seconds_of_children()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "unidec.cli", *words], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-W", "ignore", "-m", "unidec.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=True,
-    )  # fmt: skip
-    taken, used = time.perf_counter() - began, seconds_of_children() - used
-    assert json.loads(done.stdout) == {"model": world.name, "version": world.champion, "previous": version}
+    )
+    taken = time.perf_counter() - began
+    used = seconds_of_children() - used
+    assert json.loads(done.stdout) == {
+        "model": world.name,
+        "version": world.champion,
+        "previous": version,
+    }
     assert answers(world) == before
     assert world.tags(version)["rolled_back.reason"] == "a test"
-    assert min(taken, used) < 10, (taken, used)  # on a busy machine the processor's time counts, not the wall's
+    # on a busy machine the processor's time counts, not the wall's
+    assert min(taken, used) < 10, (taken, used)
     print(f"rollback: {taken:.1f} s, {used:.1f} s of a processor")
 
 

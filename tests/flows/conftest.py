@@ -15,8 +15,12 @@ def prefect_server(prefect_api: str) -> Iterator[None]:
     from prefect.context import _temporary_global_settings_context, get_settings_context  # isort: skip
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    # also for Prefect's own threads, as in its test harness: else a pool of processes starts another server
-    with temporary_settings({PREFECT_API_URL: prefect_api}), _temporary_global_settings_context(get_settings_context()):
+    # also for Prefect's own threads, as in its test harness: else a pool of processes starts
+    # another server
+    with (
+        temporary_settings({PREFECT_API_URL: prefect_api}),
+        _temporary_global_settings_context(get_settings_context()),
+    ):
         yield
 
 
@@ -30,7 +34,9 @@ def no_temporary_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch):
-    """`stand_in(module, name, answer)`: takes the flow's place on the command line; gives its calls."""
+    """`stand_in(module, name, answer)`: takes the flow's place on the command line; gives its
+    calls.
+    """
 
     def stand_in(module, name: str, answer: object) -> list[dict]:
         calls: list[dict] = []

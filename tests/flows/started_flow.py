@@ -1,4 +1,6 @@
-"""A flow as `python -m flows.train` runs it, in its own process, with its temporary server; its stages replaced."""
+"""A flow as `python -m flows.train` runs it, in its own process, with its temporary server; its
+stages replaced.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def start_run(params):
     return Run()
 
 pipeline.start_run = start_run
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; background jobs ignore it
+# as in a terminal; background jobs ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = ["-m", "--steps", "train"]
 from flows.command import main
 sys.exit(main("train"))
@@ -48,13 +51,25 @@ class StartedFlow:
     def __init__(self, folder: Path, work: str) -> None:
         self.folder = folder
         (folder / "params.yaml").write_text("seed: 0\n")
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-        environment = own | {"PREFECT_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PREFECT_", "MLFLOW_"))
+        }
+        environment = own | {
+            "PREFECT_HOME": str(folder / "home"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM.format(work=work)], cwd=folder, env=environment, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-c", PROGRAM.format(work=work)],
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     @property
     def log(self) -> str:
@@ -74,7 +89,8 @@ class StartedFlow:
 
     def left(self) -> list[int]:
         """Its processes (Linux)."""
-        mark, found = f"PREFECT_HOME={self.folder / 'home'}".encode(), []
+        mark = f"PREFECT_HOME={self.folder / 'home'}".encode()
+        found = []
         for entry in Path("/proc").glob("[0-9]*/environ"):
             try:
                 if mark in entry.read_bytes().split(b"\0"):

@@ -1,4 +1,6 @@
-"""The comparison's flow with a stand-in for the cells: what runs in which order, what is skipped or fails."""
+"""The comparison's flow with a stand-in for the cells: what runs in which order, what is skipped or
+fails.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class Stage:
         return load_comparison(self.root / "c.yaml", folder=self.root / "ws")
 
     def tell(self, **what: str) -> None:
-        (self.root / "told.json").write_text(json.dumps({f"d/{cell}/0": word for cell, word in what.items()}))
+        (self.root / "told.json").write_text(
+            json.dumps({f"d/{cell}/0": word for cell, word in what.items()})
+        )
 
     def run(self, *only: str, text: str = FILE, jobs: int = 1) -> dict[str, tuple[str, str]]:
         """(state, reason) of each step."""
@@ -87,8 +91,13 @@ class Stage:
         from flows.compare import run_steps
 
         steps = select(self.comparison(text), only)
-        outcomes = flow(run_steps, name="test", validate_parameters=False)(steps, jobs, {"comparison": "t"})
-        parts = {name.partition(" (")[0]: (reason or "done").partition(": ") for name, reason in outcomes.items()}
+        outcomes = flow(run_steps, name="test", validate_parameters=False)(
+            steps, jobs, {"comparison": "t"}
+        )
+        parts = {
+            name.partition(" (")[0]: (reason or "done").partition(": ")
+            for name, reason in outcomes.items()
+        }
         return {name: (state, reason) for name, (state, _, reason) in parts.items()}
 
     def result(self, name: str) -> dict[str, object]:
@@ -151,8 +160,13 @@ def test_a_failure_stops_only_what_needs_it(stage: Stage) -> None:
     stage.tell(first="fail", third="die")
     outcomes = stage.run()
     states = {name: state for name, (state, _) in outcomes.items()}
-    assert states == {"data d": "done", "d/first/0": "failed", "d/second/0": "not run", "d/third/0": "failed",
-                      "d/fourth/0": "done"}  # fmt: skip
+    assert states == {
+        "data d": "done",
+        "d/first/0": "failed",
+        "d/second/0": "not run",
+        "d/third/0": "failed",
+        "d/fourth/0": "done",
+    }
     assert "x: no such thing" in outcomes["d/first/0"][1] and "log.txt" in outcomes["d/first/0"][1]
     assert "d/first/0" in outcomes["d/second/0"][1]
     assert "SIGKILL (not enough memory?)" in outcomes["d/third/0"][1]
@@ -179,21 +193,32 @@ def test_so_many_at_once(stage: Stage) -> None:
     assert most == 2
 
 
-def test_a_signal_ends_the_cells_in_order(stage: Stage, prefect_api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_cells_in_order(
+    stage: Stage, prefect_api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a process of its own, as on the command line."""
     monkeypatch.setenv("PREFECT_API_URL", prefect_api)
     stage.tell(first="wait")
     stage.comparison()
     code = (
-        "import sys\nfrom unidec.comparison import cell\ncell.COMMAND = (sys.executable, 'stand_in.py')\n"
-        "from flows.command import main\nsys.exit(main('compare', ['c.yaml', '--folder=ws', '--only=first']))\n"
+        "import sys\nfrom unidec.comparison import cell\ncell.COMMAND = (sys.executable, "
+        "'stand_in.py')\n"
+        "from flows.command import main\nsys.exit(main('compare', ['c.yaml', '--folder=ws', "
+        "'--only=first']))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 120
-    while not (stage.root / "log").exists() or "waits d/first/0" not in (stage.root / "log").read_text():
+    while (
+        not (stage.root / "log").exists()
+        or "waits d/first/0" not in (stage.root / "log").read_text()
+    ):
         assert time.monotonic() < end and process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, printed = process.communicate(timeout=60)
-    assert process.returncode == 143 and "run again to resume" in printed and "Traceback" not in printed
+    assert (
+        process.returncode == 143
+        and "run again to resume" in printed
+        and "Traceback" not in printed
+    )
     assert "stopped d/first/0" in stage.log()

@@ -1,4 +1,6 @@
-"""prefect.yaml, flows/automations.yaml and the commands on the pages against the flows that they name; no server."""
+"""prefect.yaml, flows/automations.yaml and the commands on the pages against the flows that they
+name; no server.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,14 @@ from shown_commands import Shown, shown_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-AUTOMATIONS = yaml.safe_load((ROOT / "flows" / "automations.yaml").read_text(encoding="utf-8"))["automations"]
-SHOWN = [shown for shown in shown_commands("python") if shown.words[1] == "-m" and shown.words[2].startswith("flows.")]
+AUTOMATIONS = yaml.safe_load((ROOT / "flows" / "automations.yaml").read_text(encoding="utf-8"))[
+    "automations"
+]
+SHOWN = [
+    shown
+    for shown in shown_commands("python")
+    if shown.words[1] == "-m" and shown.words[2].startswith("flows.")
+]
 
 
 def flow_of(deployment: dict):
@@ -68,14 +76,26 @@ def test_silent_runs_are_found_by_the_automation():
     named = set(spec["trigger"]["match_related"]["prefect.resource.name"])
     assert named == {one["flow_name"] for one in DEPLOYMENTS}
     # every way in which a run ends ends the watch, also those that have a name of ours
-    ours = set(re.findall(r'\("skipped", "refused"\)', (ROOT / "flows" / "lifecycle.py").read_text(encoding="utf-8")))
-    assert ours and {"prefect.flow-run.Skipped", "prefect.flow-run.Refused"} <= automation.trigger.expect
+    ours = set(
+        re.findall(
+            r'\("skipped", "refused"\)',
+            (ROOT / "flows" / "lifecycle.py").read_text(encoding="utf-8"),
+        )
+    )
+    assert (
+        ours
+        and {"prefect.flow-run.Skipped", "prefect.flow-run.Refused"} <= automation.trigger.expect
+    )
     for one in DEPLOYMENTS:
         beats = int(one["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
-        assert 3 * beats < automation.trigger.within.total_seconds(), "a few lost signs are no death"
+        assert 3 * beats < automation.trigger.within.total_seconds(), (
+            "a few lost signs are no death"
+        )
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.place} {' '.join(shown.words[2:5])}")
+@pytest.mark.parametrize(
+    "shown", SHOWN, ids=lambda shown: f"{shown.place} {' '.join(shown.words[2:5])}"
+)
 def test_a_flow_takes_the_words_that_are_shown(shown: Shown) -> None:
     from flows.command import _parser
 

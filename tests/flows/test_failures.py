@@ -31,10 +31,14 @@ def network_errors() -> list[Exception]:
 
     request = httpx.Request("GET", "http://127.0.0.1")
     return [
-        ConnectionResetError("reset"), TimeoutError("late"), requests.exceptions.ConnectionError("gone"),
-        requests.exceptions.ReadTimeout("late"), httpx.ConnectError("refused", request=request),
-        sqlite3.OperationalError("database is locked"), RefusedByMlflow("TEMPORARILY_UNAVAILABLE"),
-    ]  # fmt: skip
+        ConnectionResetError("reset"),
+        TimeoutError("late"),
+        requests.exceptions.ConnectionError("gone"),
+        requests.exceptions.ReadTimeout("late"),
+        httpx.ConnectError("refused", request=request),
+        sqlite3.OperationalError("database is locked"),
+        RefusedByMlflow("TEMPORARILY_UNAVAILABLE"),
+    ]
 
 
 def test_only_what_may_recover_is_retried(flows) -> None:
@@ -45,15 +49,27 @@ def test_only_what_may_recover_is_retried(flows) -> None:
 
     assert all(is_retried(error) for error in network_errors())
     full = OSError(errno.ENOSPC, "No space left on device", "/somewhere")
-    bugs = [KeyError("x"), ValueError("y"), FileNotFoundError(2, "no", "x"), RefusedByMlflow("INVALID_PARAMETER_VALUE")]
+    bugs = [
+        KeyError("x"),
+        ValueError("y"),
+        FileNotFoundError(2, "no", "x"),
+        RefusedByMlflow("INVALID_PARAMETER_VALUE"),
+    ]
     assert not any(
-        is_retried(error) for error in [*bugs, full, DataError("bad"), ConfigError("bad"), TrainingError("x")]
+        is_retried(error)
+        for error in [*bugs, full, DataError("bad"), ConfigError("bad"), TrainingError("x")]
     )
 
 
 def test_what_the_system_refuses_is_one_message(flows, tmp_path: Path) -> None:
-    found = flows.lifecycle.known(PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "x")))
-    assert isinstance(found, ArtifactError) and str(tmp_path / "x") in str(found) and "chown" in str(found)
+    found = flows.lifecycle.known(
+        PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "x"))
+    )
+    assert (
+        isinstance(found, ArtifactError)
+        and str(tmp_path / "x") in str(found)
+        and "chown" in str(found)
+    )
     assert flows.lifecycle.known(OSError(errno.EBADF, "Bad file descriptor")) is None
 
 
@@ -63,8 +79,18 @@ def test_what_the_system_refuses_is_one_message(flows, tmp_path: Path) -> None:
         (-9, "", None, "killed"),
         (255, "ERROR: failed to reproduce 'train'", -9, "killed"),
         (255, "ERROR: failed to reproduce 'train'", 137, "killed"),
-        (255, "ERROR: Unable to acquire lock. Most likely another DVC process is running", None, "failed"),
-        (255, "ERROR: failed to push data to the cloud - Connect call failed ('10.0.0.1', 22)", None, "failed"),
+        (
+            255,
+            "ERROR: Unable to acquire lock. Most likely another DVC process is running",
+            None,
+            "failed",
+        ),
+        (
+            255,
+            "ERROR: failed to push data to the cloud - Connect call failed ('10.0.0.1', 22)",
+            None,
+            "failed",
+        ),
         (255, "ERROR: unexpected error - Read timed out", None, "failed"),
     ],
 )
@@ -79,7 +105,11 @@ def test_kills_locks_and_networks_may_recover(flows, code, message, stage_code, 
     [
         ("rows.csv:3: bad", 3, DataError),
         ("no GPU", 2, ConfigError),
-        ("ERROR: failed to reproduce 'ingest': [Errno 2] No such file or directory: 'x'", None, ConfigError),
+        (
+            "ERROR: failed to reproduce 'ingest': [Errno 2] No such file or directory: 'x'",
+            None,
+            ConfigError,
+        ),
         ("ERROR: 'dvc.yaml' is invalid.", None, ConfigError),
         ("ERROR: failed to push data to the cloud - 403 Forbidden", None, ConfigError),
     ],

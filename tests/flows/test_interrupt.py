@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM in the middle of a round: a quick end, no process left, the MLflow run KILLED."""
+"""Ctrl-C and SIGTERM in the middle of a round: a quick end, no process left, the MLflow
+run KILLED.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ import signal, sys, time
 from unidec.tracking.run import Tracker
 
 class Run:
-    folder, lines, epoch, epochs, num_rounds, round_number, finished = "runs/abc", [], 0, 2, 2, 1, False
+    folder = "runs/abc"
+    lines = []
+    epoch = 0
+    epochs = 2
+    num_rounds = 2
+    round_number = 1
+    finished = False
     cluster = mine = lambda self: {}
 
     def train_round(self):
@@ -31,7 +39,8 @@ def start_run(params):
 
 from unidec import pipeline
 pipeline.start_run = start_run
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; background jobs ignore it
+# as in a terminal; background jobs ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from flows.command import main
 sys.exit(main("train", ["--steps", "train"]))
 """
@@ -46,8 +55,16 @@ sys.exit(main("train", ["--steps", "train"]))
 )
 def test_interrupted_in_a_round(tmp_path, number, everyone, code):
     (tmp_path / "params.yaml").write_text("seed: 0\n")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    environment = own | {"PREFECT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "MLFLOW_"))
+    }
+    environment = own | {
+        "PREFECT_HOME": str(tmp_path / "home"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],

@@ -1,4 +1,6 @@
-"""Prefect's temporary server is killed while a flow works, as a system that is out of memory does it."""
+"""Prefect's temporary server is killed while a flow works, as a system that is out of memory does
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,17 @@ except BaseException:
 """)
     flow.server().kill()
     assert flow.process.wait(30) == 0, flow.log
-    assert "done: train" in flow.log and "Prefect has no record" in flow.log and "Traceback" not in flow.log
+    assert (
+        "done: train" in flow.log
+        and "Prefect has no record" in flow.log
+        and "Traceback" not in flow.log
+    )
 
 
 @pytest.mark.slow
 def test_work_that_cannot_be_interrupted_is_not_waited_for(start) -> None:
-    flow = start("import ctypes; [ctypes.CDLL(None).sleep(600) for _ in range(9)]")  # as compiled code does
+    # as compiled code does
+    flow = start("import ctypes; [ctypes.CDLL(None).sleep(600) for _ in range(9)]")
     flow.server().kill()
     assert flow.process.wait(30) == 5, flow.log
     assert "run again to resume" in flow.log and "Traceback" not in flow.log

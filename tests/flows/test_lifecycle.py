@@ -1,4 +1,6 @@
-"""How runs begin and end, through Prefect: their tags in MLflow, their names, and who is turned away."""
+"""How runs begin and end, through Prefect: their tags in MLflow, their names, and who is turned
+away.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def deploy(prefect_server):
 def test_what_mlflow_gets_to_know(lifecycle, deploy, monkeypatch):
     from prefect import flow
 
-    monkeypatch.setenv(RUN_TAGS, json.dumps({"mlflow.parentRunId": "abc"}))  # of whoever is around us
+    # of whoever is around us
+    monkeypatch.setenv(RUN_TAGS, json.dumps({"mlflow.parentRunId": "abc"}))
     seen = {}
 
     @flow(name="unidec-tagged")
@@ -63,7 +66,9 @@ def test_what_mlflow_gets_to_know(lifecycle, deploy, monkeypatch):
     assert deploy(body).state.is_completed() and RUN_TAGS not in os.environ
 
 
-def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(lifecycle, deploy, monkeypatch):
+def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(
+    lifecycle, deploy, monkeypatch
+):
     from prefect import flow
 
     @contextlib.contextmanager
@@ -102,6 +107,10 @@ def test_a_run_that_was_turned_away_is_one_line_in_the_workers_log(lifecycle):
     try:
         raise CancelledRun("another training is under way")
     except CancelledRun as error:
-        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "unexpected", (), (type(error), error, None))
+        record = logging.LogRecord(
+            "x", logging.ERROR, __file__, 1, "unexpected", (), (type(error), error, None)
+        )
     assert get_logger("engine").filter(record)
-    assert record.getMessage() == "stopped: another training is under way" and record.exc_info is None
+    assert (
+        record.getMessage() == "stopped: another training is under way" and record.exc_info is None
+    )

@@ -1,4 +1,6 @@
-"""The work pools' templates in mlflow/pools/, created on a real Prefect server, and the job that comes of each."""
+"""The work pools' templates in mlflow/pools/, created on a real Prefect server, and the job that
+comes of each.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,32 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 POOLS = {path.stem: path for path in sorted((ROOT / "mlflow" / "pools").glob("*.json"))}
-CREATE = {"docker": ["work-pool", "create", "containers"], "kubernetes": ["work-pool", "create", "cluster"]}
-CHOSEN = {"docker": {"checkout": "/home-of/unidec"}, "kubernetes": {"claim": "checkout-gpu", "gpus": 2}}
+CREATE = {
+    "docker": ["work-pool", "create", "containers"],
+    "kubernetes": ["work-pool", "create", "cluster"],
+}
+CHOSEN = {
+    "docker": {"checkout": "/home-of/unidec"},
+    "kubernetes": {"claim": "checkout-gpu", "gpus": 2},
+}
 
 
 def create(api: str, kind: str, template: Path) -> subprocess.CompletedProcess[str]:
     words = [*CREATE[kind], "--type", kind, "--base-job-template", str(template), "--overwrite"]
     environment = os.environ | {"PREFECT_API_URL": api, "DO_NOT_TRACK": "true"}
     return subprocess.run(
-        [sys.executable, "-m", "prefect", *words], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "prefect", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
 def job(template: dict[str, Any], values: dict[str, Any]) -> Any:
-    """The job that a worker makes of a template and a deployment's `job_variables`; blocks are not looked up."""
+    """The job that a worker makes of a template and a deployment's `job_variables`; blocks are not
+    looked up.
+    """
     from prefect.workers.base import BaseJobConfiguration
 
     class Configuration(BaseJobConfiguration):
@@ -61,7 +75,9 @@ def test_a_deployment_of_prefect_yaml_becomes_a_job(kind: str) -> None:
     import jsonschema
 
     template = json.loads(POOLS[kind].read_text())
-    work = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["work"]["job_variables"]
+    work = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["work"][
+        "job_variables"
+    ]
     values = {**work, **CHOSEN[kind]}
     jsonschema.validate(values, template["variables"])
     with pytest.raises(jsonschema.ValidationError):
@@ -71,14 +87,20 @@ def test_a_deployment_of_prefect_yaml_becomes_a_job(kind: str) -> None:
     assert made.env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"  # of prefect.yaml
     assert made.env["AWS_SECRET_ACCESS_KEY"] == "of the block"
     if kind == "docker":
-        assert made.volumes == ["/home-of/unidec:/srv/unidec"] and made.networks == ["unidec_default"]
+        assert made.volumes == ["/home-of/unidec:/srv/unidec"] and made.networks == [
+            "unidec_default"
+        ]
         return
     pod = made.job_manifest["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
-    assert container["env"].items() <= made.env.items()  # Prefect's worker adds the rest of `made.env`
+    # Prefect's worker adds the rest of `made.env`
+    assert container["env"].items() <= made.env.items()
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "checkout-gpu"}
-    assert container["securityContext"]["runAsNonRoot"] and made.job_manifest["spec"]["backoffLimit"] == 0
+    assert (
+        container["securityContext"]["runAsNonRoot"]
+        and made.job_manifest["spec"]["backoffLimit"] == 0
+    )
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
@@ -87,5 +109,7 @@ def test_settings_of_a_pool_are_those_of_the_compose_files_worker(kind: str, hel
     environment = compose["worker"]["environment"]
     job = json.loads(POOLS[kind].read_text())
     own = job["variables"]["properties"]["env"]["default"]
-    assert {name: value for name, value in own.items() if not value.startswith("{{")}.items() <= environment.items()
+    assert {
+        name: value for name, value in own.items() if not value.startswith("{{")
+    }.items() <= environment.items()
     assert job["variables"]["properties"]["image"]["default"] == compose["worker"]["image"]

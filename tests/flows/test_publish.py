@@ -1,4 +1,6 @@
-"""What a retraining tells: commits in real repositories, events, people; no failure of it stops a run."""
+"""What a retraining tells: commits in real repositories, events, people; no failure of it stops a
+run.
+"""
 
 from __future__ import annotations
 
@@ -24,34 +26,55 @@ def test_what_a_task_returned_as_heads_that_people_read(publish):
     check = {"check": "nDCG@5", "passed": False, "got": -1.0, "words": "29.00 against 30.00"}
     finding = {"check": "shift", "drifted": True, "words": "moved by 0.4 sd"}
     result = {
-        "metrics": {"P@1": 50.123456, "tail/P@1": 1.0}, "reasons": [check, {**check, "passed": True}, finding],
-        "warnings": {1: "few queries"}, "page": Path("a/b.html"), "run": None, "note": "", "passed": False,
+        "metrics": {"P@1": 50.123456, "tail/P@1": 1.0},
+        "reasons": [check, {**check, "passed": True}, finding],
+        "warnings": {1: "few queries"},
+        "page": Path("a/b.html"),
+        "run": None,
+        "note": "",
+        "passed": False,
         "steps": ["a"],
-    }  # fmt: skip
+    }
     assert list(publish.rows_of(result)) == [
-        ("metrics: P@1", "50.123"), ("nDCG@5", "FAILED: 29.00 against 30.00"),
+        ("metrics: P@1", "50.123"),
+        ("nDCG@5", "FAILED: 29.00 against 30.00"),
         ("nDCG@5", "passed: 29.00 against 30.00"),
-        ("shift", "moved by 0.4 sd"), ("warnings: 1", "few queries"), ("page", "a/b.html"), ("passed", "False"),
+        ("shift", "moved by 0.4 sd"),
+        ("warnings: 1", "few queries"),
+        ("page", "a/b.html"),
+        ("passed", "False"),
         ("steps: 1", "a"),
-    ]  # fmt: skip
+    ]
     assert list(publish.rows_of("dvc pull")) == [("result", "dvc pull")]
     assert list(publish.rows_of(None)) == list(publish.rows_of(object())) == []
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("train round 3 of 3", "train"), ("gate of version 7", "gate"), ("promote version 12", "promote"),
-     ("mine 1 of 3", "mine"), ("dvc push", "dvc-push"), ("label_graph", "label-graph")],
-)  # fmt: skip
+    [
+        ("train round 3 of 3", "train"),
+        ("gate of version 7", "gate"),
+        ("promote version 12", "promote"),
+        ("mine 1 of 3", "mine"),
+        ("dvc push", "dvc-push"),
+        ("label_graph", "label-graph"),
+    ],
+)
 def test_the_same_task_has_one_key(publish, monkeypatch, name, key):
     made = []
-    monkeypatch.setattr(publish, "create_table_artifact", lambda rows, **named: made.append((rows, named)))
+    monkeypatch.setattr(
+        publish, "create_table_artifact", lambda rows, **named: made.append((rows, named))
+    )
     publish.show_task(name, {"a": 1})  # outside of a flow run
     monkeypatch.setattr(publish.FlowRunContext, "get", lambda: object())
     publish.show_task(name, None)
     publish.show_task(name, {str(i): i for i in range(100)})
     ((rows, named),) = made
-    assert len(rows) == 60 and rows[1] == {"what": "1", "value": "1"} and named == {"key": key, "description": name}
+    assert (
+        len(rows) == 60
+        and rows[1] == {"what": "1", "value": "1"}
+        and named == {"key": key, "description": name}
+    )
 
 
 @pytest.fixture
@@ -78,7 +101,9 @@ def tagged(publish, monkeypatch) -> list[tuple]:
 
 
 def git(*words: str) -> str:
-    return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *words], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def params_of(commit: str = "commit", **retrain: object) -> Params:
@@ -86,7 +111,11 @@ def params_of(commit: str = "commit", **retrain: object) -> Params:
 
 
 def retrained() -> None:
-    for name, text in {"dvc.lock": "new", "data/start.json": "{}", "outputs/metrics.json": "{}"}.items():
+    for name, text in {
+        "dvc.lock": "new",
+        "data/start.json": "{}",
+        "outputs/metrics.json": "{}",
+    }.items():
         Path(name).write_text(text)
     Path("outputs/plots/training.csv").write_text("step,loss\n")
 
@@ -129,7 +158,9 @@ def test_states_in_which_nothing_is_committed(publish, repository, tagged, tmp_p
     with pytest.raises(UnidecError, match=r"(?s)git failed.*merge"):
         publish.commit(params_of(), 7, "champion")
     (repository / ".git/MERGE_HEAD").unlink()
-    assert git("rev-list", "--count", "HEAD") == "1" and git("diff", "--cached", "--name-only") == ""
+    assert (
+        git("rev-list", "--count", "HEAD") == "1" and git("diff", "--cached", "--name-only") == ""
+    )
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))

@@ -42,17 +42,24 @@ def test_a_run_of_a_killed_process_is_set_crashed(reconcile, client):
     host = socket.gethostname()
     parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     pids = {
-        "killed": f"{host}:{dead_pid()}", "ended": f"{host}:{dead_pid()}", "alive": f"{host}:{os.getpid()}",
-        "elsewhere": f"another:{dead_pid()}", "unknown": None, "reused": f"{host}:{parent.pid}",
-    }  # fmt: skip
+        "killed": f"{host}:{dead_pid()}",
+        "ended": f"{host}:{dead_pid()}",
+        "alive": f"{host}:{os.getpid()}",
+        "elsewhere": f"another:{dead_pid()}",
+        "unknown": None,
+        "reused": f"{host}:{parent.pid}",
+    }
     runs = {}
     for name, pid in pids.items():
         runs[name] = client.create_flow_run(nothing)
-        client.set_flow_run_state(runs[name].id, Completed() if name == "ended" else Running(), force=True)
+        client.set_flow_run_state(
+            runs[name].id, Completed() if name == "ended" else Running(), force=True
+        )
         if pid:
             client.update_flow_run(runs[name].id, infrastructure_pid=pid)
     try:
-        with pytest.MonkeyPatch.context() as patch:  # as if the other process had started much later
+        # as if the other process had started much later
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reconcile.module, "_CLOCK_TOLERANCE", -3600.0)
             is_gone = reconcile.module._process_is_gone
             assert is_gone(client.read_flow_run(runs["reused"].id))

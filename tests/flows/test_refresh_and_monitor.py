@@ -36,13 +36,20 @@ def world(place, monkeypatch):
     calls: list[str] = []
 
     def stage(name, answer):
-        return lambda _params, *words, **_options: calls.append(" ".join([name, *map(str, words)])) or answer
+        return lambda _params, *words, **_options: (
+            calls.append(" ".join([name, *map(str, words)])) or answer
+        )
 
     reason = Check("nDCG@5", True, 0.1, -0.5, "nDCG@5 is 0.1 ahead")
     verdict = Verdict(True, False, "unidec", [reason], "8", "7", {}, "p", None)
     labels = ChangedLabels(
-        changed=True, bundle="outputs/refreshed", added=2, removed=1, kept=40, reason="2 labels are new"
-    )  # fmt: skip
+        changed=True,
+        bundle="outputs/refreshed",
+        added=2,
+        removed=1,
+        kept=40,
+        reason="2 labels are new",
+    )
     finding = {"name": "length", "drifted": True, "words": "queries are shorter"}
     quiet = {"name": "tokens", "drifted": False, "words": "tokens are as they were"}
     model = {"source": "models:/unidec@champion", "bundle_sha256": "0"}
@@ -69,11 +76,19 @@ def world(place, monkeypatch):
     for module in (decide, monitor, refresh):
         monkeypatch.setattr(module, "pipeline", stages)
     monkeypatch.setattr(reproduce, "stale", lambda *stages: (bool(stages), []))
-    monkeypatch.setattr(reproduce, "make_data", lambda names: calls.append("dvc " + " ".join(names)) or {})
+    monkeypatch.setattr(
+        reproduce, "make_data", lambda names: calls.append("dvc " + " ".join(names)) or {}
+    )
     events: list[tuple] = []
     monkeypatch.setattr(publish, "emit", lambda _name, event, given: events.append((event, given)))
     return types.SimpleNamespace(
-        calls=calls, stages=stages, stage=stage, events=events, refresh=refresh, monitor=monitor, window=window
+        calls=calls,
+        stages=stages,
+        stage=stage,
+        events=events,
+        refresh=refresh,
+        monitor=monitor,
+        window=window,
     )
 
 
@@ -81,8 +96,11 @@ def test_refreshed_labels_are_judged_and_promoted(world):
     done = world.refresh.refresh.fn()
     assert world.calls == [
         "dvc ingest validate propensity",
-        "refresh_labels", "register outputs/refreshed", "gate 8", "promote 8",
-    ]  # fmt: skip
+        "refresh_labels",
+        "register outputs/refreshed",
+        "gate 8",
+        "promote 8",
+    ]
     assert (done["added"], done["promoted"]["previous"]) == (2, "7")
     assert [event for event, _ in world.events] == ["promoted"]
 
@@ -100,7 +118,11 @@ def test_drift_is_published(world, place):
     (place / "live.jsonl").write_text('{"query": "a"}\n')
     assert world.monitor.monitor.fn("live.jsonl")["drifted"]
     ((event, given),) = world.events
-    assert event == "drift" and given["findings"] == ["queries are shorter"] and given["queries"] == 500
+    assert (
+        event == "drift"
+        and given["findings"] == ["queries are shorter"]
+        and given["queries"] == 500
+    )
     world.events.clear()
     world.stages.monitor = world.stage("monitor", replace(world.window, drifted=False))
     world.monitor.monitor.fn("live.jsonl")
@@ -121,12 +143,19 @@ def test_command_lines(world, place, stand_in, capsys):
     skipped = {"skipped": "version 7 has these labels"}
     refreshed = stand_in(world.refresh, "refresh", skipped)
     monitored = stand_in(world.monitor, "monitor", plain(world.window))
-    assert main("refresh", ["--no-promote"]) == 0 and main("monitor", ["a.csv", "--column", "text"]) == 0
+    assert (
+        main("refresh", ["--no-promote"]) == 0
+        and main("monitor", ["a.csv", "--column", "text"]) == 0
+    )
     assert capsys.readouterr().out.splitlines() == [
         "labels: no change, version 7 has these labels",
-        "500 queries: drifted", "  queries are shorter", "report: runs/index.html",
-    ]  # fmt: skip
+        "500 queries: drifted",
+        "  queries are shorter",
+        "report: runs/index.html",
+    ]
     assert main("refresh", ["--json"]) == 0 and json.loads(capsys.readouterr().out) == skipped
-    assert main("monitor", ["a.csv", "--json"]) == 0 and json.loads(capsys.readouterr().out) == plain(world.window)
+    assert main("monitor", ["a.csv", "--json"]) == 0 and json.loads(
+        capsys.readouterr().out
+    ) == plain(world.window)
     assert refreshed[0] == {"promote": False}
     assert monitored[0] == {"queries": "a.csv", "column": "text", "bundle": None}

@@ -1,8 +1,8 @@
-"""A real Prefect server and worker on this machine: a run asked for by hand, one that comes too early, one by schedule.
+"""A real Prefect server and worker on this machine: a run asked for by hand, one that comes too
+early, one by schedule.
 
-With wrong versions beside Prefect (see the pins in pyproject.toml) schedules silently never fire; only this shows it.
-The whole of operations on real servers: tests/operations.
-"""
+With wrong versions beside Prefect (see the pins in pyproject.toml) schedules silently never fire;
+only this shows it. The whole of operations on real servers: tests/operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ JOB = {"steps": "ingest"}  # the real flow, its first step only, on three labels
 INTERVAL = 10  # seconds between scheduled runs
 
 TABLES = {
-    "queries.csv": "id,text,split\n" + "".join(f"q{i},text {i},{'train' if i < 18 else 'test'}\n" for i in range(24)),
+    "queries.csv": "id,text,split\n"
+    + "".join(f"q{i},text {i},{'train' if i < 18 else 'test'}\n" for i in range(24)),
     "labels.csv": "id,text\na,first label\nb,second label\nc,third label\n",
     "pairs.csv": "query_id,label_id\n" + "".join(f"q{i},{'abc'[i % 3]}\n" for i in range(24)),
 }
@@ -26,7 +27,11 @@ TABLES = {
 @pytest.fixture
 def project(tmp_path) -> Path:
     """A copy of what a deployment needs: the flow, prefect.yaml, a tiny data set."""
-    shutil.copytree(REPOSITORY / "flows", tmp_path / "project" / "flows", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "flows",
+        tmp_path / "project" / "flows",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))
     (deployment,) = [one for one in described["deployments"] if one["name"] == "train"]
     assert deployment["schedules"] == [{"slug": "nightly", "cron": "0 3 * * *", "timezone": "UTC"}]
@@ -42,13 +47,16 @@ def project(tmp_path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelled(helper, project, tmp_path):
+def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelled(
+    helper, project, tmp_path
+):
     with helper("operations/server").Server(project, tmp_path / "home") as server:
         server.start()
         server.deploy()
         assert all(one["active"] for one in server.deployment("unidec/train")["schedules"])
         server.command("--no-prompt", "deployment", "schedule", "pause", "--all")
-        first, second = server.run("unidec/train"), server.run("unidec/train")
+        first = server.run("unidec/train")
+        second = server.run("unidec/train")
         server.start_worker()
         ended = [server.ended(run, 120) for run in (first, second)]
         assert sorted(run["state_type"] for run in ended) == ["CANCELLED", "COMPLETED"], ended
@@ -61,10 +69,14 @@ def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelle
         assert not schedule["active"]
         server.command("deployment", "schedule", "resume", "unidec/train", schedule["id"])
         described = (project / "prefect.yaml").read_text()
-        (project / "prefect.yaml").write_text(described.replace("cron: 0 3 * * *", f"interval: {INTERVAL}"))
+        (project / "prefect.yaml").write_text(
+            described.replace("cron: 0 3 * * *", f"interval: {INTERVAL}")
+        )
         server.deploy()
         (again,) = server.deployment("unidec/train")["schedules"]
-        assert again["active"] and again["id"] == schedule["id"], "deploying again leaves a resumed schedule active"
+        assert again["active"] and again["id"] == schedule["id"], (
+            "deploying again leaves a resumed schedule active"
+        )
 
         def by_schedule() -> list[dict]:
             runs = [run for run in server.runs("unidec/train") if run["auto_scheduled"]]

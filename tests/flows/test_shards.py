@@ -1,4 +1,6 @@
-"""Shards over processes and over a real Dask cluster: the bytes of one piece, also when workers are killed."""
+"""Shards over processes and over a real Dask cluster: the bytes of one piece, also when workers are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,22 @@ from unidec.bundle.predict_file import FileRequest, begin_predictions, predict_f
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROWS, SHARDS = 6000, 6
-WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "river", "music", "engine", "letter"]
+ROWS = 6000
+SHARDS = 6
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "car",
+    "boat",
+    "house",
+    "old",
+    "new",
+    "river",
+    "music",
+    "engine",
+    "letter",
+]
 NUM_LABELS = 50
 
 
@@ -40,7 +56,9 @@ def predict(module):
 
 @pytest.fixture(scope="module")
 def place(helper, tmp_path_factory) -> Path:
-    """A folder with a bundle (UniDEC itself, a bag of tokens), queries and their predictions in one piece."""
+    """A folder with a bundle (UniDEC itself, a bag of tokens), queries and their predictions in one
+    piece.
+    """
     import torch
     from label_vectors import label_vectors
 
@@ -57,16 +75,24 @@ def place(helper, tmp_path_factory) -> Path:
     labels = [f"{' '.join(rng.choice(WORDS, 2))} {number}" for number in range(NUM_LABELS)]
     bert = helper("tiny_transformer").write_transformer(root / "bert", [*labels, *WORDS])
     torch.manual_seed(1)
-    settings, kept = Model(dim=8), {"tokens": {"max_length": 12}}
+    settings = Model(dim=8)
+    kept = {"tokens": {"max_length": 12}}
     model = UniDEC.create(Encoder(kind="bag"), settings, NUM_LABELS, bert, 100, kept).eval()
     with write_folder(root / "model", "model", 1) as out:
         model.save_into(out)
-    de, (clf, bias) = model.encode_labels(encode_texts(labels, model.tokenizer_folder, 12)), model.classifier_table()
+    de, (clf, bias) = (
+        model.encode_labels(encode_texts(labels, model.tokenizer_folder, 12)),
+        model.classifier_table(),
+    )
     write_bundle(
-        root / "bundle", root / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)),
-        BundleLabels([f"L{i}" for i in range(NUM_LABELS)], labels, {"de": de, "clf": clf, "bias": bias}),
+        root / "bundle",
+        root / "model",
+        LabelIndex.build(label_vectors(de, clf, bias, "both", True)),
+        BundleLabels(
+            [f"L{i}" for i in range(NUM_LABELS)], labels, {"de": de, "clf": clf, "bias": bias}
+        ),
         Scoring("both", 0.7, True),
-    )  # fmt: skip
+    )
     texts = [" ".join(rng.choice(WORDS, rng.integers(1, 9))) for _ in range(ROWS)]
     pq.write_table(pa.table({"query": texts}), root / "in.parquet", row_group_size=999)
     threads = torch.get_num_threads()
@@ -82,7 +108,12 @@ def ask(place, tmp_path, predict, prefect_server):
     """`ask(runner)`: the flow's result; the output's bytes are those of one piece."""
 
     def ask(runner: str, **more) -> dict:
-        given = {"input": str(place / "in.parquet"), "output": str(tmp_path / "out.parquet"), "k": 3, "shards": SHARDS}
+        given = {
+            "input": str(place / "in.parquet"),
+            "output": str(tmp_path / "out.parquet"),
+            "k": 3,
+            "shards": SHARDS,
+        }
         done = predict(bundle=str(place / "bundle"), runner=runner, **(given | more))
         assert done == {"rows": ROWS, "shards": SHARDS, "output": str(tmp_path / "out.parquet")}
         assert (tmp_path / "out.parquet").read_bytes() == (place / "whole.parquet").read_bytes()
@@ -135,7 +166,8 @@ def test_processes_of_this_machine(ask, tmp_path):
         ask("processes:2")  # the pool breaks with its worker
     thread.join()
     assert len(killed) == 1 and multiprocessing.active_children() == []
-    ask("threads:1")  # the same command, in whatever way; with processes to the end: test_what_the_flow_starts_itself
+    # the same command, in whatever way; with processes to the end: test_what_the_flow_starts_itself
+    ask("threads:1")
 
 
 @pytest.mark.slow
@@ -143,7 +175,9 @@ def test_a_dask_cluster_that_loses_a_worker(ask, tmp_path, cluster):
     killed, left = cluster.workers.values()
     killed.auto_restart = False
     pid = killed.pid
-    thread = once_a_shard_is_whole(tmp_path / "out.parquet.shards", lambda: os.kill(pid, signal.SIGKILL))
+    thread = once_a_shard_is_whole(
+        tmp_path / "out.parquet.shards", lambda: os.kill(pid, signal.SIGKILL)
+    )
     ask(cluster.scheduler_address.replace("tcp://", "dask://"))
     thread.join()
     assert killed.pid != pid and left.pid is not None
@@ -170,24 +204,35 @@ def test_only_what_is_missing_is_written(place, tmp_path, module, prefect_server
     module.write_shards(plan, "processes:2")  # one alone is written here, without a pool
     assert plan.missing() == []
     module.write_shards(plan)
-    assert before.items() < {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}.items()
+    assert (
+        before.items()
+        < {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}.items()
+    )
 
 
-def test_a_shard_that_cannot_be_written_is_named(place, tmp_path, module, monkeypatch, prefect_server):
+def test_a_shard_that_cannot_be_written_is_named(
+    place, tmp_path, module, monkeypatch, prefect_server
+):
     def fail(folder, number, threads):
         if number == 4:  # which of two fails first is chance
             raise DataError("no text", where="row 5000")
 
     monkeypatch.setattr(module.predict_file, "run_shard", fail)
     with pytest.raises(DataError, match=r"shard 5 of 6 \(rows 4,096 to 5,119\) failed\n.*row 5000"):
-        module.write_shards(begin(place, tmp_path / "out.parquet", SHARDS, done=(0, 1, 2, 3)), "threads:2")
+        module.write_shards(
+            begin(place, tmp_path / "out.parquet", SHARDS, done=(0, 1, 2, 3)), "threads:2"
+        )
 
 
-def test_workers_that_see_other_folders_are_found_out(place, tmp_path, module, monkeypatch, prefect_server):
+def test_workers_that_see_other_folders_are_found_out(
+    place, tmp_path, module, monkeypatch, prefect_server
+):
     plan = begin(place, tmp_path / "out.parquet", 2)
     monkeypatch.setattr(module.predict_file, "run_shard", lambda folder, number, threads: None)
     module.write_shards(plan, "threads:1")
-    with pytest.raises(ArtifactError, match=r"2 of 2 shards are missing[\s\S]*must share this folder"):
+    with pytest.raises(
+        ArtifactError, match=r"2 of 2 shards are missing[\s\S]*must share this folder"
+    ):
         module.predict_file.merge(plan)
 
 
@@ -219,7 +264,8 @@ def test_one_setting_chooses_the_runner(module, monkeypatch, text, kind, address
 
 
 @pytest.mark.parametrize(
-    "text", ["spark", "processes:0", "dask:2", "dask://host", "processes://x:1", "tcp://x:1", "ray:x"]
+    "text",
+    ["spark", "processes:0", "dask:2", "dask://host", "processes://x:1", "tcp://x:1", "ray:x"],
 )
 def test_an_unknown_runner_is_refused(module, text):
     with pytest.raises(ConfigError, match="no such runner"):
@@ -234,7 +280,9 @@ def test_help_and_deployment(predict, capsys):
     with pytest.raises(SystemExit) as left:
         main("predict", ["--help"])
     assert left.value.code == 0 and "examples:" in capsys.readouterr().out
-    described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))[
+        "deployments"
+    ]
     (deployment,) = [one for one in described if one["flow_name"] == predict.name]
     assert deployment["entrypoint"] == "flows/predict.py:predict"
     assert set(deployment["parameters"]) <= set(inspect.signature(predict.fn).parameters)
@@ -245,19 +293,38 @@ def test_help_and_deployment(predict, capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_stopped_on_the_way(place, tmp_path, number):
     """A quick end with no process left (SIGKILL: within seconds), and the same command finishes."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    environment = own | {"PREFECT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    output, wanted = tmp_path / "out.parquet", place / "whole.parquet"
-    words = f"--input {place / 'in.parquet'} --output {output} --bundle {place / 'bundle'} -k 3 --shards 12".split()
-    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " \
-            "from flows.command import main; sys.exit(main('predict'))"  # fmt: skip
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "MLFLOW_"))
+    }
+    environment = own | {
+        "PREFECT_HOME": str(tmp_path / "home"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    output = tmp_path / "out.parquet"
+    wanted = place / "whole.parquet"
+    words = (
+        f"--input {place / 'in.parquet'} --output {output} --bundle {place / 'bundle'} -k 3 "
+        "--shards 12"
+    ).split()
+    start = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from flows.command import main; sys.exit(main('predict'))"
+    )
     words = [sys.executable, "-c", start, *words, "--runner", "processes:2"]
     folder = tmp_path / "out.parquet.shards"
 
     def begin() -> subprocess.Popen:
         with (tmp_path / "log").open("ab") as log:
             return subprocess.Popen(
-                words, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                words,
+                cwd=tmp_path,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     process = begin()
@@ -288,7 +355,9 @@ def test_stopped_on_the_way(place, tmp_path, number):
 
 
 def workers_of(home: Path, servers: bool = False) -> list[int]:
-    """Processes with this PREFECT_HOME (Linux); Prefect's temporary server, which a SIGKILL leaves, only if asked."""
+    """Processes with this PREFECT_HOME (Linux); Prefect's temporary server, which a SIGKILL leaves,
+    only if asked.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:

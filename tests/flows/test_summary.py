@@ -1,4 +1,6 @@
-"""What `make train` prints at its end: about ten lines, figures beside champion and baselines, commands to try."""
+"""What `make train` prints at its end: about ten lines, figures beside champion and baselines,
+commands to try.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def promoted(here: Path) -> dict[str, Any]:
     """What the flow returns for a version that beat the champion."""
-    verdict = {"passed": True, "champion": "3", "metrics": {"champion": FIGURES | {"P@1": 44.0}, "challenger": FIGURES}}
+    verdict = {
+        "passed": True,
+        "champion": "3",
+        "metrics": {"champion": FIGURES | {"P@1": 44.0}, "challenger": FIGURES},
+    }
     return {
-        "steps": ["train", "evaluate", "register"], "metrics": FIGURES, "baselines": BASELINES, "warnings": [],
-        "report": str(here / "outputs" / "report.html"), "model": "unidec", "version": "4", "gate": verdict,
+        "steps": ["train", "evaluate", "register"],
+        "metrics": FIGURES,
+        "baselines": BASELINES,
+        "warnings": [],
+        "report": str(here / "outputs" / "report.html"),
+        "model": "unidec",
+        "version": "4",
+        "gate": verdict,
         "promoted": {"previous": "3"},
-    }  # fmt: skip
+    }
 
 
 def test_a_new_champion(promoted: dict[str, Any]) -> None:
@@ -40,13 +52,21 @@ def test_a_new_champion(promoted: dict[str, Any]) -> None:
     assert table["test split, percent"] == ["P@1", "P@5", "nDCG@5", "PSP@5", "R@100"]
     assert table["version 4"] == ["47.0", "22.6", "45.8", "29.0", "77.7"]
     assert table["former champion, version 3"][0] == "44.0"
-    assert table["TF-IDF kNN"] == ["40.3", "-", "-", "-", "64.0"] and "TF-IDF kNN + label match" in table
-    assert lines[5] == "version 4 of unidec is the champion; `unidec models rollback` returns to version 3"
+    assert (
+        table["TF-IDF kNN"] == ["40.3", "-", "-", "-", "64.0"]
+        and "TF-IDF kNN + label match" in table
+    )
+    assert (
+        lines[5]
+        == "version 4 of unidec is the champion; `unidec models rollback` returns to version 3"
+    )
     assert lines[6] == "report: outputs/report.html"
     program = os.path.join(".venv", "bin", "unidec")
     assert [line.strip() for line in lines[8:]] == [
-        f'{program} predict "some text" -k 5', f"{program} serve models:/unidec@champion", "make ui",
-    ]  # fmt: skip
+        f'{program} predict "some text" -k 5',
+        f"{program} serve models:/unidec@champion",
+        "make ui",
+    ]
 
 
 def test_a_refused_version_and_warnings(promoted: dict[str, Any]) -> None:
@@ -65,8 +85,16 @@ def test_a_refused_version_and_warnings(promoted: dict[str, Any]) -> None:
 
 
 def test_nothing_to_train(here: Path) -> None:
-    done = {"steps": ["register"], "model": "unidec", "version": "4", "run_url": None, "skipped": "nothing changed"}
-    assert summary(done).startswith("nothing to train: nothing changed; the model is version 4 of unidec\nreport: ")
+    done = {
+        "steps": ["register"],
+        "model": "unidec",
+        "version": "4",
+        "run_url": None,
+        "skipped": "nothing changed",
+    }
+    assert summary(done).startswith(
+        "nothing to train: nothing changed; the model is version 4 of unidec\nreport: "
+    )
 
 
 def test_a_trial_names_its_own_folder(promoted: dict[str, Any], here: Path) -> None:

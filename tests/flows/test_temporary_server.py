@@ -27,7 +27,8 @@ def step():
 def small():
     with lifecycle.at_work():
         step()
-        servers = [child.pid for child in psutil.Process().children() if "flows.server" in child.cmdline()]
+        children = psutil.Process().children()
+        servers = [child.pid for child in children if "flows.server" in child.cmdline()]
         tags = json.loads(os.environ[lifecycle.RUN_TAGS])
         return {"servers": servers, "tags": tags}
 
@@ -42,10 +43,19 @@ sys.exit(code)
 
 
 def test_it_starts_once_outside_of_the_flows_process_and_ends_with_it(tmp_path):
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "MLFLOW_"))
+    }
     environment = own | {"PREFECT_HOME": str(tmp_path / "home")}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     result, imported = done.stdout.splitlines()
@@ -56,5 +66,6 @@ def test_it_starts_once_outside_of_the_flows_process_and_ends_with_it(tmp_path):
     while psutil.pid_exists(result["servers"][0]):
         assert time.monotonic() < end
         time.sleep(0.1)
-    assert "prefect.flow_run_id" in result["tags"] and "prefect.flow_run_url" not in result["tags"]  # it has no pages
+    # it has no pages
+    assert "prefect.flow_run_id" in result["tags"] and "prefect.flow_run_url" not in result["tags"]
     assert "Finished in state Completed" in done.stderr and "Error" not in done.stderr

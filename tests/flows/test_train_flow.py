@@ -26,7 +26,8 @@ from unidec.pipeline.start import ChosenStart
 from unidec.tracking.promotion import Promotion
 from unidec.training.fit import RoundReport
 
-EPOCHS, A_ROUND = 5, 2
+EPOCHS = 5
+A_ROUND = 2
 ROUND = ["cluster", "mine", "train_round", "validate_round"]
 ROUNDS = ["start_run", *ROUND * 3, "export"]
 FINISH = ["index", "evaluate"]
@@ -46,12 +47,16 @@ def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     given = f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\nindex: {{kind: flat}}\n"
     Path("params.yaml").write_text(given)
-    Path("dvc.yaml").write_text("stages:\n  train: {cmd: x, deps: [data]}\n  index: {cmd: x}\n  evaluate: {cmd: x}\n")
+    Path("dvc.yaml").write_text(
+        "stages:\n  train: {cmd: x, deps: [data]}\n  index: {cmd: x}\n  evaluate: {cmd: x}\n"
+    )
     return tmp_path
 
 
 class Stages(types.SimpleNamespace):
-    """Every stage notes its name; training counts epochs, and remembers them in the run's folder as checkpoints do."""
+    """Every stage notes its name; training counts epochs, and remembers them in the run's folder as
+    checkpoints do.
+    """
 
     def __init__(self) -> None:
         super().__init__(calls=[], fail={}, plain=plain)
@@ -104,9 +109,14 @@ class Stages(types.SimpleNamespace):
     def gate(self, _params: Params, version: str) -> Verdict:
         self._call(f"gate {version}")
         words = "nDCG@5 is 0.4 ahead" if self.passed else "2.1 behind"
-        reasons = [Check("nDCG@5", self.passed, 0.4, 0.0, words), Check("size", True, None, None, "3 MB")]
+        reasons = [
+            Check("nDCG@5", self.passed, 0.4, 0.0, words),
+            Check("size", True, None, None, "3 MB"),
+        ]
         figures = {"challenger": {"nDCG@5": 40.1}}
-        return Verdict(self.passed, False, "unidec", reasons, version, "2", figures, "outputs/gate.html", None)
+        return Verdict(
+            self.passed, False, "unidec", reasons, version, "2", figures, "outputs/gate.html", None
+        )
 
     def promote(self, _params: Params, version: str, **_options: object) -> Promotion:
         self._call(f"promote {version}")
@@ -114,13 +124,17 @@ class Stages(types.SimpleNamespace):
 
 
 class FakeRun:
-    """In place of `unidec.pipeline.training.Run`: counts epochs, kept in the run's folder as checkpoints do."""
+    """In place of `unidec.pipeline.training.Run`: counts epochs, kept in the run's folder as
+    checkpoints do.
+    """
 
     def __init__(self, stages: Stages, params: Params) -> None:
-        self.stages, self.lines = stages, []
+        self.stages = stages
+        self.lines = []
         self.folder = Path("runs/abc").resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.epochs, self.a_round = params.optim.epochs, params.pool.refresh
+        self.epochs = params.optim.epochs
+        self.a_round = params.pool.refresh
         self.num_rounds = -(-self.epochs // self.a_round)
 
     @property
@@ -136,10 +150,17 @@ class FakeRun:
         return self.epoch // self.a_round + 1
 
     def cluster(self) -> dict:
-        return self.stages._call("cluster") | {"cluster_seconds": 0.5, "clusters": 8, "cluster_cosine": 0.71}
+        return self.stages._call("cluster") | {
+            "cluster_seconds": 0.5,
+            "clusters": 8,
+            "cluster_cosine": 0.71,
+        }
 
     def mine(self) -> dict:
-        return self.stages._call("mine") | {"mine_negative_score": 0.31, "mine_positives_found": 0.93}
+        return self.stages._call("mine") | {
+            "mine_negative_score": 0.31,
+            "mine_positives_found": 0.93,
+        }
 
     def train_round(self) -> RoundReport:
         self.stages._call("train_round")
@@ -166,7 +187,8 @@ def stages(place, flow_module, monkeypatch) -> Stages:
 
 @pytest.fixture
 def run(flow_module, stages, monkeypatch):
-    """The flow's body, its tasks plain calls; DVC's calls are noted among the stages', `run.stale` is what DVC reports.
+    """The flow's body, its tasks plain calls; DVC's calls are noted among the stages', `run.stale`
+    is what DVC reports.
 
     `run.events` are the events that would go to Prefect.
     """
@@ -174,28 +196,50 @@ def run(flow_module, stages, monkeypatch):
     def start(**arguments):
         return flow_module.train.fn(**arguments)
 
-    start.stale, start.events, start.data_changed = ["train", "index", "evaluate"], [], True
+    start.stale = ["train", "index", "evaluate"]
+    start.events = []
+    start.data_changed = True
     dvc = flow_module.reproduce
     monkeypatch.setattr(dvc, "make_data", lambda names: stages._call("dvc " + " ".join(names)))
-    monkeypatch.setattr(dvc, "stale", lambda data_stages=(): (bool(data_stages) and start.data_changed, start.stale))
+    monkeypatch.setattr(
+        dvc, "stale", lambda data_stages=(): (bool(data_stages) and start.data_changed, start.stale)
+    )
     monkeypatch.setattr(dvc, "commit", lambda made: stages._call("commit " + " ".join(made)))
-    monkeypatch.setattr(flow_module.publish, "emit", lambda _name, event, told: start.events.append((event, told)))
+    monkeypatch.setattr(
+        flow_module.publish, "emit", lambda _name, event, told: start.events.append((event, told))
+    )
     return start
 
 
 PREPARED = ["dvc ingest validate tokens propensity label_graph"]
 
 
-WHOLE = [*PREPARED, "data_change", "choose_start None", *ROUNDS, *FINISH, "commit train index evaluate", "register"]
+WHOLE = [
+    *PREPARED,
+    "data_change",
+    "choose_start None",
+    *ROUNDS,
+    *FINISH,
+    "commit train index evaluate",
+    "register",
+]
 
 
 def test_everything_in_order(run, stages):
     done = run()
     assert stages.calls == [*WHOLE, "gate 3", "promote 3"]
     assert (done["epoch"], done["version"], done["metrics"]) == (EPOCHS, 3, {"P@1": 45.0})
-    assert done["start"]["version"] == "2" and done["promoted"]["previous"] == "2" and "refused" not in done
+    assert (
+        done["start"]["version"] == "2"
+        and done["promoted"]["previous"] == "2"
+        and "refused" not in done
+    )
     ((event, told),) = run.events
-    assert event == "promoted" and told == {"version": "3", "previous": "2", "metrics": {"nDCG@5": 40.1}}
+    assert event == "promoted" and told == {
+        "version": "3",
+        "previous": "2",
+        "metrics": {"nDCG@5": 40.1},
+    }
 
 
 def test_a_worse_challenger_is_refused(run, stages):
@@ -204,7 +248,11 @@ def test_a_worse_challenger_is_refused(run, stages):
     assert stages.calls == [*WHOLE, "gate 3"]
     assert done["refused"] == "nDCG@5: 2.1 behind" and "promoted" not in done
     ((event, told),) = run.events
-    assert event == "refused" and (told["version"], told["champion"]) == ("3", "2") and len(told["reasons"]) == 2
+    assert (
+        event == "refused"
+        and (told["version"], told["champion"]) == ("3", "2")
+        and len(told["reasons"]) == 2
+    )
 
 
 def test_the_registry_may_refuse_what_the_gate_passed(run, stages, flow_module):
@@ -220,7 +268,9 @@ def test_what_is_asked_for(run, stages, place):
     run(start="cold", promote=False)
     assert "choose_start cold" in stages.calls and stages.calls[-1] == "gate 3" and run.events == []
     stages.calls.clear()
-    (place / "params.yaml").write_text((place / "params.yaml").read_text() + "retrain: {promote: false}\n")
+    (place / "params.yaml").write_text(
+        (place / "params.yaml").read_text() + "retrain: {promote: false}\n"
+    )
     run()
     assert stages.calls[-1] == "gate 3"
     run(promote=True)
@@ -238,7 +288,8 @@ def test_nothing_changed(run, stages):
 
 
 def test_where_no_data_stage_changed_none_is_reproduced(run, stages):
-    run.stale, run.data_changed = [], False
+    run.stale = []
+    run.data_changed = False
     assert "skipped" in run()
     assert stages.calls == ["register"]
     run.stale = ["evaluate"]
@@ -247,7 +298,8 @@ def test_where_no_data_stage_changed_none_is_reproduced(run, stages):
 
 
 def test_what_was_killed_before_the_gate_is_judged_by_the_next_run(run, stages):
-    run.stale, stages.needs_gate = [], lambda _params, version: version == "3"
+    run.stale = []
+    stages.needs_gate = lambda _params, version: version == "3"
     done = run()
     assert stages.calls == [*PREPARED, "register", "gate 3", "promote 3"]
     assert "skipped" in done and done["promoted"]["version"] == "3"
@@ -256,7 +308,14 @@ def test_what_was_killed_before_the_gate_is_judged_by_the_next_run(run, stages):
 def test_only_what_changed(run, stages):
     run.stale = ["evaluate"]
     run()
-    assert stages.calls == [*PREPARED, "evaluate", "commit evaluate", "register", "gate 3", "promote 3"]
+    assert stages.calls == [
+        *PREPARED,
+        "evaluate",
+        "commit evaluate",
+        "register",
+        "gate 3",
+        "promote 3",
+    ]
 
 
 def test_new_data_is_fetched_first(run, stages, place):
@@ -272,7 +331,9 @@ def test_new_data_is_fetched_first(run, stages, place):
 
 
 def test_data_that_changed_too_much_stops(run, stages):
-    stages.fail["data_change"] = DataError("half of the queries are gone", where="data/change/index.html")
+    stages.fail["data_change"] = DataError(
+        "half of the queries are gone", where="data/change/index.html"
+    )
     with pytest.raises(DataError, match="half of the queries"):
         run()
     assert stages.calls == [*PREPARED, "data_change"]
@@ -302,7 +363,16 @@ def test_steps_make_no_call_of_dvc_and_are_not_judged(run, stages, flow_module):
     assert stages.calls == ["validate"]
     stages.calls.clear()
     run(steps=list(flow_module.STEPS))
-    assert stages.calls == ["ingest", "validate", "tokens", "propensity", "label_graph", *ROUNDS, *FINISH, "register"]
+    assert stages.calls == [
+        "ingest",
+        "validate",
+        "tokens",
+        "propensity",
+        "label_graph",
+        *ROUNDS,
+        *FINISH,
+        "register",
+    ]
     with pytest.raises(ConfigError, match="no such step"):
         run(steps="train,trian")
 
@@ -317,7 +387,9 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
 
     stages.ingest = ingest
     run(overrides={"optim.epochs": 2})
-    assert stages.calls[0] == "ingest" and not [call for call in stages.calls if call.startswith(("dvc", "commit"))]
+    assert stages.calls[0] == "ingest" and not [
+        call for call in stages.calls if call.startswith(("dvc", "commit"))
+    ]
     assert stages.calls.count("train_round") == 1
     assert seen["here"].parent == place / "runs" / "own" and seen["epochs"] == 2
     assert seen["data"] == str(place / "data/raw/lf-debian")
@@ -331,7 +403,9 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
 def test_a_trial_registers_only_when_asked(run, stages, place):
     (place / "other.yaml").write_text((place / "params.yaml").read_text())
     done = run(overrides={"optim.epochs": 2})
-    assert "register" not in stages.calls and "register" not in done["steps"] and "version" not in done
+    assert (
+        "register" not in stages.calls and "register" not in done["steps"] and "version" not in done
+    )
     stages.calls.clear()
     run(params_file="other.yaml")
     assert "register" not in stages.calls
@@ -368,20 +442,32 @@ def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
     stages.index = index
     with pytest.raises(ConfigError, match="edited while the model was trained"):
         run()
-    assert not [call for call in stages.calls if call.startswith("commit")] and "register" not in stages.calls
+    assert (
+        not [call for call in stages.calls if call.startswith("commit")]
+        and "register" not in stages.calls
+    )
 
 
 @pytest.fixture
 def prepare(run, flow_module, monkeypatch):
-    """What happens before the flow run that `make train` begins; `prepare.servers` are those that it started."""
+    """What happens before the flow run that `make train` begins; `prepare.servers` are those that
+    it started.
+    """
     Path(".dvc").mkdir()
-    Path(".dvc/config.local").write_text("[core]\n    no_scm = true\n")  # there is no git repository
+    # there is no git repository
+    Path(".dvc/config.local").write_text("[core]\n    no_scm = true\n")
     monkeypatch.setattr(flow_module, "import_mlflow", lambda: None)
     monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
     monkeypatch.setattr(flow_module, "check_store", lambda: None)
 
     def start(**given):
-        plain = {"steps": "all", "params_file": "params.yaml", "overrides": None, "force": False, "promote": None}
+        plain = {
+            "steps": "all",
+            "params_file": "params.yaml",
+            "overrides": None,
+            "force": False,
+            "promote": None,
+        }
         return flow_module.prepare(plain | {"register_trial": False} | given)
 
     start.servers = []
@@ -391,7 +477,8 @@ def prepare(run, flow_module, monkeypatch):
 
 
 def test_nothing_to_do_needs_no_flow_run_and_no_server(run, prepare, stages):
-    run.stale, run.data_changed = [], False
+    run.stale = []
+    run.data_changed = False
     done = prepare()
     assert "nothing that the model" in done["skipped"] and done["version"] == 3
     assert stages.calls == ["register"] and not prepare.servers
@@ -400,25 +487,40 @@ def test_nothing_to_do_needs_no_flow_run_and_no_server(run, prepare, stages):
     assert prepare(force=True) is None and len(prepare.servers) == 1
 
 
-def test_data_is_made_while_the_server_starts(run, prepare, stages, flow_module, capsys, monkeypatch):
-    printed = {"ingest: name": "x", "ingest: train": "12000", "ingest: test": "345", "ingest: num_labels": "1700"}
-    make, made = flow_module.reproduce.make_data, {**printed, "label-graph: edges": "0"}
+def test_data_is_made_while_the_server_starts(
+    run, prepare, stages, flow_module, capsys, monkeypatch
+):
+    printed = {
+        "ingest: name": "x",
+        "ingest: train": "12000",
+        "ingest: test": "345",
+        "ingest: num_labels": "1700",
+    }
+    make = flow_module.reproduce.make_data
+    made = {**printed, "label-graph: edges": "0"}
     monkeypatch.setattr(flow_module.reproduce, "make_data", lambda names: make(names) | made)
     assert prepare() is None and stages.calls == PREPARED and prepare.servers
-    assert capsys.readouterr().err == "data: ran ingest, label-graph: 12,345 queries, 1,700 labels\n"
+    assert (
+        capsys.readouterr().err == "data: ran ingest, label-graph: 12,345 queries, 1,700 labels\n"
+    )
     assert flow_module.reproduce.in_words({"tokens: queries_texts": "7"}) == "data: ran tokens"
     assert "DVC's cache" in flow_module.reproduce.in_words({})
     run.data_changed = False
     run()
     assert stages.calls == [*WHOLE, "gate 3", "promote 3"], "not made twice"
-    run.data_changed, stages.fail[PREPARED[0]] = True, flow_module.lifecycle.MayRecover("a lock of DVC")
+    run.data_changed, stages.fail[PREPARED[0]] = (
+        True,
+        flow_module.lifecycle.MayRecover("a lock of DVC"),
+    )
     assert prepare() is None, "the flow retries"
     stages.fail[PREPARED[0]] = DataError("three labels without text", where="data/dataset")
     with pytest.raises(DataError, match="three labels"):
         prepare()
 
 
-def test_where_a_server_shows_the_run_or_data_is_fetched_the_flow_does_it_all(run, prepare, stages, flow_module, place):
+def test_where_a_server_shows_the_run_or_data_is_fetched_the_flow_does_it_all(
+    run, prepare, stages, flow_module, place
+):
     flow_module.server.is_needed = lambda: False
     assert prepare() is None
     flow_module.server.is_needed = lambda: True
@@ -429,7 +531,10 @@ def test_where_a_server_shows_the_run_or_data_is_fetched_the_flow_does_it_all(ru
 
 
 def test_two_at_once(run, flow_module, place):
-    with flow_module.one_at_a_time(), pytest.raises(TrainingError, match="another training is under way"):
+    with (
+        flow_module.one_at_a_time(),
+        pytest.raises(TrainingError, match="another training is under way"),
+    ):
         run()
     run()  # free again
 
@@ -461,15 +566,25 @@ def test_command_line(place, stages, flow_module, stand_in, monkeypatch, capsys)
     monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
     monkeypatch.setattr(flow_module.server, "is_needed", lambda: False)
     Path(".dvc").mkdir()
-    Path(".dvc/config.local").write_text("[core]\n    no_scm = true\n")  # there is no git repository
+    # there is no git repository
+    Path(".dvc/config.local").write_text("[core]\n    no_scm = true\n")
     words = ["--json", "--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]
     assert command.main("train", words) == 0
-    told = {"force": True, "start": "cold", "promote": None, "steps": "train", "register_trial": False}
+    told = {
+        "force": True,
+        "start": "cold",
+        "promote": None,
+        "steps": "train",
+        "register_trial": False,
+    }
     assert calls == [{**told, "overrides": {"pool.beta": 2}, "params_file": "params.yaml"}]
     assert json.loads(capsys.readouterr().out) == {"version": 1}
     assert command.main("train", ["--set", "pool.bta=2"]) == 2
     assert "pool.beta" in capsys.readouterr().err and len(calls) == 1
-    assert command.main("train", ["--json", "--set", "pool.beta=2", "--register"]) == 0 and calls[1]["register_trial"]
+    assert (
+        command.main("train", ["--json", "--set", "pool.beta=2", "--register"]) == 0
+        and calls[1]["register_trial"]
+    )
     stand_in(flow_module, "train", DataError("no such file", where="data/raw", fix="put it there"))
     assert command.main("train", []) == 3
     assert capsys.readouterr().err == "data/raw: no such file\n  fix: put it there\n"
@@ -478,7 +593,8 @@ def test_command_line(place, stages, flow_module, stand_in, monkeypatch, capsys)
     assert "examples:" in capsys.readouterr().out
 
 
-# -- DVC's command line ------------------------------------------------------------------------------------------------
+# -- DVC's command line
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -489,11 +605,20 @@ def dvc_project(place, monkeypatch):
     def copy(source, target):
         return f"{sys.executable} -c \"import shutil; shutil.copy('{source}', '{target}')\""
 
-    links = {"train": ("params.yaml", "model"), "index": ("model", "bundle"), "evaluate": ("bundle", "metrics")}
-    stages = {name: {"cmd": copy(*link), "deps": [link[0]], "outs": [link[1]]} for name, link in links.items()}
+    links = {
+        "train": ("params.yaml", "model"),
+        "index": ("model", "bundle"),
+        "evaluate": ("bundle", "metrics"),
+    }
+    stages = {
+        name: {"cmd": copy(*link), "deps": [link[0]], "outs": [link[1]]}
+        for name, link in links.items()
+    }
     stages["index"]["params"] = ["index.kind"]
     stages["inputs"] = {"cmd": "true"}
-    stages["validate"] = {"cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""}
+    stages["validate"] = {
+        "cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""
+    }
     Path("dvc.yaml").write_text(json.dumps({"stages": stages}))
     assert reproduce.run(["init", "--no-scm", "-q"])[0] == 0
     return reproduce
@@ -509,14 +634,16 @@ def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
     (place / "bundle").write_text("other")
     assert dvc_project.stale()[1] == ["index", "evaluate"]
     dvc_project.commit(["index", "evaluate"])
-    (place / "params.yaml").write_text("index: {kind: hnsw}\n")  # a file that is read, and a parameter of another stage
+    # a file that is read, and a parameter of another stage
+    (place / "params.yaml").write_text("index: {kind: hnsw}\n")
     assert dvc_project.stale()[1][0] == "train" and dvc_project.inputs_state() != digest
     dvc_project.commit(["train"])
     assert dvc_project.stale()[1] == ["index", "evaluate"]  # the parameter alone
 
 
 def test_one_call_of_dvc_reports_data_and_model(dvc_project, place, monkeypatch):
-    run, calls = dvc_project.run, []
+    run = dvc_project.run
+    calls = []
     monkeypatch.setattr(dvc_project, "run", lambda words, *_: (calls.append(words), (0, "{}"))[1])
     assert dvc_project.stale(("validate",)) == (True, []) and not calls, "no data set yet"
     (place / "data/dataset").mkdir(parents=True)
@@ -539,7 +666,8 @@ def test_a_stage_that_fails_in_dvc_is_the_error_it_was(dvc_project, caplog, monk
         dvc_project.make_data(["no-such-stage"])
 
 
-# -- through Prefect ---------------------------------------------------------------------------------------------------
+# -- through Prefect
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, place):
@@ -547,7 +675,8 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
 
     state = flow_module.train(steps=list(flow_module.STEPS), return_state=True)
     assert state.is_completed()
-    wanted, names = {"validate", "cluster 1 of 3", "mine 3 of 3", "train round 3 of 3", "register"}, set()
+    wanted = {"validate", "cluster 1 of 3", "mine 3 of 3", "train round 3 of 3", "register"}
+    names = set()
     with get_client(sync_client=True) as client:
         for _ in range(100):  # the server learns of task runs a little later
             names = {run.name for run in client.read_task_runs()}
@@ -555,9 +684,13 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
                 break
             time.sleep(0.2)
         shown = {(artifact.description, str(artifact.data)) for artifact in client.read_artifacts()}
-        of_tasks = {artifact.key for artifact in client.read_artifacts() if artifact.task_run_id is not None}
+        of_tasks = {
+            artifact.key for artifact in client.read_artifacts() if artifact.task_run_id is not None
+        }
     assert wanted <= names
-    assert {"cluster 3 of 3", "mine 1 of 3", "validate 2 of 3", "register"} <= {description for description, _ in shown}
+    assert {"cluster 3 of 3", "mine 1 of 3", "validate 2 of 3", "register"} <= {
+        description for description, _ in shown
+    }
     assert {"cluster", "mine", "train", "evaluate"} <= of_tasks  # rounds of one task share a key
     for figure, value in (("cluster_cosine", "0.71"), ("mine_positives_found", "0.93")):
         assert any(figure in data and value in data for _, data in shown)
@@ -568,16 +701,27 @@ def test_states_say_what_came_of_a_run(prefect_server, stages, flow_module, plac
 
     monkeypatch.setattr(flow_module.reproduce, "make_data", lambda *_: {})
     monkeypatch.setattr(flow_module.reproduce, "commit", lambda *_: None)
-    monkeypatch.setattr(flow_module.reproduce, "stale", lambda *_: (True, ["train", "index", "evaluate"]))
+    monkeypatch.setattr(
+        flow_module.reproduce, "stale", lambda *_: (True, ["train", "index", "evaluate"])
+    )
     stages.passed = False
     state = flow_module.train(return_state=True)
-    assert (state.type.value, state.name, state.message) == ("COMPLETED", "Refused", "nDCG@5: 2.1 behind")
+    assert (state.type.value, state.name, state.message) == (
+        "COMPLETED",
+        "Refused",
+        "nDCG@5: 2.1 behind",
+    )
     monkeypatch.setattr(flow_module.reproduce, "stale", lambda *_: (True, []))
     state = flow_module.train(return_state=True)
-    assert (state.type.value, state.name) == ("COMPLETED", "Skipped") and "nothing that the model" in state.message
+    assert (state.type.value, state.name) == (
+        "COMPLETED",
+        "Skipped",
+    ) and "nothing that the model" in state.message
     assert "skipped" in flow_module.train()  # who calls it gets what was done
     with get_client(sync_client=True) as client:
-        results = [artifact.data for artifact in client.read_artifacts() if artifact.key == "result"]
+        results = [
+            artifact.data for artifact in client.read_artifacts() if artifact.key == "result"
+        ]
     assert any("- REFUSED: nDCG@5, 2.1 behind" in result for result in results)
 
 

@@ -25,7 +25,9 @@ def create(folder, params, seed):
 
 
 @pytest.mark.parametrize("heads", ["de", "both"])
-def test_the_labels_searched_have_their_clusters_vectors(tiny_bert, tiny_params, tmp_path, rng, heads):
+def test_the_labels_searched_have_their_clusters_vectors(
+    tiny_bert, tiny_params, tmp_path, rng, heads
+):
     """As trained, and as exported; a bundle's model has none, and queries never have."""
     model = create(tiny_bert, tiny_params(**{"model.heads": heads, "model.auxiliary": 2}), 3).eval()
     assert model.auxiliary.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
@@ -45,10 +47,14 @@ def test_the_labels_searched_have_their_clusters_vectors(tiny_bert, tiny_params,
         found = torch.from_numpy(one.encode_labels(tokens, batch_size=3))
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
     plain = F.normalize(model.head_de[:2](x_LW), dim=1).detach()
-    torch.testing.assert_close(torch.from_numpy(model.encode_queries(tokens)[0]), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.from_numpy(model.encode_queries(tokens)[0]), plain, rtol=1e-5, atol=1e-6
+    )
     write_model(tmp_path / "model", tmp_path / "bundled", 9)  # other labels
     assert not {"auxiliary", "label_cluster"} & read_arrays(tmp_path / "bundled").keys()
     bundled = UniDEC.load(tmp_path / "bundled", rows=False)
-    torch.testing.assert_close(torch.from_numpy(bundled.encode_labels(tokens)), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.from_numpy(bundled.encode_labels(tokens)), plain, rtol=1e-5, atol=1e-6
+    )
     with pytest.raises(ArtifactError, match=r"unknown: auxiliary, label_cluster"):
         UniDEC.load(tmp_path / "model")  # a model without its method would rank other labels

@@ -1,4 +1,6 @@
-"""The label tree against loops in float64: scores, and which clusters a query keeps from level to level."""
+"""The label tree against loops in float64: scores, and which clusters a query keeps from level to
+level.
+"""
 
 import math
 
@@ -29,9 +31,14 @@ def make(rng, counts):
 
 def scored(tree, level, x):
     """One query's scores of a level, float64 [C]."""
-    layer, classifier = tree.layers[level], tree.classifiers[level]
-    a, b, w, c = (p.detach().double().numpy() for p in (*layer.parameters(), *classifier.parameters()))
-    h = [x[i] + (z := a[i] @ x + b[i]) * 0.5 * (1 + math.erf(z / math.sqrt(2))) for i in range(WIDTH)]
+    layer = tree.layers[level]
+    classifier = tree.classifiers[level]
+    a, b, w, c = (
+        p.detach().double().numpy() for p in (*layer.parameters(), *classifier.parameters())
+    )
+    h = [
+        x[i] + (z := a[i] @ x + b[i]) * 0.5 * (1 + math.erf(z / math.sqrt(2))) for i in range(WIDTH)
+    ]
     return np.array([w[cluster] @ h + c[cluster] for cluster in range(len(w))])
 
 
@@ -52,7 +59,8 @@ def test_scores_and_kept_clusters_equal_loops(counts, num_kept, with_positives, 
     finest = rng.integers(0, counts[-1], (len(x_BW), 2))  # a query's positives
     positive = [finest // (counts[-1] // count) for count in counts] if with_positives else None
     given = [
-        (torch.arange(len(x_BW)).repeat_interleave(2), torch.from_numpy(each.reshape(-1))) for each in positive or []
+        (torch.arange(len(x_BW)).repeat_interleave(2), torch.from_numpy(each.reshape(-1)))
+        for each in positive or []
     ]
     found = [score_BC.detach().numpy() for score_BC in tree(x_BW, num_kept, given)]
     assert [len(score_BC[0]) for score_BC in found] == counts
@@ -60,7 +68,8 @@ def test_scores_and_kept_clusters_equal_loops(counts, num_kept, with_positives, 
     for query, x in enumerate(x_BW.double().numpy()):
         seen = set(range(counts[0]))
         for level, count in enumerate(counts):
-            score, own = scored(tree, level, x), found[level][query]
+            score = scored(tree, level, x)
+            own = found[level][query]
             for cluster in range(count):
                 expected = score[cluster] if cluster in seen else MASKED
                 assert own[cluster] == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -87,7 +96,9 @@ def test_a_masked_cluster_teaches_nothing(rng):
 
 @pytest.mark.parametrize("num_labels", [1, 2, 37, 64])
 def test_a_coarse_cluster_is_several_finer_ones_in_a_row(num_labels, rng):
-    """What the tree takes for granted of `balanced_clusters`: its clusters are nested, numbers and all."""
+    """What the tree takes for granted of `balanced_clusters`: its clusters are nested, numbers and
+    all.
+    """
     vectors_LD = rng.normal(size=(num_labels, 5)).astype(np.float32)
     cluster_L = {}
     for size in (16, 5, 2):
@@ -125,7 +136,9 @@ def test_levels_of_a_label_tree_have_targets_of_their_own(make_batches, tiny_dat
     """Against dense matrices; labels and their pool stay as they are."""
     values = {"model.heads": "clf", "pool.eta": 0, "pool.beta": 2}
     cluster_L = np.random.default_rng(0).integers(0, 16, tiny_dataset.num_labels)
-    relevant, filtered = (pairs.toarray() > 0 for pairs in (tiny_dataset.relevance, tiny_dataset.filter_pairs))
+    relevant, filtered = (
+        pairs.toarray() > 0 for pairs in (tiny_dataset.relevance, tiny_dataset.filter_pairs)
+    )
     plain = make_batches(**values)
     batches = make_batches(cluster_L=cluster_L, **values, **{"model.levels": [20, 10, 3]})
     batch, other = (each.prepare(each.rows[:20], 1, 2, None) for each in (batches, plain))
@@ -137,8 +150,12 @@ def test_levels_of_a_label_tree_have_targets_of_their_own(make_batches, tiny_dat
         found[0, level.row_P, level.col_P] = True
         found[1, level.ignored_row_F, level.ignored_col_F] = True
         assert np.array_equal(found[0], positive) and np.array_equal(found[1], ignored & ~positive)
-        assert (level.relevance_P == 1).all() and level.num_positives_B.tolist() == positive.sum(1).tolist()
-    assert ignored.any() and level.sampled_P.any() and not level.sampled_P.all(), "beta of the positives are drawn"
+        assert (level.relevance_P == 1).all() and level.num_positives_B.tolist() == positive.sum(
+            1
+        ).tolist()
+    assert ignored.any() and level.sampled_P.any() and not level.sampled_P.all(), (
+        "beta of the positives are drawn"
+    )
 
 
 @pytest.mark.parametrize("num_kept", [1, 2, 99])
@@ -146,20 +163,30 @@ def test_levels_of_a_label_tree_have_targets_of_their_own(make_batches, tiny_dat
 def test_a_shortlist_has_the_labels_of_the_clusters_that_the_label_tree_keeps(
     open_trainer, tiny_dataset, num_kept, gandalf
 ):
-    """Against loops: the clusters of highest score among the children of those kept one level above."""
-    values = {"model.heads": "clf", "model.levels": [8, 3], "pool.shortlist": num_kept, "pool.gandalf": gandalf}
+    """Against loops: the clusters of highest score among the children of those kept one level
+    above.
+    """
+    values = {
+        "model.heads": "clf",
+        "model.levels": [8, 3],
+        "pool.shortlist": num_kept,
+        "pool.gandalf": gandalf,
+    }
     trainer = open_trainer(**values, **{"pool.batches": "random", "model.dropout": 0.5})
     for parameter in trainer.model.tree.parameters():
         torch.nn.init.normal_(parameter)
     report = trainer.refresh()
     assert trainer.model.tree.training
     made = Refresh.load(trainer.refresh_folder(0), 0)
-    x_NW = {name: trainer.model.encode(name, tokens) for name, tokens in trainer.encoding.tokens.items()}
+    x_NW = {
+        name: trainer.model.encode(name, tokens) for name, tokens in trainer.encoding.tokens.items()
+    }
     x_NW = torch.from_numpy(np.concatenate([x_NW["queries"], x_NW["labels"]]))
     coarse, fine = (score_NC.detach().numpy() for score_NC in trainer.model.tree.eval()(x_NW))
     cluster_L, (few, many) = trainer.model.label_cluster.numpy(), trainer.model.tree.counts
     assert (few, many) == (8, 16)
-    positive, found = trainer.batches.sampler.relevance.toarray() > 0, []
+    positive = trainer.batches.sampler.relevance.toarray() > 0
+    found = []
     for row in range(len(made.negatives)):
         if row not in trainer.rows:
             assert (made.negatives[row] == -1).all()
@@ -172,15 +199,26 @@ def test_a_shortlist_has_the_labels_of_the_clusters_that_the_label_tree_keeps(
         found += np.isin(np.flatnonzero(positive[row]), expected).tolist()
     assert made.negatives.dtype == np.int32
     assert report["mine_positives_found"] == pytest.approx(np.mean(found))
-    assert report["mine_queries"] == len(trainer.rows) and (report["mine_positives_found"] == 1) == (num_kept == 99)
+    assert report["mine_queries"] == len(trainer.rows) and (
+        report["mine_positives_found"] == 1
+    ) == (num_kept == 99)
     batch = trainer.batches.prepare(trainer.rows[:3], 0, 0, made.negatives)
-    labels = set(made.negatives[trainer.rows[:3]].ravel()) | set(np.flatnonzero(positive[trainer.rows[:3]].any(0)))
+    labels = set(made.negatives[trainer.rows[:3]].ravel()) | set(
+        np.flatnonzero(positive[trainer.rows[:3]].any(0))
+    )
     assert set(batch.pool.pool_S) <= labels
-    assert (set(batch.pool.pool_S) - set(np.flatnonzero(positive[trainer.rows[:3]].any(0)))) != set()
+    assert (
+        set(batch.pool.pool_S) - set(np.flatnonzero(positive[trainer.rows[:3]].any(0)))
+    ) != set()
 
 
 def test_a_shortlist_is_made_only_where_steps_read_it(open_trainer):
-    values = {"model.heads": "clf", "model.levels": [8, 3], "pool.shortlist": 2, "pool.batches": "random"}
+    values = {
+        "model.heads": "clf",
+        "model.levels": [8, 3],
+        "pool.shortlist": 2,
+        "pool.batches": "random",
+    }
     trainer = open_trainer(**values, **{"pool.clf_labels": "all"})
     assert "mine_queries" not in trainer.refresh()
     assert Refresh.load(trainer.refresh_folder(0), 0).negatives is None

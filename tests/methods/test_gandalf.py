@@ -11,9 +11,12 @@ def test_gandalf_trains_on_label_texts_with_soft_targets(make_batches, tiny_data
     train = tiny_dataset.rows("train")
     graph = soft_targets(tiny_dataset.relevance[train], 0.1)
     batches = make_batches(None, graph, **{"pool.gandalf": True})
-    num_queries, num_labels = tiny_dataset.num_queries, tiny_dataset.num_labels
+    num_queries = tiny_dataset.num_queries
+    num_labels = tiny_dataset.num_labels
     assert batches.rows.tolist() == [*train.tolist(), *range(num_queries, num_queries + num_labels)]
-    dense = np.concatenate([(tiny_dataset.relevance.toarray() > 0).astype(np.float32), graph.toarray()])
+    dense = np.concatenate(
+        [(tiny_dataset.relevance.toarray() > 0).astype(np.float32), graph.toarray()]
+    )
     rng = np.random.default_rng(0)
     for step in range(5):
         rows = rng.choice(batches.rows, 20, replace=False)
@@ -23,8 +26,13 @@ def test_gandalf_trains_on_label_texts_with_soft_targets(make_batches, tiny_data
         queries = ordered[ordered < num_queries]
         assert ordered[: len(queries)].tolist() == queries.tolist(), "queries first"
         expected = [tiny_tokens["queries"].ragged([row])[0].tolist() for row in queries]
-        expected += [tiny_tokens["labels"].ragged([row - num_queries])[0].tolist() for row in ordered[len(queries) :]]
-        expected += [tiny_tokens["labels"].ragged([label])[0].tolist() for label in batch.pool.pool_S]
+        expected += [
+            tiny_tokens["labels"].ragged([row - num_queries])[0].tolist()
+            for row in ordered[len(queries) :]
+        ]
+        expected += [
+            tiny_tokens["labels"].ragged([label])[0].tolist() for label in batch.pool.pool_S
+        ]
         assert texts(batch, tiny_tokens) == expected
         target = np.zeros((len(ordered), len(batch.pool.pool_S)), np.float32)
         t = batch.targets
@@ -46,4 +54,6 @@ def test_a_share_of_the_labels_are_queries(make_batches, tiny_dataset, tiny_toke
     extra = batches.rows[batches.rows >= num_queries] - num_queries
     assert extra.tolist() == chosen
     batch = batches.prepare(batches.rows, 0, 0, None)
-    assert set(range(batch.counts.own_queries)) == set(batch.targets.row_P.tolist()), "each has a positive"
+    assert set(range(batch.counts.own_queries)) == set(batch.targets.row_P.tolist()), (
+        "each has a positive"
+    )

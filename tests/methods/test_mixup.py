@@ -1,4 +1,6 @@
-"""MixUp: what is mixed with what, by how much, and whose labels count; losses are in tests/model/test_family.py."""
+"""MixUp: what is mixed with what, by how much, and whose labels count; losses are in
+tests/model/test_family.py.
+"""
 
 import dataclasses
 
@@ -22,18 +24,26 @@ def drawn(open_trainer, kind, **overrides):
 
 def test_queries_are_mixed_in_pairs_and_labels_are_left(open_trainer):
     trainer, batch, x = drawn(open_trainer, "queries")
-    own, mix = batch.counts.own_queries, batch.added["mixup"]
+    own = batch.counts.own_queries
+    mix = batch.added["mixup"]
     (share, targets), (rest, _) = mix.targets(batch.targets).mixture
     assert targets is batch.targets and share + rest == pytest.approx(1) and share == mix.share
     assert sorted(mix.partner_B.tolist()) == list(range(own))
     mixed = mix.vectors(x)
     torch.testing.assert_close(mixed[:own], share * x[:own] + rest * x[mix.partner_B])
     assert torch.equal(mixed[own:], x[own:])
-    again, next_step = trainer.prepare(trainer.rows[:17], 0), trainer.prepare(trainer.rows[:17], 1)
-    assert torch.equal(again.added["mixup"].vectors(x), mixed) and next_step.added["mixup"].share != mix.share
+    again = trainer.prepare(trainer.rows[:17], 0)
+    next_step = trainer.prepare(trainer.rows[:17], 1)
+    assert (
+        torch.equal(again.added["mixup"].vectors(x), mixed)
+        and next_step.added["mixup"].share != mix.share
+    )
     settings = trainer.settings.loss
     shares = np.array(
-        [draw_mix(settings, batch.pool, np.random.default_rng((0, step)), CPU).share for step in range(2000)]
+        [
+            draw_mix(settings, batch.pool, np.random.default_rng((0, step)), CPU).share
+            for step in range(2000)
+        ]
     )
     assert shares.mean() == pytest.approx(0.5, abs=0.05)
     assert shares.var() == pytest.approx(1 / (4 * (2 * 0.4 + 1)), rel=0.15)  # of Beta(0.4, 0.4)
@@ -42,18 +52,28 @@ def test_queries_are_mixed_in_pairs_and_labels_are_left(open_trainer):
 def test_the_labels_of_a_row_are_its_partners(open_trainer):
     _, batch, _ = drawn(open_trainer, "queries")
     order = torch.randperm(batch.counts.own_queries)
-    targets, moved = batch.targets, batch.targets.of_rows(order)
+    targets = batch.targets
+    moved = batch.targets.of_rows(order)
     for row in range(len(order)):
         for old, new in (("row_P", "col_P"), ("ignored_row_F", "ignored_col_F")):
             was = getattr(targets, new)[getattr(targets, old) == order[row]]
-            assert sorted(getattr(moved, new)[getattr(moved, old) == row].tolist()) == sorted(was.tolist())
+            assert sorted(getattr(moved, new)[getattr(moved, old) == row].tolist()) == sorted(
+                was.tolist()
+            )
         assert moved.num_positives_B[row] == targets.num_positives_B[order[row]]
 
 
 def test_a_query_is_mixed_with_the_text_of_one_of_its_sampled_labels(open_trainer):
-    trainer, batch, x = drawn(open_trainer, "labels", **{"pool.size": 5, "pool.batch_size": 4, "pool.eta": 0})
-    own, pool, met = batch.counts.own_queries, batch.pool, set()
-    sampled = [set(pool.positive_col_P[(pool.positive_row_P == row) & pool.sampled_P].tolist()) for row in range(own)]
+    trainer, batch, x = drawn(
+        open_trainer, "labels", **{"pool.size": 5, "pool.batch_size": 4, "pool.eta": 0}
+    )
+    own = batch.counts.own_queries
+    pool = batch.pool
+    met = set()
+    sampled = [
+        set(pool.positive_col_P[(pool.positive_row_P == row) & pool.sampled_P].tolist())
+        for row in range(own)
+    ]
     assert any(not labels for labels in sampled) and any(sampled)
     for step in range(100):
         mix = draw_mix(trainer.settings.loss, pool, np.random.default_rng((0, step)), CPU)
@@ -78,7 +98,9 @@ def test_outside_of_training_queries_are_as_they_are(open_trainer):
         trainer.model.train(mode)
         for mixes in (True, False):
             changes = trainer.batches.methods.changes if mixes else []
-            trainer.objective.methods = dataclasses.replace(trainer.batches.methods, changes=changes)
+            trainer.objective.methods = dataclasses.replace(
+                trainer.batches.methods, changes=changes
+            )
             losses = trainer.objective.losses(x, batch, 0)
             found[mode, mixes] = float(torch.stack(list(losses.values())).sum().detach())
             for table in trainer.model.tables().values():

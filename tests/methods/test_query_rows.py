@@ -5,24 +5,42 @@ import torch
 from recorded_batches import texts
 
 
-def test_queries_are_drawn_for_each_label_outside_the_batch(make_batches, tiny_dataset, tiny_tokens):
-    """GraphSAGE: training queries that have the label, at most 2, never one of the batch, others in the next step."""
+def test_queries_are_drawn_for_each_label_outside_the_batch(
+    make_batches, tiny_dataset, tiny_tokens
+):
+    """GraphSAGE: training queries that have the label, at most 2, never one of the batch, others in
+    the next step.
+    """
     options = {"model.heads": "clf", "model.clf_residual": True, "model.clf_queries": 2}
-    batches, has = make_batches(**options), tiny_dataset.relevance.toarray() > 0
-    train, rows, seen = set(batches.rows.tolist()), batches.rows[:9], set()
-    assert np.array_equal(batches.methods.rows.related.related_LN.toarray() > 0, has[batches.rows].T)
+    batches = make_batches(**options)
+    has = tiny_dataset.relevance.toarray() > 0
+    train = set(batches.rows.tolist())
+    rows = batches.rows[:9]
+    seen = set()
+    assert np.array_equal(
+        batches.methods.rows.related.related_LN.toarray() > 0, has[batches.rows].T
+    )
     for step in range(3):
         batch = batches.prepare(rows, 0, step, None)
-        pool, own = batch.pool.pool_S, 9 + len(batch.pool.pool_S)
+        pool = batch.pool.pool_S
+        own = 9 + len(batch.pool.pool_S)
         related = batch.added["rows"].related
-        label_E, query_E, weight_E = (part.numpy() for part in (related.label_E, related.text_E, related.weight_E))
-        assert (weight_E == 1).all() and set(query_E.tolist()) == set(range(len(texts(batch, tiny_tokens)) - own))
+        label_E, query_E, weight_E = (
+            part.numpy() for part in (related.label_E, related.text_E, related.weight_E)
+        )
+        assert (weight_E == 1).all() and set(query_E.tolist()) == set(
+            range(len(texts(batch, tiny_tokens)) - own)
+        )
         assert batch.counts.texts == own + query_E.max() + 1
-        drawn = sorted({row for row in train - set(rows.tolist()) for label in pool if has[row, label]})
+        drawn = sorted(
+            {row for row in train - set(rows.tolist()) for label in pool if has[row, label]}
+        )
         encoded = texts(batch, tiny_tokens)[own:]
         by_text = {}
         for row in drawn:
-            by_text.setdefault(tuple(tiny_tokens["queries"].ragged(np.array([row]))[0].tolist()), set()).add(row)
+            by_text.setdefault(
+                tuple(tiny_tokens["queries"].ragged(np.array([row]))[0].tolist()), set()
+            ).add(row)
         for place, label in enumerate(pool):
             available = [row for row in drawn if has[row, label]]
             mine = query_E[label_E == place]

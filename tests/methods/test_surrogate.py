@@ -19,7 +19,12 @@ def create(folder, params, seed):
 @pytest.mark.parametrize("bias", [False, True])
 def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bias):
     """Astec's surrogate task: as trained, and as exported, an ordinary classifier."""
-    values = {"model.heads": "clf", "model.surrogate": 2, "model.clf_init": "xavier", "model.clf_bias": bias}
+    values = {
+        "model.heads": "clf",
+        "model.surrogate": 2,
+        "model.clf_init": "xavier",
+        "model.clf_bias": bias,
+    }
     model = create(tiny_bert, tiny_params(**values), 3).eval()
     assert model.table.weight.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
     model.start_table()
@@ -39,17 +44,23 @@ def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bia
 
 
 def test_clusters_take_the_place_of_labels(make_batches, tiny_dataset):
-    """Astec's surrogate task, against dense matrices: a cluster is relevant where one of its labels is."""
+    """Astec's surrogate task, against dense matrices: a cluster is relevant where one of its labels
+    is.
+    """
     cluster_L = np.random.default_rng(0).integers(0, 15, tiny_dataset.num_labels)
-    relevant, filtered = (pairs.toarray() > 0 for pairs in (tiny_dataset.relevance, tiny_dataset.filter_pairs))
+    relevant, filtered = (
+        pairs.toarray() > 0 for pairs in (tiny_dataset.relevance, tiny_dataset.filter_pairs)
+    )
     expected, ignored = (
-        np.stack([pairs[:, cluster_L == c].any(1) for c in range(16)], axis=1) for pairs in (relevant, filtered)
+        np.stack([pairs[:, cluster_L == c].any(1) for c in range(16)], axis=1)
+        for pairs in (relevant, filtered)
     )
     values = {"model.heads": "clf", "model.surrogate": 3, "pool.eta": 0, "pool.beta": 99}
     batches = make_batches(cluster_L=cluster_L, **values)
     assert batches.sampler.num_labels == 16, "one of them empty"
     batch = batches.prepare(batches.rows, 0, 0, None)
-    rows, pool = batch.pool.rows_B, batch.pool.pool_S
+    rows = batch.pool.rows_B
+    pool = batch.pool.pool_S
     found = np.zeros((2, len(rows), len(pool)), bool)
     found[0, batch.clf.targets.row_P, batch.clf.targets.col_P] = True
     found[1, batch.pool.ignored_row_F, batch.pool.ignored_col_F] = True

@@ -1,4 +1,6 @@
-"""Fresh random numbers for each run of a test; UNIDEC_TEST_SEED, printed on failure, brings them back."""
+"""Fresh random numbers for each run of a test; UNIDEC_TEST_SEED, printed on failure, brings them
+back.
+"""
 
 import os
 import random

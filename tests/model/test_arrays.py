@@ -59,7 +59,9 @@ def test_damaged_files_are_named(folder: Path, file: str, change: dict[str, Any]
         read_arrays(folder)
 
     text = (folder / file).read_bytes()
-    (folder / file).write_bytes(text[:-9] if change is None else json.dumps(json.loads(text) | change).encode())
+    (folder / file).write_bytes(
+        text[:-9] if change is None else json.dumps(json.loads(text) | change).encode()
+    )
     with pytest.raises(ArtifactError, match="do not fit together") as caught:
         read()
     assert str(folder) in str(caught.value)

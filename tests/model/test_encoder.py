@@ -1,4 +1,6 @@
-"""Encoders against dense loops: the bag, the transformer's lower and upper layers, padding, order, gradients."""
+"""Encoders against dense loops: the bag, the transformer's lower and upper layers, padding, order,
+gradients.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -23,7 +25,8 @@ from unidec.model.encoder import (
 )
 
 CPU = torch.device("cpu")
-NUM_TOKENS, WIDTH = 40, 7
+NUM_TOKENS = 40
+WIDTH = 7
 
 
 def make_tokens(rng, lengths, num_tokens=NUM_TOKENS):
@@ -62,10 +65,13 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-# -- bag ---------------------------------------------------------------------------------------------------------------
+# -- bag
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"kind": "inception", "inception_tokens": 4}], ids=["bag", "inception"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"kind": "inception", "inception_tokens": 4}], ids=["bag", "inception"]
+)
 def test_gradients_of_two_threads_are_the_same_each_time(rng, two_threads, settings):
     """Enough tokens that torch adds gradients of `x[index]` by atomic operations, in any order."""
     encoder = make_encoder(width=64, bag_dropout=0, dropout=0, **settings).train()
@@ -86,7 +92,8 @@ def test_gradients_of_two_threads_are_the_same_each_time(rng, two_threads, setti
 
 def test_bag_equals_a_loop_over_tokens_with_its_gradients(rng):
     encoder = make_encoder().train()
-    queries, labels = make_tokens(rng, [5, 1, 9, 3]), make_tokens(rng, [2, 12])
+    queries = make_tokens(rng, [5, 1, 9, 3])
+    labels = make_tokens(rng, [2, 12])
     parts = [("queries", queries, np.array([2, 0, 2])), ("labels", labels, np.array([1, 0]))]
     x_BD = encoder(InputBuilder(encoder, CPU)(parts))
     target_BD = torch.randn_like(x_BD)
@@ -104,9 +111,12 @@ def test_bag_equals_a_loop_over_tokens_with_its_gradients(rng):
 
 
 def test_token_dropout_is_of_training_only(rng):
-    encoder, tokens = make_encoder(bag_dropout=0.5), make_tokens(rng, [16] * 20)
+    encoder = make_encoder(bag_dropout=0.5)
+    tokens = make_tokens(rng, [16] * 20)
     batch = InputBuilder(encoder, CPU)([("queries", tokens, np.arange(20))])
-    without = dense_bag(tokens, range(20), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0])
+    without = dense_bag(
+        tokens, range(20), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0]
+    )
     encoder.eval()
     torch.testing.assert_close(encoder(batch), without, rtol=1e-5, atol=1e-6)
     encoder.train()
@@ -116,7 +126,8 @@ def test_token_dropout_is_of_training_only(rng):
 
 
 def test_token_dropout_of_every_token_gives_zeros_not_nan(rng):
-    encoder, tokens = make_encoder(bag_dropout=1.0).train(), make_tokens(rng, [3, 2])
+    encoder = make_encoder(bag_dropout=1.0).train()
+    tokens = make_tokens(rng, [3, 2])
     x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(2))]))
     x_BD.sum().backward()
     assert torch.equal(x_BD, torch.zeros_like(x_BD))
@@ -124,7 +135,8 @@ def test_token_dropout_of_every_token_gives_zeros_not_nan(rng):
 
 
 def test_empty_texts_give_finite_vectors(rng):
-    encoder, tokens = make_encoder().train(), make_tokens(rng, [0, 4, 0])
+    encoder = make_encoder().train()
+    tokens = make_tokens(rng, [0, 4, 0])
     x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(3))]))
     x_BD.sum().backward()
     assert torch.equal(x_BD[[0, 2]], torch.zeros(2, WIDTH))
@@ -133,20 +145,26 @@ def test_empty_texts_give_finite_vectors(rng):
 
 
 def test_bag_starts_as_a_tf_idf_mean(rng):
-    encoder, tokens = make_encoder(), make_tokens(rng, [6, 3, 8])
+    encoder = make_encoder()
+    tokens = make_tokens(rng, [6, 3, 8])
     frequency = rng.integers(0, 100, NUM_TOKENS)
     frequency[:3] = (100, 0, 99)
     encoder.bag.start_weights(frequency, 100)
     weight = np.maximum(np.log(101 / (1 + frequency)), 1e-3)
     assert weight[0] == 1e-3  # in every text: nearly nothing, and its logarithm is finite
-    expected = [(weight[tokens.ids[a:b], None] * encoder.bag.embedding.weight.numpy()[tokens.ids[a:b]]).sum(0)
-                for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]  # fmt: skip
+    expected = [
+        (weight[tokens.ids[a:b], None] * encoder.bag.embedding.weight.numpy()[tokens.ids[a:b]]).sum(
+            0
+        )
+        for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)
+    ]
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     x_BD = encoder.eval()(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(3))]))
     np.testing.assert_allclose(x_BD.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-# -- transformer -------------------------------------------------------------------------------------------------------
+# -- transformer
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["bert", "distilbert"])
@@ -164,8 +182,12 @@ def one_by_one(transformer, tokens, rows, pooling, most=None):
     """Each text alone, through the transformer as its authors wrote it."""
     vectors = []
     for row in rows:
-        ids = torch.from_numpy(tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]][:most].astype(np.int64))[None]
-        hidden = transformer(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+        ids = torch.from_numpy(
+            tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]][:most].astype(np.int64)
+        )[None]
+        hidden = transformer(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[
+            0
+        ]
         vectors.append(hidden[0] if pooling == "cls" else hidden.mean(0))
     return torch.stack(vectors)
 
@@ -173,12 +195,22 @@ def one_by_one(transformer, tokens, rows, pooling, most=None):
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("trainable", [-1, 0, 1, 3])
 def test_a_text_does_not_depend_on_its_batch(folder, texts, rng, monkeypatch, pooling, trainable):
-    """Padding, chunks by length, sources, frozen layers: nothing of it shows, and the order is the one asked for."""
-    monkeypatch.setattr("unidec.model.encoder.length_chunks", lambda lengths, tokens: length_chunks(lengths, 7, tokens))
-    encoder = make_encoder(folder, kind="transformer", trainable_layers=trainable, pooling=pooling).eval()
-    rows, more = rng.permutation(40)[:25], rng.permutation(40)[:9]
+    """Padding, chunks by length, sources, frozen layers: nothing of it shows, and the order is the
+    one asked for.
+    """
+    monkeypatch.setattr(
+        "unidec.model.encoder.length_chunks",
+        lambda lengths, tokens: length_chunks(lengths, 7, tokens),
+    )
+    encoder = make_encoder(
+        folder, kind="transformer", trainable_layers=trainable, pooling=pooling
+    ).eval()
+    rows = rng.permutation(40)[:25]
+    more = rng.permutation(40)[:9]
     with torch.no_grad():
-        x_BD = encoder(InputBuilder(encoder, CPU)([("queries", texts, rows), ("labels", texts, more)]))
+        x_BD = encoder(
+            InputBuilder(encoder, CPU)([("queries", texts, rows), ("labels", texts, more)])
+        )
         expected = one_by_one(encoder.transformer.transformer, texts, [*rows, *more], pooling)
     if trainable == 0:
         expected = F.normalize(expected, dim=-1)
@@ -200,17 +232,24 @@ def test_gradients_reach_the_layers_that_train_and_no_other(folder, texts, train
         trains = trainable == -1 or (layer is not None and layer >= 3 - trainable)
         assert parameter.requires_grad == trains, name
         assert (parameter.grad is not None) == trains, name
-        if trains and not name.endswith(("k_lin.bias", "key.bias")):  # a shift of all keys cancels in the softmax
+        # a shift of all keys cancels in the softmax
+        if trains and not name.endswith(("k_lin.bias", "key.bias")):
             assert parameter.grad.abs().max() > 0, name
 
 
 @pytest.mark.parametrize("trainable", [-1, 0, 1, 3])
 def test_layers_that_do_not_train_have_no_dropout(folder, trainable):
-    transformer = make_encoder(folder, kind="transformer", trainable_layers=trainable).train().transformer
+    transformer = (
+        make_encoder(folder, kind="transformer", trainable_layers=trainable).train().transformer
+    )
     at_work = [
-        name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Dropout) and module.training
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Dropout) and module.training
     ]
-    layers = {next((int(part) for part in name.split(".") if part.isdigit()), None) for name in at_work}
+    layers = {
+        next((int(part) for part in name.split(".") if part.isdigit()), None) for name in at_work
+    }
     assert layers == {-1: {None, 0, 1, 2}, 0: set(), 1: {2}, 3: {0, 1, 2}}[trainable]
     assert not any(module.training for module in transformer.eval().modules())
 
@@ -221,15 +260,21 @@ def test_activations_computed_again_change_nothing(tiny_bert, texts, trainable):
     results = []
     for recompute in (False, True):
         torch.manual_seed(5)
-        encoder = make_encoder(tiny_bert, kind="both", trainable_layers=trainable, dropout=0.1).train()
+        encoder = make_encoder(
+            tiny_bert, kind="both", trainable_layers=trainable, dropout=0.1
+        ).train()
         encoder.recompute = recompute
         batch = InputBuilder(encoder, CPU)([("queries", texts, np.arange(len(texts)))])
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: (saved.append(x), x)[1], lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: (saved.append(x), x)[1], lambda x: x
+        ):
             x_BW = encoder(batch)
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
         x_BW.square().sum().backward()
-        gradients = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None
+        }
         results.append((x_BW.detach(), gradients, sum(storages.values())))
     (one, one_grad, all_kept), (other, other_grad, few_kept) = results
     assert torch.equal(one, other)
@@ -242,7 +287,8 @@ def test_a_frozen_transformer_has_no_dropout_in_training(tiny_bert, texts):
     encoder = make_encoder(tiny_bert, kind="transformer", trainable_layers=0)
     build = InputBuilder(encoder, CPU)
     parts = [("queries", texts, np.arange(40))]
-    trained, evaluated = encoder.train()(build(parts)), encoder.eval()(build(parts))
+    trained = encoder.train()(build(parts))
+    evaluated = encoder.eval()(build(parts))
     assert torch.equal(trained, evaluated)
     moving = make_encoder(tiny_bert, kind="transformer", trainable_layers=1).train()
     batch = InputBuilder(moving, CPU)(parts)
@@ -252,12 +298,16 @@ def test_a_frozen_transformer_has_no_dropout_in_training(tiny_bert, texts):
 @pytest.mark.parametrize("most", [0, 1, 5])
 def test_both_are_two_unit_halves(tiny_bert, texts, most):
     """The transformer reads the first tokens alone where it shall; the bag reads all of them."""
-    encoder = make_encoder(tiny_bert, kind="both", trainable_layers=0, transformer_tokens=most).eval()
+    encoder = make_encoder(
+        tiny_bert, kind="both", trainable_layers=0, transformer_tokens=most
+    ).eval()
     with torch.no_grad():
         x_BW = encoder(InputBuilder(encoder, CPU)([("queries", texts, np.arange(40))]))
         alone = one_by_one(encoder.transformer.transformer, texts, range(40), "mean", most or None)
         vector = F.normalize(alone, dim=-1)
-    bag = dense_bag(texts, range(40), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0])
+    bag = dense_bag(
+        texts, range(40), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0]
+    )
     torch.testing.assert_close(x_BW, torch.cat([vector, bag], -1), rtol=1e-4, atol=1e-5)
     assert encoder.width == 64
 
@@ -265,7 +315,9 @@ def test_both_are_two_unit_halves(tiny_bert, texts, most):
 @pytest.mark.parametrize("kind", ["bag", "both", "transformer"])
 def test_residual_network_starts_as_the_identity(tiny_bert, texts, kind):
     plain = make_encoder(tiny_bert if kind != "bag" else None, kind=kind, trainable_layers=0).eval()
-    added = make_encoder(tiny_bert if kind != "bag" else None, kind=kind, trainable_layers=0, residual=True).eval()
+    added = make_encoder(
+        tiny_bert if kind != "bag" else None, kind=kind, trainable_layers=0, residual=True
+    ).eval()
     added.load_state_dict(plain.state_dict(), strict=False)
     parts = [("queries", texts, np.arange(40))]
     build = InputBuilder(plain, CPU)
@@ -274,14 +326,16 @@ def test_residual_network_starts_as_the_identity(tiny_bert, texts, kind):
     assert not torch.allclose(plain(build(parts)), added(build(parts)))
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- parts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_pooling_equals_a_loop(rng):
     hidden = torch.from_numpy(rng.normal(size=(6, 5, 4))).to(torch.bfloat16)
     length = np.array([5, 1, 3, 0, 2, 4])
     mask = torch.from_numpy(np.arange(5) < length[:, None])
-    mean, cls = pool_tokens(hidden, mask, "mean"), pool_tokens(hidden, mask, "cls")
+    mean = pool_tokens(hidden, mask, "mean")
+    cls = pool_tokens(hidden, mask, "cls")
     assert mean.dtype == cls.dtype == torch.float32
     for i, n in enumerate(length):
         expected = hidden[i, :n].float().mean(0) if n else torch.zeros(4)
@@ -306,10 +360,13 @@ def test_chunks_grow_up_to_a_number_of_tokens(rng):
     order = np.concatenate(chunks)
     assert sorted(order) == list(range(200)) and (np.diff(lengths[order]) >= 0).all()
     for chunk, following in itertools.pairwise(chunks):
-        padded, more = len(chunk) * lengths[chunk].max(), (len(chunk) + 1) * lengths[following[0]]
+        padded = len(chunk) * lengths[chunk].max()
+        more = (len(chunk) + 1) * lengths[following[0]]
         assert (padded <= 300 or len(chunk) == 8) and (more > 300)
     assert len(chunks) > 2 and len(chunks[0]) > 8
-    assert [len(chunk) for chunk in length_chunks(np.zeros(50, dtype=np.int64), 8, tokens=1)] == [50]
+    assert [len(chunk) for chunk in length_chunks(np.zeros(50, dtype=np.int64), 8, tokens=1)] == [
+        50
+    ]
     assert [len(chunk) for chunk in length_chunks(np.zeros(20, dtype=np.int64), 8)] == [8, 8, 4]
 
 
@@ -336,7 +393,9 @@ def test_an_unknown_stack_of_layers():
 @pytest.mark.parametrize("trainable", [0, 1, -1])
 def test_no_texts_at_all_give_no_vectors(tiny_bert, texts, kind, trainable):
     """A rank whose part of a batch is empty."""
-    encoder = make_encoder(tiny_bert, 60, kind=kind, trainable_layers=trainable, residual=True).train()
+    encoder = make_encoder(
+        tiny_bert, 60, kind=kind, trainable_layers=trainable, residual=True
+    ).train()
     build = InputBuilder(encoder, CPU)
     x_BW = encoder(build([("queries", texts, np.empty(0, dtype=np.int64))]))
     assert x_BW.shape == (0, encoder.width)
@@ -348,7 +407,8 @@ def test_a_bag_of_the_first_tokens_stands_beside_the_whole_text(rng):
     tokens = make_tokens(rng, [5, 1, 9, 0, 4])
     rows = np.array([2, 0, 3, 4, 1])
     x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, rows)]))
-    embedding, log_weight = encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0]
+    embedding = encoder.bag.embedding.weight
+    log_weight = encoder.bag.log_weight.weight[:, 0]
     ids = [tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]][:4] for row in range(5)]
     starts = Tokens(np.concatenate(ids), np.cumsum([0, *map(len, ids)]), NUM_TOKENS, 0, 16)
     expected = [dense_bag(t, rows, embedding, log_weight) for t in (tokens, starts)]
@@ -356,8 +416,12 @@ def test_a_bag_of_the_first_tokens_stands_beside_the_whole_text(rng):
     torch.testing.assert_close(x_BD, torch.cat(expected, dim=-1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "on_gpu"), [("MPNet", "eager"), ("Bert", "sdpa"), ("DistilBert", "sdpa")])
-def test_attention_is_fused_on_a_gpu_where_the_architecture_has_it(monkeypatch, tmp_path, kind, on_gpu):
+@pytest.mark.parametrize(
+    ("kind", "on_gpu"), [("MPNet", "eager"), ("Bert", "sdpa"), ("DistilBert", "sdpa")]
+)
+def test_attention_is_fused_on_a_gpu_where_the_architecture_has_it(
+    monkeypatch, tmp_path, kind, on_gpu
+):
     getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with torch.device("meta"):

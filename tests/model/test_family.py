@@ -1,8 +1,11 @@
-"""Each system's loss as its paper writes it, in dense float64 loops, against what a step of its recipe computes (in
-float32, as always): value and gradient to the encoder's outputs and to the classifier's rows.
+"""Each system's loss as its paper writes it, in dense float64 loops, against what a step of its
+recipe computes (in float32, as always): value and gradient to the encoder's outputs and to the
+classifier's rows.
 
-What is compared is the whole path of a recipe: its parameters, the pool drawn for it, `Objective` with heads, both
-directions and weights. The formulas here know of a pool only its labels, whatever the code does to be fast.
+What is compared is the whole path of a recipe: its parameters, the pool drawn for it, `Objective`
+with heads, both
+directions and weights. The formulas here know of a pool only its labels, whatever the code does to
+be fast.
 
 Legend: B queries, S labels of the pool, L all labels, W width of the encoder.
 """
@@ -15,10 +18,12 @@ import torch.nn.functional as F
 from unidec.config import recipe_names
 from unidec.training.trainer import Trainer, TrainingData
 
-TAU, DEXML_TAU = 1 / 18, 0.05
+TAU = 1 / 18
+DEXML_TAU = 0.05
 
 
-# -- the papers' formulas: s scores, y true pairs, skip filter pairs, picked the sampled positives, all [B, S] ---------
+# -- the papers' formulas: s scores, y true pairs, skip filter pairs, picked the sampled positives,
+# all [B, S] ---------
 
 
 def mean(terms, zero):
@@ -37,7 +42,8 @@ def supcon(s, y, skip):
 
 
 def decoupled(s, y, skip, carries=None):
-    """Mean over i of 1/|P_i| sum over p of -log e^s_ip / (e^s_ip + sum over negatives n of e^s_in) (v2, DEXML).
+    """Mean over i of 1/|P_i| sum over p of -log e^s_ip / (e^s_ip + sum over negatives n of e^s_in)
+    (v2, DEXML).
 
     carries: the positives that have a loss; all of them are left out of the denominators.
     """
@@ -65,19 +71,24 @@ def infonce(s, picked, skip):
 
 
 def triplet_hardest(cosine, y, skip, picked, margin):
-    """[highest cosine of a negative - cosine of the picked positive + margin]_+ (NGAME), mean over those picked."""
+    """[highest cosine of a negative - cosine of the picked positive + margin]_+ (NGAME), mean over
+    those picked.
+    """
     rows = []
     for i in range(len(cosine)):
         negatives = cosine[i][~(skip[i] | y[i])]
         hardest = negatives.max() if len(negatives) else cosine[i].detach().min() - 9
-        terms = [torch.clamp(hardest - cosine[i, p] + margin, min=0) for p in np.flatnonzero(picked[i])]
+        terms = [
+            torch.clamp(hardest - cosine[i, p] + margin, min=0) for p in np.flatnonzero(picked[i])
+        ]
         rows += [sum(terms) / len(terms)] if terms else []
     return mean(rows, cosine)
 
 
 def triplet_softmax(cosine, y, skip, picked, margin, top):
-    """Mean over the `top` hardest negatives of their hinges times a softmax of cosine / 0.1, 0 where the hinge is 0
-    (NGAME's published code); a negative that the pool lacks has hinge 0."""
+    """Mean over the `top` hardest negatives of their hinges times a softmax of cosine / 0.1, 0
+    where the hinge is 0 (NGAME's published code); a negative that the pool lacks has hinge 0.
+    """
     rows = []
     for i in range(len(cosine)):
         negatives = sorted(cosine[i][~(skip[i] | y[i])], key=lambda s: -s.item())[:top]
@@ -87,17 +98,22 @@ def triplet_softmax(cosine, y, skip, picked, margin, top):
             hinges = [torch.clamp(s - cosine[i, p] + margin, min=0) for s in negatives]
             scores = [s / 0.1 if h > 0 else s * 0 for s, h in zip(negatives, hinges, strict=True)]
             shares = torch.softmax(torch.stack([*scores, *[cosine.new_zeros(())] * missing]), 0)
-            terms.append(sum((h * w for h, w in zip(hinges, shares, strict=False)), cosine.sum() * 0) / top)
+            terms.append(
+                sum((h * w for h, w in zip(hinges, shares, strict=False)), cosine.sum() * 0) / top
+            )
         rows += [sum(terms) / len(terms)] if terms else []
     return mean(rows, cosine)
 
 
 def soft_topk(s, y, skip, k):
-    """Mean over i of 1/|P_i| sum over p of -log sigmoid(s_ip + t_i), sum over l of sigmoid(s_il + t_i) = k (DEXML)."""
+    """Mean over i of 1/|P_i| sum over p of -log sigmoid(s_ip + t_i), sum over l of sigmoid(s_il +
+    t_i) = k (DEXML).
+    """
     rows = []
     for i in range(len(s)):
         seen = s[i][~skip[i]]
-        low, high = -seen.max().item() - 40.0, -seen.min().item() + 40.0
+        low = -seen.max().item() - 40.0
+        high = -seen.min().item() + 40.0
         for _ in range(100):
             t = (low + high) / 2
             low, high = (t, high) if torch.sigmoid(seen.detach() + t).sum() < k else (low, t)
@@ -109,21 +125,27 @@ def soft_topk(s, y, skip, k):
 
 
 def ova(s, target, skip):
-    """Mean over i of the sum over l of the binary cross entropy (Renee, NGAME's and SiameseXML's classifiers)."""
+    """Mean over i of the sum over l of the binary cross entropy (Renee, NGAME's and SiameseXML's
+    classifiers).
+    """
     rows = []
     for i in np.flatnonzero((target > 0).any(1)):
         seen = np.flatnonzero(~skip[i])
-        yes, no = F.logsigmoid(s[i, seen]), F.logsigmoid(-s[i, seen])
+        yes = F.logsigmoid(s[i, seen])
+        no = F.logsigmoid(-s[i, seen])
         share = torch.from_numpy(target[i, seen])
         rows.append(-(share * yes + (1 - share) * no).sum())
     return mean(rows, s)
 
 
-# -- the systems -------------------------------------------------------------------------------------------------------
+# -- the systems
+# --------------------------------------------------------------------------------------------------
 
 
 def unidec_v2(c):
-    return (both_ways(decoupled, c.de / TAU, *c.pool) + both_ways(decoupled, c.clf / TAU, *c.pool)) / 2
+    return (
+        both_ways(decoupled, c.de / TAU, *c.pool) + both_ways(decoupled, c.clf / TAU, *c.pool)
+    ) / 2
 
 
 def ova_entries(s, y, skip):
@@ -148,17 +170,21 @@ def unidec_cpu(c):
 def siamesexml(c):
     """Triplet with the hardest negative, every positive, both ways, on both heads."""
     triplets = [
-        both_ways(lambda s, y, skip: triplet_hardest(s, y, skip, y, margin=0.3), s, *c.pool) for s in (c.de, c.clf)
+        both_ways(lambda s, y, skip: triplet_hardest(s, y, skip, y, margin=0.3), s, *c.pool)
+        for s in (c.de, c.clf)
     ]
     return sum(triplets) / 2
 
 
 def mixed(c):
-    """Each head's loss of the query's own labels times the share, and of its partner's times the rest (mixup)."""
+    """Each head's loss of the query's own labels times the share, and of its partner's times the
+    rest (mixup).
+    """
     own = unidec_v2(c)
     y, skip = c.pool
     c.pool = (y[c.partner], skip[c.partner])
-    other, c.pool = unidec_v2(c), (y, skip)
+    other = unidec_v2(c)
+    c.pool = (y, skip)
     return c.share * own + (1 - c.share) * other
 
 
@@ -177,7 +203,8 @@ FORMULAS = {
     "astec": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "eclare": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "cascadexml": lambda c: (
-        both_ways(decoupled, c.clf / TAU, *c.pool) + sum(decoupled(s / TAU, *rest) for s, *rest in c.levels)
+        both_ways(decoupled, c.clf / TAU, *c.pool)
+        + sum(decoupled(s / TAU, *rest) for s, *rest in c.levels)
     ),
     "graphsage": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
     "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
@@ -212,17 +239,22 @@ class Case:
         graph = golden.label_graph(params, dataset) if params.reads_label_graph else None
         torch.manual_seed(int(rng.integers(2**31)))
         trainer = Trainer(
-            params.training, TrainingData(dataset, *tokens.values(), graph), folder / "run", folder / "cache"
+            params.training,
+            TrainingData(dataset, *tokens.values(), graph),
+            folder / "run",
+            folder / "cache",
         )
         model = self.model = trainer.model.train()
-        self.trainer, self.params = trainer, params
+        self.trainer = trainer
+        self.params = params
         self.tree_of = getattr(model, "tree", None)
         names = ("gates", "related_gate", "auxiliary")
         gates = [getattr(model, name) for name in names if hasattr(model, name)]
         gates += [] if self.tree_of is None else list(self.tree_of.parameters())
         for weight in [table.weight for table in model.tables().values()] + gates:
             torch.nn.init.normal_(weight, std=0.3)
-        relevance, filtered = dataset.relevance.toarray() > 0, dataset.filter_pairs.toarray()
+        relevance = dataset.relevance.toarray() > 0
+        filtered = dataset.filter_pairs.toarray()
         mined = np.flatnonzero((filtered & ~relevance).any(1) & (dataset.split_N == 0))
         rows = np.concatenate([mined[:4], np.setdiff1d(trainer.rows[:9], mined)])
         target = relevance.astype(np.float32)
@@ -235,29 +267,41 @@ class Case:
             num_queries, num_labels = filtered.shape
             rows = np.concatenate([rows, num_queries + filtered[rows[:4]].argmax(1)])
             target = np.eye(num_queries + num_labels, dtype=np.float32)
-            filtered = np.block([[np.zeros((num_queries,) * 2, bool), filtered],
-                                 [filtered.T, np.zeros((num_labels,) * 2, bool)]])  # fmt: skip
+            filtered = np.block(
+                [
+                    [np.zeros((num_queries,) * 2, bool), filtered],
+                    [filtered.T, np.zeros((num_labels,) * 2, bool)],
+                ]
+            )
         if params.model.surrogate:  # labels are clusters
             member = np.eye(model.table.num_rows)[model.label_cluster.numpy()]
-            target, filtered = (target @ member > 0).astype(np.float32), filtered @ member > 0
+            target = (target @ member > 0).astype(np.float32)
+            filtered = filtered @ member > 0
         self.of_level = []  # true and filter pairs of the clusters
         for count in [] if self.tree_of is None else self.tree_of.counts:
-            member = np.eye(count, dtype=bool)[model.label_cluster.numpy() * count // self.tree_of.counts[-1]]
+            member = np.eye(count, dtype=bool)[
+                model.label_cluster.numpy() * count // self.tree_of.counts[-1]
+            ]
             self.of_level.append(((target > 0) @ member, (filtered > 0) @ member))
         hard = rng.integers(0, dataset.num_labels, (len(target), 6)).astype(np.int32)
         self.batch = trainer.batches.prepare(rows, 0, 0, hard)
-        own, pool = self.batch.counts.own_queries, self.batch.pool.pool_S
+        own = self.batch.counts.own_queries
+        pool = self.batch.pool.pool_S
         self.soft = target[self.batch.pool.rows_B]
-        y, skip = self.soft > 0, filtered[self.batch.pool.rows_B] & (self.soft == 0)
-        self.every, self.pool = (y, skip), (y[:, pool], skip[:, pool])
+        y = self.soft > 0
+        skip = filtered[self.batch.pool.rows_B] & (self.soft == 0)
+        self.every = (y, skip)
+        self.pool = (y[:, pool], skip[:, pool])
         self.picked = np.zeros_like(self.pool[0])
-        pairs, t = np.zeros_like(self.picked), self.batch.targets
+        pairs = np.zeros_like(self.picked)
+        t = self.batch.targets
         pairs[t.row_P, t.col_P] = True
         assert (pairs == self.pool[0]).all()
         self.picked[t.row_P, t.col_P] = t.sampled_P.numpy()
         texts = self.batch.texts.num_texts  # queries, labels, queries of the labels
         assert texts > own if model.heads != "clf" or params.model.clf_residual else texts == own
-        self.x, self.own = torch.from_numpy(rng.normal(size=(texts, model.encoder.width))), own
+        self.x = torch.from_numpy(rng.normal(size=(texts, model.encoder.width)))
+        self.own = own
 
     def computed(self):
         """The recipe's loss, gradients to the encoder's outputs and to the classifier's rows."""
@@ -273,12 +317,16 @@ class Case:
 
     def written(self, formula):
         """The same by a formula on scores that are made here."""
-        model, leaf, rows = self.model, self.x.clone().requires_grad_(), None
-        labels, x = self.batch.clf.ids, self.mixed(leaf)
+        model = self.model
+        leaf = self.x.clone().requires_grad_()
+        rows = None
+        labels = self.batch.clf.ids
+        x = self.mixed(leaf)
         if model.head_de is not None:
             vectors = torch.tanh(linear(model.head_de[0], x))
             if hasattr(model, "auxiliary"):
-                rows, pool = model.auxiliary.detach().double().requires_grad_(), self.batch.pool.pool_S
+                rows = model.auxiliary.detach().double().requires_grad_()
+                pool = self.batch.pool.pool_S
                 added = [rows[int(model.label_cluster[label])] for label in pool]
                 vectors = vectors + torch.stack([torch.zeros_like(rows[0])] * self.own + added)
             vectors = F.normalize(vectors, dim=1)
@@ -288,31 +336,54 @@ class Case:
             rows = (weight if labels is None else weight[labels]).clone().requires_grad_()
             psi = rows
             if self.params.model.clf_residual:
-                texts, free = F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1), rows
-                text, related = texts[: len(rows)], self.related(texts)
+                texts = F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1)
+                free = rows
+                text = texts[: len(rows)]
+                related = self.related(texts)
                 if hasattr(model, "gates"):
                     gates = 2 / (1 + torch.exp(-model.gates.detach().double()))
                     half = len(gates) // 2
-                    text, free = text * gates[:half], rows * gates[half:]
+                    text = text * gates[:half]
+                    free = rows * gates[half:]
                 psi = text + free + related
             self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
             if model.bias is not None:
-                self.clf = self.clf + model.bias.weight.detach().double()[slice(None) if labels is None else labels].T
+                self.clf = (
+                    self.clf
+                    + model.bias.weight.detach()
+                    .double()[slice(None) if labels is None else labels]
+                    .T
+                )
         tree = [] if self.tree_of is None else self.tree(leaf)
         loss = formula(self)
-        return loss.detach(), torch.autograd.grad(loss, [leaf, *([] if rows is None else [rows]), *tree])
+        return loss.detach(), torch.autograd.grad(
+            loss, [leaf, *([] if rows is None else [rows]), *tree]
+        )
 
     def tree(self, x):
-        """Each level's scores, true pairs, and pairs that take no part: filter pairs, and clusters whose parents are
-        neither among the two of highest score nor have a positive; gives the tree's weights."""
-        weights = {name: p.detach().double().requires_grad_() for name, p in self.tree_of.named_parameters()}
-        self.levels, kept = [], None
+        """Each level's scores, true pairs, and pairs that take no part: filter pairs, and clusters
+        whose parents are neither among the two of highest score nor have a positive; gives the
+        tree's weights.
+        """
+        weights = {
+            name: p.detach().double().requires_grad_()
+            for name, p in self.tree_of.named_parameters()
+        }
+        self.levels = []
+        kept = None
         for level, pairs in enumerate(self.of_level):
             y, skip = (each[self.batch.pool.rows_B] for each in pairs)
-            a, b, w, c = (weights[f"{part}.{level}.{name}"] for part in ("layers", "classifiers") for name in
-                          ("weight", "bias"))  # fmt: skip
+            a, b, w, c = (
+                weights[f"{part}.{level}.{name}"]
+                for part in ("layers", "classifiers")
+                for name in ("weight", "bias")
+            )
             s = (x[: self.own] + F.gelu(x[: self.own] @ a.T + b)) @ w.T + c
-            hidden = np.zeros_like(y) if kept is None else ~np.repeat(kept, y.shape[1] // kept.shape[1], axis=1)
+            hidden = (
+                np.zeros_like(y)
+                if kept is None
+                else ~np.repeat(kept, y.shape[1] // kept.shape[1], axis=1)
+            )
             kept = y.copy()
             for i in range(len(y)):
                 order = np.argsort(np.where(hidden[i], -np.inf, s.detach().numpy()[i]))
@@ -321,9 +392,11 @@ class Case:
         return list(weights.values())
 
     def related(self, text):
-        """Texts of the labels of the pool that are related to each, times how much, or of the queries that were drawn
-        for it, at unit length; times the gate."""
-        pool, rows = self.batch.pool.pool_S, []
+        """Texts of the labels of the pool that are related to each, times how much, or of the
+        queries that were drawn for it, at unit length; times the gate.
+        """
+        pool = self.batch.pool.pool_S
+        rows = []
         if not hasattr(self.model, "related_gate"):
             return torch.zeros_like(text)
         if self.params.model.clf_queries:
@@ -331,7 +404,9 @@ class Case:
             drawn = list(zip(pairs.label_E.tolist(), pairs.text_E.tolist(), strict=True))
             for i in range(len(pool)):
                 queries = [text[len(pool) + place] for label, place in drawn if label == i]
-                rows.append(F.normalize(sum(queries), dim=0) if queries else torch.zeros_like(text[0]))
+                rows.append(
+                    F.normalize(sum(queries), dim=0) if queries else torch.zeros_like(text[0])
+                )
             assert 0 < sum(row.norm() > 0 for row in rows) < len(rows) or len(drawn) > len(rows)
             return torch.stack(rows) * self.model.related_gate.detach().double()
         for i, label in enumerate(pool):
@@ -340,8 +415,11 @@ class Case:
         return torch.stack(rows) * self.model.related_gate.detach().double()
 
     def mixed(self, x):
-        """The encoder's outputs with the step's queries mixed, one by one, as the share and partners were drawn."""
-        loss, t = self.params.loss, self.batch.targets
+        """The encoder's outputs with the step's queries mixed, one by one, as the share and
+        partners were drawn.
+        """
+        loss = self.params.loss
+        t = self.batch.targets
         if loss.mixup == "none":
             return x
         draw = np.random.default_rng((self.params.seed, 0, 0, 0x6D6978))
@@ -382,7 +460,8 @@ def test_a_recipes_loss_and_gradients_equal_the_papers_formula(
         torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5 * largest)
     # a recipe's batch is what its formula is about
     assert (len(case.batch.pool.pool_S) == tiny_dataset.num_labels) == (recipe in ALL_LABELS)
-    assert case.pool[1].any() or recipe in ("dpr", "ngame", "dexa")  # a filter pair lies in the pool
+    # a filter pair lies in the pool
+    assert case.pool[1].any() or recipe in ("dpr", "ngame", "dexa")
     if case.params.loss.reduction == "pol":
         assert (case.picked.sum(1) == 1).all()
 
@@ -399,7 +478,9 @@ def test_a_recipes_loss_and_gradients_equal_the_papers_formula(
         ("siamesexml", "unidec-v2"),
     ],
 )
-def test_the_formulas_tell_systems_apart(recipe, other, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, rng):
+def test_the_formulas_tell_systems_apart(
+    recipe, other, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, rng
+):
     case = Case(recipe, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path / "case", rng)
     own, foreign = (case.written(FORMULAS[name])[0].item() for name in (recipe, other))
     assert abs(own - foreign) > 1e-3 * own

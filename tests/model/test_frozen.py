@@ -1,4 +1,6 @@
-"""Cached outputs of frozen layers: equal to what is computed anew, made once, named by what decides them."""
+"""Cached outputs of frozen layers: equal to what is computed anew, made once, named by what decides
+them.
+"""
 
 import numpy as np
 import pytest
@@ -49,18 +51,24 @@ def test_a_label_that_is_a_query_too_is_computed_once(tiny_bert, tmp_path, monke
     encoder = make_encoder(tiny_bert, frozen=what == "outputs").eval()
     whole = FrozenCaches(encoder, tmp_path / "alone", CPU, None)
     alone = {name: whole.read(what, {name: cache})[name] for name, cache in tokens.items()}
-    computed, forward = [], encoder.transformer.forward
+    computed = []
+    forward = encoder.transformer.forward
     monkeypatch.setattr(
-        encoder.transformer, "forward", lambda ids, mask: computed.append(len(ids)) or forward(ids, mask)
+        encoder.transformer,
+        "forward",
+        lambda ids, mask: computed.append(len(ids)) or forward(ids, mask),
     )
     found = FrozenCaches(encoder, tmp_path / "both", CPU, None).read(what, tokens)
     assert sum(computed) == len(tokens["queries"]) + 2
     for name, values in found.items():
-        np.testing.assert_allclose(values.astype(np.float32), alone[name].astype(np.float32), atol=2e-3)
+        np.testing.assert_allclose(
+            values.astype(np.float32), alone[name].astype(np.float32), atol=2e-3
+        )
 
 
 def test_made_once(tiny_bert, tiny_tokens, tmp_path, monkeypatch):
-    encoder, tokens = make_encoder(tiny_bert).eval(), tiny_tokens["labels"]
+    encoder = make_encoder(tiny_bert).eval()
+    tokens = tiny_tokens["labels"]
     first = cached(encoder, tokens, tmp_path)
     monkeypatch.setattr(encoder.transformer, "forward", None)  # a second computation would fail
     assert np.array_equal(cached(encoder, tokens, tmp_path), first)
@@ -96,13 +104,16 @@ def test_a_damaged_cache_is_refused(tiny_bert, tiny_tokens, tmp_path):
 
 def test_nothing_is_left_of_an_encoding_that_failed(tiny_bert, tiny_tokens, tmp_path, monkeypatch):
     encoder = make_encoder(tiny_bert).eval()
-    monkeypatch.setattr(encoder.transformer, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        encoder.transformer, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         cached(encoder, tiny_tokens["labels"], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-# -- encoders that are frozen as a whole -------------------------------------------------------------------------------
+# -- encoders that are frozen as a whole
+# -------------------------------------------------------------------------------
 
 WHOLE = {
     "bag": {"kind": "bag"},
@@ -126,15 +137,23 @@ def make_whole(folder, seed=0, **settings):
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_a_frozen_encoder_reads_what_it_would_compute(tiny_bert, tiny_tokens, tmp_path, rng, monkeypatch, kind):
+def test_a_frozen_encoder_reads_what_it_would_compute(
+    tiny_bert, tiny_tokens, tmp_path, rng, monkeypatch, kind
+):
     monkeypatch.setattr("unidec.model.frozen.TEXTS_AT_ONCE", 17)
     encoder = make_whole(tiny_bert, **WHOLE[kind]).train()
     parts = [(n, t, rng.permutation(len(t))[:30]) for n, t in tiny_tokens.items()]
     plain = InputBuilder(encoder, CPU)(parts)
     build = cached_inputs(encoder, tiny_tokens, tmp_path, CPU, None)
-    assert all(x.dtype == np.float16 and x.shape[1] == encoder.width for x in build.frozen_outputs.values())
-    like = TextEncoder(encoder.settings.model_copy(update={"frozen": False}), load_transformer(tiny_bert),
-                       encoder.bag.embedding.num_rows if encoder.bag else 0, 32)  # fmt: skip
+    assert all(
+        x.dtype == np.float16 and x.shape[1] == encoder.width for x in build.frozen_outputs.values()
+    )
+    like = TextEncoder(
+        encoder.settings.model_copy(update={"frozen": False}),
+        load_transformer(tiny_bert),
+        encoder.bag.embedding.num_rows if encoder.bag else 0,
+        32,
+    )
     like.load_state_dict(encoder.state_dict())
     expected = like.eval()(InputBuilder(like, CPU)(parts)).detach()
     monkeypatch.setattr(encoder, "_parts", None)  # nothing is computed any more
@@ -155,17 +174,28 @@ def test_of_a_frozen_encoder_the_output_alone_has_dropout(tiny_bert, tiny_tokens
     assert torch.equal(texts.output_BW, again.output_BW)
     assert 0.3 < (encoder(texts) == 0).float().mean() < 0.7
     assert torch.equal(encoder.eval()(texts), texts.output_BW)
-    assert encoder.bag.embedding.used is None and not any(p.requires_grad for p in encoder.parameters())
+    assert encoder.bag.embedding.used is None and not any(
+        p.requires_grad for p in encoder.parameters()
+    )
 
 
-def test_whatever_decides_a_frozen_encoders_output_decides_the_name(tiny_bert, tiny_tokens, tmp_path):
+def test_whatever_decides_a_frozen_encoders_output_decides_the_name(
+    tiny_bert, tiny_tokens, tmp_path
+):
     def made(amp=None, **settings):
         cached_inputs(make_whole(tiny_bert, **settings), tiny_tokens, tmp_path, CPU, amp)
         return len(list(tmp_path.glob("outputs-*")))
 
-    numbers = [made(kind="bag"), made(kind="bag"), made(kind="bag", seed=1), made(kind="bag", amp=torch.bfloat16),
-               made(kind="transformer"), made(kind="transformer", pooling="cls"), made(kind="both"),
-               made(kind="both", residual=True)]  # fmt: skip
+    numbers = [
+        made(kind="bag"),
+        made(kind="bag"),
+        made(kind="bag", seed=1),
+        made(kind="bag", amp=torch.bfloat16),
+        made(kind="transformer"),
+        made(kind="transformer", pooling="cls"),
+        made(kind="both"),
+        made(kind="both", residual=True),
+    ]
     assert numbers == [2, 2, 4, 6, 8, 10, 12, 14]
     kept = len(list(tmp_path.glob("vectors-*")))
     assert kept == 4, "the transformer's vectors are shared by all that are beside it"

@@ -1,4 +1,6 @@
-"""BCE over all labels in chunks against the dense one: value, every gradient, memory, number formats."""
+"""BCE over all labels in chunks against the dense one: value, every gradient, memory, number
+formats.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from unidec.model.full_bce import full_bce
 from unidec.model.losses import symmetric_loss
 from unidec.model.pairs import PoolTargets
 
-B, L, D = 5, 23, 4
+B = 5
+L = 23
+D = 4
 
 
 def make_targets(rng, num_rows=B, num_cols=L, soft=False, weighted=False, density=0.2):
@@ -19,16 +23,21 @@ def make_targets(rng, num_rows=B, num_cols=L, soft=False, weighted=False, densit
     row, col = map(torch.from_numpy, np.nonzero(positive))
     order = torch.randperm(len(row))
     return PoolTargets(
-        row[order], col[order], torch.ones(len(row), dtype=torch.bool),
-        torch.from_numpy(rng.random(len(row))) if soft else torch.ones(len(row)), torch.from_numpy(positive.sum(1)),
+        row[order],
+        col[order],
+        torch.ones(len(row), dtype=torch.bool),
+        torch.from_numpy(rng.random(len(row))) if soft else torch.ones(len(row)),
+        torch.from_numpy(positive.sum(1)),
         *map(torch.from_numpy, np.nonzero(ignored)),
         torch.from_numpy(1 + 9 * rng.random(len(row))) if weighted else None,
-    )  # fmt: skip
+    )
 
 
 def make_inputs(rng, bias=True, dtype=torch.float64, num_rows=B, num_cols=L):
     shapes = [(num_rows, D), (num_cols, D), (num_cols, 1), ()]
-    query, row, bias_L1, scale = (torch.from_numpy(np.asarray(rng.normal(size=s) * 2)).to(dtype) for s in shapes)
+    query, row, bias_L1, scale = (
+        torch.from_numpy(np.asarray(rng.normal(size=s) * 2)).to(dtype) for s in shapes
+    )
     return [query, row, bias_L1 if bias else None, scale.abs() + 0.5]
 
 
@@ -41,7 +50,9 @@ def dense(inputs, targets, normalise):
     score = query @ row.T
     if bias is not None:
         score = score + bias.T
-    return symmetric_loss("bce", score * scale, targets, reduction="psl", forward=1.0, normalise=normalise)
+    return symmetric_loss(
+        "bce", score * scale, targets, reduction="psl", forward=1.0, normalise=normalise
+    )
 
 
 def gradients(loss, inputs):
@@ -54,7 +65,8 @@ def gradients(loss, inputs):
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equals_the_dense_loss_in_value_and_gradients(normalise, bias, soft, weighted, rng):
-    targets, inputs = make_targets(rng, soft=soft, weighted=weighted), make_inputs(rng, bias)
+    targets = make_targets(rng, soft=soft, weighted=weighted)
+    inputs = make_inputs(rng, bias)
     theirs = leaves(inputs)
     expected = dense(theirs, targets, normalise)
     expected_grads = gradients(expected, theirs)
@@ -72,21 +84,26 @@ def test_equals_loops(rng):
     targets, (query, row, bias, scale) = make_targets(rng), make_inputs(rng)
     pairs = set(zip(targets.row_P.tolist(), targets.col_P.tolist(), strict=True))
     ignored = set(zip(targets.ignored_row_F.tolist(), targets.ignored_col_F.tolist(), strict=True))
-    total, rows = 0.0, {i for i, _ in pairs}
+    total = 0.0
+    rows = {i for i, _ in pairs}
     for i in rows:
         for j in range(L):
             x = (query[i] @ row[j] + bias[j, 0]) * scale
             if (i, j) not in ignored:
                 total += -F.logsigmoid(x) if (i, j) in pairs else -F.logsigmoid(-x)
-    torch.testing.assert_close(full_bce(query, row, bias, scale, targets, chunk=6), total / len(rows))
+    torch.testing.assert_close(
+        full_bce(query, row, bias, scale, targets, chunk=6), total / len(rows)
+    )
 
 
 def test_degenerate_cases(rng):
     inputs = make_inputs(rng)
     for density in (0.0, 1.0):
         targets = make_targets(rng, density=density)
-        ours, theirs = leaves(inputs), leaves(inputs)
-        loss, expected = full_bce(*ours, targets, chunk=5), dense(theirs, targets, "rows")
+        ours = leaves(inputs)
+        theirs = leaves(inputs)
+        loss = full_bce(*ours, targets, chunk=5)
+        expected = dense(theirs, targets, "rows")
         torch.testing.assert_close(loss, expected)
         for grad, other in zip(gradients(loss, ours), gradients(expected, theirs), strict=True):
             torch.testing.assert_close(grad, other)
@@ -102,7 +119,8 @@ def test_degenerate_cases(rng):
 
 
 def test_gradients_that_nobody_wants_are_not_made(rng):
-    targets, inputs = make_targets(rng), make_inputs(rng)
+    targets = make_targets(rng)
+    inputs = make_inputs(rng)
     query, row, bias, scale = leaves(inputs)
     loss = full_bce(query, row.detach(), bias, scale.detach(), targets, chunk=4)
     made = [None if x is None else tuple(x.shape) for x in loss.grad_fn.next_functions[0][0].grads]
@@ -117,21 +135,28 @@ def test_gradients_that_nobody_wants_are_not_made(rng):
 def test_rows_in_other_formats(dtype, rng):
     targets, (query, row, _, scale) = make_targets(rng), make_inputs(rng, dtype=torch.float32)
     row = row.to(dtype)
-    ours, theirs = leaves([query, row, None, scale]), leaves([query, row.float(), None, scale])
-    loss, expected = full_bce(*ours, targets, chunk=9), dense(theirs, targets, "rows")
+    ours = leaves([query, row, None, scale])
+    theirs = leaves([query, row.float(), None, scale])
+    loss = full_bce(*ours, targets, chunk=9)
+    expected = dense(theirs, targets, "rows")
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for grad, other, given in zip(gradients(loss, ours), gradients(expected, theirs), ours, strict=True):
+    for grad, other, given in zip(
+        gradients(loss, ours), gradients(expected, theirs), ours, strict=True
+    ):
         if grad is not None:
             assert grad.dtype == given.dtype
             torch.testing.assert_close(grad.float(), other, rtol=tolerance, atol=tolerance)
 
 
 def test_under_autocast_the_products_are_bfloat16(rng):
-    targets, inputs = make_targets(rng), make_inputs(rng, dtype=torch.float32)
-    ours, theirs = leaves(inputs), leaves(inputs)
+    targets = make_targets(rng)
+    inputs = make_inputs(rng, dtype=torch.float32)
+    ours = leaves(inputs)
+    theirs = leaves(inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss, expected = full_bce(*ours, targets, chunk=6), dense(theirs, targets, "rows")
+        loss = full_bce(*ours, targets, chunk=6)
+        expected = dense(theirs, targets, "rows")
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
     for grad, other in zip(gradients(loss, ours), gradients(expected, theirs), strict=True):
@@ -152,7 +177,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_of_all_logits_is_made(rng):
-    num_rows, num_cols = 64, 4000
+    num_rows = 64
+    num_cols = 4000
     targets = make_targets(rng, num_rows, num_cols, density=0.001)
     inputs = make_inputs(rng, dtype=torch.float32, num_rows=num_rows, num_cols=num_cols)
     with Largest() as chunked:
@@ -164,15 +190,19 @@ def test_no_tensor_of_all_logits_is_made(rng):
 
 
 def test_nothing_waits_for_values(rng):
-    targets, inputs = make_targets(rng, soft=True, weighted=True), make_inputs(rng, dtype=torch.float32)
-    on_meta = PoolTargets(**{name: x.to("meta") for name, x in vars(targets).items() if isinstance(x, torch.Tensor)})
+    targets = make_targets(rng, soft=True, weighted=True)
+    inputs = make_inputs(rng, dtype=torch.float32)
+    on_meta = PoolTargets(
+        **{name: x.to("meta") for name, x in vars(targets).items() if isinstance(x, torch.Tensor)}
+    )
     ours = [x.to("meta").requires_grad_() for x in inputs]
     full_bce(*ours, on_meta, normalise="entries", chunk=8).backward()
     assert ours[1].grad.shape == (L, D)
 
 
 def test_backward_runs_once(rng):
-    targets, inputs = make_targets(rng), leaves(make_inputs(rng))
+    targets = make_targets(rng)
+    inputs = leaves(make_inputs(rng))
     loss = full_bce(*inputs, targets)
     loss.backward(retain_graph=True)
     with pytest.raises((RuntimeError, TypeError)):

@@ -1,4 +1,6 @@
-"""Losses against double loops over (query, positive) in float64, values and gradients, and their degenerate cases."""
+"""Losses against double loops over (query, positive) in float64, values and gradients, and their
+degenerate cases.
+"""
 
 import doctest
 import os
@@ -50,14 +52,19 @@ def rng():
 
 
 class Case:
-    """A dense problem (float64 logits, bool positives and ignored pairs, weights) and its sparse form."""
+    """A dense problem (float64 logits, bool positives and ignored pairs, weights) and its sparse
+    form.
+    """
 
     def __init__(self, logit, positive, ignored, weight, rng):
         self.logit = torch.as_tensor(logit, dtype=torch.float64)
-        self.positive, self.ignored, self.weight = positive, ignored & ~positive, weight * positive
+        self.positive = positive
+        self.ignored = ignored & ~positive
+        self.weight = weight * positive
         row, col = np.nonzero(self.positive)
         order = rng.permutation(len(row))  # the losses take pairs in any order
-        self.row, self.col = torch.from_numpy(row[order]), torch.from_numpy(col[order])
+        self.row = torch.from_numpy(row[order])
+        self.col = torch.from_numpy(col[order])
         self.weight_P = torch.from_numpy(self.weight[row[order], col[order]])
         self.ignored_row, self.ignored_col = map(torch.from_numpy, np.nonzero(self.ignored))
 
@@ -70,7 +77,14 @@ class Case:
         relevance = self.weight_P if soft else torch.ones(len(self.row))
         importance = None if importance_L is None else torch.from_numpy(importance_L)[self.col]
         return PoolTargets(
-            self.row, self.col, sampled, relevance, counts, self.ignored_row, self.ignored_col, importance
+            self.row,
+            self.col,
+            sampled,
+            relevance,
+            counts,
+            self.ignored_row,
+            self.ignored_col,
+            importance,
         )
 
 
@@ -88,7 +102,8 @@ def degenerate_cases(rng):
         return Case(logit, positive, ignored, rng.random(positive.shape) + 0.1, rng)
 
     some = rng.random((4, 7)) < 0.4
-    no_row, all_row = some.copy(), some.copy()
+    no_row = some.copy()
+    all_row = some.copy()
     no_row[2], all_row[1] = False, True
     return {
         "a row without positives": case(rng.normal(size=(4, 7)), no_row),
@@ -98,10 +113,14 @@ def degenerate_cases(rng):
         "one label, positive": case(rng.normal(size=(3, 1)), [[1], [0], [1]]),
         "one query": case(rng.normal(size=(1, 6)), [[0, 1, 0, 0, 1, 0]]),
         "one entry": case([[2.0]], [[1]]),
-        "positives and ignored only": case(rng.normal(size=(2, 4)), [[1, 0, 1, 0], [0, 1, 0, 0]], [[0, 1, 0, 1]] * 2),
+        "positives and ignored only": case(
+            rng.normal(size=(2, 4)), [[1, 0, 1, 0], [0, 1, 0, 0]], [[0, 1, 0, 1]] * 2
+        ),
         "all ignored but positives": case(rng.normal(size=(2, 3)), np.eye(2, 3), np.ones((2, 3))),
         "duplicated logits": case(np.full((3, 6), 1.5), np.eye(3, 6)),
-        "huge logits": case(rng.choice([-1e4, 1e4, 0.0, 9999.0], size=(5, 8)), rng.random((5, 8)) < 0.4),
+        "huge logits": case(
+            rng.choice([-1e4, 1e4, 0.0, 9999.0], size=(5, 8)), rng.random((5, 8)) < 0.4
+        ),
         "row weight zero": case(rng.normal(size=(3, 4)), np.eye(3, 4)),
     }
 
@@ -110,14 +129,18 @@ DEGENERATE = list(degenerate_cases(np.random.default_rng(0)))
 
 
 def slow_threshold(x, k):
-    """t with sum of sigmoid(x + t) = k by bisection, then one Newton step that autograd follows; x: the row's entries.
+    """t with sum of sigmoid(x + t) = k by bisection, then one Newton step that autograd follows; x:
+    the row's entries.
 
     The step does not move t, and its derivative is that of the implicit function.
     """
-    low, high = -x.max().item() - 50.0, -x.min().item() + 50.0
+    low = -x.max().item() - 50.0
+    high = -x.min().item() + 50.0
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if torch.sigmoid(x.detach() + middle).sum() < k else (low, middle)
+        low, high = (
+            (middle, high) if torch.sigmoid(x.detach() + middle).sum() < k else (low, middle)
+        )
     p = torch.sigmoid(x + low)
     return low - (p.sum() - k) / (p * (1 - p)).sum().detach()
 
@@ -133,13 +156,17 @@ def loop_pair_loss(name, options, x_i, p, negatives, everything):
     if name in ("supcon", "infonce"):
         return torch.logsumexp(torch.stack([x_i[n] for n in everything]), 0) - s_p
     if options.get("negatives", "all") == "all":
-        return sum((torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in negatives), x_i.sum() * 0)
+        return sum(
+            (torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in negatives), x_i.sum() * 0
+        )
     top = options.get("top", 1)
     hardest = sorted(negatives, key=lambda n: x_i[n].item(), reverse=True)[:top]
     hinges = [torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in hardest]
     if options["negatives"] == "softmax":  # what is missing counts as one that keeps the margin
         missing = [x_i.new_zeros(())] * (min(top, len(x_i)) - len(hardest))
-        scores = [x_i[n] / 0.1 if h > 0 else x_i[n] * 0 for n, h in zip(hardest, hinges, strict=True)]
+        scores = [
+            x_i[n] / 0.1 if h > 0 else x_i[n] * 0 for n, h in zip(hardest, hinges, strict=True)
+        ]
         shares = torch.stack([*scores, *missing]).softmax(0)
         hinges = [h * share for h, share in zip(hinges, shares, strict=False)]
     return sum(hinges, x_i.sum() * 0) / top
@@ -148,7 +175,9 @@ def loop_pair_loss(name, options, x_i, p, negatives, everything):
 def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None):
     """The formulas of the docstrings, one pair at a time."""
     num_rows, num_cols = logit.shape
-    total, active, entries = logit.sum() * 0, 0, 0
+    total = logit.sum() * 0
+    active = 0
+    entries = 0
     for i in range(num_rows):
         if weight[i].sum() <= 0:
             continue
@@ -161,14 +190,17 @@ def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None
                 target = min(weight[i, n], 1.0)
                 up = 1.0 if importance_L is None else importance_L[n]
                 if name == "bce":
-                    yes, no = -F.logsigmoid(logit[i, n]), -F.logsigmoid(-logit[i, n])
+                    yes = -F.logsigmoid(logit[i, n])
+                    no = -F.logsigmoid(-logit[i, n])
                 else:
                     yes = torch.clamp(options["margin"] - logit[i, n], min=0) ** 2
                     no = torch.clamp(options["margin"] + logit[i, n], min=0) ** 2
                 total = total + up * target * yes + (1 - target) * no
         else:
             for p in np.flatnonzero(positive[i]):
-                total = total + weight[i, p] * loop_pair_loss(name, options, logit[i], p, negatives, everything)
+                total = total + weight[i, p] * loop_pair_loss(
+                    name, options, logit[i], p, negatives, everything
+                )
     return total / max(entries if options.get("normalise") == "entries" else active, 1)
 
 
@@ -206,12 +238,16 @@ def test_degenerate_cases_equal_a_double_loop(variant, degenerate, rng):
     case = degenerate_cases(rng)[degenerate]
     if degenerate == "row weight zero":
         case.weight[1], case.weight_P[case.row == 1] = 0, 0
-    if name == "softtopk" and degenerate == "huge logits":  # t is free between far entries, in the loops too
-        value, gradient = value_and_gradient(lambda x: LOSSES[name](x, case.pairs(), **options), case.logit)
+    # t is free between far entries, in the loops too
+    if name == "softtopk" and degenerate == "huge logits":
+        value, gradient = value_and_gradient(
+            lambda x: LOSSES[name](x, case.pairs(), **options), case.logit
+        )
         assert 0 <= value < 1e5 and torch.isfinite(gradient).all()
         return
     if name == "triplet" and degenerate in ("duplicated logits", "huge logits"):
-        # A hinge between equal scores has no unique gradient when it is the hardest of several: values only.
+        # A hinge between equal scores has no unique gradient when it is the hardest of several:
+        # values only.
         value = LOSSES[name](case.logit, case.pairs(), **options)
         torch.testing.assert_close(
             value, loop_loss(name, options, case.logit, case.positive, case.ignored, case.weight)
@@ -276,7 +312,9 @@ def test_ignored_pairs_get_no_gradient_and_change_nothing(variant, rng):
     case = random_case(rng)
     assert case.ignored.any()
     mask = torch.from_numpy(case.ignored)
-    value, gradient = value_and_gradient(lambda x: LOSSES[name](x, case.pairs(), **options), case.logit)
+    value, gradient = value_and_gradient(
+        lambda x: LOSSES[name](x, case.pairs(), **options), case.logit
+    )
     moved, _ = value_and_gradient(
         lambda x: LOSSES[name](x, case.pairs(), **options), case.logit.masked_fill(mask, 50.0)
     )
@@ -291,7 +329,9 @@ def test_lower_precision_is_computed_in_float32(variant, dtype, rng):
     case = random_case(rng, 8, 40)
     logit = case.logit.to(dtype)  # the same numbers for both
     value, gradient = value_and_gradient(lambda x: LOSSES[name](x, case.pairs(), **options), logit)
-    expected, expected_gradient = value_and_gradient(lambda x: LOSSES[name](x, case.pairs(), **options), logit.double())
+    expected, expected_gradient = value_and_gradient(
+        lambda x: LOSSES[name](x, case.pairs(), **options), logit.double()
+    )
     assert value.dtype == torch.float32 and gradient.dtype == dtype
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
     loose = 2e-6 if dtype == torch.float32 else 1e-2
@@ -301,30 +341,39 @@ def test_lower_precision_is_computed_in_float32(variant, dtype, rng):
 @pytest.mark.parametrize("kind", list(LOSSES))
 def test_under_bf16_autocast(kind, rng):
     case = random_case(rng, 8, 30)
-    query, label = torch.randn(8, 16, requires_grad=True), torch.randn(30, 16)
+    query = torch.randn(8, 16, requires_grad=True)
+    label = torch.randn(30, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logit = F.normalize(query) @ F.normalize(label).T * 18
         assert logit.dtype == torch.bfloat16
-        loss = symmetric_loss(kind, logit, case.targets(rng), reduction="psl", forward=direction(kind, 0.5))
+        loss = symmetric_loss(
+            kind, logit, case.targets(rng), reduction="psl", forward=direction(kind, 0.5)
+        )
     assert loss.dtype == torch.float32
     loss.backward()
     assert torch.isfinite(query.grad).all() and (query.grad != 0).any()
 
 
-def loop_symmetric(kind, options, case, targets, reduction, forward, logit, importance_L=None, soft=False):
+def loop_symmetric(
+    kind, options, case, targets, reduction, forward, logit, importance_L=None, soft=False
+):
     """Both directions with weights from loops."""
     if kind in ("bce", "hinge"):
         weight = case.weight if soft else case.positive.astype(float)
         return loop_loss(kind, options, logit, case.positive, case.ignored, weight, importance_L)
     relevance = case.weight if soft else case.positive.astype(float)
-    pairs = list(zip(targets.row_P.tolist(), targets.col_P.tolist(), targets.sampled_P.tolist(), strict=True))
+    pairs = list(
+        zip(targets.row_P.tolist(), targets.col_P.tolist(), targets.sampled_P.tolist(), strict=True)
+    )
 
     def weights(axis):
         weight = np.zeros_like(relevance)
         taken = set()
         for i, p, sampled in pairs:
             here = relevance[i].sum() if axis == 0 else relevance[:, p].sum()
-            all_positives = targets.num_positives_B[i].item() if axis == 0 else relevance[:, p].sum()
+            all_positives = (
+                targets.num_positives_B[i].item() if axis == 0 else relevance[:, p].sum()
+            )
             if reduction == "psl":
                 weight[i, p] = relevance[i, p] / here
             elif reduction == "psl-sum":
@@ -366,7 +415,9 @@ def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rn
             return symmetric_loss(name, x, targets, reduction=reduction, forward=forward, **options)
 
         def slow(x, case=case, targets=targets, importance=importance, soft=soft):
-            return loop_symmetric(name, options, case, targets, reduction, forward, x, importance, soft)
+            return loop_symmetric(
+                name, options, case, targets, reduction, forward, x, importance, soft
+            )
 
         value, gradient = value_and_gradient(fast, case.logit)
         expected, expected_gradient = value_and_gradient(slow, case.logit)
@@ -392,7 +443,9 @@ def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
     """On the meta device there are no values: `.item()`, `nonzero` and boolean indexing raise."""
     case = random_case(rng)
     given = case.targets(rng, soft=True, importance_L=np.linspace(1, 5, 11))
-    targets = PoolTargets(**{name: x.to("meta") for name, x in vars(given).items() if isinstance(x, torch.Tensor)})
+    targets = PoolTargets(
+        **{name: x.to("meta") for name, x in vars(given).items() if isinstance(x, torch.Tensor)}
+    )
     logit = torch.empty(6, 11, device="meta", requires_grad=True)
     loss = symmetric_loss(kind, logit, targets, reduction=reduction, forward=direction(kind, 0.5))
     loss.backward()
@@ -400,9 +453,14 @@ def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
 
 
 def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
-    pinned, sent = [], []
+    pinned = []
+    sent = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *given, **options: sent.append((given, options)) or tensor)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda tensor, *given, **options: sent.append((given, options)) or tensor,
+    )
     to_device(np.arange(3), torch.device("cuda", 1))
     assert len(pinned) == 1 and sent == [((torch.device("cuda", 1),), {"non_blocking": True})]
     to_device(np.arange(3), "cpu")
@@ -423,13 +481,25 @@ def test_what_comes_from_a_gpu_is_waited_for_one_later(monkeypatch):
 
     monkeypatch.setattr(pairs, "to_host", to_host)
     assert list(pairs.all_to_host(computed())) == [0, 1, 2]
-    assert done == ["compute 0", "copy 0", "compute 1", "copy 1", "wait 0", "compute 2", "copy 2", "wait 1", "wait 2"]
+    assert done == [
+        "compute 0",
+        "copy 0",
+        "compute 1",
+        "copy 1",
+        "wait 0",
+        "compute 2",
+        "copy 2",
+        "wait 1",
+        "wait 2",
+    ]
     assert list(pairs.all_to_host(iter(()))) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_many_copies_from_a_gpu_arrive_whole():
-    """More and larger ones than a copy takes: none is read before it is there, none is overwritten by the next."""
+    """More and larger ones than a copy takes: none is read before it is there, none is overwritten
+    by the next.
+    """
     values = [torch.full((1 << 22,), float(number), device="cuda") for number in range(8)]
     for number, found in enumerate(pairs.all_to_host(value * 2 for value in values)):
         assert (found == 2 * number).all()
@@ -443,7 +513,9 @@ def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):
     forward = direction(name, 0.5)
     case = random_case(rng, 16, 60)
     given = case.targets(rng, importance_L=np.linspace(1, 5, 60))
-    targets = PoolTargets(**{name: x.cuda() for name, x in vars(given).items() if isinstance(x, torch.Tensor)})
+    targets = PoolTargets(
+        **{name: x.cuda() for name, x in vars(given).items() if isinstance(x, torch.Tensor)}
+    )
     logit = case.logit.float().cuda().requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -452,7 +524,8 @@ def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     value, gradient = value_and_gradient(
-        lambda x: symmetric_loss(name, x, given, reduction=reduction, forward=forward, **options), case.logit.float()
+        lambda x: symmetric_loss(name, x, given, reduction=reduction, forward=forward, **options),
+        case.logit.float(),
     )
     torch.testing.assert_close(loss.detach().cpu(), value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logit.grad.cpu(), gradient, rtol=1e-4, atol=1e-6)
@@ -499,11 +572,14 @@ def test_an_option_of_another_loss_is_refused(kind, rng):
         symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=0.5, topk=3)
 
 
-# -- what a loss is told -----------------------------------------------------------------------------------------------
+# -- what a loss is told
+# -----------------------------------------------------------------------------------------------
 
 
 def test_section_loss_gives_each_loss_its_own_options(rng):
-    settings = Loss(margin=0.7, triplet_negatives="hardest", triplet_top=2, bce_normalise="rows", topk=3)
+    settings = Loss(
+        margin=0.7, triplet_negatives="hardest", triplet_top=2, bce_normalise="rows", topk=3
+    )
     given = {kind: loss_options(kind, settings) for kind in LOSSES}
     assert given["triplet"] == {"margin": 0.7, "negatives": "hardest", "top": 2}
     assert given["hinge"] == {"margin": 0.7, "normalise": "rows"}
@@ -529,11 +605,20 @@ def test_propensities_reach_the_pairs_of_a_pool(rng):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equal_propensities_change_a_softmax_not_at_all(variant, rng):
-    """Only the ratio of propensities counts where weights are rescaled; entry by entry the positive side grows."""
+    """Only the ratio of propensities counts where weights are rescaled; entry by entry the positive
+    side grows.
+    """
     name, options = VARIANTS[variant]
     case = random_case(rng)
     plain, weighted = (
-        symmetric_loss(name, case.logit, case.targets(rng, importance_L=given), reduction="psl", forward=1.0, **options)
+        symmetric_loss(
+            name,
+            case.logit,
+            case.targets(rng, importance_L=given),
+            reduction="psl",
+            forward=1.0,
+            **options,
+        )
         for given in (None, np.full(11, 7.0))
     )
     if name in ENTRYWISE:
@@ -543,14 +628,19 @@ def test_equal_propensities_change_a_softmax_not_at_all(variant, rng):
 
 
 def test_rare_labels_weigh_as_their_inverse_propensity(rng):
-    """Two queries with a positive each, one of a label nine times as often missed: nine times the gradient."""
+    """Two queries with a positive each, one of a label nine times as often missed: nine times the
+    gradient.
+    """
     logit = torch.zeros(2, 3, dtype=torch.float64)
     case = Case(logit, np.eye(2, 3, dtype=bool), np.zeros((2, 3), bool), np.ones((2, 3)), rng)
     targets = case.targets(rng, importance_L=np.array([9.0, 1.0, 1.0]))
     for kind in ("ds", "supcon", "softtopk", "bce", "hinge"):
         options = {"topk": 1} if kind == "softtopk" else {}
         _, gradient = value_and_gradient(
-            lambda x, k=kind, o=options: symmetric_loss(k, x, targets, reduction="psl", forward=1.0, **o), logit
+            lambda x, k=kind, o=options: symmetric_loss(
+                k, x, targets, reduction="psl", forward=1.0, **o
+            ),
+            logit,
         )
         assert gradient[0, 0] == pytest.approx(9 * gradient[1, 1].item()) and gradient[1, 1] < 0
 

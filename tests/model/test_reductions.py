@@ -18,8 +18,14 @@ def rng():
 
 
 def make_targets(row, sampled=None, relevance=None, num_positives=None):
-    none, ones = torch.empty(0, dtype=torch.int64), np.ones(len(row), np.float32)
-    arrays = [row, row, ones > 0 if sampled is None else sampled, ones if relevance is None else relevance]
+    none = torch.empty(0, dtype=torch.int64)
+    ones = np.ones(len(row), np.float32)
+    arrays = [
+        row,
+        row,
+        ones > 0 if sampled is None else sampled,
+        ones if relevance is None else relevance,
+    ]
     arrays.append(np.bincount(row) if num_positives is None else num_positives)
     return PoolTargets(*(torch.as_tensor(array) for array in arrays), none, none)
 
@@ -29,7 +35,8 @@ def random_pairs(rng, num_rows=9, num_cols=14, shuffle=True):
     dense[rng.integers(num_rows)] = False
     row, col = np.nonzero(dense)
     order = rng.permutation(len(row)) if shuffle else np.arange(len(row))
-    row, col = row[order], col[order]
+    row = row[order]
+    col = col[order]
     sampled = rng.random(len(row)) < 0.6
     relevance = rng.random(len(row)).astype(np.float32) + 0.05
     num_positives = np.bincount(row, minlength=num_rows) + rng.integers(0, 4, num_rows)
@@ -56,9 +63,13 @@ def brute_force(kind, row, sampled, relevance, num_positives):
 def test_equals_a_loop(kind, soft, rng):
     for _ in range(10):
         row, sampled, relevance, num_positives = random_pairs(rng)
-        weight = target_weights(kind, make_targets(row, sampled, relevance if soft else None, num_positives), 9)
+        weight = target_weights(
+            kind, make_targets(row, sampled, relevance if soft else None, num_positives), 9
+        )
         assert weight.dtype == torch.float32
-        expected = brute_force(kind, row, sampled, relevance if soft else np.ones(len(row)), num_positives)
+        expected = brute_force(
+            kind, row, sampled, relevance if soft else np.ones(len(row)), num_positives
+        )
         np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5)
 
 
@@ -72,13 +83,16 @@ def test_psl_is_pal_n_when_all_positives_are_in_the_pool(rng):
     row, sampled, _, _ = random_pairs(rng)
     counts = np.bincount(row, minlength=9)
     psl = target_weights("psl", make_targets(row, sampled, None, counts), 9)
-    torch.testing.assert_close(psl, target_weights("pal-n", make_targets(row, sampled, None, counts), 9))
+    torch.testing.assert_close(
+        psl, target_weights("pal-n", make_targets(row, sampled, None, counts), 9)
+    )
     larger = target_weights("pal-n", make_targets(row, sampled, None, counts + 1), 9)
     assert (larger < psl).all()
 
 
 def test_pol_with_a_generator_is_uniform_over_the_sampled_positives():
-    # Row 0 has pairs 0..3 of which 3 are sampled, row 1 has pair 4; E[POL] is PSL over the sampled pairs.
+    # Row 0 has pairs 0..3 of which 3 are sampled, row 1 has pair 4; E[POL] is PSL over the sampled
+    # pairs.
     targets = make_targets(np.array([0, 0, 0, 0, 1]), np.array([True, False, True, True, True]))
     generator = torch.Generator().manual_seed(5)
     draws = 6000
@@ -89,7 +103,9 @@ def test_pol_with_a_generator_is_uniform_over_the_sampled_positives():
         total += weight
     # five standard deviations of a share of 1/3
     tolerance = 5 * (1 / 3 * 2 / 3 / draws) ** 0.5
-    torch.testing.assert_close(total / draws, torch.tensor([1 / 3, 0, 1 / 3, 1 / 3, 1]), atol=tolerance, rtol=0)
+    torch.testing.assert_close(
+        total / draws, torch.tensor([1 / 3, 0, 1 / 3, 1 / 3, 1]), atol=tolerance, rtol=0
+    )
 
 
 def test_zero_relevance_stays_finite():

@@ -12,7 +12,8 @@ from unidec.model import row_table
 from unidec.model.row_table import Placement, RowTable, zeros_on_disk
 from unidec.training.optim import ROW_OPTIMISERS
 
-ROWS, WIDTH = 30, 5
+ROWS = 30
+WIDTH = 5
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
@@ -28,7 +29,8 @@ def make_table(values, dtype=torch.float32, placement=None):
     return table
 
 
-# -- gathering ---------------------------------------------------------------------------------------------------------
+# -- gathering
+# --------------------------------------------------------------------------------------------------
 
 
 def test_gathered_twice_in_a_step_is_an_error(table):
@@ -57,7 +59,9 @@ def test_bfloat16_rows_come_as_float32(rng, train):
     for rows in (torch.tensor([7, 2]), None):
         leaf = table.gather(rows)
         assert leaf.dtype == torch.float32 and leaf.requires_grad == train
-        assert torch.equal(leaf.detach(), (table.weight if rows is None else table.weight[rows]).float())
+        assert torch.equal(
+            leaf.detach(), (table.weight if rows is None else table.weight[rows]).float()
+        )
         table.forget()
     assert table.numpy().dtype == np.float32
     assert np.array_equal(table.numpy(), values.bfloat16().float().numpy())
@@ -73,7 +77,12 @@ def test_float32_in_host_memory_is_not_copied_for_numpy(table, tmp_path):
 def test_a_part_of_the_rows_is_gathered_by_global_ids(rng, train):
     values = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()
     table = RowTable(ROWS, WIDTH, placement=Placement(first_row=10, num_rows=12)).train(train)
-    assert (table.num_rows, table.first_row, table.own_rows, len(table.weight)) == (ROWS, 10, 12, 12)
+    assert (table.num_rows, table.first_row, table.own_rows, len(table.weight)) == (
+        ROWS,
+        10,
+        12,
+        12,
+    )
     with torch.no_grad():
         table.weight.copy_(values[10:22])
     rows = torch.tensor([21, 10, 15])
@@ -87,28 +96,36 @@ def test_a_part_of_the_rows_is_gathered_by_global_ids(rng, train):
 def test_a_copy_shares_nothing(table, tmp_path):
     for original in (table, make_table(table.weight, placement=Placement("disk", tmp_path))):
         ROW_OPTIMISERS["adam"](original, 0.1)
-        before, copied = original.weight.detach().clone(), copy.deepcopy(original)
+        before = original.weight.detach().clone()
+        copied = copy.deepcopy(original)
         copied.weight.zero_()
         copied.state["first"].fill_(1)
         assert torch.equal(original.weight, before)
         assert not original.state["first"].any()
 
 
-# -- in parts ----------------------------------------------------------------------------------------------------------
+# -- in parts
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ROW_OPTIMISERS)
 def test_parts_of_a_step_add_up(rng, kind):
     """Parts that overlap, gathered again and again, against one gather of everything."""
     values = torch.from_numpy(rng.normal(size=(ROWS, WIDTH)).astype(np.float32))
-    one, other = make_table(values), make_table(values)
+    one = make_table(values)
+    other = make_table(values)
     optimisers = [ROW_OPTIMISERS[kind](table, 0.1) for table in (one, other)]
     rows = np.sort(rng.choice(ROWS, 12, replace=False))
     for step in range(1, 4):
         pieces = [np.sort(rng.choice(rows, size, replace=False)) for size in (5, 1, 12, 7)]
-        factors = [torch.from_numpy(rng.normal(size=(len(piece), WIDTH)).astype(np.float32)) for piece in pieces]
+        factors = [
+            torch.from_numpy(rng.normal(size=(len(piece), WIDTH)).astype(np.float32))
+            for piece in pieces
+        ]
         leaf = one.gather(torch.from_numpy(rows))
-        sum((leaf[np.searchsorted(rows, piece)] * f).sum() for piece, f in zip(pieces, factors)).backward()
+        sum(
+            (leaf[np.searchsorted(rows, piece)] * f).sum() for piece, f in zip(pieces, factors)
+        ).backward()
         with other.parts(torch.from_numpy(rows)):
             for piece, factor in zip(pieces, factors):
                 part = other.gather(torch.from_numpy(piece))
@@ -134,7 +151,8 @@ def test_parts_of_a_table_are_not_another_gather(table):
     table.forget()
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- places
+# --------------------------------------------------------------------------------------------------
 
 
 class Batches:
@@ -142,29 +160,39 @@ class Batches:
 
     def __init__(self, rng, steps=12, rows=ROWS, count=12):
         self.start = torch.from_numpy(rng.normal(size=(rows, WIDTH)))
-        self.rows = [rng.choice(rows, size=int(rng.integers(0, count + 1)), replace=False) for _ in range(steps)]
+        self.rows = [
+            rng.choice(rows, size=int(rng.integers(0, count + 1)), replace=False)
+            for _ in range(steps)
+        ]
         self.rows[3] = self.rows[2].copy()  # the very rows again
         self.grads = [torch.from_numpy(rng.normal(size=(len(r), WIDTH))).float() for r in self.rows]
 
     def train(self, kind, table):
         optimiser = ROW_OPTIMISERS[kind](table, 0.05, "seed")
         for step, rows in enumerate(self.rows):
-            table.gather(torch.from_numpy(rows).to(table.device)).grad = self.grads[step].to(table.device)
+            table.gather(torch.from_numpy(rows).to(table.device)).grad = self.grads[step].to(
+                table.device
+            )
             optimiser.step(step + 1, 1.0)
         return [tensor.cpu() for tensor in table.rows().values()]
 
 
-FETCHING = sorted(set(ROW_OPTIMISERS) - {"adamw"})  # that updates all rows, which must be on the device
+# that updates all rows, which must be on the device
+FETCHING = sorted(set(ROW_OPTIMISERS) - {"adamw"})
 
 
 def fetching(table):
-    """The table as on a GPU: its rows are fetched and written back, here from host memory to host memory."""
+    """The table as on a GPU: its rows are fetched and written back, here from host memory to host
+    memory.
+    """
     table._is_remote = True
     return table
 
 
 def equal(ours, theirs):
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -189,13 +217,17 @@ def test_fetched_rows_train_as_if_they_were_there(rng, kind):
 @pytest.mark.parametrize("kind", FETCHING)
 def test_what_is_on_its_way_back_is_seen_by_every_reader(rng, kind):
     batches = Batches(rng, steps=4)
-    rows, grad = torch.arange(7), torch.from_numpy(rng.normal(size=(7, WIDTH))).float()
+    rows = torch.arange(7)
+    grad = torch.from_numpy(rng.normal(size=(7, WIDTH))).float()
     trained = []
     readers = [
-        lambda table: table.rows()["weight"], lambda table: torch.from_numpy(table.numpy()),
-        lambda table: table.state_dict()["weight"], lambda table: table.eval().gather(None),
-        lambda table: table.eval().gather(torch.arange(ROWS)), lambda table: table.gather(torch.arange(ROWS)).detach(),
-    ]  # fmt: skip
+        lambda table: table.rows()["weight"],
+        lambda table: torch.from_numpy(table.numpy()),
+        lambda table: table.state_dict()["weight"],
+        lambda table: table.eval().gather(None),
+        lambda table: table.eval().gather(torch.arange(ROWS)),
+        lambda table: table.gather(torch.arange(ROWS)).detach(),
+    ]
     for away in (False, *[True] * len(readers)):
         table = make_table(batches.start)
         table._is_remote = away
@@ -234,13 +266,19 @@ def test_copies_have_arrived_before_they_are_read(table):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", FETCHING)
-def test_no_step_of_fetched_rows_waits_for_the_device(rng, benchmark_module, kind, dtype, monkeypatch):
+def test_no_step_of_fetched_rows_waits_for_the_device(
+    rng, benchmark_module, kind, dtype, monkeypatch
+):
     """The model on "meta", in place of a GPU, the rows on the host."""
-    monkeypatch.setattr(row_table, "to_device", lambda x, device: x.to(device, non_blocking=True))  # as to a GPU
-    table = make_table(torch.from_numpy(rng.normal(size=(ROWS, WIDTH))), dtype, Placement("host")).to("meta")
+    # as to a GPU
+    monkeypatch.setattr(row_table, "to_device", lambda x, device: x.to(device, non_blocking=True))
+    table = make_table(
+        torch.from_numpy(rng.normal(size=(ROWS, WIDTH))), dtype, Placement("host")
+    ).to("meta")
     optimiser = ROW_OPTIMISERS[kind](table, 0.05)
     failed = torch.zeros((), device="meta")
-    for step, scale in enumerate((1.0, failed.new_ones(()), 1.0), start=1):  # a number: gradients are not clipped
+    # a number: gradients are not clipped
+    for step, scale in enumerate((1.0, failed.new_ones(()), 1.0), start=1):
         with benchmark_module("no_waiting").NoWaiting():
             leaf = table.gather(torch.from_numpy(rng.choice(ROWS, 8, replace=False)))
             assert leaf.device.type == "meta" and leaf.dtype == torch.float32
@@ -256,7 +294,8 @@ def test_all_rows_are_not_fetched():
         table.gather(None)
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -287,7 +326,9 @@ def test_no_room_is_said_before_training(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(row_table.os, "posix_fallocate", refuse)
-    with pytest.raises(ArtifactError, match=r"not enough disk space .*\n  got: No space .*\n  expected: 600 bytes"):
+    with pytest.raises(
+        ArtifactError, match=r"not enough disk space .*\n  got: No space .*\n  expected: 600 bytes"
+    ):
         RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path))
     assert not list(tmp_path.iterdir())
 
@@ -301,7 +342,8 @@ def test_state_is_where_the_weight_is(tmp_path):
     assert len(lines) == 1 + len(state)
 
 
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
+# -- on a GPU
+# --------------------------------------------------------------------------------------------------
 
 
 @CUDA
@@ -320,7 +362,8 @@ def test_on_a_gpu_every_place_gives_the_same_bits(rng, tmp_path, place, kind, dt
 def test_rounding_is_the_same_on_a_gpu(rng):
     from unidec.training.optim import round_to_bfloat16, row_noise
 
-    x, rows = torch.from_numpy(rng.normal(size=(500, 33))).float(), torch.arange(500)
+    x = torch.from_numpy(rng.normal(size=(500, 33))).float()
+    rows = torch.arange(500)
     ours = round_to_bfloat16(x.cuda(), row_noise(rows.cuda(), 33, "a")).cpu()
     assert torch.equal(ours, round_to_bfloat16(x, row_noise(rows, 33, "a")))
 

@@ -25,9 +25,12 @@ def vectors(rng, rows, dim=6):
 
 
 def loop_search(query, label, k, exclude):
-    scores, labels = np.full((len(query), k), -np.inf), np.full((len(query), k), -1)
+    scores = np.full((len(query), k), -np.inf)
+    labels = np.full((len(query), k), -1)
     for i, q in enumerate(query.astype(np.float64)):
-        ranked = sorted((-float(q @ z), j) for j, z in enumerate(label.astype(np.float64)) if not exclude[i, j])
+        ranked = sorted(
+            (-float(q @ z), j) for j, z in enumerate(label.astype(np.float64)) if not exclude[i, j]
+        )
         for place, (score, j) in enumerate(ranked[:k]):
             scores[i, place], labels[i, place] = -score, j
     return scores, labels
@@ -39,7 +42,8 @@ def loop_search(query, label, k, exclude):
 @pytest.mark.parametrize("tile", [1, 5, 6, 12, 1 << 16])  # labels
 def test_equals_a_full_sort(tile, density, k, block, rng, monkeypatch):
     monkeypatch.setattr(search, "LABELS_AT_ONCE", tile)
-    query, label = vectors(rng, 9), vectors(rng, 12)
+    query = vectors(rng, 9)
+    label = vectors(rng, 12)
     excluded = rng.random((9, 12)) < density
     score, found = exact_search(query, label, k, exclude=sp.csr_matrix(excluded), block=block)
     expected_score, expected = loop_search(query, label, k, excluded)
@@ -52,31 +56,41 @@ def test_equals_a_full_sort(tile, density, k, block, rng, monkeypatch):
 @pytest.mark.parametrize("tile", [2, 5, 1 << 16])
 def test_labels_that_do_not_fit_come_in_parts(fit, tile, rng, monkeypatch):
     monkeypatch.setattr(search, "LABELS_AT_ONCE", tile)
-    query, label, excluded = vectors(rng, 9), vectors(rng, 12), rng.random((9, 12)) < 0.3
+    query = vectors(rng, 9)
+    label = vectors(rng, 12)
+    excluded = rng.random((9, 12)) < 0.3
     for k in (1, 4, 20):
         given = {"exclude": sp.csr_matrix(excluded), "block": 4}
         with monkeypatch.context() as patch:
             patch.setattr(search, "labels_that_fit", lambda *_: fit)
             score, found = exact_search(query, label, k, **given)
         assert np.array_equal(found, loop_search(query, label, k, excluded)[1])
-        np.testing.assert_allclose(score, exact_search(query, label, k, **given)[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            score, exact_search(query, label, k, **given)[0], rtol=1e-5, atol=1e-6
+        )
 
 
 def test_without_exclusions_and_from_tensors(rng):
-    query, label = vectors(rng, 7), vectors(rng, 10)
+    query = vectors(rng, 7)
+    label = vectors(rng, 10)
     _, expected = loop_search(query, label, 3, np.zeros((7, 10), dtype=bool))
     assert np.array_equal(exact_search(query, label, 3)[1], expected)
-    assert np.array_equal(exact_search(torch.from_numpy(query), torch.from_numpy(label), 3)[1], expected)
+    assert np.array_equal(
+        exact_search(torch.from_numpy(query), torch.from_numpy(label), 3)[1], expected
+    )
 
 
 def test_a_stored_zero_excludes_and_the_matrix_may_be_a_memory_map(tmp_path, rng):
-    query, label = vectors(rng, 3), vectors(rng, 5)
+    query = vectors(rng, 3)
+    label = vectors(rng, 5)
     exclude = sp.csr_matrix((np.zeros(2), np.array([4, 1]), np.array([0, 1, 1, 2])), shape=(3, 5))
     dense = np.zeros((3, 5), dtype=bool)
     dense[0, 4] = dense[2, 1] = True
     np.save(tmp_path / "q.npy", query)
     mapped = np.load(tmp_path / "q.npy", mmap_mode="r")
-    assert np.array_equal(exact_search(mapped, label, 5, exclude=exclude)[1], loop_search(query, label, 5, dense)[1])
+    assert np.array_equal(
+        exact_search(mapped, label, 5, exclude=exclude)[1], loop_search(query, label, 5, dense)[1]
+    )
 
 
 def test_equal_scores_return_each_label_once(rng):
@@ -103,7 +117,8 @@ def test_no_queries():
 
 
 def test_bad_input_is_refused(rng):
-    query, label = vectors(rng, 4), vectors(rng, 5)
+    query = vectors(rng, 4)
+    label = vectors(rng, 5)
     with pytest.raises(DataError, match="width"):
         exact_search(query, label[:, :3], 2)
     with pytest.raises(DataError, match="matrix"):

@@ -1,4 +1,6 @@
-"""The soft top-k operator: threshold against bisection on wide and narrow gaps, gradient against differences."""
+"""The soft top-k operator: threshold against bisection on wide and narrow gaps, gradient against
+differences.
+"""
 
 import numpy as np
 import pytest
@@ -36,18 +38,35 @@ def rows(name, rng):
 
 
 def bisection(x, k):
-    """The t of a float64 row with as many sigmoids lost below as gained above, where float64 can tell."""
+    """The t of a float64 row with as many sigmoids lost below as gained above, where float64 can
+    tell.
+    """
     order = np.argsort(-x)
-    head, rest = x[order[:k]], x[order[k:]]
-    low, high = -x.max() - 60, -x.min() + 60
+    head = x[order[:k]]
+    rest = x[order[k:]]
+    low = -x.max() - 60
+    high = -x.min() + 60
     for _ in range(200):
         t = (low + high) / 2
-        low, high = (t, high) if (1 / (1 + np.exp(-rest - t))).sum() < (1 / (1 + np.exp(head + t))).sum() else (low, t)
+        low, high = (
+            (t, high)
+            if (1 / (1 + np.exp(-rest - t))).sum() < (1 / (1 + np.exp(head + t))).sum()
+            else (low, t)
+        )
     return low
 
 
-CASES = ("cosines", "anything", "all alike", "k far above", "fewer than k far above", "more than k far above",
-         "three levels", "heavy tails", "one more than k")  # fmt: skip
+CASES = (
+    "cosines",
+    "anything",
+    "all alike",
+    "k far above",
+    "fewer than k far above",
+    "more than k far above",
+    "three levels",
+    "heavy tails",
+    "one more than k",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -58,9 +77,14 @@ def test_threshold_equals_bisection(name, dtype, rng):
     t = thresholds(x, 5)
     assert torch.equal(x, before)
     expected = [bisection(row, 5) for row in x.double().numpy()]
-    np.testing.assert_allclose(t.double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-10)
+    np.testing.assert_allclose(
+        t.double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-10
+    )
     torch.testing.assert_close(
-        torch.sigmoid(x + t.unsqueeze(1)).sum(1), torch.full((len(x),), 5.0, dtype=dtype), rtol=2e-6, atol=0
+        torch.sigmoid(x + t.unsqueeze(1)).sum(1),
+        torch.full((len(x),), 5.0, dtype=dtype),
+        rtol=2e-6,
+        atol=0,
     )
 
 
@@ -94,7 +118,8 @@ def slow_loss(x, positive, k):
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_gradient_equals_differences_of_the_bisected_loss(k, rng):
-    x, positive = rng.normal(size=(3, 8)) * 3, rng.random((3, 8)) < 0.4
+    x = rng.normal(size=(3, 8)) * 3
+    positive = rng.random((3, 8)) < 0.4
     positive[:, 0] = True
     logit = torch.from_numpy(x).requires_grad_()
     row, col = torch.from_numpy(positive).nonzero(as_tuple=True)
@@ -103,7 +128,8 @@ def test_gradient_equals_differences_of_the_bisected_loss(k, rng):
     assert loss.item() == pytest.approx(slow_loss(x, positive, k), rel=1e-9)
     step = 1e-5
     for i, j in np.ndindex(x.shape):
-        up, down = x.copy(), x.copy()
+        up = x.copy()
+        down = x.copy()
         up[i, j] += step
         down[i, j] -= step
         slope = (slow_loss(up, positive, k) - slow_loss(down, positive, k)) / (2 * step)
@@ -115,7 +141,9 @@ def test_a_positive_among_the_first_k_costs_little_whatever_their_order():
     one = torch.ones(1)
 
     def loss(col, k):
-        return soft_topk(logit, Pairs(torch.tensor([0]), torch.tensor([col]), one, NONE, NONE), topk=k).item()
+        return soft_topk(
+            logit, Pairs(torch.tensor([0]), torch.tensor([col]), one, NONE, NONE), topk=k
+        ).item()
 
     assert max(loss(col, 3) for col in range(3)) < 0.01
     assert loss(3, 3) > 5
@@ -125,9 +153,11 @@ def test_a_positive_among_the_first_k_costs_little_whatever_their_order():
 def test_shifting_a_row_changes_nothing(rng):
     """t takes up a constant: gradients of a row sum to 0."""
     logit = torch.from_numpy(rng.normal(size=(4, 30)) * 4).requires_grad_()
-    row, col = torch.arange(4), torch.from_numpy(rng.integers(0, 30, 4))
+    row = torch.arange(4)
+    col = torch.from_numpy(rng.integers(0, 30, 4))
     pairs = Pairs(row, col, torch.ones(4), NONE, NONE)
-    loss, moved = soft_topk(logit, pairs), soft_topk(logit + torch.arange(4.0).double().unsqueeze(1), pairs)
+    loss = soft_topk(logit, pairs)
+    moved = soft_topk(logit + torch.arange(4.0).double().unsqueeze(1), pairs)
     torch.testing.assert_close(loss, moved)
     loss.backward()
     torch.testing.assert_close(logit.grad.sum(1), torch.zeros(4).double(), rtol=0, atol=1e-12)

@@ -1,4 +1,6 @@
-"""Where a transformer comes from: a folder, a package's data files, the hub; and what is said when it is not there."""
+"""Where a transformer comes from: a folder, a package's data files, the hub; and what is said when
+it is not there.
+"""
 
 import importlib.machinery
 import shutil
@@ -32,7 +34,9 @@ def package(tiny_bert, tmp_path, monkeypatch):
     shutil.copytree(tiny_bert, root / "model")
     (root / "__init__.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(str(root.parent))
-    packaged = Packaged("weights_pkg", "model", file_sha256(root / "model" / "model.safetensors"), "extra")
+    packaged = Packaged(
+        "weights_pkg", "model", file_sha256(root / "model" / "model.safetensors"), "extra"
+    )
     monkeypatch.setitem(sources.PACKAGED, "tiny-alias", packaged)
     return root
 
@@ -94,7 +98,9 @@ def test_an_unknown_name_is_one_error(offline):
 
 def test_what_the_hub_gives_is_checked(tiny_bert, tmp_path, monkeypatch):
     shutil.copytree(tiny_bert, tmp_path / "snapshot")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path / "snapshot"))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path / "snapshot")
+    )
     assert resolve_encoder("some/model") == tmp_path / "snapshot"
     (tmp_path / "snapshot" / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match=r"model\.safetensors missing"):
@@ -103,7 +109,9 @@ def test_what_the_hub_gives_is_checked(tiny_bert, tmp_path, monkeypatch):
 
 def test_texts_longer_than_the_transformer_reads(tiny_bert, tmp_path):
     check_positions(tiny_bert, 64)
-    with pytest.raises(ConfigError, match=r"(?s)tokens.max_length: .*reads at most 64 tokens.*got: 65"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)tokens.max_length: .*reads at most 64 tokens.*got: 65"
+    ):
         check_positions(tiny_bert, 65)
     for text in ("{}", '{"max_position_embeddings": null}'):  # no limit that is known
         (tmp_path / "config.json").write_text(text)

@@ -1,4 +1,6 @@
-"""UniDEC: heads, the classifier's start, and the model's folder: written and read back bit for bit, or refused."""
+"""UniDEC: heads, the classifier's start, and the model's folder: written and read back bit for bit,
+or refused.
+"""
 
 import json
 import shutil
@@ -24,7 +26,9 @@ TEXTS = ["river query w3", "", "bread bread", "an unknown wörd 🍞", "music la
 
 def make_model(folder, params, seed=5, **options):
     torch.manual_seed(seed)
-    model = UniDEC.create(params.encoder, params.model, NUM_LABELS, folder, 0, params.model_dump(), **options)
+    model = UniDEC.create(
+        params.encoder, params.model, NUM_LABELS, folder, 0, params.model_dump(), **options
+    )
     if model.encoder.bag is not None:
         torch.nn.init.normal_(model.encoder.bag.log_weight.weight, std=0.3)
     if model.table is not None:
@@ -61,7 +65,9 @@ def outputs(model):
 
 def same(ours, theirs):
     assert len(ours) == len(theirs)
-    return all((a is None and b is None) or np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        (a is None and b is None) or np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 VARIANTS = {
@@ -70,27 +76,40 @@ VARIANTS = {
     "de": {"model.heads": "de"},
     "clf": {"model.heads": "clf", "model.clf_bias": True},
     "frozen": {"encoder.kind": "transformer"},
-    "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.pooling": "cls"},
+    "one layer": {
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": 1,
+        "encoder.pooling": "cls",
+    },
     "all layers": {"encoder.kind": "transformer", "encoder.trainable_layers": -1},
     "both": {"encoder.kind": "both", "encoder.residual": True},
     "nothing trains": {"encoder.kind": "both", "encoder.frozen": True},
     "no projection": {"encoder.kind": "both", "model.projection": False, "model.dim": 64},
     "no projection, any length": {
-        "model.heads": "de", "encoder.kind": "transformer", "model.projection": False, "model.dim": 32,
+        "model.heads": "de",
+        "encoder.kind": "transformer",
+        "model.projection": False,
+        "model.dim": 32,
         "model.normalize": False,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("transformer", ["tiny_bert", "tiny_distilbert"])
-def test_written_and_read_back_it_answers_bit_for_bit(request, tiny_params, tmp_path, variant, transformer):
+def test_written_and_read_back_it_answers_bit_for_bit(
+    request, tiny_params, tmp_path, variant, transformer
+):
     params = tiny_params(**VARIANTS[variant])
     model = make_model(request.getfixturevalue(transformer), params)
     path = save(model, tmp_path / "model")
     loaded = UniDEC.load(path)
     assert not loaded.training
-    assert (loaded.heads, loaded.max_length, loaded.num_labels) == (params.model.heads, 16, NUM_LABELS)
+    assert (loaded.heads, loaded.max_length, loaded.num_labels) == (
+        params.model.heads,
+        16,
+        NUM_LABELS,
+    )
     assert loaded.params == params.model_dump(mode="json")
     assert loaded.tokenizer_folder.parent == path
     ours = outputs(model)
@@ -103,9 +122,15 @@ def test_written_and_read_back_it_answers_bit_for_bit(request, tiny_params, tmp_
     assert (bias is None) == (not params.model.clf_bias)
     if de is not None:
         np.testing.assert_allclose(np.linalg.norm(de, axis=1), 1, rtol=1e-5)
-    # written again from what was read, it is the same folder: a checkpoint's model and an exported one are one
+    # written again from what was read, it is the same folder: a checkpoint's model and an exported
+    # one are one
     again = save(loaded, tmp_path / "again")
-    for file in ("model.safetensors", "config.json", "tokenizer/tokenizer.json", "encoder_config/config.json"):
+    for file in (
+        "model.safetensors",
+        "config.json",
+        "tokenizer/tokenizer.json",
+        "encoder_config/config.json",
+    ):
         assert (again / file).read_bytes() == (path / file).read_bytes()
 
 
@@ -114,16 +139,27 @@ def test_heads_equal_their_formulas(tiny_bert, tiny_params):
     tokens = encode_texts(TEXTS, tiny_bert, 16)
     x_NW = torch.from_numpy(model.encode("queries", tokens))
     de, clf = model.vectors("queries", tokens)
-    w1, b1, w2, b2 = (model.head_de[0].weight, model.head_de[0].bias, model.head_clf[0].weight, model.head_clf[0].bias)
-    expected = [F.normalize(torch.tanh(w1 @ x + b1), dim=0) for x in x_NW], [w2 @ x + b2 for x in x_NW]
+    w1 = model.head_de[0].weight
+    b1 = model.head_de[0].bias
+    w2 = model.head_clf[0].weight
+    b2 = model.head_clf[0].bias
+    expected = (
+        [F.normalize(torch.tanh(w1 @ x + b1), dim=0) for x in x_NW],
+        [w2 @ x + b2 for x in x_NW],
+    )
     np.testing.assert_allclose(de, torch.stack(expected[0]).detach().numpy(), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(clf, torch.stack(expected[1]).detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_without_projection_a_head_is_the_encoders_vector(tiny_bert, tiny_params, normalize):
-    values = {"encoder.kind": "transformer", "encoder.trainable_layers": -1, "model.projection": False,
-              "model.normalize": normalize, "model.dim": 32}  # fmt: skip
+    values = {
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": -1,
+        "model.projection": False,
+        "model.normalize": normalize,
+        "model.dim": 32,
+    }
     model = make_model(tiny_bert, tiny_params(**values)).eval()
     tokens = encode_texts(TEXTS, tiny_bert, 16)
     x_NW = model.encode("queries", tokens)
@@ -134,17 +170,23 @@ def test_without_projection_a_head_is_the_encoders_vector(tiny_bert, tiny_params
     np.testing.assert_allclose(de, x_NW / length if normalize else x_NW, rtol=1e-5)
     model.start_table(lambda rows: torch.from_numpy(x_NW[rows % len(x_NW)]))
     rows = model.classifier_table()[0]
-    np.testing.assert_allclose(rows[:5], x_NW / length / length, rtol=1e-5)  # scores begin as cosines
+    # scores begin as cosines
+    np.testing.assert_allclose(rows[:5], x_NW / length / length, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["transformer", "both"])
 def test_without_projection_another_width_is_refused(tiny_bert, tiny_params, kind):
     with pytest.raises(ConfigError, match=r"encoder's width.*(?s:.)*model\.dim"):
-        make_model(tiny_bert, tiny_params(**{"encoder.kind": kind, "model.projection": False, "model.dim": 16}))
+        make_model(
+            tiny_bert,
+            tiny_params(**{"encoder.kind": kind, "model.projection": False, "model.dim": 16}),
+        )
 
 
 def test_encoding_is_without_dropout_and_leaves_the_mode(tiny_bert, tiny_params):
-    params = tiny_params(**{"model.dropout": 0.5, "encoder.bag_dropout": 0.5, "encoder.dropout": 0.5})
+    params = tiny_params(
+        **{"model.dropout": 0.5, "encoder.bag_dropout": 0.5, "encoder.dropout": 0.5}
+    )
     model = make_model(tiny_bert, params).train()
     first = outputs(model)
     assert model.training and model.encoder.training and model.head_de.training
@@ -158,28 +200,41 @@ def test_rows_and_batch_size_do_not_show(tiny_bert, tiny_params, rng):
     tokens = encode_texts(TEXTS * 4, tiny_bert, 16)
     whole = model.encode("queries", tokens)
     rows = rng.permutation(20)[:13]
-    np.testing.assert_allclose(model.encode("queries", tokens, rows, batch_size=4), whole[rows], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        model.encode("queries", tokens, rows, batch_size=4), whole[rows], rtol=1e-4, atol=1e-5
+    )
     assert model.encode("queries", tokens, rows[:0]).shape == (0, 64)
     de, clf = model.encode_queries(tokens, rows[:0])
     assert de.shape == clf.shape == (0, 16)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
-def test_outputs_that_are_copied_later_are_those_of_a_plain_loop(tiny_bert, tiny_params, rng, monkeypatch, device):
-    """Bit for bit, where a batch, or a block of two, is on its way to the host while the next is computed."""
+def test_outputs_that_are_copied_later_are_those_of_a_plain_loop(
+    tiny_bert, tiny_params, rng, monkeypatch, device
+):
+    """Bit for bit, where a batch, or a block of two, is on its way to the host while the next is
+    computed.
+    """
     monkeypatch.setattr(module, "PROJECT_BLOCK", 8)
-    model = make_model(tiny_bert, tiny_params(**{"encoder.kind": "both", "encoder.trainable_layers": -1})).to(device)
+    model = make_model(
+        tiny_bert, tiny_params(**{"encoder.kind": "both", "encoder.trainable_layers": -1})
+    ).to(device)
     model.eval()
     tokens = encode_texts(TEXTS * 5, tiny_bert, 16)
-    rows, build = rng.permutation(25), InputBuilder(model.encoder, model.device)
+    rows = rng.permutation(25)
+    build = InputBuilder(model.encoder, model.device)
     heads = []
     with torch.no_grad():
-        inputs = [build([("queries", tokens, rows[start : start + 4])]) for start in range(0, 25, 4)]
+        inputs = [
+            build([("queries", tokens, rows[start : start + 4])]) for start in range(0, 25, 4)
+        ]
         batches = [model.encoder(given).cpu().numpy() for given in inputs]
         for start in range(0, 7, 2):
             x_BW = torch.from_numpy(np.concatenate(batches[start : start + 2])).to(device)
             heads.append((model.de(x_BW).cpu().numpy(), model.clf(x_BW).cpu().numpy()))
-    assert np.array_equal(model.encode("queries", tokens, rows, batch_size=4), np.concatenate(batches))
+    assert np.array_equal(
+        model.encode("queries", tokens, rows, batch_size=4), np.concatenate(batches)
+    )
     expected = [np.concatenate(part) for part in zip(*heads, strict=True)]
     assert same(expected, model.vectors("queries", tokens, rows, batch_size=4))
 
@@ -193,7 +248,8 @@ def test_vectors_in_blocks_are_those_of_all_at_once(tiny_bert, tiny_params, rng,
     parts = [model.vectors("queries", tokens, block, batch_size=2) for block in blocks]
     expected = [np.concatenate(part) for part in zip(*parts, strict=True)]
     monkeypatch.setattr(module, "PROJECT_BLOCK", 9)
-    seen, clf = [], model.clf
+    seen = []
+    clf = model.clf
     monkeypatch.setattr(model, "clf", lambda x_BW: seen.append(len(x_BW)) or clf(x_BW))
     assert same(expected, model.vectors("queries", tokens, rows, batch_size=2, desc="encode"))
     assert seen == [8, 8, 8, 1]
@@ -211,7 +267,8 @@ def test_the_classifiers_start(tiny_bert, tiny_params, clf_init):
     model.start_table(lambda rows: x_LW[rows])
     table = model.table.weight.detach()
     if clf_init == "label_embedding":
-        weight, bias = model.head_clf[0].weight, model.head_clf[0].bias
+        weight = model.head_clf[0].weight
+        bias = model.head_clf[0].bias
         expected = torch.stack([F.normalize(weight @ x + bias, dim=0) for x in x_LW])
         torch.testing.assert_close(table, expected.detach(), rtol=1e-4, atol=1e-6)
     elif clf_init == "xavier":
@@ -221,7 +278,9 @@ def test_the_classifiers_start(tiny_bert, tiny_params, clf_init):
         assert 0.015 < table.std() < 0.025
 
 
-def test_rows_begin_as_cosines_where_the_encoders_vectors_have_no_unit_length(tiny_bert, tiny_params):
+def test_rows_begin_as_cosines_where_the_encoders_vectors_have_no_unit_length(
+    tiny_bert, tiny_params
+):
     params = tiny_params(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1})
     model = make_model(tiny_bert, params)
     x_LW = 5 * torch.randn(NUM_LABELS, 32, generator=torch.Generator().manual_seed(1))
@@ -237,25 +296,34 @@ def test_the_classifiers_head_keeps_angles_at_the_start(tiny_bert, tiny_params):
 
 
 def test_the_bag_starts_at_the_transformers_embeddings(tiny_bert, tiny_params):
-    model = UniDEC.create(*(getattr(tiny_params(), s) for s in ("encoder", "model")), NUM_LABELS, tiny_bert, 5000,
-                          tiny_params().model_dump())  # fmt: skip
+    model = UniDEC.create(
+        *(getattr(tiny_params(), s) for s in ("encoder", "model")),
+        NUM_LABELS,
+        tiny_bert,
+        5000,
+        tiny_params().model_dump(),
+    )
     start = load_file(tiny_bert / "model.safetensors")["embeddings.word_embeddings.weight"]
-    assert model.encoder.bag.embedding.num_rows == 5000  # a tokenizer with more pieces than the transformer has rows
+    # a tokenizer with more pieces than the transformer has rows
+    assert model.encoder.bag.embedding.num_rows == 5000
     assert torch.equal(model.encoder.bag.embedding.weight[: len(start)], start)
 
 
-# -- the classifier's table: type and place ----------------------------------------------------------------------------
+# -- the classifier's table: type and place
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
-def test_a_table_in_bfloat16_is_written_and_read_back(tiny_bert, tiny_params, tmp_path, monkeypatch, place):
+def test_a_table_in_bfloat16_is_written_and_read_back(
+    tiny_bert, tiny_params, tmp_path, monkeypatch, place
+):
     monkeypatch.setattr("unidec.model.weights.COPY_BLOCK", 4)  # rows are read block by block
     params = tiny_params(**{"model.clf_dtype": "bf16", "model.clf_bias": True})
     model = make_model(tiny_bert, params, placement=Placement(place, tmp_path / "rows"))
     weights = load_file(save(model, tmp_path / "model") / "model.safetensors")
-    assert {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32} == {
-        "table.weight": torch.bfloat16
-    }
+    assert {
+        name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32
+    } == {"table.weight": torch.bfloat16}
     read = UniDEC.load(tmp_path / "model")
     assert read.table.weight.dtype == torch.bfloat16
     assert torch.equal(read.table.weight, model.table.weight)
@@ -265,7 +333,9 @@ def test_a_table_in_bfloat16_is_written_and_read_back(tiny_bert, tiny_params, tm
 
 @pytest.mark.parametrize("clf_init", ["label_embedding", "xavier", "normal"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_part_in_every_place_starts_as_the_whole(tiny_bert, tiny_params, tmp_path, monkeypatch, clf_init, dtype):
+def test_every_part_in_every_place_starts_as_the_whole(
+    tiny_bert, tiny_params, tmp_path, monkeypatch, clf_init, dtype
+):
     monkeypatch.setattr(module, "START_BLOCK", 4)
     params = tiny_params(**{"model.clf_init": clf_init, "model.clf_dtype": dtype})
     x_LW = torch.randn(NUM_LABELS, 32, generator=torch.Generator().manual_seed(1))
@@ -285,20 +355,25 @@ def test_every_part_in_every_place_starts_as_the_whole(tiny_bert, tiny_params, t
     assert asked == ([(0, 4), (4, 8), (8, 11)] if clf_init == "label_embedding" else [])
     assert bool(whole.any(1).all())
     if clf_init == "label_embedding":
-        torch.testing.assert_close(whole.float().norm(dim=1), torch.ones(NUM_LABELS), rtol=1e-2, atol=0)
+        torch.testing.assert_close(
+            whole.float().norm(dim=1), torch.ones(NUM_LABELS), rtol=1e-2, atol=0
+        )
     for place in ("host", "disk"):
         assert torch.equal(started(Placement(place, tmp_path))[0], whole)
     for first, count in ((0, 5), (5, 6), (3, 0)):
         part, generator = started(Placement(first_row=first, num_rows=count))
         # a product of other blocks may differ in its last bit
         tolerance = 1e-2 if dtype == "bf16" else 1e-6
-        torch.testing.assert_close(part, whole[first : first + count], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            part, whole[first : first + count], rtol=tolerance, atol=tolerance
+        )
         assert torch.equal(generator, after)  # all processes go on with the same random numbers
 
 
 def test_the_state_without_tables_comes_back(tiny_bert, tiny_params):
     params = tiny_params(**{"encoder.kind": "both", "model.clf_bias": True})
-    one, other = make_model(tiny_bert, params), make_model(tiny_bert, params, seed=6)
+    one = make_model(tiny_bert, params)
+    other = make_model(tiny_bert, params, seed=6)
     state = one.dense_state()
     assert set(one.state_dict()) - set(state) == {f"{name}.weight" for name in one.tables()}
     tables = {name: table.weight.clone() for name, table in other.tables().items()}
@@ -306,13 +381,17 @@ def test_the_state_without_tables_comes_back(tiny_bert, tiny_params):
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in state.items())
     assert all(torch.equal(tables[name], table.weight) for name, table in other.tables().items())
     name = next(iter(state))
-    for wrong in ({**state, "more": torch.zeros(1)}, {n: x for n, x in state.items() if n != name},
-                  {**state, name: torch.zeros(2, 2)}):  # fmt: skip
+    for wrong in (
+        {**state, "more": torch.zeros(1)},
+        {n: x for n, x in state.items() if n != name},
+        {**state, name: torch.zeros(2, 2)},
+    ):
         with pytest.raises(RuntimeError):
             other.load_dense_state(wrong)
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
+# -- refused
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -322,8 +401,10 @@ def stored(tiny_bert, tiny_params, tmp_path):
     return save(make_model(tiny_bert, params), tmp_path / "stored")
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer/tokenizer.json",
-                                  "encoder_config/config.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "file",
+    ["model.safetensors", "config.json", "tokenizer/tokenizer.json", "encoder_config/config.json"],
+)
 def test_a_damaged_file_is_refused(stored, file, rng):
     content = bytearray((stored / file).read_bytes())
     content[int(rng.integers(len(content)))] ^= 1
@@ -341,21 +422,35 @@ def test_a_damaged_file_is_refused(stored, file, rng):
 @pytest.mark.parametrize(
     "values",
     [
-        {"num_labels": NUM_LABELS + 1}, {"num_labels": "many"}, {"num_labels": -1}, {"num_labels": 10**15},
-        {"model__dim": 17}, {"model__heads": "de"}, {"model__clf_bias": False}, {"model__unknown": 1},
+        {"num_labels": NUM_LABELS + 1},
+        {"num_labels": "many"},
+        {"num_labels": -1},
+        {"num_labels": 10**15},
+        {"model__dim": 17},
+        {"model__heads": "de"},
+        {"model__clf_bias": False},
+        {"model__unknown": 1},
         {"model__projection": False},
-        {"encoder__kind": "bag"}, {"encoder__residual": True}, {"encoder__trainable_layers": 9},
-        {"encoder": None}, {"model": []}, {"encoder_width": 8}, {"num_tokens": 3}, {"max_length": None},
+        {"encoder__kind": "bag"},
+        {"encoder__residual": True},
+        {"encoder__trainable_layers": 9},
+        {"encoder": None},
+        {"model": []},
+        {"encoder_width": 8},
+        {"num_tokens": 3},
+        {"max_length": None},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_another_configuration_is_refused(stored, values):
     change(stored, **values)
     with pytest.raises(ArtifactError, match="do not fit together"):
         UniDEC.load(stored)
 
 
-@pytest.mark.parametrize("key", ["encoder", "model", "num_labels", "max_length", "params", "encoder_width"])
+@pytest.mark.parametrize(
+    "key", ["encoder", "model", "num_labels", "max_length", "params", "encoder_width"]
+)
 def test_an_incomplete_configuration_is_refused(stored, key):
     config = json.loads((stored / "config.json").read_text())
     del config[key]
@@ -393,7 +488,8 @@ def test_a_newer_format_is_refused_naming_it(stored):
 
 def test_heads_are_in_float32_also_under_autocast(tiny_bert, tiny_params, rng, monkeypatch):
     model = make_model(tiny_bert, tiny_params())
-    tokens, x_NW = encode_texts(TEXTS, tiny_bert, 16), rng.normal(size=(len(TEXTS), 32)).astype(np.float32)
+    tokens = encode_texts(TEXTS, tiny_bert, 16)
+    x_NW = rng.normal(size=(len(TEXTS), 32)).astype(np.float32)
     monkeypatch.setattr(model, "_outputs", lambda *_: iter([torch.from_numpy(x_NW)]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = model.vectors("queries", tokens)
@@ -401,7 +497,9 @@ def test_heads_are_in_float32_also_under_autocast(tiny_bert, tiny_params, rng, m
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_transformer_kept_in_half_precision_is_trained_in_float32(tiny_bert, tiny_params, tmp_path, dtype):
+def test_a_transformer_kept_in_half_precision_is_trained_in_float32(
+    tiny_bert, tiny_params, tmp_path, dtype
+):
     load_transformer(tiny_bert).to(dtype).save_pretrained(tmp_path / "half")
     shutil.copyfile(tiny_bert / "tokenizer.json", tmp_path / "half" / "tokenizer.json")
     params = tiny_params(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1})

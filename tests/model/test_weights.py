@@ -33,17 +33,23 @@ def trained(folder, params, path, seed=1):
 
 @pytest.fixture
 def start(tiny_bert, tiny_params, tmp_path):
-    """`start(begin, **now)`: (exported model with `begin`, new model that starts from it with `now`)."""
+    """`start(begin, **now)`: (exported model with `begin`, new model that starts from it with
+    `now`).
+    """
 
     def start(begin, **now):
         old = trained(tiny_bert, tiny_params(**begin), tmp_path / "old")
-        return old, create(tiny_bert, tiny_params(**begin | {"encoder.start": str(tmp_path / "old")} | now), 2).eval()
+        return old, create(
+            tiny_bert, tiny_params(**begin | {"encoder.start": str(tmp_path / "old")} | now), 2
+        ).eval()
 
     return start
 
 
 def encode(model, texts=TEXTS):
-    return torch.from_numpy(model.encode("queries", encode_texts(texts, model.tokenizer_folder, 16)))
+    return torch.from_numpy(
+        model.encode("queries", encode_texts(texts, model.tokenizer_folder, 16))
+    )
 
 
 KINDS = {
@@ -61,7 +67,9 @@ def test_encoder_and_heads_are_the_starts_and_the_table_is_new(start, kind):
     x_BW = encode(old)
     for head in ("de", "clf"):
         assert torch.equal(getattr(new, head)(x_BW), getattr(old, head)(x_BW))
-    assert not new.table.weight.any() and old.table.weight.any(), "rows belong to the start's labels"
+    assert not new.table.weight.any() and old.table.weight.any(), (
+        "rows belong to the start's labels"
+    )
     assert not torch.equal(new.log_scale, old.log_scale)
 
 
@@ -74,16 +82,23 @@ def test_weights_after_the_start_do_not_depend_on_the_seed(tiny_bert, tiny_param
 
 @pytest.mark.parametrize(("had", "missing"), [("de", "clf"), ("clf", "de")])
 def test_a_head_that_the_start_lacks_begins_as_its_other_one(start, had, missing):
-    old, new = start({"model.heads": had, "index.space": had}, **{"model.heads": "both", "index.space": "both"})
-    given, taken = getattr(old, f"head_{had}")[0], getattr(new, f"head_{missing}")[0]
+    old, new = start(
+        {"model.heads": had, "index.space": had}, **{"model.heads": "both", "index.space": "both"}
+    )
+    given = getattr(old, f"head_{had}")[0]
+    taken = getattr(new, f"head_{missing}")[0]
     assert torch.equal(given.weight, taken.weight) and torch.equal(given.bias, taken.bias)
     assert torch.equal(getattr(new, f"head_{had}")[0].weight, given.weight)
 
 
 def test_a_second_stage_has_the_classifiers_head_alone(start):
-    """NGAME: a dual encoder first, then a classifier on its frozen encoder; rows start at the labels' embeddings."""
-    old, new = start({"model.heads": "de", "index.space": "de"},
-                     **{"model.heads": "clf", "index.space": "clf", "encoder.frozen": True})  # fmt: skip
+    """NGAME: a dual encoder first, then a classifier on its frozen encoder; rows start at the
+    labels' embeddings.
+    """
+    old, new = start(
+        {"model.heads": "de", "index.space": "de"},
+        **{"model.heads": "clf", "index.space": "clf", "encoder.frozen": True},
+    )
     label_LW = encode(old, TEXTS + TEXTS + TEXTS[:1])
     new.start_table(lambda rows: label_LW[rows])
     expected = F.normalize(F.linear(label_LW, old.head_de[0].weight, old.head_de[0].bias), dim=1)
@@ -122,10 +137,25 @@ def edit(path, change):
 @pytest.mark.parametrize(
     ("file", "change", "kind", "said"),
     [
-        ("config.json", lambda c: c["encoder"].update(pooling="cls"), "transformer", "encoder.pooling"),
+        (
+            "config.json",
+            lambda c: c["encoder"].update(pooling="cls"),
+            "transformer",
+            "encoder.pooling",
+        ),
         ("config.json", lambda c: c["encoder"].update(pooling="cls"), "both", "encoder.pooling"),
-        ("tokenizer/tokenizer.json", lambda c: c["model"]["vocab"].update(extra=9999), "bag", "differs in tokenizer"),
-        ("encoder_config/config.json", lambda c: c.update(num_attention_heads=1), "transformer", "num_attention_heads"),
+        (
+            "tokenizer/tokenizer.json",
+            lambda c: c["model"]["vocab"].update(extra=9999),
+            "bag",
+            "differs in tokenizer",
+        ),
+        (
+            "encoder_config/config.json",
+            lambda c: c.update(num_attention_heads=1),
+            "transformer",
+            "num_attention_heads",
+        ),
     ],
 )
 def test_another_transformer_is_refused_also_where_every_shape_fits(
@@ -140,9 +170,13 @@ def test_another_transformer_is_refused_also_where_every_shape_fits(
 
 
 @pytest.mark.parametrize("layers", [0, 1, -1])
-@pytest.mark.parametrize(("kind", "frozen"), [("both", True), ("transformer", True), ("transformer", False)])
+@pytest.mark.parametrize(
+    ("kind", "frozen"), [("both", True), ("transformer", True), ("transformer", False)]
+)
 def test_how_the_start_was_trained_does_not_matter(start, tmp_path, kind, frozen, layers):
-    """A transformer that trains alone has vectors of any length: frozen afterwards it keeps them."""
+    """A transformer that trains alone has vectors of any length: frozen afterwards it
+    keeps them.
+    """
     dropouts = {"encoder.bag_dropout": 0.3} if kind == "both" else {}
     begin = {"encoder.kind": kind, "encoder.dropout": 0.2, "encoder.trainable_layers": layers}
     now = {"encoder.frozen": frozen, "encoder.dropout": 0.0, "encoder.trainable_layers": 0}
@@ -156,9 +190,14 @@ def test_how_the_start_was_trained_does_not_matter(start, tmp_path, kind, frozen
 def test_who_wrote_a_config_does_not_matter(tiny_bert, tiny_params, tmp_path):
     folder = tmp_path / "old"
     old = trained(tiny_bert, tiny_params(**{"encoder.kind": "transformer"}), folder)
-    edit(folder / "encoder_config/config.json", lambda c: c.update(transformers_version="0.1", _name_or_path="x"))
+    edit(
+        folder / "encoder_config/config.json",
+        lambda c: c.update(transformers_version="0.1", _name_or_path="x"),
+    )
     write_manifest(folder, KIND, VERSION, {})
-    new = create(tiny_bert, tiny_params(**{"encoder.kind": "transformer", "encoder.start": str(folder)}), 2).eval()
+    new = create(
+        tiny_bert, tiny_params(**{"encoder.kind": "transformer", "encoder.start": str(folder)}), 2
+    ).eval()
     assert torch.equal(encode(new), encode(old))
 
 

@@ -1,4 +1,6 @@
-"""Whole words in a bag of tokens: beside a loop over texts, on random and degenerate ones, to disk and back."""
+"""Whole words in a bag of tokens: beside a loop over texts, on random and degenerate ones, to disk
+and back.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def words_by_loop(texts, continues, num_buckets, bucket_of):
     """The same, a text and a piece at a time; `bucket_of` maps the pieces of a word to its id."""
     out = []
     for text in texts:
-        ids, word = [], []
+        ids = []
+        word = []
         for place, piece in enumerate(text):
             if continues[piece] and place > 0:
                 word.append(piece)
@@ -42,7 +45,8 @@ def test_as_a_loop_says(seed):
     known: dict[tuple, int] = {}
 
     def bucket_of(word):
-        if word not in known:  # one word alone, by the function itself: the loop checks where and how often it appears
+        # one word alone, by the function itself: the loop checks where and how often it appears
+        if word not in known:
             row = np.array(word, dtype=np.int64)
             forced = np.ones(30, dtype=bool)
             known[word] = int(with_words(row, np.array([len(row)]), forced, 1 << 20)[0][-1])
@@ -52,14 +56,17 @@ def test_as_a_loop_says(seed):
     expected = words_by_loop(texts, continues, 1 << 20, bucket_of)
     assert counts.tolist() == [len(text) for text in expected]
     assert ids.tolist() == [piece for text in expected for piece in text]
-    assert len(set(known.values())) == len(known)  # 2^20 buckets: order and pieces both tell words apart
+    # 2^20 buckets: order and pieces both tell words apart
+    assert len(set(known.values())) == len(known)
     assert all(30 <= bucket < 30 + (1 << 20) for bucket in known.values())
 
 
 def test_order_and_neighbours_matter():
     continues = np.array([False, True, True])
-    one = [with_words(np.array(word), np.array([len(word)]), continues, 1 << 16)[0][-1]
-           for word in ([0, 1, 2], [0, 2, 1], [0, 1], [0, 1, 1])]  # fmt: skip
+    one = [
+        with_words(np.array(word), np.array([len(word)]), continues, 1 << 16)[0][-1]
+        for word in ([0, 1, 2], [0, 2, 1], [0, 1], [0, 1, 1])
+    ]
     assert len(set(one)) == 4
     again, _ = with_words(np.array([0, 0, 1, 2]), np.array([1, 3]), continues, 1 << 16)
     assert again[-1] == one[0]  # the same word in another place of another text
@@ -80,7 +87,9 @@ def test_a_text_that_begins_inside_a_word_begins_a_word():
 def test_marks_of_the_tokenizer(tiny_bert):
     from tokenizers import Tokenizer
 
-    vocabulary = Tokenizer.from_file(str(tiny_bert / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    vocabulary = Tokenizer.from_file(str(tiny_bert / "tokenizer.json")).get_vocab(
+        with_added_tokens=True
+    )
     continues = continuing_pieces(tiny_bert, 1 + max(vocabulary.values()))
     assert continues.any() and not continues.all()
     assert {token for token, number in vocabulary.items() if continues[number]} == {
@@ -92,7 +101,9 @@ def test_a_tokenizer_without_marks_is_refused(tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     with pytest.raises(ConfigError, match="bag_words"):
         continuing_pieces(tmp_path, 2)
 
@@ -103,10 +114,14 @@ def test_a_model_with_words_comes_back_from_disk(tiny_bert, tiny_tokens, tmp_pat
 
     settings = Encoder(kind="bag", bag_words=64)
     params = {"tokens": {"max_length": tiny_tokens["queries"].max_length}}
-    model = UniDEC.create(settings, Model(dim=8), 5, tiny_bert, tiny_tokens["queries"].vocab_size, params)
+    model = UniDEC.create(
+        settings, Model(dim=8), 5, tiny_bert, tiny_tokens["queries"].vocab_size, params
+    )
     bag = model.encoder.bag
     assert bag.num_words == 64 and not bag.embedding.weight[bag.num_tokens :].any()
-    bag.continues[torch.unique(torch.from_numpy(tiny_tokens["queries"].ids.astype(np.int64)))[5:]] = True
+    bag.continues[
+        torch.unique(torch.from_numpy(tiny_tokens["queries"].ids.astype(np.int64)))[5:]
+    ] = True
     rows = np.arange(len(tiny_tokens["queries"]))
     batch = InputBuilder(model.encoder, model.device)([("queries", tiny_tokens["queries"], rows)])
     assert (batch.unique_U >= bag.num_tokens).any()

@@ -1,6 +1,6 @@
-"""A project as a team has it, in a folder of its own: this repository's files in git, a slice of the default data as a
-source that changes, a DVC remote beside. Small parameters: a training takes seconds.
-"""
+"""A project as a team has it, in a folder of its own: this repository's files in git, a slice of
+the default data as a source that changes, a DVC remote beside. Small parameters: a training takes
+seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,16 @@ from unidec.data.formats import make_slice, read_raw
 from unidec.data.raw import RawData
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_NEEDED = ("tests/", "docs/", "benchmarks/", "comparison/", "data/raw/", "outputs/", "dvc.lock", "mlflow/")
+NOT_NEEDED = (
+    "tests/",
+    "docs/",
+    "benchmarks/",
+    "comparison/",
+    "data/raw/",
+    "outputs/",
+    "dvc.lock",
+    "mlflow/",
+)
 
 PARAMS: dict[str, Any] = {
     "recipe": "unidec",
@@ -64,9 +73,12 @@ class Project:
     """The folder, and what a person does in it."""
 
     def __init__(self, root: Path, environment: dict[str, str] | None = None) -> None:
-        self.root, self.source = root / "project", root / "source"
+        self.root = root / "project"
+        self.source = root / "source"
         drop = ("GIT_", "DVC_", "PREFECT_", "MLFLOW_", "UNIDEC_")
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(drop)
+        }
         self.environment |= {
             "UNIDEC_PYTHON": sys.executable,
             "DVC_NO_ANALYTICS": "1",
@@ -86,9 +98,20 @@ class Project:
 
     def _copy(self) -> None:
         named = subprocess.run(
-            ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+            [
+                "git",
+                "-C",
+                str(ROOT),
+                "ls-files",
+                "-z",
+                "--cached",
+                "--others",
+                "--exclude-standard",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for name in named.split("\0"):
             if name and not name.startswith(NOT_NEEDED) and (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -97,10 +120,16 @@ class Project:
 
     def params(self, **sections: dict[str, Any]) -> None:
         """Writes params.yaml: the small parameters, with keys of sections replaced."""
-        given = {name: {**value, **sections[name]} if name in sections else value for name, value in PARAMS.items()}
+        given = {
+            name: {**value, **sections[name]} if name in sections else value
+            for name, value in PARAMS.items()
+        }
         assert set(sections) <= set(PARAMS)
         text = yaml.safe_dump(given, sort_keys=False)
-        if not (self.root / "params.yaml").exists() or (self.root / "params.yaml").read_text() != text:
+        if (
+            not (self.root / "params.yaml").exists()
+            or (self.root / "params.yaml").read_text() != text
+        ):
             (self.root / "params.yaml").write_text(text)
 
     def export(self, raw: RawData) -> None:
@@ -111,10 +140,15 @@ class Project:
             shutil.rmtree(self.source)
         beside.rename(self.source)
 
-    # -- commands -------------------------------------------------------------------------------------------------
+    # -- commands
+    # ----------------------------------------------------------------------------------------------
 
     def run(
-        self, *words: str, seconds: float = 300, check: bool = True, environment: dict[str, str] | None = None
+        self,
+        *words: str,
+        seconds: float = 300,
+        check: bool = True,
+        environment: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """A command in the project's folder; it must go well unless `check` is False."""
         done = subprocess.run(
@@ -147,7 +181,8 @@ class Project:
         """What DVC says is not as dvc.lock has it."""
         return json.loads(self.dvc("status", "--json").splitlines()[-1])
 
-    # -- what came out --------------------------------------------------------------------------------------------
+    # -- what came out
+    # --------------------------------------------------------------------------------------------
 
     def registry(self) -> Any:
         """An `MlflowClient` of the project's store."""
@@ -172,11 +207,16 @@ class Project:
         return json.loads((self.root / "data" / "start.json").read_text())
 
 
-# -- data -------------------------------------------------------------------------------------------------------------
+# -- data
+# --------------------------------------------------------------------------------------------------
 
 
-def small_data(num_train: int = 800, num_test: int = 200, *, without: Sequence[int] = ()) -> RawData:
-    """The first queries of lf-debian's splits with their labels; rows of labels in `without` are taken away."""
+def small_data(
+    num_train: int = 800, num_test: int = 200, *, without: Sequence[int] = ()
+) -> RawData:
+    """The first queries of lf-debian's splits with their labels; rows of labels in `without` are
+    taken away.
+    """
     raw = make_slice(read_raw(ROOT / "data" / "raw" / "lf-debian"), num_train, num_test)
     return without_labels(raw, without) if len(without) else raw
 
@@ -205,7 +245,9 @@ def fewer_queries(raw: RawData, num_train: int) -> RawData:
 
 
 def shuffled_labels(raw: RawData, seed: int = 0) -> RawData:
-    """The same texts and the same sets of positives, of the training queries in another order: nothing to learn."""
+    """The same texts and the same sets of positives, of the training queries in another order:
+    nothing to learn.
+    """
     order = np.random.default_rng(seed).permutation(raw.queries["train"].num_rows)
     return RawData(
         raw.name,

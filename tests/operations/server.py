@@ -1,4 +1,5 @@
-"""A real Prefect server and worker on this machine, started by the commands of docs/retraining.md, for tests.
+"""A real Prefect server and worker on this machine, started by the commands of docs/retraining.md,
+for tests.
 
 Every process that is started here, and every one that these start, is gone when the block ends.
 """
@@ -44,14 +45,17 @@ OTHERS = ("PREFECT_", "MLFLOW_", "DVC_", "GIT_", "UNIDEC_")  # of whoever runs t
 
 
 class Server:
-    """A Prefect server with a home and a port of its own, its workers, and what they run in a project's folder."""
+    """A Prefect server with a home and a port of its own, its workers, and what they run in a
+    project's folder.
+    """
 
     def __init__(self, project: Path, home: Path, **environment: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.api = f"http://127.0.0.1:{self.port}/api"
-        self.project, self.home = project, home
+        self.project = project
+        self.home = home
         own = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
         self.environment = own | QUIET | QUICK | environment
         self.environment |= {
@@ -68,15 +72,23 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
-    # -- processes ------------------------------------------------------------------------------------------------
+    # -- processes
+    # ----------------------------------------------------------------------------------------------
 
     def start(self, seconds: float = 120) -> None:
-        """`prefect server start`, until it answers; started again it goes on with the same database."""
-        self.server = self._start("server.log", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+        """`prefect server start`, until it answers; started again it goes on with the same
+        database.
+        """
+        self.server = self._start(
+            "server.log", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)
+        )
         self.wait(lambda: self.ask("health"), "healthy server", seconds)
 
     def deploy(self) -> None:
@@ -126,19 +138,33 @@ class Server:
         self._kill_left()
 
     def left(self) -> dict[int, str]:
-        """Processes that carry this server's home in their environment (Linux): pid -> command line."""
-        mark, found = f"PREFECT_HOME={self.home}".encode(), {}
+        """Processes that carry this server's home in their environment (Linux): pid -> command
+        line.
+        """
+        mark = f"PREFECT_HOME={self.home}".encode()
+        found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    words = (
+                        (entry / "cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                    )
                     found[int(entry.name)] = words.strip()
         return found
 
     def flow_processes(self) -> dict[int, str]:
-        """Of these, the ones that are neither the server nor a worker: flow runs and what they started."""
+        """Of these, the ones that are neither the server nor a worker: flow runs and what they
+        started.
+        """
         known = (" server start ", " worker start ", "uvicorn", "prefect.server")
-        return {pid: words for pid, words in self.left().items() if words and not any(one in words for one in known)}
+        return {
+            pid: words
+            for pid, words in self.left().items()
+            if words and not any(one in words for one in known)
+        }
 
     def _start(self, log: str, *words: str) -> subprocess.Popen[bytes]:
         with (self.home / log).open("ab") as file:
@@ -158,7 +184,11 @@ class Server:
 
     def _kill_left(self, keep: subprocess.Popen[bytes] | None = None) -> None:
         for _ in range(20):  # what is killed may be starting another meanwhile
-            kept = set() if keep is None else {pid for pid in self.left() if os.getpgid(pid) == keep.pid}
+            kept = (
+                set()
+                if keep is None
+                else {pid for pid in self.left() if os.getpgid(pid) == keep.pid}
+            )
             found = set(self.left()) - kept
             if not found:
                 return
@@ -167,7 +197,8 @@ class Server:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
 
-    # -- what the server knows ------------------------------------------------------------------------------------
+    # -- what the server knows
+    # ------------------------------------------------------------------------------------
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """The REST API: GET without a body, POST with one."""
@@ -182,7 +213,8 @@ class Server:
                 with urllib.request.urlopen(request, timeout=20) as answer:
                     text = answer.read()
                 return json.loads(text) if text else None
-            except urllib.error.HTTPError as error:  # 503: SQLite is locked by another; nothing was written
+            # 503: SQLite is locked by another; nothing was written
+            except urllib.error.HTTPError as error:
                 if error.code != 503 or not left:
                     raise
                 time.sleep(1)
@@ -211,7 +243,11 @@ class Server:
 
     def tasks(self, run: str) -> dict[str, str]:
         """A run's tasks so far: name -> kind of state."""
-        body = {"flow_runs": {"id": {"any_": [run]}}, "sort": "EXPECTED_START_TIME_ASC", "limit": 200}
+        body = {
+            "flow_runs": {"id": {"any_": [run]}},
+            "sort": "EXPECTED_START_TIME_ASC",
+            "limit": 200,
+        }
         return {task["name"]: task["state_type"] for task in self.ask("task_runs/filter", body)}
 
     def artifacts(self, run: str) -> dict[str, Any]:
@@ -243,12 +279,15 @@ class Server:
         return (self.home / name).read_text(errors="replace") if (self.home / name).exists() else ""
 
     def errors(self) -> list[str]:
-        """Errors that the server or a worker met, but for SQLite's own under load (these are tried again)."""
+        """Errors that the server or a worker met, but for SQLite's own under load (these are tried
+        again).
+        """
         lines = (self.log("server.log") + self.log("worker.log")).splitlines()
         found = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
         return [line for line in found if "database is locked" not in line]
 
-    # -- waiting --------------------------------------------------------------------------------------------------
+    # -- waiting
+    # ----------------------------------------------------------------------------------------------
 
     def wait(self, true: Callable[[], Any], what: str, seconds: float, every: float = 0.5) -> Any:
         """What `true` returns once that is true; the servers must stay alive meanwhile."""
@@ -259,7 +298,9 @@ class Server:
                 if found:
                     return found
             ours = [*self.workers, *([self.server] if self.server else [])]
-            assert all(process.poll() is None for process in ours), f"ended early: {self.all_logs()}"
+            assert all(process.poll() is None for process in ours), (
+                f"ended early: {self.all_logs()}"
+            )
             time.sleep(every)
         raise AssertionError(f"no {what} after {seconds} s\n{self.all_logs()}")
 
@@ -275,10 +316,13 @@ class Server:
     def completed(self, run: str, seconds: float = 300) -> dict[str, Any]:
         """A run that must end well."""
         found = self.ended(run, seconds)
-        assert found["state_type"] == "COMPLETED", f"{found['state']['message']}\n{self.log_of(run)}"
+        assert found["state_type"] == "COMPLETED", (
+            f"{found['state']['message']}\n{self.log_of(run)}"
+        )
         return found
 
     def all_logs(self) -> str:
         return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in self.home.glob("*.log")
+            f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}"
+            for path in self.home.glob("*.log")
         )

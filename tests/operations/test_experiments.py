@@ -1,4 +1,6 @@
-"""DVC experiments in temporary copies of a checkout, with real trainings: their runs are in the checkout's store."""
+"""DVC experiments in temporary copies of a checkout, with real trainings: their runs are in the
+checkout's store.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ def test_a_queue_of_two_trains_into_the_checkouts_store(helper, tmp_path):
     project = module.Project(tmp_path, {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"})
     write_raw(module.small_data(), project.root / "data" / "raw" / "small", "tables")
     project.params(
-        data={"path": "data/raw/small"}, source={"kind": "none", "path": ""}, retrain={"push": False, "commit": "none"},
+        data={"path": "data/raw/small"},
+        source={"kind": "none", "path": ""},
+        retrain={"push": False, "commit": "none"},
         optim={"lr_clf": None},
-    )  # fmt: skip
+    )
     project.commit("data")
     project.dvc("exp", "run", "--queue", "--set-param", "optim.lr_clf=0.001,0.002")
-    project.run(sys.executable, "-m", "dvc", "queue", "start", seconds=850)  # its output ends with the last task
+    # its output ends with the last task
+    project.run(sys.executable, "-m", "dvc", "queue", "start", seconds=850)
     for _ in range(60):
         rows = project.dvc("queue", "status").splitlines()[1:]
         if not any("Running" in row or "Queued" in row for row in rows):

@@ -1,4 +1,5 @@
-"""One project with Prefect server and worker that the end-to-end tests share: starting them costs more than most tests.
+"""One project with Prefect server and worker that the end-to-end tests share: starting them costs
+more than most tests.
 
 A test that needs a champion asks for `ready()`: then it runs alone too, after a training more.
 """
@@ -15,7 +16,9 @@ from typing import Any, Self
 
 import numpy as np
 
-TRAIN, REFRESH, MONITOR = "unidec/train", "unidec-refresh/refresh", "unidec-monitor/monitor"
+TRAIN = "unidec/train"
+REFRESH = "unidec-refresh/refresh"
+MONITOR = "unidec-monitor/monitor"
 
 # a serving process: the model that an alias names, loaded anew, and its answers to the last digit
 ANSWERS = """
@@ -28,7 +31,8 @@ found.to_csv(sys.argv[3], index=False, float_format="%.17g")
 
 
 class World:
-    """A project (`.project`), its Prefect (`.server`), and the versions of data that its source may hold.
+    """A project (`.project`), its Prefect (`.server`), and the versions of data that its source may
+    hold.
 
     Attributes:
         first: 600 training queries, without the labels that come later.
@@ -36,33 +40,46 @@ class World:
         third: second with `FRESH` more labels, which no training query has.
     """
 
-    LATER, FRESH = 100, 30
+    LATER = 100
+    FRESH = 30
 
     def __init__(self, folder: Path, project: ModuleType, server: ModuleType) -> None:
-        self.folder, self.data = folder, project
+        self.folder = folder
+        self.data = project
         self.project = project.Project(folder)
         self.server = server.Server(self.project.root, folder / "prefect")
         raw = project.small_data()
         trained = np.flatnonzero(np.diff(raw.relevance["train"].tocsc().indptr) > 0)
         chosen = np.random.default_rng(0).choice(trained, self.LATER, replace=False)
-        rare = np.setdiff1d(np.flatnonzero(np.diff(raw.relevance["test"].tocsc().indptr) == 1), trained)
+        rare = np.setdiff1d(
+            np.flatnonzero(np.diff(raw.relevance["test"].tocsc().indptr) == 1), trained
+        )
         fresh = rare[: self.FRESH]
-        self.third, self.second = raw, project.without_labels(raw, fresh)
-        self.first = project.fewer_queries(project.without_labels(raw, np.union1d(chosen, fresh)), 600)
+        self.third = raw
+        self.second = project.without_labels(raw, fresh)
+        self.first = project.fewer_queries(
+            project.without_labels(raw, np.union1d(chosen, fresh)), 600
+        )
         self.fresh = [str(uid) for uid in raw.labels["uid"].take(fresh).to_pylist()]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.server.stop()
 
-    # -- states of the world --------------------------------------------------------------------------------------
+    # -- states of the world
+    # --------------------------------------------------------------------------------------
 
     def up(self) -> Self:
-        """Server, deployments and a worker, as docs/retraining.md starts them; what is there already stays."""
+        """Server, deployments and a worker, as docs/retraining.md starts them; what is there
+        already stays.
+        """
         if self.server.server is None:
             begun = (self.server.home / "server.log").exists()
             self.server.start()
@@ -76,7 +93,9 @@ class World:
         return self
 
     def ready(self) -> Self:
-        """The same, with a champion that was trained on the data that the source holds now, and nothing to do."""
+        """The same, with a champion that was trained on the data that the source holds now, and
+        nothing to do.
+        """
         self.up()
         if "champion" not in self.project.aliases():
             self.server.completed(self.server.run(TRAIN), 600)
@@ -88,10 +107,13 @@ class World:
         self.project.params(**sections)
         self.project.commit("Other parameters")
 
-    # -- what is asked of it --------------------------------------------------------------------------------------
+    # -- what is asked of it
+    # --------------------------------------------------------------------------------------
 
     def schedule_once(self, seconds: float = 5, count: int = 1, every: int = 3) -> None:
-        """Has the scheduler make `count` runs of the training, from some seconds on, and no more."""
+        """Has the scheduler make `count` runs of the training, from some seconds on,
+        and no more.
+        """
         start = (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y%m%dT%H%M%SZ")
         rule = f"DTSTART:{start}\nRRULE:FREQ=SECONDLY;INTERVAL={every};COUNT={count}"
         body = [{"schedule": {"rrule": rule, "timezone": "UTC"}, "active": True}]
@@ -100,7 +122,8 @@ class World:
     def answers(self, alias: str, num_queries: int = 100) -> bytes:
         """The top 10 of test queries by the model that an alias names, asked in a fresh process."""
         texts = self.third.queries["test"]["title"].to_pylist()[:num_queries]
-        asked, answered = self.folder / "asked.json", self.folder / "answered.csv"
+        asked = self.folder / "asked.json"
+        answered = self.folder / "answered.csv"
         asked.write_text(json.dumps(texts))
         self.project.run(sys.executable, "-c", ANSWERS, alias, str(asked), str(answered))
         return answered.read_bytes()
@@ -113,7 +136,9 @@ class World:
 
         def done() -> bool:
             state = self.server.flow_run(run)["state"]
-            assert state["type"] in ("SCHEDULED", "PENDING", "RUNNING"), f"{state}\n{self.server.log_of(run)}"
+            assert state["type"] in ("SCHEDULED", "PENDING", "RUNNING"), (
+                f"{state}\n{self.server.log_of(run)}"
+            )
             return self.server.tasks(run).get(name) == "COMPLETED"
 
         self.server.wait(done, f"task {name!r}", seconds, every=0.2)

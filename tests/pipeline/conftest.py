@@ -1,4 +1,6 @@
-"""A working folder with a slice of lf-debian and a tiny transformer, and MLflow's store within it."""
+"""A working folder with a slice of lf-debian and a tiny transformer, and MLflow's store
+within it.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,40 @@ from unidec.data.raw import RawData
 
 
 @pytest.fixture(scope="session")
-def work(helper: Callable[[str], Any], slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """`folder` with raw/ and bert/, and `params(**overrides)` for a short training of a bag of tokens in it."""
+def work(
+    helper: Callable[[str], Any], slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
+    """`folder` with raw/ and bert/, and `params(**overrides)` for a short training of a bag of
+    tokens in it.
+    """
     folder = tmp_path_factory.mktemp("work")
     (folder / "raw").mkdir()
     write_raw(slice_raw, folder / "raw", "xmc-json")
-    texts = [text for table in (*slice_raw.queries.values(), slice_raw.labels) for text in table["title"].to_pylist()]
+    texts = [
+        text
+        for table in (*slice_raw.queries.values(), slice_raw.labels)
+        for text in table["title"].to_pylist()
+    ]
     bert = helper("tiny_transformer").write_transformer(folder / "bert", texts)
 
     def params(**overrides: Any) -> Params:
         # named as in the working folder: what it is called from must not show in a run's name
         values = {
-            "data.path": "raw", "data.validation_share": 0.05, "pool.batch_size": 256, "pool.beta": 2, "pool.eta": 2,
-            "pool.refresh": 1, "optim.epochs": 2, "model.dim": 32, "index.clf_weight": "auto",
-            "optim.lr_bag": 5e-3, "optim.lr_heads": 5e-3, "optim.lr_clf": 5e-3,
-            "tracking.experiment": "stages", "tracking.model_name": "stages",
-        }  # fmt: skip
+            "data.path": "raw",
+            "data.validation_share": 0.05,
+            "pool.batch_size": 256,
+            "pool.beta": 2,
+            "pool.eta": 2,
+            "pool.refresh": 1,
+            "optim.epochs": 2,
+            "model.dim": 32,
+            "index.clf_weight": "auto",
+            "optim.lr_bag": 5e-3,
+            "optim.lr_heads": 5e-3,
+            "optim.lr_clf": 5e-3,
+            "tracking.experiment": "stages",
+            "tracking.model_name": "stages",
+        }
         return helper("tiny_training").tiny_params(Path(bert.name), **(values | overrides))
 
     return SimpleNamespace(folder=folder, params=params)

@@ -44,7 +44,9 @@ def only(findings: list[Finding]) -> Finding:
 
 
 def repaired(code: int) -> None:
-    """The one finding has this weight, is left alone, is repaired when asked, and is not found again."""
+    """The one finding has this weight, is left alone, is repaired when asked, and is not found
+    again.
+    """
     finding = only(doctor.examine())
     assert doctor.exit_code([finding]) == code and finding.fixable and finding.done is None
     assert only(doctor.examine()).where == finding.where  # looking changed nothing
@@ -65,10 +67,13 @@ def test_nothing_is_wrong_with_nothing() -> None:
     assert doctor.examine(deep=True, fix=True) == [] and doctor.exit_code([]) == 0
 
 
-# -- half-written --------------------------------------------------------------------------------------------------
+# -- half-written
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["data/tokens", "outputs", "runs/abc/checkpoints", "runs/own/x/data"])
+@pytest.mark.parametrize(
+    "folder", ["data/tokens", "outputs", "runs/abc/checkpoints", "runs/own/x/data"]
+)
 def test_what_a_killed_writer_left(place: Path, dead_pid: int, folder: str) -> None:
     root = place / folder
     root.mkdir(parents=True)
@@ -100,7 +105,8 @@ def test_what_ranks_left_is_removed_unless_a_training_is_at_work(place: Path) ->
     repaired(1)
 
 
-# -- artifacts -----------------------------------------------------------------------------------------------------
+# -- artifacts
+# --------------------------------------------------------------------------------------------------
 
 
 def artifact(path: str, kind: str) -> Path:
@@ -131,15 +137,23 @@ def test_a_folder_without_its_manifest(content: bytes | None, folder: str) -> No
     assert "computed again" in reported(4, "manifest", "vectors-1/manifest.json").fix
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------
+# -- runs
+# --------------------------------------------------------------------------------------------------
 
 
 def checkpoints(run: str, *steps: int, epoch: int = 0, refresh: str | None = None) -> list[Path]:
     found = []
     for step in steps:
         writer = CheckpointWriter(Path("runs") / run)
-        state = {"epoch": epoch, "epoch_step": step, "step": step, "seconds": 0.0, "refresh": refresh,
-                 "identity": {}, "notes": {}}  # fmt: skip
+        state = {
+            "epoch": epoch,
+            "epoch_step": step,
+            "step": step,
+            "seconds": 0.0,
+            "refresh": refresh,
+            "identity": {},
+            "notes": {},
+        }
         found.append(writer.save(Checkpoint(state, {"model.x": torch.ones(4)}, {})))
     return found
 
@@ -151,10 +165,13 @@ def test_a_damaged_checkpoint_beside_a_whole_one_and_alone() -> None:
     assert "newest intact one is used" in reported(1, "a damaged checkpoint", second.name).fix
     os.truncate(first / "dense.safetensors", 5)
     both = doctor.examine(fix=True)
-    assert [(f.severity, f.fixable) for f in both] == [("broken", False)] * 2 and doctor.exit_code(both) == 4
+    assert [(f.severity, f.fixable) for f in both] == [("broken", False)] * 2 and doctor.exit_code(
+        both
+    ) == 4
 
 
-# -- tracking ------------------------------------------------------------------------------------------------------
+# -- tracking
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -191,7 +208,10 @@ def test_figures_that_wait_are_sent_unless_a_training_is_at_work(uri: str) -> No
     tracker.finish()
     tracker.log(8, {"loss": 0.4})
     repaired(1)
-    assert [p.step for p in open_client(uri).get_metric_history(str(tracker.run_id), "loss")] == [7, 8]
+    assert [p.step for p in open_client(uri).get_metric_history(str(tracker.run_id), "loss")] == [
+        7,
+        8,
+    ]
     assert status(uri, tracker.run_id) == "FINISHED"
 
 
@@ -201,7 +221,9 @@ def test_a_damaged_note_of_the_run(uri: str) -> None:
     reported(1, "a damaged record", "tracking.json")
 
 
-def test_the_command(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["unidec", "runs", "doctor"])
 
     def run(code: int) -> str:

@@ -1,4 +1,6 @@
-"""Data in time on a real registry: a champion trained on a slice, later data, windows of queries; pages and events."""
+"""Data in time on a real registry: a champion trained on a slice, later data, windows of queries;
+pages and events.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,16 @@ CHAMPION = "models:/unidec@champion"
 
 def params_of(helper: Callable[[str], Any], **overrides: Any) -> Params:
     values = {
-        "data.path": "raw", "data.validation_share": 0.2, "optim.epochs": 2, "pool.refresh": 2, "pool.batch_size": 128,
-        "optim.lr_bag": 5e-3, "model.dim": 32, "run.check_memory": False, "run.checkpoint_minutes": 0.0,
-    }  # fmt: skip
+        "data.path": "raw",
+        "data.validation_share": 0.2,
+        "optim.epochs": 2,
+        "pool.refresh": 2,
+        "pool.batch_size": 128,
+        "optim.lr_bag": 5e-3,
+        "model.dim": 32,
+        "run.check_memory": False,
+        "run.checkpoint_minutes": 0.0,
+    }
     return helper("tiny_training").tiny_params(Path("bert"), **(values | overrides))
 
 
@@ -49,13 +58,19 @@ def raw(lf_debian_path: Path) -> RawData:
 
 
 @pytest.fixture(scope="module")
-def made(helper: Callable[[str], Any], raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def made(
+    helper: Callable[[str], Any], raw: RawData, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """A project with a champion."""
     folder = tmp_path_factory.mktemp("change")
     (folder / "raw").mkdir()
     some = make_slice(raw, 1200, 300)
     write_raw(some, folder / "raw", "xmc-json")
-    texts = [text for table in (*some.queries.values(), some.labels) for text in table["title"].to_pylist()]
+    texts = [
+        text
+        for table in (*some.queries.values(), some.labels)
+        for text in table["title"].to_pylist()
+    ]
     helper("tiny_transformer").write_transformer(folder / "bert", texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -72,14 +87,18 @@ def made(helper: Callable[[str], Any], raw: RawData, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture
-def work(made: Path, helper: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def work(
+    made: Path, helper: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> SimpleNamespace:
     monkeypatch.chdir(made)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{made}/mlflow.db")
     shutil.rmtree(paths.CHANGE, ignore_errors=True)
     return SimpleNamespace(folder=made, params=lambda **overrides: params_of(helper, **overrides))
 
 
-def ingested(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, raw: RawData, name: str) -> Params:
+def ingested(
+    work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, raw: RawData, name: str
+) -> Params:
     """Other data in data/dataset (a folder of its own)."""
     folder = Path("raw-" + name)
     if not folder.exists():
@@ -105,8 +124,11 @@ def test_the_bundle_carries_the_profile_of_what_it_serves(work: SimpleNamespace)
     profile = read_profile(paths.BUNDLE)
     assert profile is not None and profile["sha256"] == paths.open_dataset().sha256
     assert (paths.BUNDLE / "bundle.json").stat().st_size < 300_000
-    assert not {"drift", "gate", "retrain", "serve", "source", "tracking"} & set(read_info(paths.BUNDLE).params)
-    bundle, dataset = Bundle.load(paths.BUNDLE), paths.open_dataset()
+    assert not {"drift", "gate", "retrain", "serve", "source", "tracking"} & set(
+        read_info(paths.BUNDLE).params
+    )
+    bundle = Bundle.load(paths.BUNDLE)
+    dataset = paths.open_dataset()
     texts = dataset.query_texts(dataset.rows("validation"))
     vectors, scores = _answers(bundle, texts)
     assert profile["served"]["mean"] == pytest.approx(vectors.mean(axis=0), abs=1e-4)
@@ -125,7 +147,9 @@ def test_a_profile_of_another_version_is_none(work: SimpleNamespace, tmp_path: P
         (tmp_path / "bundle" / "bundle.json").write_text(json.dumps(about))
         assert read_profile(tmp_path / "bundle") is None
     with pytest.raises(ArtifactError, match="has no profile"):
-        pipeline.monitor(work.params(), window(tmp_path / "w.parquet", ["x"]), bundle=str(tmp_path / "bundle"))
+        pipeline.monitor(
+            work.params(), window(tmp_path / "w.parquet", ["x"]), bundle=str(tmp_path / "bundle")
+        )
 
 
 def test_the_very_same_data_and_a_model_without_champion(work: SimpleNamespace) -> None:
@@ -148,7 +172,11 @@ def test_data_that_changed_a_little_goes_on(
     pipeline.data_change(params)
     assert (paths.CHANGE / "drift.json").read_bytes() == again
     page = Path(result.page).read_text()
-    assert "nothing changed beyond the limits" in page and "docs/index.html" in page and "<script" not in page
+    assert (
+        "nothing changed beyond the limits" in page
+        and "docs/index.html" in page
+        and "<script" not in page
+    )
     assert Path(result.docs).is_file()
 
 
@@ -156,11 +184,15 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
     work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = pipeline.data_change(ingested(work, monkeypatch, make_slice(raw, 1500, 300), "grown"))
-    assert result.stops == [] and any(line.startswith("training queries:") for line in result.warnings)
+    assert result.stops == [] and any(
+        line.startswith("training queries:") for line in result.warnings
+    )
     params = ingested(work, monkeypatch, make_slice(raw, 400, 300), "shrunk")
     with pytest.raises(DataError, match=r"training queries: 9.. before, 3.. now") as caught:
         pipeline.data_change(params)
-    assert "data/change/index.html" in str(caught.value) and "drift.stop_change" in str(caught.value)
+    assert "data/change/index.html" in str(caught.value) and "drift.stop_change" in str(
+        caught.value
+    )
     stored = json.loads((paths.CHANGE / "drift.json").read_text())
     assert stored["stops"] and "stops" in (paths.CHANGE / "index.html").read_text()
     allowed = pipeline.data_change(
@@ -182,14 +214,17 @@ def test_the_page_of_the_validation_has_the_change(
     shown = validated(params)
     compared = [row for row in stated.rows if row[:1] and row[1:2] in (["warns"], ["ok"])]
     assert len(compared) >= 24 and all(row in shown.rows for row in compared)
-    assert "version 1" in shown.words and "changed beyond the limits: training queries" in shown.words
+    assert (
+        "version 1" in shown.words and "changed beyond the limits: training queries" in shown.words
+    )
     assert shown.tags.count("svg") >= 4 + 2  # of the data, and of the lengths on both sides
 
     # a registry that cannot be read, and none at all, fail no validation
     uri = tracking_uri()
     for address, reason in (
-        ("sqlite:///none.db", "no registry yet"), (f"http://127.0.0.1:{free_port()}", "does not answer"),
-    ):  # fmt: skip
+        ("sqlite:///none.db", "no registry yet"),
+        (f"http://127.0.0.1:{free_port()}", "does not answer"),
+    ):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         assert reason in validated(params).words and not Path("none.db").exists()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -201,7 +236,8 @@ def test_the_page_of_the_validation_has_the_change(
     client = open_client(uri)
     client.set_model_version_tag("unidec", "1", "dataset.sha256", paths.open_dataset().sha256)
     assert "very data" in validated(params).words
-    client.set_model_version_tag("unidec", "1", "start.kind", "refresh")  # its labels are the data's, not its training
+    # its labels are the data's, not its training
+    client.set_model_version_tag("unidec", "1", "start.kind", "refresh")
     assert "could not be read" in validated(params).words
     for key in ("dataset.sha256", "start.kind"):
         client.delete_model_version_tag("unidec", "1", key)
@@ -211,11 +247,15 @@ def throw(error: Exception) -> None:
     raise error
 
 
-def test_labels_under_other_names_stop(work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_under_other_names_stop(
+    work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pyarrow as pa
 
     some = make_slice(raw, 1200, 300)
-    uids = pa.chunked_array([[f"new-{row}" for row in range(some.num_labels)]], some.labels.schema.field("uid").type)
+    uids = pa.chunked_array(
+        [[f"new-{row}" for row in range(some.num_labels)]], some.labels.schema.field("uid").type
+    )
     labels = some.labels.set_column(0, some.labels.schema.field("uid"), uids)
     renamed = RawData(some.name, some.queries, labels, some.relevance, some.filter_pairs)
     with pytest.raises(DataError, match=r"labels that are gone: 100\.0%"):
@@ -228,7 +268,9 @@ def test_windows_like_the_training_data_are_quiet_and_others_are_found(
     titles = raw.queries["train"]["title"].to_pylist()
     rng = np.random.default_rng(0)
     for number in range(5):
-        texts = [titles[row] for row in rng.choice(np.arange(2000, len(titles)), 400, replace=False)]
+        texts = [
+            titles[row] for row in rng.choice(np.arange(2000, len(titles)), 400, replace=False)
+        ]
         result = pipeline.monitor(work.params(), window(tmp_path / f"same{number}.parquet", texts))
         assert not result.drifted and result.judged, states(result)
     assert len(result.findings) == 8 and result.metrics is None
@@ -247,13 +289,19 @@ def test_windows_like_the_training_data_are_quiet_and_others_are_found(
     assert set(states(few).values()) == {"not judged"}
     file = window(tmp_path / "two.parquet", python[:2])
     against = pipeline.drift(work.params(), CHAMPION, file)
-    assert not against.drifted and not against.judged and set(states(against).values()) == {"not judged"}
+    assert (
+        not against.drifted
+        and not against.judged
+        and set(states(against).values()) == {"not judged"}
+    )
 
 
 def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) -> None:
-    dataset, bundle = paths.open_dataset(), Bundle.load(paths.BUNDLE)
+    dataset = paths.open_dataset()
+    bundle = Bundle.load(paths.BUNDLE)
     rows = dataset.rows("validation")
-    uids, texts = np.asarray(dataset.label_uids()), dataset.query_texts(rows)
+    uids = np.asarray(dataset.label_uids())
+    texts = dataset.query_texts(rows)
     right = [[str(uid) for uid in uids[dataset.relevance[row].indices]] for row in rows]
     result = pipeline.monitor(work.params(), window(tmp_path / "w.parquet", texts, right))
     best = [prediction.labels[0] for prediction in bundle.predict(texts, 1)]
@@ -268,7 +316,9 @@ def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) ->
     strange = [["nobody"] if number % 2 else known for number, known in enumerate(right)]
     result = pipeline.monitor(work.params(), window(tmp_path / "w2.parquet", texts, strange))
     assert states(result)["unknown_labels"] == "warning"
-    assert result.metrics["P@1"] == pytest.approx(np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)]))
+    assert result.metrics["P@1"] == pytest.approx(
+        np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)])
+    )
 
 
 def test_the_run_of_a_window(
@@ -276,7 +326,9 @@ def test_the_run_of_a_window(
 ) -> None:
     monkeypatch.setenv("UNIDEC_MLFLOW_UI", "http://mlflow.test")
     texts = raw.queries["train"]["title"].to_pylist()[2000:2300]
-    result = pipeline.monitor(work.params(), window(tmp_path / "week.parquet", texts), bundle=CHAMPION)
+    result = pipeline.monitor(
+        work.params(), window(tmp_path / "week.parquet", texts), bundle=CHAMPION
+    )
     client = open_client(f"sqlite:///{work.folder}/mlflow.db")
     experiment = client.get_experiment_by_name("unidec-monitor")
     run = client.search_runs([experiment.experiment_id], "attributes.run_name LIKE 'week-%'")[0]
@@ -284,7 +336,10 @@ def test_the_run_of_a_window(
     shift = next(finding["value"] for finding in result.findings if finding["check"] == "shift")
     assert run.data.metrics["drift/shift"] == pytest.approx(shift)
     assert run.data.tags["drifted"] == str(result.drifted).lower()
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"index.html", "drift.json"}
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
+        "index.html",
+        "drift.json",
+    }
 
 
 def test_what_cannot_be_monitored(work: SimpleNamespace, tmp_path: Path) -> None:
@@ -292,11 +347,14 @@ def test_what_cannot_be_monitored(work: SimpleNamespace, tmp_path: Path) -> None
     with pytest.raises(DataError, match="has no queries"):
         pipeline.monitor(work.params(), str(tmp_path / "empty.csv"))
     with pytest.raises(ConfigError, match="not in the registry"):
-        pipeline.monitor(work.params(**{"tracking.model_name": "nobody"}), str(tmp_path / "empty.csv"))
+        pipeline.monitor(
+            work.params(**{"tracking.model_name": "nobody"}), str(tmp_path / "empty.csv")
+        )
 
 
-def test_drift_of_two_versions_and_of_a_file(work: SimpleNamespace, raw: RawData, tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_drift_of_two_versions_and_of_a_file(
+    work: SimpleNamespace, raw: RawData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = str(paths.DATASET)
     ingested(work, monkeypatch, make_slice(raw, 400, 300), "shrunk")
     params = work.params()
@@ -314,12 +372,16 @@ def test_drift_of_two_versions_and_of_a_file(work: SimpleNamespace, raw: RawData
 def test_the_commands(work: SimpleNamespace, tmp_path: Path) -> None:
     from unidec.cli import app
 
-    Path("own.yaml").write_text("drift: {min_window: 20}\ntracking: {experiment: unidec, model_name: unidec}\n")
+    Path("own.yaml").write_text(
+        "drift: {min_window: 20}\ntracking: {experiment: unidec, model_name: unidec}\n"
+    )
     odd = window(tmp_path / "odd.parquet", [f"hello how are you {number}" for number in range(40)])
     result = CliRunner().invoke(app, ["models", "monitor", odd, "--params", "own.yaml", "--json"])
     assert result.exit_code == 1, result.output
     assert json.loads(result.output[result.output.index("{") :])["drifted"]
-    result = CliRunner().invoke(app, ["data", "drift", "data/dataset", "data/dataset", "--params", "own.yaml"])
+    result = CliRunner().invoke(
+        app, ["data", "drift", "data/dataset", "data/dataset", "--params", "own.yaml"]
+    )
     assert result.exit_code == 0 and "report: runs/drift/" in result.output
     result = CliRunner().invoke(app, ["data", "change", "--params", "own.yaml"])
     assert result.exit_code == 0 and "very data" in result.output

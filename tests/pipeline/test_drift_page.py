@@ -1,4 +1,6 @@
-"""The page of changes: every figure with its bounds, nothing loaded, nothing unescaped, also where there is nothing."""
+"""The page of changes: every figure with its bounds, nothing loaded, nothing unescaped, also where
+there is nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,20 @@ CHECKS = [
 def side(words: dict[str, int], first: int, **more: Any) -> dict[str, Any]:
     histogram = [0] * len(LENGTH_EDGES)
     histogram[first] = 10
-    return {"queries": {"length": {"histogram": histogram}, "words": {"count": 100, "top": words}}} | more
+    return {
+        "queries": {"length": {"histogram": histogram}, "words": {"count": 100, "top": words}}
+    } | more
 
 
 def page(**changes: Any) -> Page:
-    sides, more = (changes.pop("old", {}), changes.pop("new", {})), {"reason": changes.pop("reason", "")}
-    values: dict[str, Any] = {"title": "Change", "names": ("before", "now"), "checks": CHECKS, "facts": {}}
+    sides = (changes.pop("old", {}), changes.pop("new", {}))
+    more = {"reason": changes.pop("reason", "")}
+    values: dict[str, Any] = {
+        "title": "Change",
+        "names": ("before", "now"),
+        "checks": CHECKS,
+        "facts": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         _write(Path(folder), sides=sides, more=more, **(values | changes))
         html = (Path(folder) / "index.html").read_text()
@@ -38,8 +48,12 @@ def page(**changes: Any) -> Page:
 
 
 def test_what_stops_comes_first_with_its_bounds() -> None:
-    shown = page(old=side({"red": 10, "old": 4}, 3), new=side({"red": 2, "<i>new</i>": 9}, 5),
-                 docs="docs/index.html", facts={"sha": "<x>"})  # fmt: skip
+    shown = page(
+        old=side({"red": 10, "old": 4}, 3),
+        new=side({"red": 2, "<i>new</i>": 9}, 5),
+        docs="docs/index.html",
+        facts={"sha": "<x>"},
+    )
     assert shown.open == []
     rows = [row for row in shown.rows if row and row[0] in ("a share", "queries <b>", "lengths")]
     assert [row[0] for row in rows] == ["lengths", "queries <b>", "a share"]
@@ -59,5 +73,8 @@ def test_a_window_has_no_stops_and_nothing_to_compare_is_a_page_too() -> None:
 
 
 def test_two_charts_of_lengths_and_one_of_scores() -> None:
-    old, new = (side({}, i, labels=side({}, i)["queries"], served={"score_quantiles": [0.0, i]}) for i in (1, 2))
+    old, new = (
+        side({}, i, labels=side({}, i)["queries"], served={"score_quantiles": [0.0, i]})
+        for i in (1, 2)
+    )
     assert page(old=old, new=new).tags.count("svg") == 3

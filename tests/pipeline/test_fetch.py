@@ -36,7 +36,11 @@ def params_of(**source: object) -> Params:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_folder_is_mirrored_and_its_content_decides(place):

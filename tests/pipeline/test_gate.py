@@ -1,8 +1,8 @@
-"""The gate on real bundles in a real registry: every reason, who is compared with whom, what is written down.
+"""The gate on real bundles in a real registry: every reason, who is compared with whom, what is
+written down.
 
-Fresh processes are asked in tests/bundle/test_probe.py and tests/faults/test_worse_challenger.py; here they are
-played by this one.
-"""
+Fresh processes are asked in tests/bundle/test_probe.py and tests/faults/test_worse_challenger.py;
+here they are played by this one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def store(tmp_path_factory):
 
 @pytest.fixture
 def world(helper, store, tmp_path, monkeypatch, request):
-    world = helper("pipeline/gate_world").World(tmp_path, store, re.sub(r"\W", "-", request.node.name).strip("-"))
+    world = helper("pipeline/gate_world").World(
+        tmp_path, store, re.sub(r"\W", "-", request.node.name).strip("-")
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", world.uri)
     world.data()
@@ -53,7 +55,10 @@ def played(monkeypatch):
     def probe(path, texts, k, timeout, **_options):
         bundle = Bundle.load(path)
         size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file()) / 1e6
-        mine = {name: v.get(bundle.sha256, 2.0) if isinstance(v, dict) else v for name, v in times.items()}
+        mine = {
+            name: v.get(bundle.sha256, 2.0) if isinstance(v, dict) else v
+            for name, v in times.items()
+        }
         return Probe(sha256=bundle.sha256, megabytes=size, **mine)
 
     monkeypatch.setattr(gating, "probe_bundle", probe)
@@ -81,7 +86,9 @@ def test_from_the_first_model_to_one_that_takes_its_place(world):
     better = world.version(world.bundle("better", wrong=range(0, 60, 30)))
     result = pipeline.gate(params)
     assert result.passed, result.reasons
-    assert result.champion == first and result.metrics["challenger"]["P@1"] == pytest.approx(100 * 58 / 60)
+    assert result.champion == first and result.metrics["challenger"]["P@1"] == pytest.approx(
+        100 * 58 / 60
+    )
     assert result.metrics["champion"]["P@1"] == pytest.approx(75)
     assert pipeline.promote(params).previous == first
     assert world.aliases() == {"champion": better, "previous": first, "challenger": better}
@@ -93,9 +100,14 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
     worse = world.version(world.bundle("worse", wrong=range(0, 60, 5)))
     result = pipeline.gate(params)
     assert not result.passed
-    assert set(failed(result)) == {"nDCG@5", "confidence", "P@1", "PSP@5", "tail/R@10", "coverage@5"} & set(
-        failed(result)
-    )
+    assert set(failed(result)) == {
+        "nDCG@5",
+        "confidence",
+        "P@1",
+        "PSP@5",
+        "tail/R@10",
+        "coverage@5",
+    } & set(failed(result))
     assert {"nDCG@5", "confidence", "P@1"} <= set(failed(result))
     tags = world.tags(worse)
     assert tags["gate.passed"] == "false" and tags["gate.champion"] == champion
@@ -110,18 +122,26 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
         and kept["comparison"]["better"] == 0
     )
     page = Path(result.page).read_text()
-    assert f"version {worse} refused" in page and "FAIL" in page and "report.html" in page and "<script" not in page
+    assert (
+        f"version {worse} refused" in page
+        and "FAIL" in page
+        and "report.html" in page
+        and "<script" not in page
+    )
     with pytest.raises(Refused, match="did not pass the gate"):
         pipeline.promote(params)
     assert world.aliases()["champion"] == champion
-    # as things are it stays refused; other settings, other data or another champion are another question
+    # as things are it stays refused; other settings, other data or another champion are another
+    # question
     assert not pipeline.needs_gate(params, worse)
     assert pipeline.needs_gate(world.params(margin=-30.0), worse)
 
 
 def split_changed(world, helper, num_seen: int, num_test: int = 60) -> tuple[list[str], list[str]]:
-    """New data whose test queries are named as the champion's training queries were: of the first `num_seen`, the texts
-    are the same. Returns the texts that the champion and that the challenger were trained on."""
+    """New data whose test queries are named as the champion's training queries were: of the first
+    `num_seen`, the texts are the same. Returns the texts that the champion and that the challenger
+    were trained on.
+    """
     raw = helper("pipeline/gate_world").make_raw(num_test=num_test)
     test = raw.queries["test"]
     titles = [f"{title} v{row}" for row, title in enumerate(test["title"].to_pylist())]
@@ -143,7 +163,10 @@ def test_a_split_that_changed_is_judged_on_queries_that_neither_has_seen(world, 
     assert "the challenger was trained on 0 of the 160 test queries" in check.words
     assert "both are judged on the 120 that neither has seen" in check.words
     kept = json.loads(Path("outputs/gate.json").read_text())
-    assert kept["seen"] == {"challenger": 0, "champion": 40} and kept["comparison"]["num_queries"] == 120
+    assert (
+        kept["seen"] == {"challenger": 0, "champion": 40}
+        and kept["comparison"]["num_queries"] == 120
+    )
     page = " ".join(Path(result.page).read_text().split())
     assert "120 of 160 test queries" in page
     assert "The champion was trained on 40 of them, which are left out" in page
@@ -154,21 +177,31 @@ def test_a_split_that_changed_is_judged_on_queries_that_neither_has_seen(world, 
 def test_too_few_unseen_queries_are_no_verdict_unless_that_is_accepted(world, helper, who):
     seen, other = split_changed(world, helper, 45)
     trained_on = {"champion": other, "challenger": other} | {who: seen}
-    world.version(world.bundle("champion", wrong=[1], trained_on=trained_on["champion"]), alias="champion")
+    world.version(
+        world.bundle("champion", wrong=[1], trained_on=trained_on["champion"]), alias="champion"
+    )
     world.version(world.bundle("challenger", trained_on=trained_on["challenger"]))
     result = pipeline.gate(world.params())
     assert failed(result) == ["unseen queries"] and result.metrics == {}
     words = result.reasons[-1].words
-    assert f"the {who} was trained on 45 of the 60 test queries" in words and "only 15 are left" in words
+    assert (
+        f"the {who} was trained on 45 of the 60 test queries" in words
+        and "only 15 are left" in words
+    )
     page = Path(result.page).read_text()
-    assert "Name a test split that neither model was trained on" in page and "train longer" not in page.lower()
+    assert (
+        "Name a test split that neither model was trained on" in page
+        and "train longer" not in page.lower()
+    )
     accepted = world.params(confidence=0.0).model_copy(
         update={"validation": Validation(test_texts_in_train_severity="warn")}
     )
     assert pipeline.needs_gate(accepted, "challenger")
     result = pipeline.gate(accepted)
-    assert result.metrics and "all are judged on, which validation.test_texts_in_train_severity: warn accepts" in next(
-        reason.words for reason in result.reasons if reason.check == "unseen queries"
+    assert (
+        result.metrics
+        and "all are judged on, which validation.test_texts_in_train_severity: warn accepts"
+        in next(reason.words for reason in result.reasons if reason.check == "unseen queries")
     )
 
 
@@ -193,12 +226,16 @@ def test_copies_of_old_bundles_make_room(world, monkeypatch):
     version = world.version(world.bundle("b"))
     pipeline.gate(world.params(), version)
     left = {path.name for path in Path("runs/bundles").iterdir() if path.is_dir()}
-    compared = {world.tags(number)["bundle.sha256"][:16] for number in (world.aliases()["champion"], version)}
+    compared = {
+        world.tags(number)["bundle.sha256"][:16]
+        for number in (world.aliases()["champion"], version)
+    }
     assert compared <= left and not {"old", "older", "oldest"} & left and len(left) == 3
 
 
 def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(world, helper):
-    raw = helper("pipeline/gate_world").make_raw(first=6)  # labels 6 to 65: 0 to 5 are gone, 60 to 65 are new
+    # labels 6 to 65: 0 to 5 are gone, 60 to 65 are new
+    raw = helper("pipeline/gate_world").make_raw(first=6)
     world.data(raw)
     world.version(world.bundle("old", labels=range(60)), alias="champion")
     world.version(world.bundle("new", labels=reversed(range(6, 66))))  # in another order
@@ -207,7 +244,10 @@ def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(
     assert result.metrics["challenger"]["P@1"] == 100.0
     assert result.metrics["champion"]["P@1"] == pytest.approx(90.0)  # right about 54 of 60 labels
     kept = json.loads(Path("outputs/gate.json").read_text())
-    assert kept["labels"] == {"challenger": {"unknown": 0, "removed": 0}, "champion": {"unknown": 6, "removed": 6}}
+    assert kept["labels"] == {
+        "challenger": {"unknown": 0, "removed": 0},
+        "champion": {"unknown": 6, "removed": 6},
+    }
     assert "does not know 6 labels" in Path(result.page).read_text()
 
 
@@ -218,7 +258,8 @@ def test_rankings_beside_a_slow_reference_filter_pairs_left_out(world, monkeypat
     dataset = XMCDataset.open("data/dataset")
     found, about = gating.rank_queries(bundle, dataset, dataset.rows("test"))
     assert about == {"unknown": 10, "removed": 2}
-    uids, rows = dataset.label_uids(), dataset.rows("test")
+    uids = dataset.label_uids()
+    rows = dataset.rows("test")
     for i, text in enumerate(dataset.query_texts(rows)):
         forbidden = {uids[row] for row in dataset.filter_pairs[rows[i]].indices}
         whole = bundle.predict([text], k=60)[0].labels
@@ -274,11 +315,15 @@ def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(world, monkeyp
     Path("unidec/code.py").write_text("2\n")
     tags = {key.replace(".", "__"): value for key, value in code_tags().items()}
     version = world.version(world.bundle("better"), **tags)
-    assert failed(pipeline.gate(world.params())) == ["code"] and not pipeline.needs_gate(world.params(), version)
+    assert failed(pipeline.gate(world.params())) == ["code"] and not pipeline.needs_gate(
+        world.params(), version
+    )
     subprocess.run([*git, "commit", "-qam", "two"], check=True)
     assert pipeline.needs_gate(world.params(), version)
     result = pipeline.gate(world.params())
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert result.passed and result.reasons[0].words == f"commit {head[:12]}"
     assert world.tags(version)["git.dirty"] == "false" and "git.changed" not in world.tags(version)
     assert world.tags(version)["mlflow.source.git.commit"] == head
@@ -301,7 +346,9 @@ def test_a_dirty_tree_and_what_was_rolled_back(world, caplog):
     assert result.passed and "gate.allow_dirty accepts" in result.reasons[0].words
     assert pipeline.promote(world.params()).dirty and world.aliases()["champion"] == later
     better = world.version(
-        world.bundle("better", labels=range(60)), rolled_back__at="2026-11-01", rolled_back__by="ann"
+        world.bundle("better", labels=range(60)),
+        rolled_back__at="2026-11-01",
+        rolled_back__by="ann",
     )
     assert failed(pipeline.gate(world.params())) == ["rolled back"]
     assert not pipeline.needs_gate(world.params(), better)
@@ -320,34 +367,53 @@ def test_a_champion_whose_labels_alone_were_refreshed_need_not_be_better(world):
 
 def test_slower_or_larger(world, played):
     slow = world.bundle("slow", padding=2000)
-    champion, version = world.version(world.bundle("champion"), alias="champion"), world.version(slow)
+    champion = world.version(world.bundle("champion"), alias="champion")
+    version = world.version(slow)
     sha256 = world.tags(version)["bundle.sha256"]
     played |= {"p95_ms": {sha256: 5.0}, "p95_cpu_ms": {sha256: 5.0}}
     played |= {"load_seconds": {sha256: 61.0}, "load_cpu_seconds": {sha256: 9.0}}
-    result = pipeline.gate(world.params(max_latency_ms=4.0, max_megabytes=0.1, max_load_seconds=60.0))
-    assert failed(result) == ["load time", "latency", "size", "load ratio", "latency ratio", "size ratio"]
+    result = pipeline.gate(
+        world.params(max_latency_ms=4.0, max_megabytes=0.1, max_load_seconds=60.0)
+    )
+    assert failed(result) == [
+        "load time",
+        "latency",
+        "size",
+        "load ratio",
+        "latency ratio",
+        "size ratio",
+    ]
     assert "2.50 times the champion's" in world.tags(version)["gate.reasons"]
     off = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}
-    assert pipeline.gate(world.params(**off)).passed and world.tags(version)["gate.champion"] == champion
+    assert (
+        pipeline.gate(world.params(**off)).passed
+        and world.tags(version)["gate.champion"] == champion
+    )
 
 
 def test_a_busy_machine_decides_nothing(world, played):
     world.version(world.bundle("champion"), alias="champion")
     version = world.version(world.bundle("same", labels=[*range(60), 70]))
     sha256 = world.tags(version)["bundle.sha256"]
-    played |= {"load_seconds": {sha256: 300.0}, "p95_ms": {sha256: 90.0}}  # as much work, on cores that others use
+    # as much work, on cores that others use
+    played |= {"load_seconds": {sha256: 300.0}, "p95_ms": {sha256: 90.0}}
     result = pipeline.gate(world.params())
-    assert result.passed and {"load ratio", "latency ratio"} <= {reason.check for reason in result.reasons}
+    assert result.passed and {"load ratio", "latency ratio"} <= {
+        reason.check for reason in result.reasons
+    }
 
 
 def test_a_clock_that_was_disturbed_once_is_asked_again(world, played, monkeypatch):
     world.version(world.bundle("champion"), alias="champion")
     version = world.version(world.bundle("same", labels=[*range(60), 70]))
-    probe, calls = gating.probe_bundle, []
+    probe = gating.probe_bundle
+    calls = []
 
     def disturbed(path, *args, **options):
         calls.append(path)
-        played["p95_cpu_ms"] = {world.tags(version)["bundle.sha256"]: 50.0 if len(calls) < 3 else 2.0}
+        played["p95_cpu_ms"] = {
+            world.tags(version)["bundle.sha256"]: 50.0 if len(calls) < 3 else 2.0
+        }
         return probe(path, *args, **options)
 
     monkeypatch.setattr(gating, "probe_bundle", disturbed)
@@ -373,7 +439,10 @@ def test_no_challenger_says_what_to_do(world):
 
 def test_unknown_code_is_not_clean(world):
     """Also for a first champion: whoever does not know what was trained has to allow it."""
-    reason = "git rev-parse: fatal: detected dubious ownership, git config --global --add safe.directory /p"
+    reason = (
+        "git rev-parse: fatal: detected dubious ownership, git config --global --add "
+        "safe.directory /p"
+    )
     version = world.version(world.bundle("silent"), git__unknown=reason, git__dirty="")
     world.client.delete_model_version_tag(world.name, version, "git.dirty")
     verdict = pipeline.gate(world.params())

@@ -1,4 +1,6 @@
-"""Labels changed by hand: a new bundle of a registered one, its origin kept, and removed labels seen no more."""
+"""Labels changed by hand: a new bundle of a registered one, its origin kept, and removed labels
+seen no more.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,15 @@ NAME = "by-hand"
 
 @pytest.fixture(scope="module")
 def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A champion of the slice whose training queries vote, in a folder of its own with params.yaml."""
+    """A champion of the slice whose training queries vote, in a folder of its own with
+    params.yaml.
+    """
     folder = tmp_path_factory.mktemp("by-hand")
     for name in ("raw", "bert"):
         shutil.copytree(work.folder / name, folder / name)
-    params = work.params(**{"index.knn_weight": 0.3, "index.knn_neighbours": 20, "tracking.model_name": NAME})
+    params = work.params(
+        **{"index.knn_weight": 0.3, "index.knn_neighbours": 20, "tracking.model_name": NAME}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
@@ -62,15 +68,21 @@ def run(*arguments: str) -> dict:
 
 def test_added_removed_and_updated_then_registered(params: Params) -> None:
     before = Bundle.load(paths.BUNDLE)
-    sha256, uids = before.sha256, before.uids.to_pylist()
-    Path("new.csv").write_text("uid,text,title\nn1,a reader of planets,planets\nn2,sorts bread by age,\n")
+    sha256 = before.sha256
+    uids = before.uids.to_pylist()
+    Path("new.csv").write_text(
+        "uid,text,title\nn1,a reader of planets,planets\nn2,sorts bread by age,\n"
+    )
     Path("gone.jsonl").write_text("".join(json.dumps({"uid": uid}) + "\n" for uid in uids[:30]))
     Path("changed.csv").write_text(f"uid,text\n{uids[40]},something else altogether\n")
     edit = {
-        "add": read_labels(Path("new.csv")), "remove": [label.uid for label in read_labels(Path("gone.jsonl"))],
+        "add": read_labels(Path("new.csv")),
+        "remove": [label.uid for label in read_labels(Path("gone.jsonl"))],
         "update": read_labels(Path("changed.csv")),
-    }  # fmt: skip
-    result = run("remove", "--file", "gone.jsonl", "--bundle", f"models:/{NAME}@champion", "--dry-run")
+    }
+    result = run(
+        "remove", "--file", "gone.jsonl", "--bundle", f"models:/{NAME}@champion", "--dry-run"
+    )
     assert result["changed"] and result["bundle"] is None and not paths.REFRESHED.exists()
     result = change_labels(params, f"models:/{NAME}@champion", **edit, register=True)
     counts = {"added": 2, "removed": 30, "renamed": 1, "kept": len(uids) - 30}
@@ -88,9 +100,13 @@ def test_added_removed_and_updated_then_registered(params: Params) -> None:
     client = MlflowClient(tracking_uri())
     tags = client.get_model_version(NAME, "2").tags
     wanted = {
-        "bundle.sha256": after.sha256, "start.kind": "refresh", "start.version": "1", "start.bundle.sha256": sha256,
-        "labels": "by hand", "dataset.sha256": before.info.dataset["sha256"],
-    }  # fmt: skip
+        "bundle.sha256": after.sha256,
+        "start.kind": "refresh",
+        "start.version": "1",
+        "start.bundle.sha256": sha256,
+        "labels": "by hand",
+        "dataset.sha256": before.info.dataset["sha256"],
+    }
     assert {key: tags.get(key) for key in wanted} == wanted
     assert not any(key.startswith("dvc.data/") for key in tags)
     assert lineage(f"models:/{NAME}@challenger", model_name=NAME)[1].version == "1"
@@ -104,7 +120,10 @@ def test_added_removed_and_updated_then_registered(params: Params) -> None:
     run("update", uids[40], "something else altogether", "--bundle", "one", "--out", "two")
     run("remove", *uids[:30], "--bundle", "two", "--out", "three")
     in_turn = Bundle.load("three")
-    assert (in_turn.uids.to_pylist(), in_turn.titles.to_pylist()) == (after.uids.to_pylist(), after.titles.to_pylist())
+    assert (in_turn.uids.to_pylist(), in_turn.titles.to_pylist()) == (
+        after.uids.to_pylist(),
+        after.titles.to_pylist(),
+    )
 
 
 def test_removed_labels_are_seen_nowhere(params: Params) -> None:
@@ -123,12 +142,16 @@ def test_removed_labels_are_seen_nowhere(params: Params) -> None:
         assert not {uid for query in explained.neighbours for uid, _ in query.labels} & set(gone)
     allowed = answerer.answer([Request(texts[0], k=50, allow=(*gone, after.uids[0].as_py()))])[0]
     assert allowed.labels == [after.uids[0].as_py()] and allowed.unknown_labels == len(gone)
-    held = (Path("without") / "labels.arrow").read_bytes() + (Path("without") / "bundle.json").read_bytes()
+    held = (Path("without") / "labels.arrow").read_bytes() + (
+        Path("without") / "bundle.json"
+    ).read_bytes()
     assert not any(f"{uid}\0".encode() in held for uid in gone if len(uid) > 12)
 
 
 def test_an_estimated_row_follows_its_text(params: Params) -> None:
-    """Added with one text and changed to another is the same as added with the other; a trained row stays."""
+    """Added with one text and changed to another is the same as added with the other; a trained row
+    stays.
+    """
     change_labels(params, paths.BUNDLE, add=[LabelText("n", "a reader of planets")], out="one")
     change_labels(params, "one", update=[LabelText("n", "sorts bread by age")], out="two")
     change_labels(params, paths.BUNDLE, add=[LabelText("n", "sorts bread by age")], out="three")
@@ -159,9 +182,15 @@ def test_mistakes_write_nothing(params: Params) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["add"], ["add", "x"], ["add", "x", "y", "--file", "z.csv"], ["update", "--title", "t"], ["remove"],
-     ["remove", "x", "--file", "z.csv"]],
-)  # fmt: skip
+    [
+        ["add"],
+        ["add", "x"],
+        ["add", "x", "y", "--file", "z.csv"],
+        ["update", "--title", "t"],
+        ["remove"],
+        ["remove", "x", "--file", "z.csv"],
+    ],
+)
 def test_commands_without_what_they_need(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="unidec labels"):
         CliRunner().invoke(app, ["labels", *arguments], catch_exceptions=False)

@@ -1,4 +1,6 @@
-"""What the launcher makes of what its ranks leave behind; real processes are in tests/faults/test_rank_dies.py."""
+"""What the launcher makes of what its ranks leave behind; real processes are in
+tests/faults/test_rank_dies.py.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def fail_rank(folder, monkeypatch, rank, error):
     return launch.worker(folder, work)
 
 
-@pytest.mark.parametrize("kind", [ConfigError, DataError, ArtifactError, TrainingError, UnidecError])
+@pytest.mark.parametrize(
+    "kind", [ConfigError, DataError, ArtifactError, TrainingError, UnidecError]
+)
 def test_an_error_keeps_its_words_and_its_exit_code(tmp_path, monkeypatch, kind):
     error = kind("no space", where="a/b", got=3, expected=4, fix="buy a disk")
     assert fail_rank(tmp_path, monkeypatch, 1, error) == 0  # torchrun does not retry it
@@ -74,7 +78,9 @@ def test_a_worker_whose_launcher_is_gone_leaves(tmp_path):
         "watch(); print(1, flush=True); time.sleep(600)"
     )
     env = os.environ | {LAUNCHER: str(parent.pid)}
-    with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE
+    ) as worker:
         try:
             assert worker.stdout.readline() == b"1\n"
             time.sleep(1.5)

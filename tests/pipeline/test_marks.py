@@ -1,4 +1,6 @@
-"""`unidec data from-feedback`: the page's marks become training data, and nothing of the test split does."""
+"""`unidec data from-feedback`: the page's marks become training data, and nothing of the test split
+does.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class World:
     """An ingested data set in the working folder, and a file of marks."""
 
     def __init__(self, work: Any, folder: Path) -> None:
-        self.work, self.folder, self.file = work, folder, folder / "marks.jsonl"
+        self.work = work
+        self.folder = folder
+        self.file = folder / "marks.jsonl"
         self.params = work.params(**{"data.path": str(work.folder / "raw")})
         pipeline.ingest(self.params)
         self.data = paths.open_dataset()
@@ -33,7 +37,11 @@ class World:
         rows = [row for row in self.data.rows(split) if titles.count(titles[row]) == 1]
         row = rows[place]
         columns = self.data.relevance[row].indices
-        return self.data.query_uids([row])[0], titles[row], {self.labels[column] for column in columns}
+        return (
+            self.data.query_uids([row])[0],
+            titles[row],
+            {self.labels[column] for column in columns},
+        )
 
     def other(self, labels: set[str]) -> str:
         return next(uid for uid in self.labels if uid not in labels)
@@ -53,7 +61,10 @@ class World:
         return from_feedback(self.params, [self.file], self.folder / name)
 
     def rows(self, name: str, folder: str = "out") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / folder / f"{name}.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / folder / f"{name}.jsonl").read_text().splitlines()
+        ]
 
     def pairs(self, folder: str = "out", name: str = "pairs") -> set[tuple[str, str]]:
         return {(row["query_id"], row["label_id"]) for row in self.rows(name, folder)}
@@ -67,7 +78,8 @@ def world(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_marks_become_pairs_and_filter_pairs(world: World) -> None:
     uid, title, labels = world.query("train")
-    more, known = world.other(labels), sorted(labels)[0]
+    more = world.other(labels)
+    known = sorted(labels)[0]
     world.mark(f"  {title.upper()} ", more, True)
     world.mark(title, known, False)
     world.mark("a query that is new", more, True)
@@ -83,7 +95,9 @@ def test_marks_become_pairs_and_filter_pairs(world: World) -> None:
     assert len(world.rows("labels")) == len(world.labels)
 
 
-def test_the_last_mark_decides_and_unknown_labels_are_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_mark_decides_and_unknown_labels_are_named(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     uid, title, labels = world.query("train")
     label = world.other(labels)
     world.mark(title, label, True)
@@ -104,11 +118,15 @@ def test_marks_on_held_out_queries_are_not_used(world: World, split: str) -> Non
     world.mark(title, world.other(labels), True)
     world.mark(title.upper(), sorted(labels)[0], False)
     found = world.run()
-    assert getattr(found, split) == 2 and not (found.pairs or found.filter_pairs or found.queries or found.removed)
+    assert getattr(found, split) == 2 and not (
+        found.pairs or found.filter_pairs or found.queries or found.removed
+    )
     assert len(world.rows("pairs")) == world.data.relevance.nnz
 
 
-def test_the_same_marks_again_change_nothing_and_training_goes_on_with_the_same_splits(world: World) -> None:
+def test_the_same_marks_again_change_nothing_and_training_goes_on_with_the_same_splits(
+    world: World,
+) -> None:
     _, title, labels = world.query("train")
     label = world.other(labels)
     for row in range(3):
@@ -126,11 +144,15 @@ def test_the_same_marks_again_change_nothing_and_training_goes_on_with_the_same_
     assert ingested["train"] == world.data.rows("train").size + 3
     again = world.run("next")
     assert again.unchanged == 4 and not (again.pairs or again.queries or again.removed)
-    assert world.pairs("next") == world.pairs() and len(world.rows("queries", "next")) == len(world.rows("queries"))
+    assert world.pairs("next") == world.pairs() and len(world.rows("queries", "next")) == len(
+        world.rows("queries")
+    )
 
 
 def test_a_model_is_trained_on_the_marks(world: World) -> None:
-    """Through the stages of the pipeline; the query of the marks is among the training queries of the bundle."""
+    """Through the stages of the pipeline; the query of the marks is among the training queries of
+    the bundle.
+    """
     _, _, labels = world.query("train")
     for row in range(4):
         world.mark(f"zzzz marked {row}", sorted(labels)[0], True)
@@ -144,7 +166,11 @@ def test_a_model_is_trained_on_the_marks(world: World) -> None:
     assert trained is not None and (paths.MODEL / "manifest.json").is_file()
     data: XMCDataset = paths.open_dataset()
     rows = [row for row, title in enumerate(data.query_texts()) if title.startswith("zzzz marked")]
-    assert len(rows) == 4 and np.isin(rows, data.rows("train")).all() and data.filter_pairs[rows].nnz == 1
+    assert (
+        len(rows) == 4
+        and np.isin(rows, data.rows("train")).all()
+        and data.filter_pairs[rows].nnz == 1
+    )
 
 
 def test_what_is_refused(world: World) -> None:
@@ -158,7 +184,9 @@ def test_what_is_refused(world: World) -> None:
     assert (world.folder / "mine" / "notes.txt").read_text() == "mine"
 
 
-def test_the_command_says_counts_and_what_is_next(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_counts_and_what_is_next(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, title, labels = world.query("train")
     world.mark(title, world.other(labels), True)
     Path("params.yaml").write_text("recipe: unidec\n")

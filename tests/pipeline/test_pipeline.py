@@ -1,4 +1,6 @@
-"""All stages in a row on a slice of lf-debian: what each writes, what it says, and what it does when run again."""
+"""All stages in a row on a slice of lf-debian: what each writes, what it says, and what it does
+when run again.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from unidec.errors import ConfigError
 from unidec.evaluation.metrics import by_query
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import indexing, paths
-from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
+from unidec.pipeline.ranking import (
+    CLF_WEIGHTS,
+    KNN_WEIGHTS,
+    Ranking,
+    headline,
+    training_neighbours,
+    tuned_blend,
+)
 from unidec.pipeline.training import Run
 from unidec.ranking.calibration import fit_calibration
 from unidec.ranking.candidates import PairScores
@@ -47,12 +56,17 @@ def records(path: Path) -> list[dict]:
 
 
 def run_data_stages(params: Params) -> dict:
-    return {name: getattr(pipeline, name)(params) for name in ("ingest", "tokens", "propensity", "label_graph")}
+    return {
+        name: getattr(pipeline, name)(params)
+        for name in ("ingest", "tokens", "propensity", "label_graph")
+    }
 
 
 def run_rounds(run: Run) -> dict[str, list[dict]]:
     """Trains a run; the reports of its phases."""
-    said: dict[str, list[dict]] = {name: [] for name in ("cluster", "mine", "train round", "validate")}
+    said: dict[str, list[dict]] = {
+        name: [] for name in ("cluster", "mine", "train round", "validate")
+    }
 
     def phase(name: str, number: int, work: Callable[[], dict]) -> dict:
         assert number == len(said[name]) + 1
@@ -65,12 +79,15 @@ def run_rounds(run: Run) -> dict[str, list[dict]]:
 
 @pytest.fixture
 def done(in_work: SimpleNamespace) -> SimpleNamespace:
-    """Everything from raw files to metrics, once for all tests of this file; `said` holds what each stage returned."""
+    """Everything from raw files to metrics, once for all tests of this file; `said` holds what each
+    stage returned.
+    """
     if not hasattr(in_work, "said"):
         params = in_work.params()
         said = run_data_stages(params)
         run = pipeline.start_run(params)
-        in_work.folder_of_run, in_work.begun = run.folder, (run.epoch, run.finished, run.num_rounds)
+        in_work.folder_of_run = run.folder
+        in_work.begun = (run.epoch, run.finished, run.num_rounds)
         said |= run_rounds(run)
         said["export"] = run.export()
         said["index"] = pipeline.index(params)
@@ -82,28 +99,44 @@ def done(in_work: SimpleNamespace) -> SimpleNamespace:
 def test_data_stages(done: SimpleNamespace) -> None:
     said = done.said
     assert {key: said["ingest"][key] for key in ("train", "validation", "test")} == {
-        "train": 1900, "validation": 100, "test": 500,
-    }  # fmt: skip
+        "train": 1900,
+        "validation": 100,
+        "test": 500,
+    }
     dataset = XMCDataset.open(paths.DATASET)
-    assert said["ingest"]["num_labels"] == dataset.num_labels and said["ingest"]["sha256"] == dataset.sha256
+    assert (
+        said["ingest"]["num_labels"] == dataset.num_labels
+        and said["ingest"]["sha256"] == dataset.sha256
+    )
     for which, size in (("queries", 2500), ("labels", dataset.num_labels)):
         tokens = paths.open_tokens(which)
         assert len(tokens) == said["tokens"][f"{which}_texts"] == size
         assert said["tokens"][f"{which}_tokens"] == len(tokens.ids)
         assert tokens.max_length == 16 and tokens.meta["text"] == "title"
-    assert sum(said["propensity"][f"{name}_labels"] for name in ("tail", "torso", "head")) == dataset.num_labels
+    assert (
+        sum(said["propensity"][f"{name}_labels"] for name in ("tail", "torso", "head"))
+        == dataset.num_labels
+    )
     assert (said["propensity"]["a"], said["propensity"]["b"]) == (0.55, 1.5)
     assert said["label_graph"]["labels"] == dataset.num_labels and said["label_graph"]["edges"] > 0
     json.dumps(pipeline.plain(said))  # what a stage says can be passed between tasks
 
 
 def test_rounds(done: SimpleNamespace) -> None:
-    refreshes, rounds, run = done.said["mine"], done.said["validate"], done.folder_of_run
+    refreshes = done.said["mine"]
+    rounds = done.said["validate"]
+    run = done.folder_of_run
     assert run.parent == paths.RUNS and len(run.name) == 16
     assert done.begun == (0, False, 2)
     assert [r["epoch"] for r in refreshes] == [0, 1]
-    assert all(r["clusters"] == 8 and r["mine_queries"] == 1900 and r["refresh_seconds"] > 0 for r in refreshes)
-    assert [(r.round, r.epoch, r.finished, r.steps) for r in rounds] == [(1, 1, False, 8), (2, 2, True, 8)]
+    assert all(
+        r["clusters"] == 8 and r["mine_queries"] == 1900 and r["refresh_seconds"] > 0
+        for r in refreshes
+    )
+    assert [(r.round, r.epoch, r.finished, r.steps) for r in rounds] == [
+        (1, 1, False, 8),
+        (2, 2, True, 8),
+    ]
     assert rounds[1].validation["P@1"] > 5  # 4,497 labels: chance is 0.1
     kept = records(run / "rounds.jsonl")
     assert [(line["round"], line["epoch"]) for line in kept] == [(1, 1), (2, 2)]
@@ -115,8 +148,14 @@ def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
     run_id = Tracker.resume(done.folder_of_run).run_id
     again = pipeline.start_run(done.params())
     assert again.lines == [f"run {again.folder.name} is trained: 2 epochs, 16 steps"]
-    assert (again.folder, again.epoch, again.step, again.finished) == (done.folder_of_run, 2, 16, True)
-    assert run_id is not None and Tracker.resume(again.folder).run_id == run_id  # no second MLflow run
+    assert (again.folder, again.epoch, again.step, again.finished) == (
+        done.folder_of_run,
+        2,
+        16,
+        True,
+    )
+    # no second MLflow run
+    assert run_id is not None and Tracker.resume(again.folder).run_id == run_id
 
 
 def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
@@ -128,54 +167,83 @@ def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
     }
     for name in ("history.jsonl", "rounds.jsonl"):
         assert (paths.MODEL / name).read_bytes() == (run / name).read_bytes()
-    model, trainer = UniDEC.load(paths.MODEL), pipeline.training.open_trainer(done.params(), run)
+    model = UniDEC.load(paths.MODEL)
+    trainer = pipeline.training.open_trainer(done.params(), run)
     state = trainer.model.state_dict()
-    assert all(np.array_equal(value.numpy(), state[name].numpy()) for name, value in model.state_dict().items())
+    assert all(
+        np.array_equal(value.numpy(), state[name].numpy())
+        for name, value in model.state_dict().items()
+    )
     assert model.params == recorded(done.params().model_dump(mode="json"))
 
 
 def test_bundle_and_index(done: SimpleNamespace) -> None:
-    bundle, said = Bundle.load(paths.BUNDLE), done.said["index"]
+    bundle = Bundle.load(paths.BUNDLE)
+    said = done.said["index"]
     assert said.clf_weight in CLF_WEIGHTS and bundle.info.clf_weight == said.clf_weight
     assert bundle.num_labels == said.labels == XMCDataset.open(paths.DATASET).num_labels
     assert not list(paths.BUNDLE.rglob("*.jsonl"))
-    # the tuned weight is the best on the validation split, by metrics computed one weight after the other; of equal
-    # scores (the tiny tokenizer reads some titles alike) the smaller row comes first
-    ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
+    # the tuned weight is the best on the validation split, by metrics computed one weight after the
+    # other; of equal scores (the tiny tokenizer reads some titles alike) the smaller row comes
+    # first
+    ranking = Ranking.of_model(
+        bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors
+    )
     scored = {}
     for weight in CLF_WEIGHTS:
         heads = Heads(ranking.vectors, "both", True, weight)
-        score_NL = heads.queries(ranking.encoded.de_BD, ranking.encoded.clf_BD) @ heads.take(slice(None)).T
+        score_NL = (
+            heads.queries(ranking.encoded.de_BD, ranking.encoded.clf_BD) @ heads.take(slice(None)).T
+        )
         score_NL[ranking.filter_pairs.nonzero()] = -np.inf
         best_NL = np.argsort(-score_NL.round(6), axis=1, kind="stable")
         scored[weight] = ranking.metrics_of(best_NL[:, :100])["nDCG@5"]
     assert scored[said.clf_weight] == max(scored.values())
     assert said.validation["nDCG@5"] == pytest.approx(max(scored.values()))
-    assert not said.calibrated and bundle.info.calibration is None, "too few of the ten best labels are relevant"
+    assert not said.calibrated and bundle.info.calibration is None, (
+        "too few of the ten best labels are relevant"
+    )
 
 
 def test_evaluation(done: SimpleNamespace) -> None:
     metrics = json.loads(paths.METRICS.read_text())
     test = metrics["test"]
     assert test["num_queries"] == 500
-    assert all(0 <= value <= 100 for name, value in test.items() if not name.endswith("num_queries"))
+    assert all(
+        0 <= value <= 100 for name, value in test.items() if not name.endswith("num_queries")
+    )
     assert test["P@1"] > 5 and test["R@100"] > test["R@10"] > 0 and test["P@1"] >= test["P@5"]
-    # a flat index is exact but for labels of the same score: the tiny tokenizer reads some titles alike
+    # a flat index is exact but for labels of the same score: the tiny tokenizer reads some titles
+    # alike
     assert metrics["index"]["recall@10"] > 99.8 and metrics["index"]["recall@100"] > 99.8
     assert {"de", "clf"} <= metrics.keys() and max(metrics["de"]["P@1"], metrics["clf"]["P@1"]) > 3
     assert done.said["evaluate"].metrics["P@1"] == test["P@1"]
     page = paths.REPORT.read_text()
-    assert "Against the better TF-IDF baseline of each metric, on 500 test queries, the model gains " in page
+    assert (
+        "Against the better TF-IDF baseline of each metric, on 500 test queries, the model gains "
+        in page
+    )
     assert done.said["evaluate"].against_baselines in unescape(page)
-    assert metrics["baselines"].keys() == {"knn", "mix"} and 10 < metrics["baselines"]["mix"]["P@1"] < 100
+    assert (
+        metrics["baselines"].keys() == {"knn", "mix"}
+        and 10 < metrics["baselines"]["mix"]["P@1"] < 100
+    )
     assert "Share of predictions that are right, by score" in page
-    assert f"{metrics['baselines']['mix']['P@1']:.2f}" in page and "TF-IDF kNN + label match" in page
-    assert {file.name for file in paths.PLOTS.iterdir()} >= {"training.csv", "validation.csv", "at_k.csv", "groups.csv"}
+    assert (
+        f"{metrics['baselines']['mix']['P@1']:.2f}" in page and "TF-IDF kNN + label match" in page
+    )
+    assert {file.name for file in paths.PLOTS.iterdir()} >= {
+        "training.csv",
+        "validation.csv",
+        "at_k.csv",
+        "groups.csv",
+    }
 
 
 def test_predictions_are_the_bundles_answers_without_filtered_pairs(done: SimpleNamespace) -> None:
     table = pq.read_table(paths.PREDICTIONS).to_pylist()
-    dataset, bundle = XMCDataset.open(paths.DATASET), Bundle.load(paths.BUNDLE)
+    dataset = XMCDataset.open(paths.DATASET)
+    bundle = Bundle.load(paths.BUNDLE)
     rows = dataset.rows("test")
     assert [line["query_row"] for line in table] == rows.tolist()
     assert [line["query"] for line in table] == dataset.query_uids(rows)
@@ -183,9 +251,14 @@ def test_predictions_are_the_bundles_answers_without_filtered_pairs(done: Simple
     hits = same = 0
     for line, row in zip(table[:40], rows[:40], strict=True):
         filtered = dataset.filter_pairs[row].indices.tolist()
-        assert not set(filtered) & set(line["labels"]) and len(line["labels"]) == len(set(line["labels"])) == 100
+        assert (
+            not set(filtered) & set(line["labels"])
+            and len(line["labels"]) == len(set(line["labels"])) == 100
+        )
         assert line["scores"] == sorted(line["scores"], reverse=True)
-        (answer,) = bundle.predict(dataset.query_texts([row]), k=5, exclude=[[uids[label] for label in filtered]])
+        (answer,) = bundle.predict(
+            dataset.query_texts([row]), k=5, exclude=[[uids[label] for label in filtered]]
+        )
         same += answer.labels == [uids[label] for label in line["labels"][:5]]
         np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-4, atol=1e-5)
         hits += line["labels"][0] in dataset.relevance[row].indices
@@ -208,10 +281,13 @@ def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
 def test_a_trial_logs_the_same_data_as_any_run(
     done: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial works in a folder below runs/own/, has the data's absolute path and no dvc.lock beside it."""
+    """A trial works in a folder below runs/own/, has the data's absolute path and no dvc.lock
+    beside it.
+    """
     from unidec.tracking.store import open_client
 
-    client, trial = open_client(f"sqlite:///{done.folder}/mlflow.db"), tmp_path / "runs" / "own" / "0123456789ab"
+    client = open_client(f"sqlite:///{done.folder}/mlflow.db")
+    trial = tmp_path / "runs" / "own" / "0123456789ab"
     logged = []
     for folder, data in ((tmp_path, "./raw/"), (trial, str(tmp_path / "raw"))):
         shutil.copytree(done.folder / "data", folder / "data")
@@ -221,8 +297,11 @@ def test_a_trial_logs_the_same_data_as_any_run(
             lock = {"stages": {"ingest": {"outs": [{"path": "data/dataset", "md5": "0a.dir"}]}}}
             Path("dvc.lock").write_text(json.dumps(lock))
         else:
-            monkeypatch.setenv("DVC_EXP_NAME", "brave-fox")  # as `dvc exp run` and `dvc queue` set it
-        begun = pipeline.start_run(done.params(**{"data.path": data, "tracking.experiment": "trials"}))
+            # as `dvc exp run` and `dvc queue` set it
+            monkeypatch.setenv("DVC_EXP_NAME", "brave-fox")
+        begun = pipeline.start_run(
+            done.params(**{"data.path": data, "tracking.experiment": "trials"})
+        )
         run = client.get_run(Tracker.resume(begun.folder).run_id)
         (used,) = run.inputs.dataset_inputs
         logged.append((run.data.params, used.dataset.name, used.dataset.digest))
@@ -242,7 +321,11 @@ def test_a_trial_logs_the_same_data_as_any_run(
     ],
 )
 def test_a_run_is_named_after_what_trained_it(
-    done: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str
+    done: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    words: str,
 ) -> None:
     for name in ("data", "bert"):
         shutil.copytree(done.folder / name, tmp_path / name)
@@ -251,11 +334,16 @@ def test_a_run_is_named_after_what_trained_it(
         monkeypatch.setenv(name, value)
     begun = pipeline.start_run(done.params(**{"tracking.experiment": "names"}))
     name = Tracker.resume(begun.folder).run_name
-    assert words in name and ("trial" in name, "repro" in name) == ("trial" in words, "repro" in words)
+    assert words in name and ("trial" in name, "repro" in name) == (
+        "trial" in words,
+        "repro" in words,
+    )
 
 
 def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> None:
-    metrics, bundle, table = paths.METRICS.read_bytes(), folder_sha256(paths.BUNDLE), paths.PREDICTIONS.read_bytes()
+    metrics = paths.METRICS.read_bytes()
+    bundle = folder_sha256(paths.BUNDLE)
+    table = paths.PREDICTIONS.read_bytes()
     assert pipeline.index(done.params()) == done.said["index"]
     assert folder_sha256(paths.BUNDLE) == bundle
     pipeline.evaluate(done.params())
@@ -263,14 +351,24 @@ def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> Non
 
 
 def test_data_stages_again_write_the_same(done: SimpleNamespace) -> None:
-    folders = (paths.DATASET, paths.TOKENS / "queries", paths.TOKENS / "labels", paths.PROPENSITY, paths.LABEL_GRAPH)
+    folders = (
+        paths.DATASET,
+        paths.TOKENS / "queries",
+        paths.TOKENS / "labels",
+        paths.PROPENSITY,
+        paths.LABEL_GRAPH,
+    )
     before = [folder_sha256(folder) for folder in folders]
     run_data_stages(done.params())
     assert [folder_sha256(folder) for folder in folders] == before
 
 
-def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(done: SimpleNamespace) -> None:
-    """Records of a later epoch than the checkpoint's belong to a run that was cut off: they are written once."""
+def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(
+    done: SimpleNamespace,
+) -> None:
+    """Records of a later epoch than the checkpoint's belong to a run that was cut off: they are
+    written once.
+    """
     params = done.params(seed=8)
     started = pipeline.start_run(params)
     run = started.folder
@@ -284,7 +382,9 @@ def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(done: Sim
         file.write(json.dumps({"step": 8, "loss": 0.0}) + "\n")
     started.cluster(), started.mine(), started.train_round(), started.validate()
     kept = records(run / "rounds.jsonl")
-    assert kept[0] == first[0] and [line["epoch"] for line in kept] == [1, 2] and "of" not in kept[1]
+    assert (
+        kept[0] == first[0] and [line["epoch"] for line in kept] == [1, 2] and "of" not in kept[1]
+    )
     assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
 
 
@@ -294,9 +394,13 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
     before = json.loads(paths.METRICS.read_text())
     for name in ("METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
         monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
-    search, load, devices = LabelIndex.search, Bundle.load, []
+    search = LabelIndex.search
+    load = Bundle.load
+    devices = []
 
-    def lossy(index: LabelIndex, queries: Any, k: int, rescore: int = 0, excluded: Any = None) -> Any:
+    def lossy(
+        index: LabelIndex, queries: Any, k: int, rescore: int = 0, excluded: Any = None
+    ) -> Any:
         """The best label of each query is never found."""
         scores, rows = search(index, queries, k + 1, rescore, excluded)
         return scores[:, 1:], rows[:, 1:]
@@ -307,7 +411,9 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
 
     monkeypatch.setattr(LabelIndex, "search", lossy)
     monkeypatch.setattr(Bundle, "load", loaded)
-    monkeypatch.setattr("unidec.pipeline.evaluation.choose_device", lambda device: f"that of {device}")
+    monkeypatch.setattr(
+        "unidec.pipeline.evaluation.choose_device", lambda device: f"that of {device}"
+    )
     pipeline.evaluate(done.params())
     after = json.loads(paths.METRICS.read_text())
     assert devices == ["that of cpu"]
@@ -340,11 +446,18 @@ def test_a_frozen_transformer_is_computed_once_for_all_stages(done: SimpleNamesp
 @pytest.mark.usefixtures("other_outputs")
 @pytest.mark.parametrize("heads", ["de", pytest.param("clf", marks=pytest.mark.slow)])
 def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
-    params = done.params(**{
-        "model.heads": heads, "optim.epochs": 1, "index.clf_weight": 1.0, "index.clf_normalize": False,
-        "index.kind": "hnsw", "model.clf_bias": heads == "clf", "loss.clf_bce": 0.0 if heads == "de" else 0.1,
-        "index.knn_weight": 0.3,
-    })  # fmt: skip
+    params = done.params(
+        **{
+            "model.heads": heads,
+            "optim.epochs": 1,
+            "index.clf_weight": 1.0,
+            "index.clf_normalize": False,
+            "index.kind": "hnsw",
+            "model.clf_bias": heads == "clf",
+            "loss.clf_bce": 0.0 if heads == "de" else 0.1,
+            "index.knn_weight": 0.3,
+        }
+    )
     run = pipeline.start_run(params)
     fit(run)
     run.export()
@@ -366,13 +479,16 @@ def other_bundle(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float) -> float:
     """nDCG@5 of a split with every label of every query scored, in double precision."""
-    dataset, info = XMCDataset.open(paths.DATASET), bundle.info
+    dataset = XMCDataset.open(paths.DATASET)
+    info = bundle.info
     ranking = Ranking.of_model(bundle.model, dataset, split, "fp32", bundle.vectors)
     heads = bundle.ranker.heads.weighted(clf_weight)
     query = heads.queries(ranking.encoded.de_BD, ranking.encoded.clf_BD).astype(float)
     score_NL = query @ heads.take(slice(None)).astype(float).T
     if knn_weight:
-        score_NL += knn_weight * dense_votes(bundle.neighbours.votes(ranking.encoded.de_BD, info.knn.neighbours))
+        score_NL += knn_weight * dense_votes(
+            bundle.neighbours.votes(ranking.encoded.de_BD, info.knn.neighbours)
+        )
     score_NL[ranking.filter_pairs.nonzero()] = -np.inf
     best = np.argsort(-score_NL, axis=1, kind="stable")[:, :5]
     found, _ = by_query(best, ranking.truth, ["nDCG@5"], np.ones(ranking.truth.shape[1]))["nDCG@5"]
@@ -383,33 +499,50 @@ def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float)
 def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleNamespace) -> None:
     params = done.params(**{"index.knn_weight": "auto", "index.knn_neighbours": 20})
     said = pipeline.index(params)
-    bundle, dataset = Bundle.load(paths.BUNDLE), XMCDataset.open(paths.DATASET)
-    info, tried = bundle.info, bundle.info.card["tuning"]
+    bundle = Bundle.load(paths.BUNDLE)
+    dataset = XMCDataset.open(paths.DATASET)
+    info = bundle.info
+    tried = bundle.info.card["tuning"]
     assert info.knn is not None and said.knn_weight == info.knn.weight in KNN_WEIGHTS
     best = max(tried, key=lambda line: line["nDCG@5"])
     assert best["nDCG@5"] == said.validation["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
     chosen = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight}
-    assert any(line["nDCG@5"] == best["nDCG@5"] and chosen.items() <= line.items() for line in tried)
+    assert any(
+        line["nDCG@5"] == best["nDCG@5"] and chosen.items() <= line.items() for line in tried
+    )
     # neither weight can be bettered alone
-    assert {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight} == set(KNN_WEIGHTS)
-    assert {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight} == set(CLF_WEIGHTS)
-    # better than the heads alone, and what a dense computation says of the votes of training queries alone
-    every, bundle.neighbours = bundle.neighbours, training_neighbours(bundle.model, dataset, "fp32")
+    assert {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight} == set(
+        KNN_WEIGHTS
+    )
+    assert {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight} == set(
+        CLF_WEIGHTS
+    )
+    # better than the heads alone, and what a dense computation says of the votes of training
+    # queries alone
+    every = bundle.neighbours
+    bundle.neighbours = training_neighbours(bundle.model, dataset, "fp32")
     assert said.validation["nDCG@5"] > done.said["index"].validation["nDCG@5"]
     for line in (best, tried[0], tried[-1]):
         dense = dense_ndcg(bundle, "validation", line["clf_weight"], line["knn_weight"])
-        assert line["nDCG@5"] == pytest.approx(dense, abs=0.3)  # ties: the tiny tokenizer reads some titles alike
+        # ties: the tiny tokenizer reads some titles alike
+        assert line["nDCG@5"] == pytest.approx(dense, abs=0.3)
     bundle.neighbours = every
-    # training queries vote, and at last those of the validation split; no others, and no filtered pair
+    # training queries vote, and at last those of the validation split; no others, and no filtered
+    # pair
     rows = np.concatenate([dataset.rows("train"), dataset.rows("validation")])
     assert bundle.neighbours.uids.to_pylist() == dataset.query_uids(rows)
     assert bundle.neighbours.titles.to_pylist() == dataset.query_texts(rows)
     voting = bundle.neighbours.labels_ML > 0
-    assert (voting != (dataset.relevance[rows] > 0)).nnz == voting.multiply(dataset.filter_pairs[rows]).nnz == 0
+    assert (
+        (voting != (dataset.relevance[rows] > 0)).nnz
+        == voting.multiply(dataset.filter_pairs[rows]).nnz
+        == 0
+    )
     altered = copy.copy(dataset)
     relevant = dataset.relevance.toarray() > 0
     altered.filter_pairs = csr_matrix(relevant & (relevant.cumsum(axis=1) == 1))
-    left = training_neighbours(bundle.model, altered, "fp32").labels_ML  # all but each query's first label
+    # all but each query's first label
+    left = training_neighbours(bundle.model, altered, "fp32").labels_ML
     of_training = voting[: left.shape[0]]
     assert left.nnz == of_training.nnz - (of_training.getnnz(axis=1) > 0).sum()
     before = folder_sha256(paths.BUNDLE)
@@ -420,12 +553,21 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
 def test_probabilities_are_measured_on_the_answers_to_validation_queries(
     done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(indexing, "CALIBRATED", 100)  # of the ten best labels too few are relevant here
-    assert pipeline.index(done.params()).calibrated and "no probabilities" not in capsys.readouterr().err
+    # of the ten best labels too few are relevant here
+    monkeypatch.setattr(indexing, "CALIBRATED", 100)
+    assert (
+        pipeline.index(done.params()).calibrated
+        and "no probabilities" not in capsys.readouterr().err
+    )
     bundle = Bundle.load(paths.BUNDLE)
-    ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
+    ranking = Ranking.of_model(
+        bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors
+    )
     found = bundle.ranker.rank(ranking.encoded, 100, ranking.excluded)
-    relevant = [[label in row.indices for label in best] for row, best in zip(ranking.truth, found.rows, strict=True)]
+    relevant = [
+        [label in row.indices for label in best]
+        for row, best in zip(ranking.truth, found.rows, strict=True)
+    ]
     again = fit_calibration(found.scores, np.array(relevant))
     at = np.linspace(found.scores.min(), found.scores.max(), 50)
     assert again is not None and bundle.info.calibration is not None and len(again.scores) > 1
@@ -440,18 +582,22 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(indexing, "CALIBRATED", 100)
-    votes = {"index.knn_by": "words", "index.knn_weight": 0.05, "index.knn_neighbours": 20}  # too little for a blend
+    # too little for a blend
+    votes = {"index.knn_by": "words", "index.knn_weight": 0.05, "index.knn_neighbours": 20}
     blend = pipeline.index(done.params(**votes))
     params = done.params(**votes | {"index.fusion": True, "index.knn_head": 3})
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 10**6)
     assert pipeline.index(params) == blend
     assert "no fusion" in capsys.readouterr().err and Bundle.load(paths.BUNDLE).info.fusion is None
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 20)
-    monkeypatch.setattr("unidec.ranking.fusion_fit.MOST_STEPS", 25)  # it gains as surely in a third of the steps
+    # it gains as surely in a third of the steps
+    monkeypatch.setattr("unidec.ranking.fusion_fit.MOST_STEPS", 25)
     monkeypatch.setattr("unidec.ranking.fusion_fit.WORD_STEPS", 50)
     perfect = dict.fromkeys(blend.validation, 100.0)
     with monkeypatch.context() as patch:
-        patch.setattr(indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=perfect))
+        patch.setattr(
+            indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=perfect)
+        )
         assert not pipeline.index(params).fusion
     assert "by the weighted sum of the scores 100.00" in capsys.readouterr().err
     said = pipeline.index(params)
@@ -461,34 +607,59 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     assert gain == pytest.approx(bundle.info.fusion.gain["nDCG@5"], abs=1e-3) and gain > 0
     told = bundle.info.card["fusion"]
     (chosen,) = (row for row in told["by_tail"] if row["tail"] == bundle.info.fusion.tail)
-    assert chosen["nDCG@5"] == said.validation["nDCG@5"] >= max(row["nDCG@5"] for row in told["by_tail"]) - 0.1
-    assert set(told["lost_without"]) == {*FEATURES, *BY_WORDS} and max(told["lost_without"].values()) > 0
+    assert (
+        chosen["nDCG@5"]
+        == said.validation["nDCG@5"]
+        >= max(row["nDCG@5"] for row in told["by_tail"]) - 0.1
+    )
+    assert (
+        set(told["lost_without"]) == {*FEATURES, *BY_WORDS}
+        and max(told["lost_without"].values()) > 0
+    )
     before = folder_sha256(paths.BUNDLE)
     assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
-    # the bundle ranks the test split by it, and the profile has the scores that it gives to queries that do not vote
-    dataset, info = XMCDataset.open(paths.DATASET), bundle.info
+    # the bundle ranks the test split by it, and the profile has the scores that it gives to queries
+    # that do not vote
+    dataset = XMCDataset.open(paths.DATASET)
+    info = bundle.info
     voters = training_neighbours(bundle.model, dataset, "fp32", by="words", word_head=3)
-    ranker = Ranker(bundle.ranker.heads, bundle.index, replace(bundle.ranker.voting, neighbours=voters), info.fusion)
+    ranker = Ranker(
+        bundle.ranker.heads,
+        bundle.index,
+        replace(bundle.ranker.voting, neighbours=voters),
+        info.fusion,
+    )
     quantiles = bundle.info.card["profile"]["served"]["score_quantiles"]
     ranking = Ranking.of_model(bundle.model, dataset, "validation", "fp32", bundle.vectors)
     found = ranker.rank(ranking.with_words(voters.words).encoded, 1)
     assert bundle.neighbours.num_queries == voters.num_queries + len(ranking.rows)
-    assert [quantiles[0], quantiles[-1]] == pytest.approx([found.scores.min(), found.scores.max()], rel=1e-3)
+    assert [quantiles[0], quantiles[-1]] == pytest.approx(
+        [found.scores.min(), found.scores.max()], rel=1e-3
+    )
     pipeline.evaluate(params)
     result = json.loads(paths.METRICS.read_text())
-    assert result["test"]["nDCG@5"] != result["heads"]["nDCG@5"] and result["index"]["recall@10"] > 90
+    assert (
+        result["test"]["nDCG@5"] != result["heads"]["nDCG@5"] and result["index"]["recall@10"] > 90
+    )
     page = paths.REPORT.read_text()
     assert "Expected calibration error" in page
-    assert "Frequent against rare labels" in page and "log rank by votes" in page and "score = logit" in page
+    assert (
+        "Frequent against rare labels" in page
+        and "log rank by votes" in page
+        and "score = logit" in page
+    )
 
 
 @pytest.mark.usefixtures("other_bundle")
 def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
-    params = done.params(**{"index.knn_weight": 0.5, "index.clf_weight": done.said["index"].clf_weight})
+    params = done.params(
+        **{"index.knn_weight": 0.5, "index.clf_weight": done.said["index"].clf_weight}
+    )
     assert pipeline.index(params).knn_weight == 0.5
     pipeline.evaluate(params)
     result = json.loads(paths.METRICS.read_text())
-    bundle, dataset = Bundle.load(paths.BUNDLE), XMCDataset.open(paths.DATASET)
+    bundle = Bundle.load(paths.BUNDLE)
+    dataset = XMCDataset.open(paths.DATASET)
     without = json.loads((done.folder / "outputs" / "metrics.json").read_text())
     assert result["index"]["knn_weight"] == 0.5 and without["index"]["knn_weight"] == 0
     assert not {"heads", "knn"} & without.keys()
@@ -509,16 +680,22 @@ def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
         np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-3, atol=1e-4)
     from mlflow import MlflowClient
 
-    run = MlflowClient(f"sqlite:///{done.folder}/mlflow.db").get_run(Tracker.resume(done.folder_of_run).run_id)
+    run = MlflowClient(f"sqlite:///{done.folder}/mlflow.db").get_run(
+        Tracker.resume(done.folder_of_run).run_id
+    )
     assert run.data.metrics["knn/P_at_1"] == result["knn"]["P@1"]
     assert run.data.metrics["heads/P_at_1"] == result["heads"]["P@1"]
 
 
 @pytest.mark.usefixtures("other_bundle")
-def test_votes_that_do_not_help_are_left_out(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_votes_that_do_not_help_are_left_out(
+    done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("unidec.pipeline.ranking.KNN_WEIGHTS", (0.0, 1e9))
     monkeypatch.setattr(
-        Voting, "votes", lambda self, encoded: PairScores.none((len(encoded), self.neighbours.num_labels))
+        Voting,
+        "votes",
+        lambda self, encoded: PairScores.none((len(encoded), self.neighbours.num_labels)),
     )
     said = pipeline.index(done.params(**{"index.knn_weight": "auto"}))
     bundle = Bundle.load(paths.BUNDLE)
@@ -526,12 +703,20 @@ def test_votes_that_do_not_help_are_left_out(done: SimpleNamespace, monkeypatch:
     assert bundle.neighbours is None and bundle.info.card["tuning"]
 
 
-def test_a_bag_reads_longer_texts_than_its_transformer(tiny_dataset, tiny_bert, tmp_path, monkeypatch, helper):
-    """It has the transformer's tokens only; the transformer itself, with 64 positions, is refused before tokenising."""
+def test_a_bag_reads_longer_texts_than_its_transformer(
+    tiny_dataset, tiny_bert, tmp_path, monkeypatch, helper
+):
+    """It has the transformer's tokens only; the transformer itself, with 64 positions, is refused
+    before tokenising.
+    """
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_dataset.path, paths.DATASET)
-    params = helper("tiny_training").tiny_params(tiny_bert, **{"encoder.kind": "bag", "tokens.max_length": 65})
+    params = helper("tiny_training").tiny_params(
+        tiny_bert, **{"encoder.kind": "bag", "tokens.max_length": 65}
+    )
     assert pipeline.tokens(params)["queries_texts"] == tiny_dataset.num_queries
-    transformer = params.model_copy(update={"encoder": params.encoder.model_copy(update={"kind": "both"})})
+    transformer = params.model_copy(
+        update={"encoder": params.encoder.model_copy(update={"kind": "both"})}
+    )
     with pytest.raises(ConfigError, match="reads at most 64 tokens"):
         pipeline.tokens(transformer)

@@ -1,4 +1,6 @@
-"""`unidec plan` and the check before a training: state to the byte, steps against what tensors take, what would fit."""
+"""`unidec plan` and the check before a training: state to the byte, steps against what tensors
+take, what would fit.
+"""
 
 import json
 import sys
@@ -28,18 +30,26 @@ from unidec.pipeline.plan import (
 )
 from unidec.training import trainer as trainer_module
 
-ALL, ONE, FROZEN = ({"encoder.kind": "transformer", "encoder.trainable_layers": layers} for layers in (-1, 1, 0))
+ALL, ONE, FROZEN = (
+    {"encoder.kind": "transformer", "encoder.trainable_layers": layers} for layers in (-1, 1, 0)
+)
 BY_HAND = ["--labels", "1300000", "--queries", "2248619", "--tokens", "32"]
 GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
 def data(helper, tiny_bert, tmp_path_factory):
-    """1,080 training queries, 400 labels and their token caches: steps large enough to drown what every step has."""
+    """1,080 training queries, 400 labels and their token caches: steps large enough to drown what
+    every step has.
+    """
     root = tmp_path_factory.mktemp("memory")
-    dataset = write_dataset(root / "dataset", helper("conftest").make_raw(1200, 100, 400, seed=1), validation_share=0.1)
+    dataset = write_dataset(
+        root / "dataset", helper("conftest").make_raw(1200, 100, 400, seed=1), validation_share=0.1
+    )
     tokens = [
-        TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size))
+        TokenCache.open(
+            build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size)
+        )
         for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels))
     ]
     return dataset, tokens
@@ -52,21 +62,32 @@ def live(helper):
 
 
 def sizes_of(dataset, queries, labels):
-    lengths = [(float(tokens.lengths().mean()), int(tokens.lengths().max())) for tokens in (queries, labels)]
-    counts = dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, int(dataset.relevance.nnz)
+    lengths = [
+        (float(tokens.lengths().mean()), int(tokens.lengths().max()))
+        for tokens in (queries, labels)
+    ]
+    counts = (
+        dataset.num_queries,
+        len(dataset.rows("train")),
+        dataset.num_labels,
+        int(dataset.relevance.nnz),
+    )
     return Sizes(*counts, *lengths, queries.vocab_size)
 
 
 def formulas(params, dataset, tokens):
     half = params.optim.precision == "bf16"
-    return Formulas(params, sizes_of(dataset, *tokens), empty_encoder(params.encoder.name), False, half)
+    return Formulas(
+        params, sizes_of(dataset, *tokens), empty_encoder(params.encoder.name), False, half
+    )
 
 
 def by_name(amounts):
     return {amount.name: amount.num_bytes for amount in amounts}
 
 
-# -- state: exact ------------------------------------------------------------------------------------------------------
+# -- state: exact
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,7 +124,9 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     weights = dict(trainer.model.named_parameters())
     dense = [p for name, p in weights.items() if not name.endswith(plan._TABLES)]
     adamw = trainer.optimisers.adamw.state
-    moments = sum(adamw[p][key].nbytes for p in dense if p in adamw for key in ("exp_avg", "exp_avg_sq"))
+    moments = sum(
+        adamw[p][key].nbytes for p in dense if p in adamw for key in ("exp_avg", "exp_avg_sq")
+    )
     rows = trainer.optimisers.row_states()
     of_rows = {name: sum(x.nbytes for x in tensors.values()) for name, tensors in rows.items()}
     bag = sum(size for name, size in of_rows.items() if name.startswith("encoder."))
@@ -124,9 +147,12 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("distilbert-base-uncased", 66.4), ("sentence-transformers/msmarco-distilbert-base-v4", 66.4),
-     ("bert-base-uncased", 108.9)],
-)  # fmt: skip
+    [
+        ("distilbert-base-uncased", 66.4),
+        ("sentence-transformers/msmarco-distilbert-base-v4", 66.4),
+        ("bert-base-uncased", 108.9),
+    ],
+)
 def test_parameters_of_the_known_encoders(name, millions):
     """As their model cards state them, without the pooling head."""
     count = sum(p.numel() for p in empty_encoder(name).parameters())
@@ -137,28 +163,39 @@ def test_parameters_of_the_known_encoders(name, millions):
 
 def test_encoders_by_folder(tmp_path, tiny_bert):
     found = empty_encoder(str(tiny_bert))
-    assert found.config.num_hidden_layers == 3 and all(p.device.type == "meta" for p in found.parameters())
+    assert found.config.num_hidden_layers == 3 and all(
+        p.device.type == "meta" for p in found.parameters()
+    )
     with pytest.raises(ArtifactError):
         empty_encoder(str(tmp_path))
 
 
 def test_ranks_share_the_classifier_alone(data, tiny_params):
-    alone, three = (by_name(formulas(tiny_params(**{"run.devices": n}), *data).state()) for n in (1, 3))
-    assert three.pop("classifier rows") == 134 * 16 * 12 and alone.pop("classifier rows") == 400 * 16 * 12
+    alone, three = (
+        by_name(formulas(tiny_params(**{"run.devices": n}), *data).state()) for n in (1, 3)
+    )
+    assert (
+        three.pop("classifier rows") == 134 * 16 * 12
+        and alone.pop("classifier rows") == 400 * 16 * 12
+    )
     assert alone == three  # 134 of 400 labels: the largest part
 
 
 def test_ranks_share_all_labels_but_not_a_pool(data, tiny_params):
     def found(**overrides):
-        return formulas(tiny_params(**{"run.devices": 3, "pool.de_labels": "all"} | overrides), *data)
+        return formulas(
+            tiny_params(**{"run.devices": 3, "pool.de_labels": "all"} | overrides), *data
+        )
 
-    shared, gathered = found(), found(**{"loss.de": "triplet"})
+    shared = found()
+    gathered = found(**{"loss.de": "triplet"})
     assert (shared.de_labels, gathered.de_labels, shared.labels) == (134, 400, 400)
     assert shared.clf_labels == gathered.clf_labels < 400
     assert found(**{"pool.clf_labels": "all"}).clf_labels == 134
 
 
-# -- a step: an upper estimate -----------------------------------------------------------------------------------------
+# -- a step: an upper estimate
+# -----------------------------------------------------------------------------------------
 
 PEAKS = {
     "bag": {},
@@ -179,35 +216,84 @@ PEAKS = {
     "bert, cached": {"pool.de_labels": "all", "optim.encode_chunk": 64, **ALL},
     "bert, cached, recomputed": {"optim.encode_chunk": 64, "run.recompute": True, **ALL},
     "bag, cached": {"pool.de_labels": "all", "optim.encode_chunk": 64},
-    "bce over all labels": {"model.heads": "clf", "pool.clf_labels": "all", "loss.clf": "bce", "loss.clf_bce": 0.0},
-    "label tree": {"model.heads": "clf", "model.levels": [9, 1], "pool.shortlist": 20, "pool.size": 300},
+    "bce over all labels": {
+        "model.heads": "clf",
+        "pool.clf_labels": "all",
+        "loss.clf": "bce",
+        "loss.clf_bce": 0.0,
+    },
+    "label tree": {
+        "model.heads": "clf",
+        "model.levels": [9, 1],
+        "pool.shortlist": 20,
+        "pool.size": 300,
+    },
     "residual rows": {"model.heads": "clf", "model.clf_residual": True},
-    "soft top-k": {"model.heads": "de", "loss.de": "softtopk", "loss.de_forward": 1.0, "pool.de_labels": "all"},
-    "hinge": {"model.heads": "clf", "loss.clf": "hinge", "loss.clf_bce": 0.0, "pool.clf_labels": "all"},
+    "soft top-k": {
+        "model.heads": "de",
+        "loss.de": "softtopk",
+        "loss.de_forward": 1.0,
+        "pool.de_labels": "all",
+    },
+    "hinge": {
+        "model.heads": "clf",
+        "loss.clf": "hinge",
+        "loss.clf_bce": 0.0,
+        "pool.clf_labels": "all",
+    },
     "frozen bag": {"encoder.frozen": True, "model.heads": "clf", "pool.clf_labels": "all"},
-    "frozen both, dropout": {"encoder.kind": "both", "encoder.frozen": True, "encoder.dropout": 0.2},
+    "frozen both, dropout": {
+        "encoder.kind": "both",
+        "encoder.frozen": True,
+        "encoder.dropout": 0.2,
+    },
     "a bag of the start": {"encoder.kind": "both", "encoder.bag_head": 4, "encoder.dropout": 0.2},
     "triplet": {"model.heads": "de", "loss.de": "triplet"},
     "hardest": {"model.heads": "de", "loss.de": "triplet", "loss.triplet_negatives": "hardest"},
 }
 
-SLOW_PEAKS = {"bert", "bert, one layer", "all labels' texts", "bert, cached", "residual", "hinge", "triplet", "hardest",
-              "bag, dual encoder", "bag, filled", "residual rows", "frozen bag"}  # fmt: skip
+SLOW_PEAKS = {
+    "bert",
+    "bert, one layer",
+    "all labels' texts",
+    "bert, cached",
+    "residual",
+    "hinge",
+    "triplet",
+    "hardest",
+    "bag, dual encoder",
+    "bag, filled",
+    "residual rows",
+    "frozen bag",
+}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_PEAKS else name for name in PEAKS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_PEAKS else name for name in PEAKS],
 )
-def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbert, tmp_path, monkeypatch):
-    """All tensors of two steps on a processor: estimated at most 5% too low, and at most three times too high."""
+def test_the_peak_of_training_steps(
+    name, data, live, tiny_params, tiny_distilbert, tmp_path, monkeypatch
+):
+    """All tensors of two steps on a processor: estimated at most 5% too low, and at most three
+    times too high.
+    """
     monkeypatch.setattr(trainer_module, "LOG_EVERY", 1)
-    overrides = {"pool.batch_size": 300, "optim.epochs": 1, "pool.refresh": 1, "run.checkpoint_minutes": 0.0}
+    overrides = {
+        "pool.batch_size": 300,
+        "optim.epochs": 1,
+        "pool.refresh": 1,
+        "run.checkpoint_minutes": 0.0,
+    }
     overrides |= PEAKS[name]
     if overrides.pop("distilbert", False):
         overrides["encoder.name"] = str(tiny_distilbert)
     params, (dataset, tokens) = tiny_params(**overrides), data
     trainer = trainer_module.Trainer(
-        params.training, trainer_module.TrainingData(dataset, *tokens), tmp_path / "run", tmp_path / "cache"
+        params.training,
+        trainer_module.TrainingData(dataset, *tokens),
+        tmp_path / "run",
+        tmp_path / "cache",
     )
     trainer.refresh()
     trainer.made = trainer_module.Refresh.load(trainer.refresh_folder(0), 0)
@@ -244,10 +330,18 @@ def test_a_frozen_transformer_keeps_nothing(data, tiny_params):
 
 
 def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
-    sizes, shape = Sizes.given(1_000_000, 100_000, 8), empty_encoder("distilbert-base-uncased")
-    of_all = {"model.heads": "clf", "pool.clf_labels": "all", "pool.batch_size": 512, "loss.clf_bce": 0.0}
+    sizes = Sizes.given(1_000_000, 100_000, 8)
+    shape = empty_encoder("distilbert-base-uncased")
+    of_all = {
+        "model.heads": "clf",
+        "pool.clf_labels": "all",
+        "pool.batch_size": 512,
+        "loss.clf_bce": 0.0,
+    }
     bce, softmax = (
-        by_name(Formulas(tiny_params(**of_all, **{"loss.clf": loss}), sizes, shape, True, False).step())
+        by_name(
+            Formulas(tiny_params(**of_all, **{"loss.clf": loss}), sizes, shape, True, False).step()
+        )
         for loss in ("bce", "ds")
     )
     assert bce["logits and losses"] < 0.03 * softmax["logits and losses"]
@@ -259,22 +353,34 @@ def test_sizes_follow_what_the_heads_see(data, tiny_params):
     def found(**overrides):
         return formulas(tiny_params(**overrides), *data)
 
-    plain, every = found(), found(**{"pool.de_labels": "all"})
+    plain = found()
+    every = found(**{"pool.de_labels": "all"})
     assert plain.de_labels < every.de_labels == num_labels
     assert plain.clf_labels == every.clf_labels == plain.de_labels
     assert every.texts - plain.texts == every.de_labels - plain.de_labels
-    assert plain.shortlist > 0 and not found(**{"pool.de_labels": "all", "model.heads": "de"}).shortlist
+    assert (
+        plain.shortlist > 0
+        and not found(**{"pool.de_labels": "all", "model.heads": "de"}).shortlist
+    )
     alone = found(**{"model.heads": "clf"})
     listed = found(**{"model.heads": "clf", "model.levels": [9, 3], "pool.shortlist": 20})
-    assert listed.shortlist == plain.shortlist * 60 / (plain.params.pool.eta * plain.params.pool.refresh)
+    assert listed.shortlist == plain.shortlist * 60 / (
+        plain.params.pool.eta * plain.params.pool.refresh
+    )
     assert alone.texts == alone.queries
-    assert found(**{"model.heads": "clf", "model.clf_residual": True}).texts == alone.queries + alone.clf_labels
+    assert (
+        found(**{"model.heads": "clf", "model.clf_residual": True}).texts
+        == alone.queries + alone.clf_labels
+    )
     part = found(**{"pool.de_labels": "all", "optim.encode_chunk": 50})
     assert part.texts == every.texts and part.held == 50 and every.held == every.texts
     assert part.held_padded == 50 * max(int(lengths.lengths().max()) for lengths in data[1])
     half = found(**{"pool.gandalf": True, "label_graph.share": 0.5})
     assert half.rows == plain.rows + num_labels // 2
-    assert found(**{"model.heads": "de", "pool.eta": 0, "pool.simcse": True}).rows == plain.rows + num_labels
+    assert (
+        found(**{"model.heads": "de", "pool.eta": 0, "pool.simcse": True}).rows
+        == plain.rows + num_labels
+    )
 
 
 def test_degenerate_sizes(tiny_params):
@@ -292,7 +398,8 @@ def test_places(tiny_params, data):
     def planned(free, **overrides):
         return plan_memory(tiny_params(**overrides), Sizes.given(400, 1080, 8), free)
 
-    here, there = planned({}), planned({"device": GIB})
+    here = planned({})
+    there = planned({"device": GIB})
     assert here.peak("device")[1] == 0 and there.peak("device")[1] > 0
     assert here.state_bytes == there.state_bytes
     for place in ("host", "disk"):
@@ -302,8 +409,12 @@ def test_places(tiny_params, data):
 
 
 def test_places_and_phases_of_a_plan():
-    amounts = (Amount("a", "device", 100), Amount("b", "device", 50, "step"), Amount("c", "device", 70, "refresh"),
-               Amount("d", "disk", 7))  # fmt: skip
+    amounts = (
+        Amount("a", "device", 100),
+        Amount("b", "device", 50, "step"),
+        Amount("c", "device", 70, "refresh"),
+        Amount("d", "disk", 7),
+    )
 
     def with_free(**free):
         return Plan(amounts, "cuda", "", free)
@@ -320,17 +431,25 @@ def test_a_small_training_is_one_line():
     amounts = (Amount("a", "host", GIB), Amount("b", "disk", GIB // 4))
     small = Plan(amounts, "cpu", "", {"host": 12 * GIB, "disk": 40 * GIB})
     assert small.lines() == [
-        "fits: host memory 1.00 GiB of 12.00 GiB free, disk 0.25 GiB of 40.00 GiB free (--json: all amounts)"
+        "fits: host memory 1.00 GiB of 12.00 GiB free, disk 0.25 GiB of 40.00 GiB free "
+        "(--json: all amounts)"
     ]
     for free in ({"host": 2 * GIB, "disk": 40 * GIB}, {"host": 12 * GIB}):
-        assert len(Plan(amounts, "cpu", "", free).lines()) > 4, "little memory free, or free disk space unknown"
+        assert len(Plan(amounts, "cpu", "", free).lines()) > 4, (
+            "little memory free, or free disk space unknown"
+        )
 
 
 def test_amounts_in_words():
-    assert plan.gib(0) == "0.00 MiB" and plan.gib(1 << 30) == "1.00 GiB" and plan.gib(5 << 20) == "5.00 MiB"
+    assert (
+        plan.gib(0) == "0.00 MiB"
+        and plan.gib(1 << 30) == "1.00 GiB"
+        and plan.gib(5 << 20) == "5.00 MiB"
+    )
 
 
-# -- on a working folder, and by hand ----------------------------------------------------------------------------------
+# -- on a working folder, and by hand
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -381,10 +500,14 @@ def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
     check_fits(params, {place: enough})
     with pytest.raises(ConfigError) as error:
         check_fits(params, {place: needed - (64 << 20)})
-    message, other = str(error.value), {"host": "disk", "disk": "memory"}[place]
+    message = str(error.value)
+    other = {"host": "disk", "disk": "memory"}[place]
     lacking = {"host": "too little host memory", "disk": "too little disk space"}[place]
     assert all(word in message for word in (lacking, "got:", "expected:", "fix:", "unidec plan"))
-    assert other not in message.splitlines()[0] and f"iB more {lacking.removeprefix('too little ')}" in message
+    assert (
+        other not in message.splitlines()[0]
+        and f"iB more {lacking.removeprefix('too little ')}" in message
+    )
     assert "--" not in message  # `unidec.fit` raises it too
     check_fits(with_settings(params, {"run.check_memory": False}), {"host": 1})
 
@@ -405,9 +528,16 @@ def test_nothing_ingested(tmp_path, monkeypatch, in_work):
 
 
 def test_by_hand(run_cli, papers):
-    """The papers' 1.3M setting needs no data and no encoder here; what is too large ends with exit code 1."""
+    """The papers' 1.3M setting needs no data and no encoder here; what is too large ends with exit
+    code 1.
+    """
     code, out, _ = run_cli("plan", *BY_HAND, "--device-memory", "44.7GiB")
-    assert code == 0 and out.splitlines()[-1] == "fits" and "classifier rows" in out and "GPU memory: " in out
+    assert (
+        code == 0
+        and out.splitlines()[-1] == "fits"
+        and "classifier rows" in out
+        and "GPU memory: " in out
+    )
     code, out, _ = run_cli("plan", *BY_HAND, "--device-memory", "16GiB")
     lines = out.splitlines()
     assert code == 1 and lines[-2].startswith("does not fit: GPU memory")
@@ -427,15 +557,21 @@ def test_mistakes_by_hand(run_cli, papers):
         assert code == 2 and "not a size of memory" in errors and "16GiB" in errors
 
 
-# -- advice ------------------------------------------------------------------------------------------------------------
+# -- advice
+# --------------------------------------------------------------------------------------------------
 
 PAPER = Sizes.given(1_300_000, 2_248_619, 32)
 
 
 def paper_params(**overrides):
     """LF-AmazonTitles-1.3M as the papers train it."""
-    values = {"encoder.name": "distilbert-base-uncased", **ALL, "model.dim": 256, "pool.batch_size": 1098,
-              "pool.size": 3000}  # fmt: skip
+    values = {
+        "encoder.name": "distilbert-base-uncased",
+        **ALL,
+        "model.dim": 256,
+        "pool.batch_size": 1098,
+        "pool.size": 3000,
+    }
     return with_settings(Params(), values | overrides)
 
 
@@ -448,7 +584,9 @@ def roomy(device_gib):
 
 
 def test_the_papers_setting():
-    """1,098 queries, 3,000 labels; the state is some 5 GiB, the step fits the 48 GB card of the papers."""
+    """1,098 queries, 3,000 labels; the state is some 5 GiB, the step fits the 48 GB card of the
+    papers.
+    """
     found = plan_of(paper_params(), free=roomy(44.7))
     assert found.step == "1,098 queries, 3,000 labels, bf16"
     assert 4 * GIB < found.state_bytes < 6 * GIB
@@ -463,11 +601,16 @@ def test_the_shipped_recipes_fit_the_papers_card(recipe, tokens):
     assert not found.shortages
 
 
-@pytest.mark.parametrize("device", [3, 8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 5, 12, 16))])
-@pytest.mark.parametrize("sizes", [PAPER, Sizes.given(20_000_000, 100_000, 16)], ids=["1.3M", "20M"])
+@pytest.mark.parametrize(
+    "device", [3, 8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 5, 12, 16))]
+)
+@pytest.mark.parametrize(
+    "sizes", [PAPER, Sizes.given(20_000_000, 100_000, 16)], ids=["1.3M", "20M"]
+)
 def test_taking_the_advice_makes_it_fit(device, sizes):
     """The mildest single setting that is enough, else several."""
-    free, params = roomy(device), paper_params(**{"pool.eta": 0, "pool.batches": "random"})
+    free = roomy(device)
+    params = paper_params(**{"pool.eta": 0, "pool.batches": "random"})
 
     def fits(settings):
         changed = with_settings(params, settings)
@@ -484,12 +627,25 @@ def test_taking_the_advice_makes_it_fit(device, sizes):
 
 def test_450_million_labels_on_one_card():
     sizes = Sizes.given(450_000_000, 1_000_000, 12)
-    common = {"model.heads": "clf", "model.dim": 64, "pool.eta": 0, "pool.batches": "random", "index.space": "clf",
-              "pool.batch_size": 2048, "model.clf_init": "normal"}  # fmt: skip
+    common = {
+        "model.heads": "clf",
+        "model.dim": 64,
+        "pool.eta": 0,
+        "pool.batches": "random",
+        "index.space": "clf",
+        "pool.batch_size": 2048,
+        "model.clf_init": "normal",
+    }
     card = {"device": int(141e9)}
     for state, gigabytes in (("adagrad", 59.4), ("sgd", 57.6)):
-        found = plan_of(paper_params(**common, **{"model.clf_dtype": "bf16", "optim.clf_state": state}), sizes, card)
-        assert by_name(found.amounts)["classifier rows"] == pytest.approx(gigabytes * 1e9, rel=0.001)
+        found = plan_of(
+            paper_params(**common, **{"model.clf_dtype": "bf16", "optim.clf_state": state}),
+            sizes,
+            card,
+        )
+        assert by_name(found.amounts)["classifier rows"] == pytest.approx(
+            gigabytes * 1e9, rel=0.001
+        )
         assert not found.shortages
     adam = paper_params(**common)
     found = plan_of(adam, sizes, card)
@@ -498,7 +654,9 @@ def test_450_million_labels_on_one_card():
 
 
 def test_every_remedy_is_a_valid_setting_that_shrinks_something():
-    params = paper_params(**{"pool.clf_labels": "all", "pool.de_labels": "all", "tokens.max_length": 128})
+    params = paper_params(
+        **{"pool.clf_labels": "all", "pool.de_labels": "all", "tokens.max_length": 128}
+    )
     sizes = Sizes.given(1_300_000, 2_248_619, 128)
     before = plan_of(params, sizes)
     for remedy in REMEDIES:
@@ -509,5 +667,6 @@ def test_every_remedy_is_a_valid_setting_that_shrinks_something():
         assert changed is not None and changed != params, remedy
         after = plan_of(changed, sizes)
         assert (
-            after.needed("device")["step"] < before.needed("device")["step"] or after.state_bytes < before.state_bytes
+            after.needed("device")["step"] < before.needed("device")["step"]
+            or after.state_bytes < before.state_bytes
         )

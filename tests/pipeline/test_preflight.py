@@ -16,7 +16,9 @@ from unidec.errors import UnidecError
 
 
 @pytest.fixture
-def params(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Params]:
+def params(
+    tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Params]:
     """Parameters without a fault, with sections replaced; the project is the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -26,7 +28,11 @@ def params(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("params.yaml").touch()
 
     def params(**sections: Any) -> Params:
-        right = {"data": {"path": "raw"}, "encoder": {"name": str(tiny_bert)}, "tokens": {"max_length": 16}}
+        right = {
+            "data": {"path": "raw"},
+            "encoder": {"name": str(tiny_bert)},
+            "tokens": {"max_length": 16},
+        }
         return Params.model_validate(right | sections)
 
     return params
@@ -49,11 +55,27 @@ def test_right_settings_pass(params: Callable[..., Params]) -> None:
         ({"data": {"path": "rwa"}}, ["rwa: no such folder", "data.path", "nearest: raw"], 3),
         ({"data": {"path": "params.yaml"}}, ["not a folder"], 3),
         ({"data": {"path": "tracked"}}, ["dvc pull tracked.dvc"], 3),
-        ({"source": {"kind": "folder", "path": "exports"}}, ["exports: no files found", "source.path"], 3),
-        ({"source": {"kind": "files", "queries": "q.csv", "labels": "l.csv", "pairs": "p.csv"}}, ["q.csv"], 3),
-        ({"encoder": {"name": "nobody/at-all"}}, ["encoder.name", "nobody/at-all", "HF_HUB_OFFLINE"], 4),
+        (
+            {"source": {"kind": "folder", "path": "exports"}},
+            ["exports: no files found", "source.path"],
+            3,
+        ),
+        (
+            {"source": {"kind": "files", "queries": "q.csv", "labels": "l.csv", "pairs": "p.csv"}},
+            ["q.csv"],
+            3,
+        ),
+        (
+            {"encoder": {"name": "nobody/at-all"}},
+            ["encoder.name", "nobody/at-all", "HF_HUB_OFFLINE"],
+            4,
+        ),
         ({"encoder": {"name": "./folder/of/none"}}, ["encoder.name", "./folder/of/none"], 4),
-        ({"encoder": {"name": "raw"}}, ["config.json, tokenizer.json, model.safetensors missing"], 4),
+        (
+            {"encoder": {"name": "raw"}},
+            ["config.json, tokenizer.json, model.safetensors missing"],
+            4,
+        ),
         ({"encoder": {"start": "outputs/modle"}}, ["encoder.start", "outputs/modle"], 4),
         ({"tokens": {"max_length": 512}}, ["tokens.max_length"], 2),
         ({"device": "cuda"}, ["no usable GPU"], 2),
@@ -72,7 +94,9 @@ def test_what_a_training_would_fail_on(
 
 
 def test_all_problems_are_listed(params: Callable[..., Params]) -> None:
-    error = refused(params(data={"path": "rwa"}, encoder={"name": "nobody/at-all", "start": "outputs/modle"}))
+    error = refused(
+        params(data={"path": "rwa"}, encoder={"name": "nobody/at-all", "start": "outputs/modle"})
+    )
     assert str(error).startswith("3 problems\n") and error.exit_code == 3
     assert all(part in str(error) for part in ("rwa", "nobody/at-all", "outputs/modle"))
 
@@ -89,12 +113,16 @@ def test_only_what_the_steps_need_is_checked(params: Callable[..., Params]) -> N
     assert "rwa" in str(refused(wrong, steps=("ingest",)))
 
 
-def test_a_missing_package_names_its_extra(params: Callable[..., Params], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_its_extra(
+    params: Callable[..., Params], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from unidec.pipeline import preflight
 
     find = preflight.importlib.util.find_spec
     absent = ("faiss", "great_expectations")
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name in absent else find(name))
+    monkeypatch.setattr(
+        preflight.importlib.util, "find_spec", lambda name: None if name in absent else find(name)
+    )
     assert "unidec-xmc[cpu]" in str(refused(params(), steps=("index",)))
     assert "unidec-xmc[pipeline]" in str(refused(params(), steps=("validate",)))
     pipeline.check_before_work(params(), steps=("evaluate",))

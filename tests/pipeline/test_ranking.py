@@ -20,37 +20,58 @@ from unidec.ranking.heads import Heads, unit_rows
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
 
-NUM, LABELS, DIM, TRAIN = 60, 40, 6, 80
+NUM = 60
+LABELS = 40
+DIM = 6
+TRAIN = 80
 
 
 @pytest.fixture
 def random_ranking(monkeypatch: pytest.MonkeyPatch):
-    """Queries and labels of some topics: each score tells something of the truth, none tells all."""
+    """Queries and labels of some topics: each score tells something of the truth, none
+    tells all.
+    """
     group_L = np.zeros(LABELS, dtype=np.int8)
     propensity = Propensity(np.ones(LABELS), np.ones(LABELS, dtype=np.int64), group_L, 0.5, 1.5)
     monkeypatch.setattr("unidec.pipeline.paths.open_propensity", lambda: propensity)
 
-    def make(seed: int, heads: str = "both", num: int = NUM, helps: bool = True) -> tuple[Ranking, Neighbours]:
+    def make(
+        seed: int, heads: str = "both", num: int = NUM, helps: bool = True
+    ) -> tuple[Ranking, Neighbours]:
         rng = np.random.default_rng(seed)
-        hidden_ND, hidden_LD = rng.normal(size=(num, DIM)), rng.normal(size=(LABELS, DIM))
+        hidden_ND = rng.normal(size=(num, DIM))
+        hidden_LD = rng.normal(size=(LABELS, DIM))
         train_MD = rng.normal(size=(TRAIN, DIM))
 
         def seen(hidden: np.ndarray, noise: float) -> np.ndarray:
             return (hidden + noise * rng.normal(size=hidden.shape)).astype(np.float32)
 
         def truth(hidden: np.ndarray) -> csr_matrix:
-            return csr_matrix((hidden @ hidden_LD.T + rng.normal(size=(len(hidden), LABELS)) > 4).astype(np.float32))
+            return csr_matrix(
+                (hidden @ hidden_LD.T + rng.normal(size=(len(hidden), LABELS)) > 4).astype(
+                    np.float32
+                )
+            )
 
-        de = {} if heads == "clf" else {"q": unit_rows(seen(hidden_ND, 1.0)), "l": unit_rows(seen(hidden_LD, 1.0))}
+        de = (
+            {}
+            if heads == "clf"
+            else {"q": unit_rows(seen(hidden_ND, 1.0)), "l": unit_rows(seen(hidden_LD, 1.0))}
+        )
         clf = {} if heads == "de" else {"q": seen(hidden_ND, 1.0), "l": seen(hidden_LD, 1.0)}
         dataset = SimpleNamespace(
-            relevance=truth(hidden_ND), filter_pairs=csr_matrix(rng.random((num, LABELS)) < 0.1), num_labels=LABELS,
-            query_uids=lambda rows: [f"v{row}" for row in rows], query_texts=lambda rows: [f"t{row}" for row in rows],
-        )  # fmt: skip
+            relevance=truth(hidden_ND),
+            filter_pairs=csr_matrix(rng.random((num, LABELS)) < 0.1),
+            num_labels=LABELS,
+            query_uids=lambda rows: [f"v{row}" for row in rows],
+            query_texts=lambda rows: [f"t{row}" for row in rows],
+        )
         ranking = Ranking(
-            dataset, np.arange(num), Encoded(de.get("q"), clf.get("q")),  # type: ignore[arg-type]
+            dataset,
+            np.arange(num),
+            Encoded(de.get("q"), clf.get("q")),  # type: ignore[arg-type]
             {name: part["l"] for name, part in (("de", de), ("clf", clf)) if part},
-        )  # fmt: skip
+        )
         labels = truth(train_MD) if helps else csr_matrix(rng.random((TRAIN, LABELS)) < 0.1)
         compared = seen(train_MD, 1.0) if helps else rng.normal(size=train_MD.shape)
         return ranking, Neighbours(compared, labels, map(str, range(TRAIN)), map(str, range(TRAIN)))
@@ -59,24 +80,31 @@ def random_ranking(monkeypatch: pytest.MonkeyPatch):
 
 
 def params_of(**index: object) -> Params:
-    return Params.model_validate({
-        "model": {"heads": index.pop("heads", "both")},
-        "index": {"clf_normalize": False, "knn_neighbours": 15, **index},
-        "loss": {"clf_bce": 0.0},
-    })  # fmt: skip
+    return Params.model_validate(
+        {
+            "model": {"heads": index.pop("heads", "both")},
+            "index": {"clf_normalize": False, "knn_neighbours": 15, **index},
+            "loss": {"clf_bce": 0.0},
+        }
+    )
 
 
-def dense(ranking: Ranking, neighbours: Neighbours | None, params: Params, clf: float, knn: float) -> np.ndarray:
+def dense(
+    ranking: Ranking, neighbours: Neighbours | None, params: Params, clf: float, knn: float
+) -> np.ndarray:
     """Scores of all labels, float64 [n, L], -inf for filtered pairs."""
     score_NL = np.zeros((len(ranking.rows), LABELS))
-    query_de, query_clf = ranking.encoded.de_BD, ranking.encoded.clf_BD
+    query_de = ranking.encoded.de_BD
+    query_clf = ranking.encoded.clf_BD
     if query_de is not None:
         score_NL += query_de.astype(float) @ ranking.vectors["de"].astype(float).T
     if query_clf is not None:
         weight = clf if query_de is not None else 1.0
         score_NL += weight * (query_clf.astype(float) @ ranking.vectors["clf"].astype(float).T)
     if neighbours is not None:
-        score_NL += knn * dense_votes(ranking.voting(neighbours, params.index.knn_neighbours).votes(ranking.encoded))
+        score_NL += knn * dense_votes(
+            ranking.voting(neighbours, params.index.knn_neighbours).votes(ranking.encoded)
+        )
     score_NL[ranking.filter_pairs.toarray()] = -np.inf
     return score_NL
 
@@ -91,7 +119,9 @@ def slow_tuning(ranking: Ranking, neighbours: Neighbours, params: Params) -> tup
     """One weight after the other over its whole grid, always from dense scores."""
 
     def best(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-        return max(pairs, key=lambda pair: slow_ndcg(ranking, dense(ranking, neighbours, params, *pair)))
+        return max(
+            pairs, key=lambda pair: slow_ndcg(ranking, dense(ranking, neighbours, params, *pair))
+        )
 
     index = params.index
     clf = CLF_WEIGHTS if index.clf_weight == "auto" else (index.clf_weight,)
@@ -121,7 +151,9 @@ def slow_tuning(ranking: Ranking, neighbours: Neighbours, params: Params) -> tup
     ids=str,
 )
 @pytest.mark.parametrize("few", [False, True])
-def test_tuned_weights_are_those_of_dense_scores(random_ranking, monkeypatch, seed, index, few) -> None:
+def test_tuned_weights_are_those_of_dense_scores(
+    random_ranking, monkeypatch, seed, index, few
+) -> None:
     params = params_of(**index)
     ranking, neighbours = random_ranking(seed, index.get("heads", "both"))
     some = ranking
@@ -155,7 +187,9 @@ def test_all_labels_are_ranked_as_by_dense_scores(random_ranking) -> None:
     assert ranking.metrics_of_votes(voting) == ranking.metrics_of(best)
 
 
-def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothing_to_tune_on(random_ranking) -> None:
+def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothing_to_tune_on(
+    random_ranking,
+) -> None:
     params = params_of(clf_weight="auto", knn_weight="auto")
     ranking, neighbours = random_ranking(3, helps=False)
     assert tuned_blend(ranking, params, neighbours).knn_weight < 0.5
@@ -174,7 +208,9 @@ def test_queries_that_weights_were_chosen_by_vote_in_the_end(random_ranking) -> 
     assert joined.num_queries == TRAIN + NUM and joined.vote == neighbours.vote
     assert joined.uids.to_pylist()[TRAIN - 1 : TRAIN + 1] == [str(TRAIN - 1), "v0"]
     np.testing.assert_array_equal(joined.vectors_MD[:TRAIN], neighbours.vectors_MD)
-    assert joined.nearest(ranking.encoded.de_BD, 1)[1].ravel().tolist() == list(range(TRAIN, TRAIN + NUM))
+    assert joined.nearest(ranking.encoded.de_BD, 1)[1].ravel().tolist() == list(
+        range(TRAIN, TRAIN + NUM)
+    )
     kept = ranking.dataset.relevance.toarray() * (ranking.filter_pairs.toarray() == 0)
     np.testing.assert_array_equal(joined.labels_ML[TRAIN:].toarray(), kept > 0)
 
@@ -195,14 +231,18 @@ def test_labels_are_searched_on_the_models_device(random_ranking, monkeypatch) -
 def test_of_equal_scores_the_smaller_label_comes_first(random_ranking) -> None:
     ranking, _ = random_ranking(0)
     rng = np.random.default_rng(0)
-    whole = {name: rng.integers(-1, 2, part.shape).astype(np.float32) for name, part in ranking.vectors.items()}
+    whole = {
+        name: rng.integers(-1, 2, part.shape).astype(np.float32)
+        for name, part in ranking.vectors.items()
+    }
     query = rng.integers(-1, 2, (NUM, DIM)).astype(np.float32)
     ranking = replace(ranking, vectors=whole, encoded=Encoded(query, query))
     score_NL = query @ whole["de"].T + 2 * query @ whole["clf"].T
     score_NL[ranking.filter_pairs.toarray() > 0] = -np.inf
     ranker = ranking.ranker(Heads(whole, "both", False, 2.0))
     found = ranker.search(ranking.encoded, LABELS + 3, ranking.excluded)
-    scores, labels = found.scores, found.rows
+    scores = found.scores
+    labels = found.rows
     expected = np.lexsort((np.broadcast_to(np.arange(LABELS), score_NL.shape), -score_NL), axis=1)
     np.testing.assert_array_equal(scores, np.take_along_axis(score_NL, expected, axis=1))
     np.testing.assert_array_equal(labels, np.where(np.isinf(scores), -1, expected))

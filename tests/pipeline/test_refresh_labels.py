@@ -1,4 +1,6 @@
-"""The label set of a registered bundle follows the data: refreshed, registered again, traced back to what it was."""
+"""The label set of a registered bundle follows the data: refreshed, registered again, traced back
+to what it was.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,28 @@ from unidec.tracking.lineage import lineage
 from unidec.tracking.store import tracking_uri
 
 pytestmark = pytest.mark.timeout(240)
-GONE, NEW, RENAMED = 100, 50, 5  # labels
+# labels
+GONE = 100
+NEW = 50
+RENAMED = 5
 
 
 def other_labels(raw: RawData) -> RawData:
-    """Raw data whose first labels are gone, whose last have new uids (so they are new), a few of others renamed."""
-    uids, titles = raw.labels["uid"].to_pylist(), raw.labels["title"].to_pylist()
+    """Raw data whose first labels are gone, whose last have new uids (so they are new), a few of
+    others renamed.
+    """
+    uids = raw.labels["uid"].to_pylist()
+    titles = raw.labels["title"].to_pylist()
     uids[-NEW:] = [f"again-{uid}" for uid in uids[-NEW:]]
     titles[200 : 200 + RENAMED] = [f"{title} suite" for title in titles[200 : 200 + RENAMED]]
     texts = {"uid": pa.array(uids, pa.large_string()), "title": pa.array(titles, pa.large_string())}
     table = pa.table(texts | {"content": raw.labels["content"]}).slice(GONE)
     return dataclasses.replace(
-        raw, labels=table, relevance={split: pairs[:, GONE:] for split, pairs in raw.relevance.items()},
+        raw,
+        labels=table,
+        relevance={split: pairs[:, GONE:] for split, pairs in raw.relevance.items()},
         filter_pairs={split: pairs[:, GONE:] for split, pairs in raw.filter_pairs.items()},
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +60,18 @@ def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
     folder = tmp_path_factory.mktemp("refresh")
     for name in ("raw", "bert"):
         shutil.copytree(work.folder / name, folder / name)
-    params = work.params(**{"index.knn_weight": 0.3, "index.knn_neighbours": 20, "tracking.model_name": "labels"})
+    params = work.params(
+        **{"index.knn_weight": 0.3, "index.knn_neighbours": 20, "tracking.model_name": "labels"}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
         for name in ("ingest", "tokens", "propensity", "label_graph", "train", "index", "evaluate"):
             getattr(pipeline, name)(params)
         champion = pipeline.register(params)
-        MlflowClient(tracking_uri()).set_registered_model_alias("labels", "champion", str(champion.version))
+        MlflowClient(tracking_uri()).set_registered_model_alias(
+            "labels", "champion", str(champion.version)
+        )
     return SimpleNamespace(folder=folder, params=params, champion=champion)
 
 
@@ -70,7 +84,9 @@ def params(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
 
 def test_unchanged_data_changes_nothing(params: Params) -> None:
     result = pipeline.refresh_labels(params)
-    assert result == ChangedLabels(changed=False, bundle=None, parent="1", reason="version 1 already has this data set")
+    assert result == ChangedLabels(
+        changed=False, bundle=None, parent="1", reason="version 1 already has this data set"
+    )
     assert not paths.REFRESHED.exists()
     with pytest.raises(ConfigError, match="not in the registry: no such alias"):
         pipeline.refresh_labels(params, "nobody")
@@ -81,25 +97,40 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
     raw = other_labels(read_raw(Path("raw")))
     shutil.rmtree("raw")
     write_raw(raw, Path("raw"), "xmc-json")
-    shutil.rmtree(paths.PROPENSITY)  # of the data that was, as the tokens are: nothing here may read them
+    # of the data that was, as the tokens are: nothing here may read them
+    shutil.rmtree(paths.PROPENSITY)
     shutil.rmtree(paths.TOKENS)
     pipeline.ingest(params)
     bundle_sha256 = folder_sha256(paths.BUNDLE)
 
     result = world.result = pipeline.refresh_labels(params)
-    dataset, after = XMCDataset.open(paths.DATASET), Bundle.load(paths.REFRESHED)
+    dataset = XMCDataset.open(paths.DATASET)
+    after = Bundle.load(paths.REFRESHED)
     uids = dataset.label_uids()
     assert result.changed and result.bundle == str(paths.REFRESHED) and result.parent == "1"
     counts = {name: getattr(result, name) for name in ("added", "removed", "renamed", "kept")}
-    assert counts == {"added": NEW, "removed": GONE + NEW, "renamed": RENAMED, "kept": len(uids) - NEW}
-    assert after.uids.to_pylist() == uids and after.info.dataset == {"name": dataset.name, "sha256": dataset.sha256}
+    assert counts == {
+        "added": NEW,
+        "removed": GONE + NEW,
+        "renamed": RENAMED,
+        "kept": len(uids) - NEW,
+    }
+    assert after.uids.to_pylist() == uids and after.info.dataset == {
+        "name": dataset.name,
+        "sha256": dataset.sha256,
+    }
     assert folder_sha256(paths.BUNDLE) == bundle_sha256  # DVC's output stays
 
     # the training queries of today vote, with today's labels
     rows = dataset.rows("train")
-    assert after.neighbours is not None and after.neighbours.uids.to_pylist() == dataset.query_uids(rows)
+    assert after.neighbours is not None and after.neighbours.uids.to_pylist() == dataset.query_uids(
+        rows
+    )
     assert after.neighbours.labels_ML.nnz == (dataset.relevance[rows] > 0).sum()
-    assert (after.info.knn.weight, after.info.clf_weight) == (before.info.knn.weight, before.info.clf_weight)
+    assert (after.info.knn.weight, after.info.clf_weight) == (
+        before.info.knn.weight,
+        before.info.clf_weight,
+    )
 
 
 def test_registered_again(params: Params, world: SimpleNamespace) -> None:
@@ -111,13 +142,18 @@ def test_registered_again(params: Params, world: SimpleNamespace) -> None:
     assert version.run_id != client.get_model_version("labels", "1").run_id
     dataset = XMCDataset.open(paths.DATASET)
     wanted = {
-        "bundle.sha256": sha256, "dataset.sha256": dataset.sha256, "dataset.name": dataset.name,
-        "start.kind": "refresh", "start.version": "1", "start.bundle.sha256": folder_sha256(paths.BUNDLE),
-    }  # fmt: skip
+        "bundle.sha256": sha256,
+        "dataset.sha256": dataset.sha256,
+        "dataset.name": dataset.name,
+        "start.kind": "refresh",
+        "start.version": "1",
+        "start.bundle.sha256": folder_sha256(paths.BUNDLE),
+    }
     assert {key: version.tags.get(key) for key in wanted} == wanted
     run = client.get_run(version.run_id)
     assert run.info.status == "FINISHED" and run.data.metrics["labels/added"] == NEW
-    assert pipeline.register(params, paths.REFRESHED) == registered  # once more is no second version
+    # once more is no second version
+    assert pipeline.register(params, paths.REFRESHED) == registered
     found = lineage("models:/labels@challenger", model_name="labels")
     assert [version.version for version in found] == ["2", "1"]
 
@@ -136,7 +172,10 @@ def test_without_votes_another_data_set_with_the_same_labels_is_no_change(
 
     def silent(cls: type[Bundle], *words: object, **options: object) -> Bundle:
         bundle = load(cls, *words, **options)
-        bundle.neighbours, bundle.info = None, bundle.info.model_copy(update={"knn": None, "dataset": {}})
+        bundle.neighbours, bundle.info = (
+            None,
+            bundle.info.model_copy(update={"knn": None, "dataset": {}}),
+        )
         return bundle
 
     monkeypatch.setattr(Bundle, "load", classmethod(silent))

@@ -23,7 +23,10 @@ from unidec.pipeline import paths
 
 
 def test_the_card_against_loops(
-    tiny_dataset: XMCDataset, tiny_params: Callable[..., Params], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_dataset: XMCDataset,
+    tiny_params: Callable[..., Params],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     paths.PROPENSITY.parent.mkdir()
@@ -38,7 +41,11 @@ def test_the_card_against_loops(
     assert card["labels"] == len(counts) and card["train queries"] == len(train)
     trained = set(tiny_dataset.relevance[tiny_dataset.rows("train")].indices.tolist())
     assert card["labels without training queries"] == len(counts) - len(trained)
-    expected = [sum(c < 10 for c in counts), sum(10 <= c <= 100 for c in counts), sum(c > 100 for c in counts)]
+    expected = [
+        sum(c < 10 for c in counts),
+        sum(10 <= c <= 100 for c in counts),
+        sum(c > 100 for c in counts),
+    ]
     assert [card[f"{group} labels"] for group in GROUPS] == expected
     json.dumps(card)
 
@@ -46,38 +53,54 @@ def test_the_card_against_loops(
 @pytest.mark.parametrize("with_baseline", [True, False])
 def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: bool) -> None:
     rng = np.random.default_rng(4)
-    num, num_labels, k = 40, 12, 6
+    num = 40
+    num_labels = 12
+    k = 6
     truth = csr_matrix(rng.random((num, num_labels)) < 0.2)
-    ours, theirs = (np.array([rng.permutation(num_labels)[:k] for _ in range(num)]) for _ in range(2))
+    ours, theirs = (
+        np.array([rng.permutation(num_labels)[:k] for _ in range(num)]) for _ in range(2)
+    )
     places = np.arange(0, num, 2)  # the baseline ranked every second query
 
     def ndcg(labels: np.ndarray, query: int) -> float:
         right = set(truth[query].indices.tolist())
         best = sum(1 / math.log2(rank + 2) for rank in range(min(5, len(right))))
-        return 100 * sum(1 / math.log2(j + 2) for j, label in enumerate(labels[:5]) if label in right) / best
+        return (
+            100
+            * sum(1 / math.log2(j + 2) for j, label in enumerate(labels[:5]) if label in right)
+            / best
+        )
 
     asked = [i for i in places if truth[i].nnz]
     gain = {f"query {i}": ndcg(ours[i], i) - with_baseline * ndcg(theirs[i], i) for i in asked}
     texts = SimpleNamespace(
-        label_uids=lambda rows: [f"l{row}" for row in rows], label_texts=lambda rows: [f"label {row}" for row in rows],
+        label_uids=lambda rows: [f"l{row}" for row in rows],
+        label_texts=lambda rows: [f"label {row}" for row in rows],
         query_texts=lambda rows: [f"query {row}" for row in rows],
-    )  # fmt: skip
+    )
     hits = np.take_along_axis(truth.toarray(), ours, axis=1)
     ranking = SimpleNamespace(
-        dataset=texts, truth=truth, rows=np.arange(num), relevant=lambda labels: hits,
+        dataset=texts,
+        truth=truth,
+        rows=np.arange(num),
+        relevant=lambda labels: hits,
         propensity=SimpleNamespace(inverse_L=np.ones(num_labels)),
-    )  # fmt: skip
+    )
     tfidf = Baselines({"knn": ours, "mix": theirs[places]} if with_baseline else {}, {}, places, "")
     bundle = SimpleNamespace(probabilities=lambda scores: None)
     found = stage._predictions_shown(bundle, ranking, np.zeros((num, k)), ours, tfidf)  # type: ignore[arg-type]
     assert found["gain_over"] == ("TF-IDF kNN + label match" if with_baseline else "")
     for name, sign in (("gains", 1), ("losses", -1)):
-        wanted = sorted((g for g in gain.values() if not with_baseline or sign * g > 0), key=lambda g: -sign * g)[:6]
+        wanted = sorted(
+            (g for g in gain.values() if not with_baseline or sign * g > 0), key=lambda g: -sign * g
+        )[:6]
         assert [one["gain"] for one in found[name]] == pytest.approx(wanted) and len(wanted) > 3
         for one in found[name]:
             assert gain[one["query"]] == pytest.approx(one["gain"])
             row = int(one["query"].split()[1])
-            assert [p["label"] for p in one["predictions"]] == [f"l{label}" for label in ours[row, :5]]
+            assert [p["label"] for p in one["predictions"]] == [
+                f"l{label}" for label in ours[row, :5]
+            ]
             assert [p["correct"] for p in one["predictions"]] == hits[row, :5].tolist()
 
 
@@ -85,12 +108,18 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
     ("heads", "parts", "names"),
     [
         ("both", ("de", "clf"), ["both", "de", "clf"]),
-        ("both", ("de", "clf", "heads", "knn"), ["both heads and votes", "both", "de", "clf", "knn"]),
+        (
+            "both",
+            ("de", "clf", "heads", "knn"),
+            ["both heads and votes", "both", "de", "clf", "knn"],
+        ),
         ("de", (), ["de"]),
         ("clf", ("heads", "knn"), ["classifier and votes", "clf", "knn"]),
     ],
 )
-def test_what_is_served_is_first_and_named(heads: str, parts: tuple[str, ...], names: list[str]) -> None:
+def test_what_is_served_is_first_and_named(
+    heads: str, parts: tuple[str, ...], names: list[str]
+) -> None:
     result = {"test": {"P@1": 9.0}, **{name: {"P@1": float(i)} for i, name in enumerate(parts)}}
     shown = stage._metrics(result, heads)
     assert list(shown) == names and shown[names[0]]["P@1"] == 9.0

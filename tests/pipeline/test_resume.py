@@ -1,4 +1,6 @@
-"""Which run goes on, where, and what is refused: on tiny data, with cuts at the places between two files."""
+"""Which run goes on, where, and what is refused: on tiny data, with cuts at the places between two
+files.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ from unidec.training.fit import fit
 from unidec.training.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(240)
-ROUND, EPOCHS = 2, 4
+ROUND = 2
+EPOCHS = 4
 TIMES = ("seconds", "_per_s", "memory")
 
 
 @pytest.fixture(scope="module")
-def made(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(
+    helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Raw files, a transformer and the store of a tiny project."""
     folder = tmp_path_factory.mktemp("resume")
     (folder / "raw").mkdir()
@@ -46,7 +51,9 @@ def made(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pyte
 def work(
     made: Path, helper: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SimpleNamespace]:
-    """A project whose data stages are done; `params(**overrides)` of a training of some dozen steps."""
+    """A project whose data stages are done; `params(**overrides)` of a training of some dozen
+    steps.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     (tmp_path / "mlflow.db").write_bytes((made / "mlflow.db").read_bytes())
@@ -54,8 +61,14 @@ def work(
         (tmp_path / name).symlink_to(made / name)
 
     def params(**overrides: Any) -> Params:
-        values = {"data.path": "raw", "data.validation_share": 0.2, "optim.epochs": EPOCHS, "pool.refresh": ROUND,
-                  "run.checkpoint_steps": 3, "run.check_memory": False}  # fmt: skip
+        values = {
+            "data.path": "raw",
+            "data.validation_share": 0.2,
+            "optim.epochs": EPOCHS,
+            "pool.refresh": ROUND,
+            "run.checkpoint_steps": 3,
+            "run.check_memory": False,
+        }
         return helper("tiny_training").tiny_params(Path("bert"), **(values | overrides))
 
     for name in ("ingest", "tokens", "propensity"):
@@ -70,7 +83,8 @@ def train(params: Params, **options: Any) -> tuple[dict[str, Any], list[str]]:
 
 def cut(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:
     """The process is killed at the call after so many: nothing that stands behind it runs."""
-    real, calls = getattr(owner, name), []
+    real = getattr(owner, name)
+    calls = []
 
     def function(*args: Any, **options: Any) -> Any:
         calls.append(1)
@@ -81,7 +95,9 @@ def cut(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) 
     monkeypatch.setattr(owner, name, function)
 
 
-def cut_training(monkeypatch: pytest.MonkeyPatch, params: Params, owner: Any, name: str, after: int = 0) -> None:
+def cut_training(
+    monkeypatch: pytest.MonkeyPatch, params: Params, owner: Any, name: str, after: int = 0
+) -> None:
     with monkeypatch.context() as patch:
         cut(patch, owner, name, after)
         with pytest.raises(SystemExit):
@@ -89,15 +105,24 @@ def cut_training(monkeypatch: pytest.MonkeyPatch, params: Params, owner: Any, na
 
 
 def plain(record: dict[str, Any]) -> dict[str, Any]:
-    kept = {k: v for k, v in record.items() if not k.endswith(TIMES) and "_per_" not in k and "after_restart" not in k}
+    kept = {
+        k: v
+        for k, v in record.items()
+        if not k.endswith(TIMES) and "_per_" not in k and "after_restart" not in k
+    }
     return {k: plain(v) if isinstance(v, dict) else v for k, v in kept.items()}
 
 
 def outcome() -> dict[str, Any]:
     """What training left, but for times."""
     files = read_manifest(paths.MODEL, "model", 1)["files"]
-    tensors = {name: entry["sha256"] for name, entry in files.items() if not name.endswith(".jsonl")}
-    lines = {n: [plain(r) for r in read_json_lines(paths.MODEL / f"{n}.jsonl")] for n in ("history", "rounds")}
+    tensors = {
+        name: entry["sha256"] for name, entry in files.items() if not name.endswith(".jsonl")
+    }
+    lines = {
+        n: [plain(r) for r in read_json_lines(paths.MODEL / f"{n}.jsonl")]
+        for n in ("history", "rounds")
+    }
     return tensors | lines
 
 
@@ -118,14 +143,27 @@ def uncut(work: SimpleNamespace) -> dict[str, Any]:
         pytest.param(Trainer, "train_step", 5, id="in a round", marks=pytest.mark.slow),
         pytest.param(Trainer, "train_step", 14, id="in a later round"),
         pytest.param(Trainer, "refresh", 1, id="before a refresh", marks=pytest.mark.slow),
-        pytest.param(training, "write_json", 1, id="after a refresh, before its report", marks=pytest.mark.slow),
+        pytest.param(
+            training,
+            "write_json",
+            1,
+            id="after a refresh, before its report",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(training, "validation_metrics", 0, id="after a round, before it is measured"),
-        pytest.param(training, "validation_metrics", 1, id="after the last round", marks=pytest.mark.slow),
+        pytest.param(
+            training, "validation_metrics", 1, id="after the last round", marks=pytest.mark.slow
+        ),
         pytest.param(training, "write_folder", 0, id="in the export", marks=pytest.mark.slow),
     ],
 )
 def test_killed_between_any_two_files(
-    work: SimpleNamespace, uncut: dict[str, Any], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int
+    work: SimpleNamespace,
+    uncut: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    after: int,
 ) -> None:
     cut_training(monkeypatch, work.params(), owner, name, after)
     result, said = train(work.params())
@@ -133,7 +171,9 @@ def test_killed_between_any_two_files(
     found = outcome()
     if name == "write_json":  # the report of a refresh is the one thing that is not made again
         for part in (found, uncut):
-            part["rounds"] = [line | {"refresh": line["refresh"]["epoch"]} for line in part["rounds"]]
+            part["rounds"] = [
+                line | {"refresh": line["refresh"]["epoch"]} for line in part["rounds"]
+            ]
     assert found == uncut
     client = open_client(f"sqlite:///{work.folder}/mlflow.db")
     run_id = Tracker.resume(result.run_dir).run_id
@@ -143,31 +183,44 @@ def test_killed_between_any_two_files(
     assert client.get_run(run_id).info.status == "FINISHED"
 
 
-@pytest.mark.parametrize(("owner", "name", "after"), [
-    (Trainer, "train_step", 14), (training, "validation_metrics", 1), (training, "validation_metrics", 2),
-    (training, "write_folder", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [
+        (Trainer, "train_step", 14),
+        (training, "validation_metrics", 1),
+        (training, "validation_metrics", 2),
+        (training, "write_folder", 0),
+    ],
+)
 def test_with_patience_it_ends_early_wherever_it_is_killed(
     work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int
 ) -> None:
     """Validation does not rise after the second round: the third one is the last."""
     given = {"optim.patience": 1, "optim.epochs": 40, "optim.warmup_epochs": 0.5}
-    real, measured = training.validation_metrics, {2: 30.0, 4: 20.0, 6: 10.0}
+    real = training.validation_metrics
+    measured = {2: 30.0, 4: 20.0, 6: 10.0}
 
     def falls(ranking: Any, params: Params) -> dict[str, float]:
         return real(ranking, params) | {"nDCG@5": measured[epoch[0]]}
 
-    epoch, validate = [0], training.Run.validate
+    epoch = [0]
+    validate = training.Run.validate
     monkeypatch.setattr(training, "validation_metrics", falls)
-    monkeypatch.setattr(training.Run, "validate", lambda run: (epoch.__setitem__(0, run.epoch), validate(run))[1])
+    monkeypatch.setattr(
+        training.Run, "validate", lambda run: (epoch.__setitem__(0, run.epoch), validate(run))[1]
+    )
     uncut, _ = train(work.params(**given))
     found = outcome()
     assert (uncut.epoch, uncut.finished) == (6, True) and runs.list_runs()[0].state == "finished"
     lines = read_json_lines(paths.MODEL / "rounds.jsonl")
     assert [line["finished"] for line in lines] == [False, False, True]
-    trained = [line["work_seconds"] - sum(r["refresh"]["work_seconds"] for r in lines[: i + 1])
-               for i, line in enumerate(lines)]  # fmt: skip
-    assert 0 < trained[0] < trained[1] < trained[2] and all(line["refresh"]["work_seconds"] > 0 for line in lines)
+    trained = [
+        line["work_seconds"] - sum(r["refresh"]["work_seconds"] for r in lines[: i + 1])
+        for i, line in enumerate(lines)
+    ]
+    assert 0 < trained[0] < trained[1] < trained[2] and all(
+        line["refresh"]["work_seconds"] > 0 for line in lines
+    )
     shutil.rmtree(paths.RUNS)
     cut_training(monkeypatch, work.params(**given), owner, name, after)
     result, said = train(work.params(**given))
@@ -175,7 +228,9 @@ def test_with_patience_it_ends_early_wherever_it_is_killed(
     assert any("of at most 40" in line or "is trained: 6 epochs" in line for line in said)
 
 
-def test_inside_a_round_the_refresh_does_nothing(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_a_round_the_refresh_does_nothing(
+    work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = work.params()
     cut_training(monkeypatch, params, Trainer, "train_step", 5)
     begun = pipeline.start_run(params)
@@ -184,7 +239,8 @@ def test_inside_a_round_the_refresh_does_nothing(work: SimpleNamespace, monkeypa
     cut(monkeypatch, Trainer, "cluster")
     assert begun.cluster() == {}
     report = begun.mine()
-    assert report["epoch"] == 0 and report["mine_queries"] > 0  # the report of the refresh that was made
+    # the report of the refresh that was made
+    assert report["epoch"] == 0 and report["mine_queries"] > 0
     assert begun.train_round().epoch == ROUND
 
 
@@ -202,7 +258,9 @@ def test_the_model_of_one_process_is_that_of_a_process_for_each_stage(
     assert outcome() == uncut
 
 
-def test_clusters_and_negatives_in_two_stages_make_the_same_model(work: SimpleNamespace, uncut: dict[str, Any]) -> None:
+def test_clusters_and_negatives_in_two_stages_make_the_same_model(
+    work: SimpleNamespace, uncut: dict[str, Any]
+) -> None:
     run = pipeline.start_run(work.params())
     while not run.finished:
         clustered = run.cluster()
@@ -218,7 +276,8 @@ def test_clusters_and_negatives_in_two_stages_make_the_same_model(work: SimpleNa
     assert outcome() == uncut
 
 
-# -- which run goes on ---------------------------------------------------------------------------------------------
+# -- which run goes on
+# ---------------------------------------------------------------------------------------------
 
 
 def test_other_parameters_are_refused_with_every_key_and_accepted_by_name(
@@ -242,15 +301,25 @@ def test_other_parameters_are_refused_with_every_key_and_accepted_by_name(
     assert "optim.lr_heads" not in str(refused.value)
     accept = ["optim.lr_heads", "loss.balance"]
     result, said = train(other, resume=run.name, accept=accept)
-    assert result.run_dir == str(run) and result.epoch == EPOCHS and sum("accepted: " in line for line in said) == 2
-    tags = open_client(f"sqlite:///{work.folder}/mlflow.db").get_run(Tracker.resume(run).run_id).data.tags
+    assert (
+        result.run_dir == str(run)
+        and result.epoch == EPOCHS
+        and sum("accepted: " in line for line in said) == 2
+    )
+    tags = (
+        open_client(f"sqlite:///{work.folder}/mlflow.db")
+        .get_run(Tracker.resume(run).run_id)
+        .data.tags
+    )
     assert "loss.balance: 0.5 when the run began" in tags["accepted"]
     assert "is trained" in train(other, resume=run.name)[1][-1]  # accepted once is enough
     with pytest.raises(ConfigError, match=r"0\.25 when the run began, 0\.5 now"):
         train(work.params())  # the folder of these parameters is not theirs any more
 
 
-def test_data_and_tokenizer_and_code_are_refused(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_and_tokenizer_and_code_are_refused(
+    work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut_training(monkeypatch, work.params(), Trainer, "train_step", 5)
     pipeline.ingest(work.params(**{"data.split_seed": 7}))
     with pytest.raises(ConfigError, match=r"\n.*data: .*when the run began"):
@@ -267,7 +336,11 @@ def test_data_and_tokenizer_and_code_are_refused(work: SimpleNamespace, monkeypa
 def test_without_a_validation_split_a_sample_of_training_queries_draws_the_curves(
     work: SimpleNamespace, sample: int
 ) -> None:
-    given = {"data.validation_share": 0.0, "index.clf_weight": 1.0, "data.validation_sample": sample}
+    given = {
+        "data.validation_share": 0.0,
+        "index.clf_weight": 1.0,
+        "data.validation_sample": sample,
+    }
     params = work.params(**given)
     for name in ("ingest", "tokens", "propensity"):
         getattr(pipeline, name)(params)
@@ -305,7 +378,8 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next_start(
     assert client.get_run(Tracker.resume(other.folder).run_id).info.status == "RUNNING"
 
 
-# -- lists and ends ------------------------------------------------------------------------------------------------
+# -- lists and ends
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +389,12 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     running = pipeline.start_run(work.params(seed=6))
     infos = {info.name: info for info in runs.list_runs()}
     finished = infos.pop(Path(result.run_dir).name)
-    assert (finished.state, finished.epoch, finished.epochs, finished.unfinished) == ("finished", EPOCHS, EPOCHS, False)
+    assert (finished.state, finished.epoch, finished.epochs, finished.unfinished) == (
+        "finished",
+        EPOCHS,
+        EPOCHS,
+        False,
+    )
     assert finished.checkpoint_age is not None and finished.checkpoint_age < 600
     assert finished.mlflow_run == Tracker.resume(result.run_dir).run_id
     at_work = infos.pop(running.folder.name)
@@ -335,7 +414,9 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
         runs.choose_run(at_work.name)  # a trial is resumed by its own command
 
 
-def test_a_training_ends_as_what_happened(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_ends_as_what_happened(
+    work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import os
     import signal
 
@@ -348,7 +429,10 @@ def test_a_training_ends_as_what_happened(work: SimpleNamespace, monkeypatch: py
         raise TrainingError("a loss is not finite")
 
     before = signal.getsignal(signal.SIGTERM)
-    for function, error, status in ((terminate, Stopped, "KILLED"), (fail, TrainingError, "FAILED")):
+    for function, error, status in (
+        (terminate, Stopped, "KILLED"),
+        (fail, TrainingError, "FAILED"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "refresh", function)
             with pytest.raises(error) as raised:

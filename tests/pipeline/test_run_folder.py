@@ -19,24 +19,47 @@ def ingested(in_work: SimpleNamespace) -> SimpleNamespace:
     return in_work
 
 
-@pytest.mark.parametrize("changes", [
-    {"seed": 4}, {"pool.beta": 1}, {"optim.lr_bag": 1e-4}, {"encoder.dropout": 0.1}, {"model.dim": 8},
-    {"loss.balance": 0.4}, {"tokens.max_length": 12}, {"optim.epochs": 3},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 4},
+        {"pool.beta": 1},
+        {"optim.lr_bag": 1e-4},
+        {"encoder.dropout": 0.1},
+        {"model.dim": 8},
+        {"loss.balance": 0.4},
+        {"tokens.max_length": 12},
+        {"optim.epochs": 3},
+    ],
+    ids=str,
+)
 def test_what_decides_a_training_names_its_folder(ingested: SimpleNamespace, changes: dict) -> None:
     assert start.run_identity(ingested.params(**changes)) != start.run_identity(ingested.params())
 
 
-@pytest.mark.parametrize("changes", [
-    {"device": "auto"}, {"run.devices": 2}, {"run.checkpoint_steps": 5},
-    {"index.kind": "hnsw"}, {"index.clf_weight": 2.0}, {"tracking.experiment": "other"},
-    {"tracking.model_name": "other"}, {"label_graph.threshold": 0.2}, {"data.propensity_a": 0.6}, {"recipe": "unidec"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "auto"},
+        {"run.devices": 2},
+        {"run.checkpoint_steps": 5},
+        {"index.kind": "hnsw"},
+        {"index.clf_weight": 2.0},
+        {"tracking.experiment": "other"},
+        {"tracking.model_name": "other"},
+        {"label_graph.threshold": 0.2},
+        {"data.propensity_a": 0.6},
+        {"recipe": "unidec"},
+    ],
+    ids=str,
+)
 def test_what_only_shows_or_serves_it_does_not(ingested: SimpleNamespace, changes: dict) -> None:
     assert start.run_identity(ingested.params(**changes)) == start.run_identity(ingested.params())
 
 
-def test_other_data_and_other_code_are_another_run(ingested: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_and_other_code_are_another_run(
+    ingested: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = start.run_identity(ingested.params())
     with monkeypatch.context() as patch:
         patch.setattr("unidec.training.identity.code_sha256", lambda *results: "other")

@@ -20,16 +20,31 @@ def measured() -> dict[str, float]:
 
 
 def test_parameters_are_those_that_decide_the_model():
-    cold, warm = model_params(FLAT, False), model_params(FLAT, True)
+    cold = model_params(FLAT, False)
+    warm = model_params(FLAT, True)
     sections = {key.partition(".")[0] for key in cold}
-    assert {"optim", "pool", "loss", "encoder", "model", "data", "tokens", "index", "seed", "recipe"} <= sections
+    assert {
+        "optim",
+        "pool",
+        "loss",
+        "encoder",
+        "model",
+        "data",
+        "tokens",
+        "index",
+        "seed",
+        "recipe",
+    } <= sections
     assert not sections & {"run", "source", "retrain", "gate", "drift", "serve", "tracking", "warm"}
     assert warm.keys() - cold.keys() == {f"warm.{key}" for key in Warm.model_fields}
     assert all(FLAT[key] == value for key, value in warm.items()) and "data.path" not in warm
 
 
 def test_figures_of_steps_have_a_place():
-    assert step_figures({"step": 7, "loss": 0.5, "lr_clf": 1e-3}) == {"training/loss": 0.5, "training/lr_clf": 1e-3}
+    assert step_figures({"step": 7, "loss": 0.5, "lr_clf": 1e-3}) == {
+        "training/loss": 0.5,
+        "training/lr_clf": 1e-3,
+    }
 
 
 def test_few_figures_of_the_test_split():
@@ -37,11 +52,27 @@ def test_few_figures_of_the_test_split():
     assert len(metrics) > 80
     result = {"test": metrics, "de": metrics, "clf": metrics, "index": {"recall@10": 100.0}}
     figures = split_figures(result)
-    assert len(figures) <= 30 and figures["test/P@1"] == metrics["P@1"] and figures["index/recall@10"] == 100.0
-    assert {"test/tail/R@10", "test/nDCG@5", "test/PSP@5", "de/nDCG@5", "clf/R@100"} <= figures.keys()
+    assert (
+        len(figures) <= 30
+        and figures["test/P@1"] == metrics["P@1"]
+        and figures["index/recall@10"] == 100.0
+    )
+    assert {
+        "test/tail/R@10",
+        "test/nDCG@5",
+        "test/PSP@5",
+        "de/nDCG@5",
+        "clf/R@100",
+    } <= figures.keys()
     assert {name.rpartition("/")[0] for name in figures} == {
-        "test", "test/tail", "test/torso", "test/head", "de", "clf", "index"
-    }  # fmt: skip
+        "test",
+        "test/tail",
+        "test/torso",
+        "test/head",
+        "de",
+        "clf",
+        "index",
+    }
 
 
 def test_a_group_without_labels_and_a_head_that_is_not_there_are_left_out():
@@ -50,5 +81,7 @@ def test_a_group_without_labels_and_a_head_that_is_not_there_are_left_out():
 
 
 def test_a_description_begins_with_what_people_compare():
-    lines = markdown_table({"P@1": 50.83, "P@5": 1.0, "PSP@5": 32.8, "training/minutes": 7.44}).splitlines()
+    lines = markdown_table(
+        {"P@1": 50.83, "P@5": 1.0, "PSP@5": 32.8, "training/minutes": 7.44}
+    ).splitlines()
     assert lines == ["| P@1 | PSP@5 | minutes |", "| --- | --- | --- |", "| 50.8 | 32.8 | 7.4 |"]

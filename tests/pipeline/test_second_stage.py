@@ -1,4 +1,6 @@
-"""From raw files to a bundle in two stages: a model that starts from another's export, frozen, residual, on a graph."""
+"""From raw files to a bundle in two stages: a model that starts from another's export, frozen,
+residual, on a graph.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +54,28 @@ SECOND = {
     "a classifier on a frozen encoder": {"model.heads": "clf", "encoder.frozen": True},
     RESIDUAL: {"model.clf_residual": True, "encoder.frozen": True},
     "residual, with Gandalf on walks from half of the labels": {
-        "model.clf_residual": True, "pool.gandalf": True, "label_graph.kind": "random-walk", "label_graph.share": 0.5,
+        "model.clf_residual": True,
+        "pool.gandalf": True,
+        "label_graph.kind": "random-walk",
+        "label_graph.share": 0.5,
     },
-}  # fmt: skip
+}
 
 
 QUICK = (RESIDUAL, FUSED)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in SECOND])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in SECOND]
+)
 def test_two_stages_from_raw_files_to_a_bundle(folder, helper, kind):
     def params(**values):
-        common = {"data.path": "raw", "data.validation_share": 0.1, "encoder.kind": "both", "optim.epochs": 2}
+        common = {
+            "data.path": "raw",
+            "data.validation_share": 0.1,
+            "encoder.kind": "both",
+            "optim.epochs": 2,
+        }
         return helper("tiny_training").tiny_params(Path("bert"), **common | values)
 
     first = params(**{"model.heads": "de"} | (NO_PROJECTION if kind == FUSED else {}))
@@ -76,13 +88,19 @@ def test_two_stages_from_raw_files_to_a_bundle(folder, helper, kind):
     validation = train(second)
 
     graph = load_label_graph(paths.LABEL_GRAPH)
-    assert said == {"labels": 40, "texts": int((np.diff(graph.indptr) > 0).sum()), "edges": graph.nnz}
+    assert said == {
+        "labels": 40,
+        "texts": int((np.diff(graph.indptr) > 0).sum()),
+        "edges": graph.nnz,
+    }
     assert said["texts"] == round(40 * second.label_graph.share)
     meta = read_manifest(paths.LABEL_GRAPH, "label_graph", 1)["meta"]
     assert (meta["kind"], meta["share"]) == (second.label_graph.kind, second.label_graph.share)
 
-    # what training measured of the model is what the exported one gives, and what the bundle answers
-    model, start = UniDEC.load(paths.MODEL), UniDEC.load(folder / "first")
+    # what training measured of the model is what the exported one gives, and what the bundle
+    # answers
+    model = UniDEC.load(paths.MODEL)
+    start = UniDEC.load(folder / "first")
     assert not model.settings.clf_residual
     if second.encoder.frozen:
         ours, theirs = (m.encoder.state_dict() for m in (model, start))

@@ -1,4 +1,6 @@
-"""What a training starts from: chosen, written down, fetched by hash; a real registry, tiny trainings."""
+"""What a training starts from: chosen, written down, fetched by hash; a real registry, tiny
+trainings.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from unidec.data.raw import RawData, stack
 from unidec.data.storage import read_json_lines, read_manifest, write_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, seen, start, training
-from unidec.pipeline.start import ChosenStart, WarmStart, effective, open_start, read_start, start_tags
+from unidec.pipeline.start import (
+    ChosenStart,
+    WarmStart,
+    effective,
+    open_start,
+    read_start,
+    start_tags,
+)
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
 from unidec.tracking.run import Tracker
@@ -41,15 +50,28 @@ def later(raw: RawData) -> RawData:
     """The next version of some data: a label gone, one new, the others in another order."""
     order = [*range(raw.num_labels - 1, 0, -1), 5]
     uids = [f"label-{row}" for row in order[:-1]] + ["new"]
-    labels = raw.labels.take(order).set_column(0, "uid", pa.array(uids, raw.labels.schema.field("uid").type))
-    relevance = {split: csr_matrix(pairs.tocsc()[:, order]) for split, pairs in raw.relevance.items()}
-    filters = {split: csr_matrix(pairs.tocsc()[:, order]) for split, pairs in raw.filter_pairs.items()}
+    labels = raw.labels.take(order).set_column(
+        0, "uid", pa.array(uids, raw.labels.schema.field("uid").type)
+    )
+    relevance = {
+        split: csr_matrix(pairs.tocsc()[:, order]) for split, pairs in raw.relevance.items()
+    }
+    filters = {
+        split: csr_matrix(pairs.tocsc()[:, order]) for split, pairs in raw.filter_pairs.items()
+    }
     return RawData(raw.name, raw.queries, labels, relevance, filters)
 
 
 def params_of(helper: Callable[[str], Any], **overrides: Any) -> Params:
-    values = {"data.path": "raw", "data.validation_share": 0.2, "optim.epochs": 2, "pool.refresh": 2,
-              "warm.epochs": 1, "run.check_memory": False, "run.checkpoint_minutes": 0.0}  # fmt: skip
+    values = {
+        "data.path": "raw",
+        "data.validation_share": 0.2,
+        "optim.epochs": 2,
+        "pool.refresh": 2,
+        "warm.epochs": 1,
+        "run.check_memory": False,
+        "run.checkpoint_minutes": 0.0,
+    }
     return helper("tiny_training").tiny_params(Path("bert"), **(values | overrides))
 
 
@@ -65,7 +87,9 @@ def register_champion() -> int:
 
 
 @pytest.fixture(scope="module")
-def made(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def made(
+    helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """A project with two versions of its data and a champion, trained cold on the first."""
     folder = tmp_path_factory.mktemp("start")
     for name, raw in (("raw", tiny_raw), ("raw2", later(tiny_raw))):
@@ -115,29 +139,45 @@ def move(alias: str, version: int | None) -> None:
         client.set_registered_model_alias("unidec", alias, str(version))
 
 
-# -- the choice -------------------------------------------------------------------------------------------------------
+# -- the choice
+# --------------------------------------------------------------------------------------------------
 
 
 def test_from_the_champion(work):
     found = pipeline.choose_start(work.params())
     sha256 = checked_sha256(work.bundle)
-    note = {"kind": "warm", "model": "unidec", "version": "1", "bundle_sha256": sha256, "generation": 1}
+    note = {
+        "kind": "warm",
+        "model": "unidec",
+        "version": "1",
+        "bundle_sha256": sha256,
+        "generation": 1,
+    }
     assert found == ChosenStart(**note, reason="the champion, version 1")
     assert json.loads(paths.START.read_bytes()) == note
     assert checked_sha256(paths.BUNDLES / sha256[:16]) == sha256
     before = paths.START.read_bytes()
     assert pipeline.choose_start(work.params()) == found and paths.START.read_bytes() == before
-    assert start_tags() == {"start.kind": "warm", "start.model": "unidec", "start.version": "1",
-                            "start.bundle.sha256": sha256, "start.generation": "1"}  # fmt: skip
+    assert start_tags() == {
+        "start.kind": "warm",
+        "start.model": "unidec",
+        "start.version": "1",
+        "start.bundle.sha256": sha256,
+        "start.generation": "1",
+    }
 
 
 def test_without_a_champion(work):
     move("champion", None)
-    assert pipeline.choose_start(work.params()) == ChosenStart(kind="cold", reason="unidec has no champion yet")
+    assert pipeline.choose_start(work.params()) == ChosenStart(
+        kind="cold", reason="unidec has no champion yet"
+    )
     assert paths.START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
     named = work.params(**{"tracking.model_name": "another"})
     assert pipeline.choose_start(named).reason == "another has no champion yet"
-    with pytest.raises(ConfigError, match=r"another has no champion yet(.|\n)*fix: retrain.start: cold"):
+    with pytest.raises(
+        ConfigError, match=r"another has no champion yet(.|\n)*fix: retrain.start: cold"
+    ):
         pipeline.choose_start(named, "warm")
 
 
@@ -145,7 +185,10 @@ def test_as_asked_for(work):
     assert pipeline.choose_start(work.params(), "cold").reason == "as requested"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind == "cold"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto").kind == "warm"
-    assert pipeline.choose_start(work.params(), "cold").kind == "cold" and paths.START.read_bytes() == COLD
+    assert (
+        pipeline.choose_start(work.params(), "cold").kind == "cold"
+        and paths.START.read_bytes() == COLD
+    )
 
 
 UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
@@ -171,7 +214,9 @@ def test_another_tokenizer(work, helper, raw_factory):
     assert found.kind == "cold" and "another tokenizer" in found.reason
 
 
-@pytest.mark.parametrize("change", [{"pool.beta": 1}, {"optim.epochs": 3}, {"encoder.residual": True}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"pool.beta": 1}, {"optim.epochs": 3}, {"encoder.residual": True}], ids=str
+)
 def test_other_parameters_than_the_champions(work, change):
     found = pipeline.choose_start(work.params(**change))
     assert found.kind == "cold"
@@ -180,7 +225,13 @@ def test_other_parameters_than_the_champions(work, change):
 
 
 def test_what_is_not_learnt_may_differ(work):
-    change = {"seed": 9, "index.clf_weight": 0.5, "run.checkpoint_minutes": 1.0, "warm.epochs": 2, "gate.margin": 1.0}
+    change = {
+        "seed": 9,
+        "index.clf_weight": 0.5,
+        "run.checkpoint_minutes": 1.0,
+        "warm.epochs": 2,
+        "gate.margin": 1.0,
+    }
     assert pipeline.choose_start(work.params(**change)).kind == "warm"
 
 
@@ -188,21 +239,27 @@ def test_two_starts(work):
     given = work.params(**{"encoder.start": str(work.folder)})
     assert pipeline.choose_start(given).reason.startswith("encoder.start names")
     pipeline.choose_start(work.params())
-    with pytest.raises(ConfigError, match=r"two models to start from(.|\n)*retrain.start: cold, or encoder.start"):
+    with pytest.raises(
+        ConfigError, match=r"two models to start from(.|\n)*retrain.start: cold, or encoder.start"
+    ):
         effective(given)
     with pytest.raises(ConfigError, match="two models to start from"):
         pipeline.start_run(given)
 
 
-# -- splits that changed ----------------------------------------------------------------------------------------------
+# -- splits that changed
+# ----------------------------------------------------------------------------------------------
 
 
 def split_changed(raw: RawData, num_leaked: int) -> XMCDataset:
-    """data/dataset with a test split of which the first queries are training queries of the champion."""
+    """data/dataset with a test split of which the first queries are training queries of the
+    champion.
+    """
     champions = XMCDataset.open("data/dataset").rows("train")[:num_leaked]
     leaked = raw.queries["train"].take(champions)
     kept = np.setdiff1d(np.arange(raw.queries["train"].num_rows), champions)
-    test, rest = raw.queries["test"], raw.take({"train": kept})
+    test = raw.queries["test"]
+    rest = raw.take({"train": kept})
     relevance = stack([raw.relevance["train"][champions], raw.relevance["test"]])
     filters = stack([raw.filter_pairs["train"][champions], raw.filter_pairs["test"]])
     changed = RawData(
@@ -219,17 +276,27 @@ def test_a_champion_that_knows_the_test_queries_is_no_start(work, tiny_raw):
     pipeline.choose_start(work.params())  # chosen before the splits changed
     dataset = split_changed(tiny_raw, 30)
     words = f"was trained on 30 of {len(dataset.rows('test'))} test queries"
-    with pytest.raises(ConfigError, match=rf"knows the test queries(.|\n)*{words}(.|\n)*--start cold"):
+    with pytest.raises(
+        ConfigError, match=rf"knows the test queries(.|\n)*{words}(.|\n)*--start cold"
+    ):
         pipeline.start_run(work.params())
     found = pipeline.choose_start(work.params())
     assert found.kind == "cold" and words in found.reason
-    with pytest.raises(ConfigError, match=rf"{words}(.|\n)*accept it: validation.test_texts_in_train_severity: warn"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{words}(.|\n)*accept it: validation.test_texts_in_train_severity: warn",
+    ):
         pipeline.choose_start(work.params(), "warm")
-    for accepted in ({"validation.test_texts_in_train_severity": "warn"}, {"validation.test_texts_in_train": 1.0}):
+    for accepted in (
+        {"validation.test_texts_in_train_severity": "warn"},
+        {"validation.test_texts_in_train": 1.0},
+    ):
         assert pipeline.choose_start(work.params(**accepted), "warm").kind == "warm"
     severity = {"validation.test_texts_in_train_severity": "warn"}
     assert words in pipeline.choose_start(work.params(**severity), "warm").reason
-    assert start.check_start(work.params(**severity)) == [f"the model that training starts from {found.reason[25:]}"]
+    assert start.check_start(work.params(**severity)) == [
+        f"the model that training starts from {found.reason[25:]}"
+    ]
     paths.START.write_bytes(COLD)
     named = work.params(**{"encoder.start": str(work.bundle / "model")})
     with pytest.raises(ConfigError, match=rf"{words}(.|\n)*start from scratch"):
@@ -255,7 +322,9 @@ def without_record(bundle: Path, target: Path) -> Path:
     return target
 
 
-def test_what_a_model_has_seen_is_recorded_and_known_of_older_ones_where_possible(work, tiny_raw, made):
+def test_what_a_model_has_seen_is_recorded_and_known_of_older_ones_where_possible(
+    work, tiny_raw, made
+):
     first = write_dataset("first", tiny_raw, validation_share=0.2)
     own = np.flatnonzero(first.split_N != 2)
     found = seen.of_bundle(work.bundle, XMCDataset.open("data/dataset"))
@@ -264,13 +333,15 @@ def test_what_a_model_has_seen_is_recorded_and_known_of_older_ones_where_possibl
     by_votes = Bundle.load(work.bundle).neighbours is not None
     by_data = seen.of_bundle(older, XMCDataset.open(made / "first_dataset"))
     assert by_data is not None and by_data.among(first, own).all()
-    assert (seen.of_bundle(older, XMCDataset.open("data/dataset")) is not None) == by_votes  # trained on other data
+    # trained on other data
+    assert (seen.of_bundle(older, XMCDataset.open("data/dataset")) is not None) == by_votes
 
 
 def test_a_warm_start_inherits_what_the_model_before_has_seen(work):
     pipeline.choose_start(work.params())
     training.train(work.params())
-    before, after = seen.of_model(work.bundle / "model"), seen.of_model(paths.MODEL)
+    before = seen.of_model(work.bundle / "model")
+    after = seen.of_model(paths.MODEL)
     assert before is not None and after is not None and after.complete
     assert np.isin(before.hash_Q, after.hash_Q).all()
     pipeline.index(work.params())
@@ -280,7 +351,8 @@ def test_a_warm_start_inherits_what_the_model_before_has_seen(work):
     assert kept is not None and (kept.hash_Q == after.hash_Q).all()
 
 
-# -- the file ---------------------------------------------------------------------------------------------------------
+# -- the file
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_effective_parameters(work):
@@ -295,9 +367,18 @@ def test_the_effective_parameters(work):
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"kind": "hot"}', '{"kind": "warm"}', '{"kind": "cold", "version": "1"}', '{"kind": "cold", "x": 1}',
-     json.dumps({"kind": "warm", "model": "m", "version": "1", "bundle_sha256": "xy", "generation": 1})],
-)  # fmt: skip
+    [
+        "{",
+        "[]",
+        '{"kind": "hot"}',
+        '{"kind": "warm"}',
+        '{"kind": "cold", "version": "1"}',
+        '{"kind": "cold", "x": 1}',
+        json.dumps(
+            {"kind": "warm", "model": "m", "version": "1", "bundle_sha256": "xy", "generation": 1}
+        ),
+    ],
+)
 def test_a_damaged_file_is_named(work, text):
     paths.START.write_text(text)
     with pytest.raises(ArtifactError, match=r"data/start.json(.|\n)*restore it from git"):
@@ -306,7 +387,8 @@ def test_a_damaged_file_is_named(work, text):
     assert read_start() is None
 
 
-# -- the training -----------------------------------------------------------------------------------------------------
+# -- the training
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_warm_training_from_choice_to_bundle(work):
@@ -315,19 +397,31 @@ def test_a_warm_training_from_choice_to_bundle(work):
     pipeline.choose_start(params)
     assert start.run_identity(params) != cold
     begun = pipeline.start_run(params)
-    assert (begun.epochs, begun.num_rounds, begun.epochs_a_round) == (1, 1, 2) and read_start().version == "1"
+    assert (begun.epochs, begun.num_rounds, begun.epochs_a_round) == (
+        1,
+        1,
+        2,
+    ) and read_start().version == "1"
     assert begun.lines[0] == "starts from unidec version 1, warm start number 1"
-    done, said = training.train(params), []
+    done = training.train(params)
+    said = []
     assert done.epoch == 1
-    assert training.train(params, say=said.append).epoch == 1 and "is trained" in said[1], "the same run"
+    assert training.train(params, say=said.append).epoch == 1 and "is trained" in said[1], (
+        "the same run"
+    )
     champion = Bundle.load(work.bundle)
-    assert json.loads((paths.MODEL / "config.json").read_text())["start"] == read_start().model_dump()
+    assert (
+        json.loads((paths.MODEL / "config.json").read_text())["start"] == read_start().model_dump()
+    )
     pipeline.index(params)
     ours = Bundle.load(paths.BUNDLE)
     assert set(ours.uids.to_pylist()) - set(champion.uids.to_pylist()) == {"new"}
     assert Tracker.resume(done.run_dir).run_id
     # a model that was started has gone on: its first losses are below those of the cold one
-    losses = [json.loads(line)["loss"] for line in (paths.MODEL / "history.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (paths.MODEL / "history.jsonl").read_text().splitlines()
+    ]
     first = read_json_lines(work.bundle.parent / "model" / "history.jsonl")[0]["loss"]
     assert losses[0] < first
 
@@ -337,8 +431,13 @@ def test_the_mlflow_run_says_what_it_started_from(work):
 
     pipeline.choose_start(work.params())
     begun = pipeline.start_run(work.params())
-    run = open_client(os.environ["MLFLOW_TRACKING_URI"]).get_run(Tracker.resume(begun.folder).run_id)
-    assert run.data.tags["start.kind"] == "warm" and run.data.tags["start.bundle.sha256"] == read_start().bundle_sha256
+    run = open_client(os.environ["MLFLOW_TRACKING_URI"]).get_run(
+        Tracker.resume(begun.folder).run_id
+    )
+    assert (
+        run.data.tags["start.kind"] == "warm"
+        and run.data.tags["start.bundle.sha256"] == read_start().bundle_sha256
+    )
     assert run.data.params["optim.epochs"] == "1", "what it is trained with"
 
 
@@ -373,8 +472,12 @@ def test_a_start_is_fetched_again_and_the_same_model_comes_out(work):
 
 
 def test_a_start_that_is_gone_is_named(work):
-    paths.START.write_text(WarmStart(model="unidec", version="1", bundle_sha256=SHA, generation=1).model_dump_json())
-    with pytest.raises(ArtifactError, match=r"no version of unidec holds this bundle(.|\n)*MLFLOW_TRACKING_URI"):
+    paths.START.write_text(
+        WarmStart(model="unidec", version="1", bundle_sha256=SHA, generation=1).model_dump_json()
+    )
+    with pytest.raises(
+        ArtifactError, match=r"no version of unidec holds this bundle(.|\n)*MLFLOW_TRACKING_URI"
+    ):
         pipeline.start_run(work.params())
 
 
@@ -389,7 +492,8 @@ def test_two_processes_start_warm_too(work, monkeypatch):
     assert run.epoch == 1 and "memory" in read_json_lines(run.folder / "rounds.jsonl")[0]
 
 
-# -- fetching ---------------------------------------------------------------------------------------------------------
+# -- fetching
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_copy_is_fetched_again(work):
@@ -398,7 +502,10 @@ def test_a_damaged_copy_is_fetched_again(work):
     assert begun is not None
     (begun.model / "config.json").write_text("{}")
     again = open_start()
-    assert again is not None and json.loads((again.model / "config.json").read_text())["num_labels"] == 40
+    assert (
+        again is not None
+        and json.loads((again.model / "config.json").read_text())["num_labels"] == 40
+    )
 
 
 def test_found_by_hash_where_the_version_is_another(work):

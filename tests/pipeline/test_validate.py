@@ -1,4 +1,6 @@
-"""The stages `ingest` and `validate`: what stops before training, by which key, and where the row is."""
+"""The stages `ingest` and `validate`: what stops before training, by which key, and where the row
+is.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ def one_empty_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "data" / "raw" / "mine"
     folder.mkdir(parents=True)
     texts = ["" if row == 41 else f"words of query {row}" for row in range(600)]
-    (folder / "queries.csv").write_text("id,text\n" + "".join(f"q{row},{text}\n" for row, text in enumerate(texts)))
-    (folder / "labels.csv").write_text("id,text\n" + "".join(f"l{row},label {row}\n" for row in range(20)))
-    (folder / "pairs.csv").write_text("query_id,label_id\n" + "".join(f"q{row},l{row % 20}\n" for row in range(600)))
+    (folder / "queries.csv").write_text(
+        "id,text\n" + "".join(f"q{row},{text}\n" for row, text in enumerate(texts))
+    )
+    (folder / "labels.csv").write_text(
+        "id,text\n" + "".join(f"l{row},label {row}\n" for row in range(20))
+    )
+    (folder / "pairs.csv").write_text(
+        "query_id,label_id\n" + "".join(f"q{row},l{row % 20}\n" for row in range(600))
+    )
     return folder
 
 
@@ -45,7 +53,11 @@ def test_an_error_names_the_key_and_the_line(one_empty_text: Path) -> None:
     with pytest.raises(DataError) as caught:
         validate(one_empty_text, {"validation.empty_texts": 0.001})
     text = str(caught.value)
-    assert "found 1 of 600" in text and "queries.csv:43" in text and "bound: validation.empty_texts" in text
+    assert (
+        "found 1 of 600" in text
+        and "queries.csv:43" in text
+        and "bound: validation.empty_texts" in text
+    )
     assert "section validation" in text and caught.value.exit_code == 3
 
 

@@ -1,4 +1,6 @@
-"""Probabilities by score: against neighbouring bins joined one by one, degenerate answers, and what is refused."""
+"""Probabilities by score: against neighbouring bins joined one by one, degenerate answers, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,19 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from unidec.ranking.calibration import LEAST_RELEVANT, MOST_POINTS, RELEVANT_A_BIN, Calibration, fit_calibration
+from unidec.ranking.calibration import (
+    LEAST_RELEVANT,
+    MOST_POINTS,
+    RELEVANT_A_BIN,
+    Calibration,
+    fit_calibration,
+)
 
 
 def pooled(bins: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Pool adjacent violators, begun again after each pair that is joined: of each bin the weight, the relevant labels,
-    and whatever else is added up."""
+    """Pool adjacent violators, begun again after each pair that is joined: of each bin the weight,
+    the relevant labels, and whatever else is added up.
+    """
     for i in range(len(bins) - 1):
         if bins[i][1] / bins[i][0] >= bins[i + 1][1] / bins[i + 1][0]:
             joined = tuple(map(sum, zip(bins[i], bins[i + 1], strict=True)))
@@ -23,13 +32,21 @@ def pooled(bins: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
 
 def slow(score: np.ndarray, relevant: np.ndarray) -> list[tuple[float, float]]:
     """(mean score, probability) of each pool, by loops over the labels."""
-    rows = [(float(s), bool(r)) for s, r in zip(score.ravel(), relevant.ravel(), strict=True) if np.isfinite(s)]
+    rows = [
+        (float(s), bool(r))
+        for s, r in zip(score.ravel(), relevant.ravel(), strict=True)
+        if np.isfinite(s)
+    ]
     num_bins = min(MOST_POINTS, sum(r for _, r in rows) // RELEVANT_A_BIN)
-    edges = sorted({float(np.quantile([s for s, r in rows if r], i / num_bins)) for i in range(1, num_bins)})
+    edges = sorted(
+        {float(np.quantile([s for s, r in rows if r], i / num_bins)) for i in range(1, num_bins)}
+    )
     bins: list[tuple[float, ...]] = []
     for low, high in zip([-np.inf, *edges], [*edges, np.inf], strict=True):
         if own := [(s, r) for s, r in rows if low <= s < high]:
-            bins.append((len(own) + 1, sum(r for _, r in own) + 0.5, sum(s for s, _ in own), len(own)))
+            bins.append(
+                (len(own) + 1, sum(r for _, r in own) + 0.5, sum(s for s, _ in own), len(own))
+            )
     return [(total / size, right / weight) for weight, right, total, size in pooled(bins)]
 
 
@@ -65,7 +82,9 @@ def test_it_finds_the_probability_that_was_drawn_from(rng: np.random.Generator) 
     assert found is not None and len(found.scores) > 20
     at = np.linspace(-1.5, 2, 50)
     assert np.abs(found.of(at) - 1 / (1 + np.exp(2 - 1.5 * at))).max() < 0.05
-    assert found.of(score[np.isfinite(score)]).mean() == pytest.approx(relevant[np.isfinite(score)].mean(), abs=0.01)
+    assert found.of(score[np.isfinite(score)]).mean() == pytest.approx(
+        relevant[np.isfinite(score)].mean(), abs=0.01
+    )
 
 
 def test_a_higher_score_is_never_less_likely(rng: np.random.Generator) -> None:
@@ -93,7 +112,9 @@ def test_one_score_all_relevant_none_and_too_few() -> None:
     assert fit_calibration(rising, few) is not None
     assert fit_calibration(np.where(rising == 299, -np.inf, rising), few) is None
     for shape in ((0, 10), (0, 0)):
-        assert fit_calibration(np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)) is None
+        assert (
+            fit_calibration(np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)) is None
+        )
 
 
 def test_it_is_the_same_out_of_json(rng: np.random.Generator) -> None:

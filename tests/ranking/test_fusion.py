@@ -1,4 +1,6 @@
-"""Learnt fusion: what it reads of each candidate against loops in double precision; bundles that rank by it."""
+"""Learnt fusion: what it reads of each candidate against loops in double precision; bundles that
+rank by it.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,45 @@ from unidec.errors import ArtifactError, DataError
 from unidec.ranking.fusion import FEATURES, LIMIT, Evidence, Fusion, WordScorer
 from unidec.ranking.fusion_fit import fit_fusion
 
-QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat new car"]
+QUERIES = [
+    "red car",
+    "an old house",
+    "",
+    "boat boat blue",
+    "🚗 unknown \x00 words",
+    "big green boat new car",
+]
 
 
-@pytest.fixture(params=["square", "ridge", "ridge-labels", "ridge-labels, stacked", "ridge-labels, stacked, head"])
+@pytest.fixture(
+    params=[
+        "square",
+        "ridge",
+        "ridge-labels",
+        "ridge-labels, stacked",
+        "ridge-labels, stacked, head",
+    ]
+)
 def fused(request, tmp_path, rng, stub_model) -> Bundle:
     vote, *stacked = request.param.split(", ")
     write_tiny_bundle(
-        tmp_path / "bundle", rng, vote=vote, by_words=True, fused=True, stacked=bool(stacked), clf_normalize=False,
-        bias=True, word_head=2 * ("head" in stacked),
-    )  # fmt: skip
+        tmp_path / "bundle",
+        rng,
+        vote=vote,
+        by_words=True,
+        fused=True,
+        stacked=bool(stacked),
+        clf_normalize=False,
+        bias=True,
+        word_head=2 * ("head" in stacked),
+    )
     return Bundle.load(tmp_path / "bundle")
 
 
 def slow_features(bundle: Bundle, text: str, excluded: set[int]) -> dict[int, list[float]]:
-    """label -> what is read of it, for all labels; in double precision, one label after the other."""
+    """label -> what is read of it, for all labels; in double precision, one label after
+    the other.
+    """
     asked = bundle.encode([text])
     voters = bundle.neighbours
     labels_ML = voters.labels_ML.toarray()
@@ -65,16 +91,28 @@ def slow_features(bundle: Bundle, text: str, excluded: set[int]) -> dict[int, li
         below = [max(part[usual]) - part[row] for part in parts]
         ranks = [np.log1p(sum(part[other] > part[row] for other in usual)) for part in parts[:4]]
         out[row] = [
-            blend[row], de[row], clf[row], votes[row], own[row], profiles[row], together[row],
-            np.log1p(labels_ML[:, row].sum()), *ranks, *below, max(blend[usual]), np.log1p((words_F > 0).sum()),
-        ]  # fmt: skip
+            blend[row],
+            de[row],
+            clf[row],
+            votes[row],
+            own[row],
+            profiles[row],
+            together[row],
+            np.log1p(labels_ML[:, row].sum()),
+            *ranks,
+            *below,
+            max(blend[usual]),
+            np.log1p((words_F > 0).sum()),
+        ]
         if bundle.info.fusion.words is not None:
             rank = sum(by_words[other] > by_words[row] for other in usual)
             out[row] += [by_words[row], max(by_words[usual]) - by_words[row], np.log1p(rank)]
     return out
 
 
-def read(bundle: Bundle, texts: list[str], excluded: np.ndarray, allowed: np.ndarray | None = None) -> Evidence:
+def read(
+    bundle: Bundle, texts: list[str], excluded: np.ndarray, allowed: np.ndarray | None = None
+) -> Evidence:
     asked = bundle.encode(texts)
     found = np.tile(np.arange(len(TITLES)), (len(texts), 1))  # as a search that finds all of them
     found[np.isin(np.arange(len(texts))[:, None] * len(TITLES) + found, excluded)] = -1
@@ -91,7 +129,9 @@ def test_features_are_those_of_a_loop(fused):
         here = evidence.query_P == query
         assert evidence.label_P[here].tolist() == [row for row in range(12) if row not in left_out]
         for row, features in zip(evidence.label_P[here], evidence.feature_PX[here], strict=True):
-            np.testing.assert_allclose(features, wanted[int(row)], rtol=2e-3, atol=2e-4, err_msg=f"{text} {row}")
+            np.testing.assert_allclose(
+                features, wanted[int(row)], rtol=2e-3, atol=2e-4, err_msg=f"{text} {row}"
+            )
 
 
 def test_more_queries_than_a_block_are_read_alike(fused, monkeypatch):
@@ -105,19 +145,30 @@ def test_more_queries_than_a_block_are_read_alike(fused, monkeypatch):
 
 
 def test_labels_to_choose_from_do_not_change_what_is_read(fused):
-    excluded, allowed = np.array([0 * 12 + 3]), np.array([3, 5, 9])
-    some, every = read(fused, QUERIES, excluded, allowed), read(fused, QUERIES, excluded)
+    excluded = np.array([0 * 12 + 3])
+    allowed = np.array([3, 5, 9])
+    some = read(fused, QUERIES, excluded, allowed)
+    every = read(fused, QUERIES, excluded)
     key = every.query_P * 12 + every.label_P
     place = np.searchsorted(key, some.query_P * 12 + some.label_P)
-    assert set(some.label_P) == set(allowed.tolist()) and not ((some.query_P == 0) & (some.label_P == 3)).any()
+    assert (
+        set(some.label_P) == set(allowed.tolist())
+        and not ((some.query_P == 0) & (some.label_P == 3)).any()
+    )
     np.testing.assert_allclose(some.feature_PX, every.feature_PX[place], atol=1e-5)
 
 
 def test_a_bundle_ranks_by_network_and_tail(fused):
     texts = [text or "?" for text in QUERIES]  # a blank text is refused
-    fusion, evidence = fused.info.fusion, read(fused, texts, np.zeros(0, np.int64))
-    x = np.clip((evidence.feature_PX - np.array(fusion.mean)) / np.array(fusion.scale), -LIMIT, LIMIT)
-    network = x @ fusion.linear + np.maximum(x @ np.array(fusion.hidden).T + fusion.hidden_bias, 0) @ fusion.out
+    fusion = fused.info.fusion
+    evidence = read(fused, texts, np.zeros(0, np.int64))
+    x = np.clip(
+        (evidence.feature_PX - np.array(fusion.mean)) / np.array(fusion.scale), -LIMIT, LIMIT
+    )
+    network = (
+        x @ fusion.linear
+        + np.maximum(x @ np.array(fusion.hidden).T + fusion.hidden_bias, 0) @ fusion.out
+    )
     counts = np.asarray(fused.neighbours.labels_ML.sum(axis=0)).ravel().astype(int)
     rare = np.log(inverse_propensity(counts, fused.neighbours.num_queries, 0.55, 1.5))
     answerer = Answerer(fused, fused.encoder)
@@ -132,9 +183,15 @@ def test_a_bundle_ranks_by_network_and_tail(fused):
     allowed = answerer.answer([Request(text, k=2, allow=("L3", "L5", "L9")) for text in texts])
     every = answerer.answer([Request(text, k=12) for text in texts])
     for few, many in zip(allowed, every, strict=True):
-        kept = [(uid, score) for uid, score in zip(many.labels, many.scores, strict=True) if uid in ("L3", "L5", "L9")]
+        kept = [
+            (uid, score)
+            for uid, score in zip(many.labels, many.scores, strict=True)
+            if uid in ("L3", "L5", "L9")
+        ]
         assert few.labels == [uid for uid, _ in kept[:2]]
-        np.testing.assert_allclose(few.scores, [score for _, score in kept[:2]], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            few.scores, [score for _, score in kept[:2]], rtol=1e-4, atol=1e-4
+        )
     with pytest.raises(DataError, match="tail"):
         answerer.answer([Request("red car", tail=float("nan"))])
 
@@ -142,27 +199,38 @@ def test_a_bundle_ranks_by_network_and_tail(fused):
 def test_one_head_alone_is_not_fused(fused):
     asked = fused.encode(QUERIES)
     rows = fused.ranker.rank(asked, 12, head="de").rows
-    np.testing.assert_array_equal(rows, np.argsort(-(asked.de_BD @ fused.vectors["de"].T), axis=1, kind="stable"))
+    np.testing.assert_array_equal(
+        rows, np.argsort(-(asked.de_BD @ fused.vectors["de"].T), axis=1, kind="stable")
+    )
 
 
 def test_training_beats_the_best_single_feature_on_queries_not_seen(rng, monkeypatch):
-    num, per_query = 300, 20
+    num = 300
+    per_query = 20
     query_P = np.repeat(np.arange(num), per_query)
     feature_PX = rng.normal(size=(num * per_query, len(FEATURES))).astype(np.float32)
     feature_PX[:, 3] *= 100  # units differ
     hidden = feature_PX[:, 0] + feature_PX[:, 3] / 100 + np.abs(feature_PX[:, 5])
-    relevant_P = hidden > np.sort(hidden.reshape(num, -1), axis=1)[query_P, -2]  # the best of each query
+    # the best of each query
+    relevant_P = hidden > np.sort(hidden.reshape(num, -1), axis=1)[query_P, -2]
     relevant_P[query_P == 7] = False  # a query without a positive
-    evidence = Evidence(query_P, np.tile(np.arange(per_query), num), feature_PX, feature_PX[:, 0], num)
+    evidence = Evidence(
+        query_P, np.tile(np.arange(per_query), num), feature_PX, feature_PX[:, 0], num
+    )
     fitted = fit_fusion(evidence, relevant_P, (0.55, 1.5))
 
     def first_is_right(score_P: np.ndarray) -> float:
-        return float(relevant_P.reshape(num, -1)[np.arange(num), score_P.reshape(num, -1).argmax(axis=1)].mean())
+        return float(
+            relevant_P.reshape(num, -1)[
+                np.arange(num), score_P.reshape(num, -1).argmax(axis=1)
+            ].mean()
+        )
 
     right = first_is_right(fitted.held_out_P)
     assert right > first_is_right(feature_PX[:, 0]) + 0.2
     lost = [right - first_is_right(without_P) for without_P in fitted.without_XP]
-    assert set(np.argsort(lost)[-3:]) == {0, 3, 5} and min(lost[0], lost[3], lost[5]) > 0.1  # what decides, no other
+    # what decides, no other
+    assert set(np.argsort(lost)[-3:]) == {0, 3, 5} and min(lost[0], lost[3], lost[5]) > 0.1
     assert max(abs(loss) for feature, loss in enumerate(lost) if feature not in (0, 3, 5)) < 0.05
     # the same again, whatever else draws random numbers; a few steps show it as well as all
     monkeypatch.setattr("unidec.ranking.fusion_fit.MOST_STEPS", 10)
@@ -173,12 +241,16 @@ def test_training_beats_the_best_single_feature_on_queries_not_seen(rng, monkeyp
 
 
 def test_training_without_any_positive_is_harmless():
-    evidence = Evidence(np.arange(6), np.zeros(6, int), np.ones((6, len(FEATURES)), np.float32), np.ones(6), 6)
+    evidence = Evidence(
+        np.arange(6), np.zeros(6, int), np.ones((6, len(FEATURES)), np.float32), np.ones(6), 6
+    )
     assert np.isfinite(fit_fusion(evidence, np.zeros(6, bool), (0.55, 1.5)).held_out_P).all()
 
 
 def test_a_damaged_fusion_is_refused(tmp_path, rng, stub_model):
-    write_tiny_bundle(tmp_path / "bundle", rng, vote="square", by_words=True, fused=True, stacked=True)
+    write_tiny_bundle(
+        tmp_path / "bundle", rng, vote="square", by_words=True, fused=True, stacked=True
+    )
     good = (tmp_path / "bundle" / "bundle.json").read_text()
 
     def edited(change) -> Path:

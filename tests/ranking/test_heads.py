@@ -15,20 +15,26 @@ def _vectors(rng: np.random.Generator, num_queries: int = 7, num_labels: int = 1
     de_BD = unit_rows(rng.normal(size=(num_queries, dim)).astype(np.float32))
     de_LD = unit_rows(rng.normal(size=(num_labels, dim)).astype(np.float32))
     clf_BD = rng.normal(size=(num_queries, dim)).astype(np.float32) * 3
-    clf_LD = rng.normal(size=(num_labels, dim)).astype(np.float32) * rng.uniform(0.1, 9, (num_labels, 1)).astype("f4")
+    clf_LD = rng.normal(size=(num_labels, dim)).astype(np.float32) * rng.uniform(
+        0.1, 9, (num_labels, 1)
+    ).astype("f4")
     return de_BD, de_LD, clf_BD, clf_LD, rng.normal(size=num_labels).astype(np.float32)
 
 
 def heads_of(de_LD, clf_LD, bias_L, space, normalize: bool, weight: float = 1.0) -> Heads:
     given = {"de": de_LD, "clf": clf_LD, "bias": bias_L}
-    return Heads({name: part for name, part in given.items() if part is not None}, space, normalize, weight)
+    return Heads(
+        {name: part for name, part in given.items() if part is not None}, space, normalize, weight
+    )
 
 
 def _brute(de_b, de_l, clf_b, clf_l, bias, weight, normalize) -> tuple[float, float]:
     de = sum(float(x) * float(y) for x, y in zip(de_b, de_l, strict=True))
     clf = sum(float(x) * float(y) for x, y in zip(clf_b, clf_l, strict=True))
     if normalize:
-        clf /= float(np.sqrt((clf_b.astype(float) ** 2).sum()) * np.sqrt((clf_l.astype(float) ** 2).sum()))
+        clf /= float(
+            np.sqrt((clf_b.astype(float) ** 2).sum()) * np.sqrt((clf_l.astype(float) ** 2).sum())
+        )
     elif bias is not None:
         clf += float(bias)
     return de, weight * clf
@@ -58,7 +64,9 @@ def test_inner_product_is_the_blend(rng, space, with_bias, normalize):
 def test_only_the_heads_that_are_needed(rng):
     de_BD, de_LD, clf_BD, clf_LD, _ = _vectors(rng)
     assert np.array_equal(label_vectors(de_LD, None, None, "de", True), de_LD)
-    assert np.array_equal(heads_of(None, clf_LD, None, "clf", False, 9.0).queries(None, clf_BD), clf_BD)
+    assert np.array_equal(
+        heads_of(None, clf_LD, None, "clf", False, 9.0).queries(None, clf_BD), clf_BD
+    )
     for wrong in (
         lambda: label_vectors(de_LD, None, None, "both", True),
         lambda: label_vectors(None, clf_LD, None, "de", True),
@@ -95,7 +103,9 @@ def test_scores_of_found_labels_are_those_of_each_pair(rng, normalize):
                 assert np.isnan(got[b, k])
             else:
                 zero = np.zeros(5)
-                _, expected = _brute(zero, zero, clf_BD[b], clf_LD[label], bias_L[label], 1.0, normalize)
+                _, expected = _brute(
+                    zero, zero, clf_BD[b], clf_LD[label], bias_L[label], 1.0, normalize
+                )
                 assert got[b, k] == pytest.approx(expected, rel=2e-5, abs=2e-5)
 
 
@@ -130,6 +140,8 @@ def test_one_head_in_the_space_of_both(rng):
         got = heads.queries(de_BD, clf_BD, head) @ heads.take(slice(None)).T
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     other = heads.weighted(2.0).queries(de_BD, clf_BD)
-    assert np.array_equal(other, heads_of(de_LD, clf_LD, bias_L, "both", False, 2.0).queries(de_BD, clf_BD))
+    assert np.array_equal(
+        other, heads_of(de_LD, clf_LD, bias_L, "both", False, 2.0).queries(de_BD, clf_BD)
+    )
     with pytest.raises(DataError, match="does not rank by the head 'clf'"):
         heads.alone("de").queries(de_BD, clf_BD, "clf")

@@ -26,18 +26,26 @@ def _oracle(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarra
     return np.take_along_axis(scores, labels, axis=1), labels
 
 
-def _random(rng: np.random.Generator, num_labels: int, dim: int, num_queries: int) -> tuple[np.ndarray, np.ndarray]:
+def _random(
+    rng: np.random.Generator, num_labels: int, dim: int, num_queries: int
+) -> tuple[np.ndarray, np.ndarray]:
     vectors = rng.normal(size=(num_labels, dim)).astype(np.float32)
     return vectors, rng.normal(size=(num_queries, dim)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("num_labels", "dim", "k"), [(1, 1, 1), (1, 8, 5), (50, 3, 50), (300, 16, 10), (300, 16, 400)])
+@pytest.mark.parametrize(
+    ("num_labels", "dim", "k"), [(1, 1, 1), (1, 8, 5), (50, 3, 50), (300, 16, 10), (300, 16, 400)]
+)
 def test_flat_is_exact(rng, num_labels, dim, k):
     vectors, queries = _random(rng, num_labels, dim, 33)
     scores, labels = LabelIndex.build(vectors).search(queries, k)
     expected_scores, expected = _oracle(queries, vectors, k)
     found = min(k, num_labels)
-    assert scores.shape == labels.shape == (33, k) and scores.dtype == np.float32 and labels.dtype == np.int64
+    assert (
+        scores.shape == labels.shape == (33, k)
+        and scores.dtype == np.float32
+        and labels.dtype == np.int64
+    )
     np.testing.assert_allclose(scores[:, :found], expected_scores, rtol=1e-4, atol=1e-5)
     assert recall_with_ties(labels, expected, scores, expected_scores) == 1.0
     assert (labels[:, found:] == -1).all() and np.isneginf(scores[:, found:]).all()
@@ -45,7 +53,10 @@ def test_flat_is_exact(rng, num_labels, dim, k):
     torch_scores, torch_labels = exact_search(queries, vectors, k)
     np.testing.assert_allclose(scores, torch_scores, rtol=1e-4, atol=1e-5)
     assert (
-        recall_with_ties(labels[:, :found], torch_labels[:, :found], scores[:, :found], torch_scores[:, :found]) == 1.0
+        recall_with_ties(
+            labels[:, :found], torch_labels[:, :found], scores[:, :found], torch_scores[:, :found]
+        )
+        == 1.0
     )
 
 
@@ -60,17 +71,27 @@ def test_ties_come_in_label_order(rng):
 
 def test_hnsw_finds_nearly_all_of_equal_length(rng):
     centres = rng.normal(size=(40, 32)).astype(np.float32)
-    vectors = unit_rows(centres[rng.integers(0, 40, 3000)] + 0.7 * rng.normal(size=(3000, 32)).astype(np.float32))
-    queries = unit_rows(centres[rng.integers(0, 40, 200)] + 0.7 * rng.normal(size=(200, 32)).astype(np.float32))
+    vectors = unit_rows(
+        centres[rng.integers(0, 40, 3000)] + 0.7 * rng.normal(size=(3000, 32)).astype(np.float32)
+    )
+    queries = unit_rows(
+        centres[rng.integers(0, 40, 200)] + 0.7 * rng.normal(size=(200, 32)).astype(np.float32)
+    )
     exact_scores, exact = LabelIndex.build(vectors).search(queries, 10)
-    scores, labels = LabelIndex.build(vectors, kind="hnsw", links=16, build=100, search=200).search(queries, 10)
+    scores, labels = LabelIndex.build(vectors, kind="hnsw", links=16, build=100, search=200).search(
+        queries, 10
+    )
     assert recall_with_ties(labels, exact, scores, exact_scores) > 0.99
-    narrow = LabelIndex.build(vectors, kind="hnsw", links=4, build=8, search=10).search(queries, 10)[1]
+    narrow = LabelIndex.build(vectors, kind="hnsw", links=4, build=8, search=10).search(
+        queries, 10
+    )[1]
     assert recall(narrow, exact) < recall(labels, exact)
 
 
 def test_hnsw_on_vectors_of_unequal_length(rng):
-    """As with `clf_normalize=False`: lengths spread by a factor of ten. The default width still finds most of them."""
+    """As with `clf_normalize=False`: lengths spread by a factor of ten. The default width still
+    finds most of them.
+    """
     vectors, queries = _random(rng, 3000, 32, 200)
     vectors *= rng.uniform(0.5, 5.0, size=(3000, 1)).astype(np.float32)
     exact = LabelIndex.build(vectors).search(queries, 10)[1]
@@ -107,7 +128,9 @@ def test_several_threads_search_at_once(rng, kind):
     wrong: list[int] = []
 
     def work(k: int) -> None:
-        wrong.extend(k for _ in range(10) if not np.array_equal(index.search(queries, k)[1], wanted[k]))
+        wrong.extend(
+            k for _ in range(10) if not np.array_equal(index.search(queries, k)[1], wanted[k])
+        )
 
     threads = [threading.Thread(target=work, args=(k,)) for k in (3, 20, 3, 20)]
     for thread in threads:
@@ -142,7 +165,8 @@ def test_recall():
     exact = np.array([[1, 2, 3], [4, 5, -1]])
     assert recall(exact, exact) == 1.0
     assert recall(np.array([[3, 9, 1], [-1, -1, -1]]), exact) == pytest.approx(2 / 5)
-    assert recall(np.array([[4], [5]]), exact) == pytest.approx(1 / 5)  # 4 is right for the other query only
+    # 4 is right for the other query only
+    assert recall(np.array([[4], [5]]), exact) == pytest.approx(1 / 5)
     assert recall(np.array([[1]]), np.array([[-1]])) == 1.0
     assert recall(np.array([[1, 2, 6]]), exact[:1]) == pytest.approx(2 / 3)
 
@@ -181,9 +205,8 @@ def test_counts_that_would_fill_the_memory_are_refused(rng, tmp_path):
 
 
 def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path):
-    """Any byte of the graph's part changed: either refused, or harmless (a link to another node, a float of a
-    vector).
-    """
+    """Any byte of the graph's part changed: either refused, or harmless (a link to another node, a
+    float of a vector)."""
     vectors, queries = _random(rng, 120, 4, 5)
     path = tmp_path / "index.faiss"
     LabelIndex.build(vectors, kind="hnsw", links=2).save(path)

@@ -25,14 +25,18 @@ from unidec.ranking.index import (
 
 pytest.importorskip("faiss")
 
-DIM, LABELS = 13, 700  # not a multiple of what a code holds
+# not a multiple of what a code holds
+DIM = 13
+LABELS = 700
 THOROUGH = {"rescore": 3, "probes": 10**6, "search": 600, "links": 8, "lists": 20}
 """Settings with which every kind looks at (nearly) all: what differs then is a fault."""
 
 
 def _clusters(rng: np.random.Generator, num: int, dim: int = DIM) -> np.ndarray:
     centres = np.random.default_rng(5).normal(size=(12, dim))
-    return (centres[rng.integers(0, 12, num)] + 0.4 * rng.normal(size=(num, dim))).astype(np.float32)
+    return (centres[rng.integers(0, 12, num)] + 0.4 * rng.normal(size=(num, dim))).astype(
+        np.float32
+    )
 
 
 def _oracle(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,7 +50,9 @@ def test_the_parameters_name_the_same_kinds():
     assert get_args(Index.model_fields["kind"].annotation) == KINDS
 
 
-@pytest.mark.parametrize(("kind", "instead"), [("sq8", "pq,"), ("hnsw-sq8", "pq or hnsw"), ("ivf-sq8", "ivf-pq")])
+@pytest.mark.parametrize(
+    ("kind", "instead"), [("sq8", "pq,"), ("hnsw-sq8", "pq or hnsw"), ("ivf-sq8", "ivf-pq")]
+)
 def test_a_kind_of_before_is_refused_with_what_takes_its_place(kind, instead):
     with pytest.raises(ConfigError, match=f"index.kind(.|\n)*expected: {instead}"):
         load_params(None, {"index.kind": kind})
@@ -54,7 +60,8 @@ def test_a_kind_of_before_is_refused_with_what_takes_its_place(kind, instead):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_exact_and_most_is_found(rng, kind):
-    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 40)
+    vectors = _clusters(rng, LABELS)
+    queries = _clusters(rng, 40)
     index = LabelIndex.build(vectors, kind, **THOROUGH)
     scores, labels = index.search(queries, 15)
     wanted_scores, wanted = _oracle(queries, vectors, 15)
@@ -63,14 +70,17 @@ def test_scores_are_exact_and_most_is_found(rng, kind):
     )
     exact = np.take_along_axis(queries @ vectors.T, labels, axis=1)
     np.testing.assert_allclose(scores, exact, rtol=1e-4, atol=1e-4)
-    assert (np.diff(scores, axis=1) <= 0).all() and all(len(set(row)) == 15 for row in labels.tolist())
+    assert (np.diff(scores, axis=1) <= 0).all() and all(
+        len(set(row)) == 15 for row in labels.tolist()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_labels", "dim"), [(1, 1), (3, 5), (30, 4), (90, 7)])
 def test_few_labels_are_all_found(rng, kind, num_labels, dim):
     """So few that a compressed index scores them all; more results than labels."""
-    vectors, queries = _clusters(rng, num_labels, dim), _clusters(rng, 5, dim)
+    vectors = _clusters(rng, num_labels, dim)
+    queries = _clusters(rng, 5, dim)
     index = LabelIndex.build(vectors, kind, links=4)
     scores, labels = index.search(queries, num_labels + 2)
     wanted_scores, wanted = _oracle(queries, vectors, num_labels)
@@ -90,14 +100,18 @@ def test_more_candidates_find_more(rng):
     vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (3000, 50))
     index = LabelIndex.build(vectors, "pq", rescore=1)
     wanted = _oracle(queries, vectors, 100)[1]
-    found = [recall(index.with_options(rescore=factor).search(queries, 100)[1], wanted) for factor in (1, 4, 16)]
+    found = [
+        recall(index.with_options(rescore=factor).search(queries, 100)[1], wanted)
+        for factor in (1, 4, 16)
+    ]
     assert found == sorted(found) and found[0] < found[2] and found[2] > 0.97
     assert index.options.rescore == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
-    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 20)
+    vectors = _clusters(rng, LABELS)
+    queries = _clusters(rng, 20)
     index = LabelIndex.build(vectors, kind, **THOROUGH)
     path = tmp_path / "index.faiss"
     index.save(path)
@@ -118,7 +132,8 @@ def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
 def test_damaged_files_are_refused(rng, tmp_path, kind):
     vectors = _clusters(rng, 200)
-    path, options = tmp_path / "index.faiss", IndexOptions(links=4, lists=9)
+    path = tmp_path / "index.faiss"
+    options = IndexOptions(links=4, lists=9)
     LabelIndex.build(vectors, kind, links=4, lists=9).save(path)
     whole = path.read_bytes()
 
@@ -143,8 +158,10 @@ def test_damaged_files_are_refused(rng, tmp_path, kind):
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
 def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path, kind):
     """Any byte changed: refused, or harmless (a code, a centroid, a link to another node)."""
-    vectors, queries = _clusters(rng, 120), _clusters(rng, 4)
-    path, options = tmp_path / "index.faiss", IndexOptions(links=2, lists=7, rescore=1)
+    vectors = _clusters(rng, 120)
+    queries = _clusters(rng, 4)
+    path = tmp_path / "index.faiss"
+    options = IndexOptions(links=2, lists=7, rescore=1)
     LabelIndex.build(vectors, kind, links=2, lists=7).save(path)
     whole = path.read_bytes()
     refused = 0
@@ -178,13 +195,16 @@ def test_an_id_that_stands_in_two_lists_is_refused(rng, tmp_path):
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
 def test_several_threads_search_at_once(rng, kind):
-    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 32)
+    vectors = _clusters(rng, LABELS)
+    queries = _clusters(rng, 32)
     index = LabelIndex.build(vectors, kind, **THOROUGH)
     wanted = {k: index.search(queries, k)[1] for k in (3, 20)}
     wrong: list[int] = []
 
     def work(k: int) -> None:
-        wrong.extend(k for _ in range(10) if not np.array_equal(index.search(queries, k)[1], wanted[k]))
+        wrong.extend(
+            k for _ in range(10) if not np.array_equal(index.search(queries, k)[1], wanted[k])
+        )
 
     threads = [threading.Thread(target=work, args=(k,)) for k in (3, 20, 3, 20)]
     for thread in threads:
@@ -196,14 +216,19 @@ def test_several_threads_search_at_once(rng, kind):
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
 def test_one_query_and_many_at_once_are_answered_alike(rng, kind):
-    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 32)
+    vectors = _clusters(rng, LABELS)
+    queries = _clusters(rng, 32)
     index = LabelIndex.build(vectors, kind, rescore=2)
     together = index.search(queries, 10)[1]
-    assert np.array_equal(together, np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)]))
+    assert np.array_equal(
+        together, np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)])
+    )
 
 
 def test_many_lists(rng, tmp_path):
-    """More lists than are trained at once: centroids of two levels, chosen by codes of their own."""
+    """More lists than are trained at once: centroids of two levels, chosen by codes of
+    their own.
+    """
     rows, queries = (rng.normal(size=(n, 16)).astype(np.float32) for n in (9600, 40))
     num = FLAT_CENTROIDS + 100
     index = LabelIndex.build(rows, "ivf-pq", lists=num, code_dims=2, rescore=40)
@@ -218,9 +243,11 @@ def test_many_lists(rng, tmp_path):
 
 def test_labels_in_two_lists_each_as_in_older_bundles(rng, tmp_path):
     kind = "ivf-pq"
-    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 20)
+    vectors = _clusters(rng, LABELS)
+    queries = _clusters(rng, 20)
     index = LabelIndex.build(vectors, kind, lists=20, rescore=3)
-    stored, faiss = index.stored, faiss_module()
+    stored = index.stored
+    faiss = faiss_module()
     wide = np.pad(vectors, ((0, 0), (0, stored.d - DIM)))
     second = np.ascontiguousarray(stored.quantizer.search(wide, 2)[1][:, 1])
     rows = np.arange(LABELS)
@@ -252,7 +279,8 @@ def test_rows_of_a_space(rng, space, normalize, bias):
 
 
 def test_rows_of_half_precision(rng):
-    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 5)
+    vectors = _clusters(rng, LABELS)
+    queries = _clusters(rng, 5)
     index = LabelIndex.build(as_heads(vectors.astype(np.float16)), "pq", **THOROUGH)
     assert index.search(queries, 5)[0].dtype == np.float32
     assert recall(index.search(queries, 5)[1], _oracle(queries, vectors, 5)[1]) > 0.9

@@ -44,7 +44,10 @@ def test_what_is_measured(rng, monkeypatch):
     chosen = min((one for one in measured if one.recall >= 0.97), key=lambda one: one.p50_ms)
     assert chosen.kind == "pq" and chosen.p50_ms == pytest.approx(10 * chosen.options["rescore"])
     best = LabelIndex.build(vectors, "pq", **chosen.options)
-    assert recall(real(best, queries, 100)[1], exact_labels(as_heads(vectors), queries, 100)) == chosen.recall
+    assert (
+        recall(real(best, queries, 100)[1], exact_labels(as_heads(vectors), queries, 100))
+        == chosen.recall
+    )
     assert measured[0].kind == "flat" and measured[0].recall == 1.0 and measured[0].options == {}
     assert len(measured) == 1 + 3 * 6
 
@@ -71,7 +74,9 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     bundle = Bundle.load("bundle")
     query_BD = bundle.ranker.queries(bundle.encode(["red car", "old house", "a boat"]))
-    monkeypatch.setattr("unidec.pipeline.indexing._queries", lambda bundle, num: (query_BD, "3 queries"))
+    monkeypatch.setattr(
+        "unidec.pipeline.indexing._queries", lambda bundle, num: (query_BD, "3 queries")
+    )
 
     def run(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["unidec", "index", "tune", "--bundle", "bundle", *words])
@@ -83,7 +88,10 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"]["recall"] == 1.0 and found["queries"] == "3 queries"
     assert found["params"]["index.kind"] == found["chosen"]["kind"]
-    assert min(found["measured"], key=lambda one: one["p50_ms"] if one["recall"] >= 0.98 else 1e9) == found["chosen"]
+    assert (
+        min(found["measured"], key=lambda one: one["p50_ms"] if one["recall"] >= 0.98 else 1e9)
+        == found["chosen"]
+    )
     assert Bundle.load("bundle").sha256 == before
     assert run("--kinds", "flat", "--queries", "5") == 0
     assert "for params.yaml: index: {kind: flat}" in capsys.readouterr().out

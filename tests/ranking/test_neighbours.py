@@ -1,4 +1,6 @@
-"""Votes of training queries: against loops over all of them, over all labels; the bundle that carries them."""
+"""Votes of training queries: against loops over all of them, over all labels; the bundle that
+carries them.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,36 @@ from unidec.ranking.neighbours import FILES, TEMPERATURE, VOTES, Neighbours
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Voting
 
-QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat"]
+QUERIES = [
+    "red car",
+    "an old house",
+    "",
+    "boat boat blue",
+    "🚗 unknown \x00 words",
+    "big green boat",
+]
 
 
-def slow_votes(query_D, vectors_MD, labels: list[set[int]], num_labels: int, num: int, vote: str) -> list[float]:
-    """Votes of one query, in double precision, one training query after the other; the largest is 1 (not "ridge")."""
+def slow_votes(
+    query_D, vectors_MD, labels: list[set[int]], num_labels: int, num: int, vote: str
+) -> list[float]:
+    """Votes of one query, in double precision, one training query after the other; the largest is 1
+    (not "ridge").
+    """
     query = np.asarray(query_D, dtype=float)
     length = float(np.sqrt((query**2).sum()))
-    cosines = [float(query @ np.asarray(row, dtype=float)) / length if length else 0.0 for row in vectors_MD]
+    cosines = [
+        float(query @ np.asarray(row, dtype=float)) / length if length else 0.0
+        for row in vectors_MD
+    ]
     nearest = sorted(range(len(cosines)), key=lambda m: (-cosines[m], m))[:num]
     votes = [0.0] * num_labels
     if vote == "ridge":
         near = [m for m in nearest if cosines[m] > 0]
-        kernel = [[float(m == n) + float(vectors_MD[m].astype(float) @ vectors_MD[n]) for n in near] for m in near]
+        kernel = [
+            [float(m == n) + float(vectors_MD[m].astype(float) @ vectors_MD[n]) for n in near]
+            for m in near
+        ]
         weights = np.linalg.inv(kernel) @ [cosines[m] for m in near] if near else []
         for m, weight in zip(near, weights, strict=True):
             for label in labels[m]:
@@ -52,17 +71,33 @@ def slow_votes(query_D, vectors_MD, labels: list[set[int]], num_labels: int, num
     return [value / most for value in votes] if most else votes
 
 
-def random_neighbours(rng: np.random.Generator, num: int, num_labels: int, dim: int, vote: str, share: float = 0.2):
+def random_neighbours(
+    rng: np.random.Generator, num: int, num_labels: int, dim: int, vote: str, share: float = 0.2
+):
     labels_ML = rng.random((num, num_labels)) < share
     names = [f"q{m}" for m in range(num)]
-    made = Neighbours(rng.normal(size=(num, dim)).astype(np.float32) * 3, csr_matrix(labels_ML), names, names, vote)  # type: ignore[arg-type]
+    made = Neighbours(
+        rng.normal(size=(num, dim)).astype(np.float32) * 3,
+        csr_matrix(labels_ML),
+        names,
+        names,
+        vote,
+    )  # type: ignore[arg-type]
     return made, [set(np.flatnonzero(row).tolist()) for row in labels_ML]
 
 
-@pytest.mark.parametrize("vote", [vote for vote in VOTES if vote != "ridge-labels"])  # by words alone: test_words.py
+# by words alone: test_words.py
+@pytest.mark.parametrize("vote", [vote for vote in VOTES if vote != "ridge-labels"])
 @pytest.mark.parametrize(
     ("num_train", "num_labels", "share", "num"),
-    [(40, 13, 0.2, 5), (40, 13, 0.2, 40), (7, 3, 0.5, 100), (1, 1, 1.0, 1), (25, 50, 0.02, 10), (9, 4, 0.0, 3)],
+    [
+        (40, 13, 0.2, 5),
+        (40, 13, 0.2, 40),
+        (7, 3, 0.5, 100),
+        (1, 1, 1.0, 1),
+        (25, 50, 0.02, 10),
+        (9, 4, 0.0, 3),
+    ],
 )
 def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num):
     neighbours, labels = random_neighbours(rng, num_train, num_labels, 4, vote, share)
@@ -74,7 +109,9 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
     assert (votes.score_N > 0).all() and (np.diff(votes.key_N) > 0).all()
     for i, row in enumerate(dense_votes(votes)):
         expected = slow_votes(query_BD[i], neighbours.vectors_MD, labels, num_labels, num, vote)
-        np.testing.assert_allclose(row, expected, rtol=2e-3 if vote == "softmax" else 1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            row, expected, rtol=2e-3 if vote == "softmax" else 1e-4, atol=1e-5
+        )
         assert vote == "ridge" or row.max() == (1 if any(expected) else 0)
     cosine, rows = neighbours.nearest(query_BD, num)
     assert cosine.shape == rows.shape == (11, min(num, num_train)) and rows.min() >= 0
@@ -82,7 +119,9 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
 
 
 def test_no_queries_and_only_opposite_neighbours():
-    neighbours = Neighbours(np.eye(3, dtype=np.float32), csr_matrix(np.eye(3)), list("abc"), list("abc"), "square")
+    neighbours = Neighbours(
+        np.eye(3, dtype=np.float32), csr_matrix(np.eye(3)), list("abc"), list("abc"), "square"
+    )
     assert neighbours.votes(np.zeros((0, 3), dtype=np.float32), 2).shape == (0, 3)
     assert neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2).score_N.size == 0
     opposite = Encoded(-np.ones((2, 3), dtype=np.float32), None)
@@ -102,7 +141,8 @@ def test_a_label_of_a_neighbour_is_one_vote_however_relevant(rng):
 
 
 def test_parts_that_do_not_fit_are_refused():
-    vectors, labels = np.ones((2, 3), dtype=np.float32), csr_matrix(np.eye(2))
+    vectors = np.ones((2, 3), dtype=np.float32)
+    labels = csr_matrix(np.eye(2))
     for wrong in (
         lambda: Neighbours(vectors[:1], labels, "ab", "ab"),
         lambda: Neighbours(vectors, labels, "a", "ab"),
@@ -112,18 +152,26 @@ def test_parts_that_do_not_fit_are_refused():
         lambda: Neighbours(vectors * np.nan, labels, "ab", "ab"),
         lambda: Neighbours(vectors, labels, "ab", "ab", "ridge-labels"),
     ):
-        with pytest.raises(ValueError, match=r"same queries|unknown vote|finite|vote by their words"):
+        with pytest.raises(
+            ValueError, match=r"same queries|unknown vote|finite|vote by their words"
+        ):
             wrong()
 
 
 @pytest.mark.parametrize("excluding", [False, True])
 @pytest.mark.parametrize("weight", [0.0, 0.3, 5.0])
 def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding):
-    """The heads' k best and the voted labels alone give the ranking of all labels, ties by label."""
-    num_queries, num_labels = 17, 23
+    """The heads' k best and the voted labels alone give the ranking of all labels, ties
+    by label.
+    """
+    num_queries = 17
+    num_labels = 23
     for k in (1, 4, 23, 30):
-        heads_BL = np.round(rng.normal(size=(num_queries, num_labels)), 1).astype(np.float32)  # with ties
-        votes_BL = np.where(rng.random(heads_BL.shape) < 0.15, np.round(rng.random(heads_BL.shape), 1), 0).astype("f4")
+        # with ties
+        heads_BL = np.round(rng.normal(size=(num_queries, num_labels)), 1).astype(np.float32)
+        votes_BL = np.where(
+            rng.random(heads_BL.shape) < 0.15, np.round(rng.random(heads_BL.shape), 1), 0
+        ).astype("f4")
         votes_BL[0] = 0
         out_BL = (rng.random(heads_BL.shape) < 0.3) & excluding
         out_BL[1] = excluding  # nothing is left
@@ -135,23 +183,36 @@ def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding
         candidates = candidate_keys(found_BK, votes.key_N, num_labels, keys)
         pairs = Candidates.of(candidates, heads_BL.ravel()[candidates], votes)
         ranked = pairs.top(weight, k)
-        assert ranked.rows.shape == ranked.scores.shape == ranked.knn_scores.shape == (num_queries, k)
+        assert (
+            ranked.rows.shape == ranked.scores.shape == ranked.knn_scores.shape == (num_queries, k)
+        )
         for b in range(num_queries):
-            total = {j: heads_BL[b, j] + np.float32(weight) * votes_BL[b, j] for j in np.flatnonzero(~out_BL[b])}
+            total = {
+                j: heads_BL[b, j] + np.float32(weight) * votes_BL[b, j]
+                for j in np.flatnonzero(~out_BL[b])
+            }
             best = sorted(total, key=lambda j: (-total[j], j))[:k]
             scores = ranked.scores[b, : len(best)]
             np.testing.assert_array_equal(scores, [total[j] for j in best])
-            # of several that are equal at the end of the heads' list, which one is there is the search's choice
+            # of several that are equal at the end of the heads' list, which one is there is the
+            # search's choice
             sure = scores > (scores[-1] if len(best) else 0)
-            assert ranked.rows[b, : len(best)][sure].tolist() == np.array(best, dtype=int)[sure].tolist()
-            assert (ranked.rows[b, len(best) :] == -1).all() and (ranked.scores[b, len(best) :] == -np.inf).all()
+            assert (
+                ranked.rows[b, : len(best)][sure].tolist()
+                == np.array(best, dtype=int)[sure].tolist()
+            )
+            assert (ranked.rows[b, len(best) :] == -1).all() and (
+                ranked.scores[b, len(best) :] == -np.inf
+            ).all()
             at = ranked.rows[b, : len(best)]
             np.testing.assert_array_equal(ranked.knn_scores[b, : len(best)], votes_BL[b, at])
             assert np.isnan(ranked.knn_scores[b, len(best) :]).all()
 
 
 def test_votes_alone_are_sorted_votes(rng):
-    votes_BL = np.where(rng.random((9, 14)) < 0.4, np.round(rng.random((9, 14)), 1), 0).astype(np.float32)
+    votes_BL = np.where(rng.random((9, 14)) < 0.4, np.round(rng.random((9, 14)), 1), 0).astype(
+        np.float32
+    )
     keys = np.flatnonzero(rng.random(votes_BL.size) < 0.2)
     left = votes_BL.copy()
     left.ravel()[keys] = 0
@@ -161,21 +222,30 @@ def test_votes_alone_are_sorted_votes(rng):
         assert ranked.rows[b].tolist() == best + [-1] * (5 - len(best))
 
 
-def _slow_predict(parts: dict, i: int, k: int, exclude: list[str], space: str, normalize: bool, vote: str):
+def _slow_predict(
+    parts: dict, i: int, k: int, exclude: list[str], space: str, normalize: bool, vote: str
+):
     """All labels of one query, scored one by one: (score, label row, votes), best first."""
     model = parts["model"]
-    de, clf = model.encode_queries(encode_texts(QUERIES, model.tokenizer_folder, 8), np.arange(len(QUERIES)))
+    de, clf = model.encode_queries(
+        encode_texts(QUERIES, model.tokenizer_folder, 8), np.arange(len(QUERIES))
+    )
     own = parts["neighbours"]
     labels = [set(own.labels_ML[m].indices.tolist()) for m in range(own.num_queries)]
-    votes = slow_votes((de if de is not None else clf)[i], own.vectors_MD, labels, len(UIDS), 7, vote)
+    votes = slow_votes(
+        (de if de is not None else clf)[i], own.vectors_MD, labels, len(UIDS), 7, vote
+    )
     out = []
     for j, uid in enumerate(UIDS):
         if uid in exclude:
             continue
-        s_de = float(de[i].astype(float) @ parts["de_LD"][j].astype(float)) if de is not None else 0.0
+        s_de = (
+            float(de[i].astype(float) @ parts["de_LD"][j].astype(float)) if de is not None else 0.0
+        )
         s_clf = 0.0
         if clf is not None:
-            a, b = clf[i].astype(float), parts["clf_LD"][j].astype(float)
+            a = clf[i].astype(float)
+            b = parts["clf_LD"][j].astype(float)
             s_clf = float(a @ b)
             if normalize:
                 s_clf /= max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-30)
@@ -186,7 +256,9 @@ def _slow_predict(parts: dict, i: int, k: int, exclude: list[str], space: str, n
     return sorted(out, key=lambda row: (-row[0], row[1]))[:k]
 
 
-BY_MODEL = {f"neighbours/{name}" for name in ("vectors.npy", "indptr.npy", "labels.npy", "queries.arrow")}
+BY_MODEL = {
+    f"neighbours/{name}" for name in ("vectors.npy", "indptr.npy", "labels.npy", "queries.arrow")
+}
 SYSTEMS = [
     ("both", "both", True, False, "square"),
     ("both", "both", False, True, "softmax"),
@@ -205,21 +277,29 @@ def test_a_bundle_predicts_as_a_loop_over_labels_and_training_queries(
         tmp_path / "b", rng, heads=heads, space=space, clf_normalize=normalize, bias=bias, vote=vote
     )
     bundle = Bundle.load(tmp_path / "b")
-    assert bundle.info.knn is not None and bundle.info.knn.space == ("clf" if heads == "clf" else "de")
+    assert bundle.info.knn is not None and bundle.info.knn.space == (
+        "clf" if heads == "clf" else "de"
+    )
     exclude = [["L0", "L3"], [], ["nobody"], UIDS[:11], ["L5", "L5"], UIDS]
     for k in (1, 4, 12, 40):
         found = bundle.predict(QUERIES, k=k, exclude=exclude, batch_size=4)
         for i, got in enumerate(found):
             expected = _slow_predict(parts, i, k, exclude[i], space, normalize, vote)
             assert len(got.labels) == len(got.titles) == len(got.knn_scores) == len(expected)
-            np.testing.assert_allclose(got.scores, [row[0] for row in expected], rtol=2e-3, atol=1e-4)
+            np.testing.assert_allclose(
+                got.scores, [row[0] for row in expected], rtol=2e-3, atol=1e-4
+            )
             at = {UIDS[row[1]]: row for row in expected}
             for uid, title, votes in zip(got.labels, got.titles, got.knn_scores, strict=True):
                 if uid in at:
                     assert title == TITLES[at[uid][1]]
                     assert votes == pytest.approx(at[uid][2], rel=2e-3, abs=1e-4)
             if space == "both":
-                blend = np.array(got.de_scores) + 0.5 * np.array(got.clf_scores) + 0.7 * np.array(got.knn_scores)
+                blend = (
+                    np.array(got.de_scores)
+                    + 0.5 * np.array(got.clf_scores)
+                    + 0.7 * np.array(got.knn_scores)
+                )
                 np.testing.assert_allclose(got.scores, blend, rtol=1e-4, atol=1e-4)
     assert bundle.predict_arrays([], k=3).knn_scores.shape == (0, 3)
 
@@ -234,7 +314,9 @@ def test_votes_can_lift_a_label_far_below_the_heads_best(rng, tmp_path):
     found = bundle.ranker.rank(Encoded(de, clf), 1)
     _, by_heads = bundle.index.search(np.concatenate([de, np.float32(0.5) * clf], axis=1), 1)
     votes = bundle.neighbours.votes(de, 7)
-    assert (found.knn_scores[dense_votes(votes).any(axis=1)] == 1).all() and (found.rows != by_heads).any()
+    assert (found.knn_scores[dense_votes(votes).any(axis=1)] == 1).all() and (
+        found.rows != by_heads
+    ).any()
 
 
 @pytest.mark.usefixtures("stub_model")
@@ -249,8 +331,13 @@ def test_the_batch_and_what_is_excluded_do_not_change_a_score(rng, tmp_path):
     np.testing.assert_allclose(less.scores, free.scores[2:], rtol=1e-6)
     (tmp_path / "in.csv").write_text("query\nred car\nan old house\n")
     predict_file(bundle, tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line["label"] for line in lines] == [x for text in QUERIES[:2] for x in bundle.predict([text], 2)[0].labels]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [line["label"] for line in lines] == [
+        x for text in QUERIES[:2] for x in bundle.predict([text], 2)[0].labels
+    ]
 
 
 @pytest.mark.usefixtures("stub_model")
@@ -259,19 +346,32 @@ def test_what_is_written_is_read_and_two_writings_are_the_same(tmp_path):
         parts = write_tiny_bundle(tmp_path / name / "b", np.random.default_rng(5), vote="softmax")
     assert folder_sha256(tmp_path / "one" / "b") == folder_sha256(tmp_path / "two" / "b")
     assert set(read_manifest(tmp_path / "one" / "b", KIND, VERSION)["files"]) & FILES == BY_MODEL
-    bundle, own = Bundle.load(tmp_path / "one" / "b"), parts["neighbours"]
+    bundle = Bundle.load(tmp_path / "one" / "b")
+    own = parts["neighbours"]
     assert bundle.info.knn.model_dump() == {
-        "weight": 0.7, "neighbours": 7, "vote": "softmax", "space": "de", "num_queries": 30,
-        "num_pairs": own.labels_ML.nnz, "num_words": None, "word_head": 0,
-    }  # fmt: skip
+        "weight": 0.7,
+        "neighbours": 7,
+        "vote": "softmax",
+        "space": "de",
+        "num_queries": 30,
+        "num_pairs": own.labels_ML.nnz,
+        "num_words": None,
+        "word_head": 0,
+    }
     read = bundle.neighbours
     np.testing.assert_array_equal(read.vectors_MD, own.vectors_MD)
     assert read.vectors_MD.dtype == np.float16 and (read.labels_ML != own.labels_ML).nnz == 0
-    assert read.uids.to_pylist() == [f"Q{m}" for m in range(30)] and read.titles.to_pylist() == own.titles.to_pylist()
+    assert (
+        read.uids.to_pylist() == [f"Q{m}" for m in range(30)]
+        and read.titles.to_pylist() == own.titles.to_pylist()
+    )
     write_tiny_bundle(tmp_path / "none" / "b", np.random.default_rng(5))
     without = Bundle.load(tmp_path / "none" / "b")
     assert without.neighbours is None and without.info.knn is None
-    assert without.predict(["red"])[0].knn_scores == [] and without.predict_arrays(["red"]).knn_scores is None
+    assert (
+        without.predict(["red"])[0].knn_scores == []
+        and without.predict_arrays(["red"]).knn_scores is None
+    )
     assert not FILES & set(read_manifest(without.path, KIND, VERSION)["files"])
 
 
@@ -286,7 +386,8 @@ def test_neighbours_that_do_not_fit_the_bundle_are_not_written(rng, tmp_path):
     ):
         de = rng.normal(size=(num, dim)).astype(np.float32)
         labels = BundleLabels(map(str, range(num)), map(str, range(num)), {"de": de})
-        scoring, index = Scoring("de", 1.0, True, info), LabelIndex.build(de)
+        scoring = Scoring("de", 1.0, True, info)
+        index = LabelIndex.build(de)
         with pytest.raises(ValueError, match=message):
             write_bundle(tmp_path / "b", tmp_path, index, labels, scoring, neighbours=voters)
     for weight in (-0.1, float("nan")):
@@ -311,7 +412,9 @@ def _refused(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_damage_is_found(voting, name, tmp_path):
     if name not in BY_MODEL:
-        write_tiny_bundle(tmp_path / "b", np.random.default_rng(2), vote="square", by_words=True, fused=True)
+        write_tiny_bundle(
+            tmp_path / "b", np.random.default_rng(2), vote="square", by_words=True, fused=True
+        )
     whole = (voting / name).read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
@@ -327,8 +430,13 @@ def test_damage_is_found(voting, name, tmp_path):
 
 def test_arrays_that_lead_outside_are_refused(voting):
     place = voting / "neighbours"
-    vectors, indptr, labels = (np.load(place / f"{name}.npy") for name in ("vectors", "indptr", "labels"))
-    high, low, late, back = labels.copy(), labels.copy(), indptr.copy(), indptr.copy()
+    vectors, indptr, labels = (
+        np.load(place / f"{name}.npy") for name in ("vectors", "indptr", "labels")
+    )
+    high = labels.copy()
+    low = labels.copy()
+    late = indptr.copy()
+    back = indptr.copy()
     high[0], low[-1], late[-1], back[3] = 12, -1, len(labels) + 5, indptr[-1] + 1
     start = indptr.copy()
     start[0] = 1
@@ -356,7 +464,10 @@ def test_titles_of_another_kind_are_refused(voting):
             writer.write_table(table)
         _refused(voting, "queries.arrow")
     options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.OSFile(str(where), "wb") as file, pa.ipc.new_file(file, good.schema, options=options) as writer:
+    with (
+        pa.OSFile(str(where), "wb") as file,
+        pa.ipc.new_file(file, good.schema, options=options) as writer,
+    ):
         writer.write_table(good)
     _refused(voting, "queries.arrow")
 
@@ -364,11 +475,19 @@ def test_titles_of_another_kind_are_refused(voting):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"weight": 0.0}, {"weight": -1.0}, {"weight": "1"}, {"neighbours": 0}, {"vote": "loud"}, {"space": "both"},
-        {"num_queries": 29}, {"num_queries": 10**12}, {"num_pairs": 1}, {"more": 1},
+        {"weight": 0.0},
+        {"weight": -1.0},
+        {"weight": "1"},
+        {"neighbours": 0},
+        {"vote": "loud"},
+        {"space": "both"},
+        {"num_queries": 29},
+        {"num_queries": 10**12},
+        {"num_pairs": 1},
+        {"more": 1},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_bundle_json_that_contradicts_the_votes(voting, changes):
     info = json.loads((voting / "bundle.json").read_text())
     info["knn"] |= changes
@@ -377,7 +496,9 @@ def test_a_bundle_json_that_contradicts_the_votes(voting, changes):
 
 
 def test_votes_of_a_head_that_is_not_there(tmp_path, stub_model):
-    write_tiny_bundle(tmp_path / "b", np.random.default_rng(2), heads="clf", space="clf", vote="square")
+    write_tiny_bundle(
+        tmp_path / "b", np.random.default_rng(2), heads="clf", space="clf", vote="square"
+    )
     info = json.loads((tmp_path / "b" / "bundle.json").read_text())
     info["knn"]["space"] = "de"
     (tmp_path / "b" / "bundle.json").write_text(json.dumps(info))

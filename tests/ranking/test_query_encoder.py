@@ -24,20 +24,34 @@ from unidec.ranking.query_encoder import CHUNK_TEXTS, FastEncoder, ModelEncoder,
 
 pytest.importorskip("onnxruntime")
 WORDS = ["river", "bread", "music", "letter", "planet", "unknowable", "wörd"]
-TEXTS = ["river bread", "", "music", "a wholly strange 🚗 sentence of many more words than there is room for in it",
-         "letter river planet bread " * 3, "unknowable", "bread music river letter"]  # fmt: skip
+TEXTS = [
+    "river bread",
+    "",
+    "music",
+    "a wholly strange 🚗 sentence of many more words than there is room for in it",
+    "letter river planet bread " * 3,
+    "unknowable",
+    "bread music river letter",
+]
 
 
 @pytest.fixture
 def bundled(tmp_path: Path, tiny_bert: Path, tiny_distilbert: Path):
-    """`bundled(heads=..., **encoder)`: a random model, and its configuration as it lies in a bundle."""
+    """`bundled(heads=..., **encoder)`: a random model, and its configuration as it lies in a
+    bundle.
+    """
 
     def make(
-        heads: str = "both", transformer: str = "bert", dim: int = 8, normalize: bool = True, **encoder
+        heads: str = "both",
+        transformer: str = "bert",
+        dim: int = 8,
+        normalize: bool = True,
+        **encoder,
     ) -> tuple[UniDEC, ModelConfig]:
         torch.manual_seed(4)
         source = {"bert": tiny_bert, "distilbert": tiny_distilbert}[transformer]
-        settings, params = Encoder(name=str(source), **encoder), {"tokens": {"max_length": 12}}
+        settings = Encoder(name=str(source), **encoder)
+        params = {"tokens": {"max_length": 12}}
         options = Model(heads=heads, dim=dim, projection=dim == 8, normalize=normalize)  # type: ignore[arg-type]
         model = UniDEC.create(settings, options, 5, source, 0, params)  # type: ignore[arg-type]
         if model.encoder.bag is not None:
@@ -57,7 +71,13 @@ def bundled(tmp_path: Path, tiny_bert: Path, tiny_distilbert: Path):
 
 CASES = [
     {"kind": "both", "trainable_layers": 0},
-    {"kind": "both", "trainable_layers": 1, "pooling": "cls", "bag_words": 64, "transformer": "distilbert"},
+    {
+        "kind": "both",
+        "trainable_layers": 1,
+        "pooling": "cls",
+        "bag_words": 64,
+        "transformer": "distilbert",
+    },
     {"kind": "bag", "bag_head": 3, "heads": "de"},
     {"kind": "transformer", "trainable_layers": -1},  # not at unit length
     {"kind": "transformer", "trainable_layers": 0, "residual": True, "heads": "de"},
@@ -67,7 +87,7 @@ CASES = [
     {"kind": "transformer", "trainable_layers": -1, "dim": 32},  # no projection
     {"kind": "both", "trainable_layers": 0, "dim": 64, "normalize": False},
     {"kind": "transformer", "trainable_layers": -1, "heads": "de", "normalize": False},
-]  # fmt: skip
+]
 
 
 def _close(got, expected, tolerance: float = 2e-5) -> None:
@@ -87,20 +107,24 @@ def test_encodes_as_the_model(bundled, case):
     assert fast.name == ("bag" if case["kind"] == "bag" else "onnx")
     texts = TEXTS * 3
     assert len(texts) > 2 * CHUNK_TEXTS
-    whole, expected = fast.encode(texts), ModelEncoder(model, None).encode(texts)
+    whole = fast.encode(texts)
+    expected = ModelEncoder(model, None).encode(texts)
     _close(whole, expected)
     for row in range(len(TEXTS)):
         _close(fast.encode([texts[row]]), expected.take(np.array([row])))
     assert expected.unknown_B[3] > 0 and expected.unknown_B[0] == 0
     nothing = fast.encode([])
-    assert len(nothing) == 0 and (nothing.de_BD is None or nothing.de_BD.shape == (0, case.get("dim", 8)))
+    assert len(nothing) == 0 and (
+        nothing.de_BD is None or nothing.de_BD.shape == (0, case.get("dim", 8))
+    )
 
 
 def test_eight_bits(bundled):
     model, about = bundled(kind="both", trainable_layers=0)
     fast = FastEncoder(about, None, int8=True)
     assert fast.name == "onnx-int8"
-    whole, expected = fast.encode(TEXTS), ModelEncoder(model, None).encode(TEXTS)
+    whole = fast.encode(TEXTS)
+    expected = ModelEncoder(model, None).encode(TEXTS)
     assert (whole.de_BD * expected.de_BD).sum(axis=1).min() > 0.995
     for row, text in enumerate(TEXTS):  # and the other requests change nothing
         _close(fast.encode([text]), whole.take(np.array([row])))
@@ -121,7 +145,9 @@ def test_inception_is_encoded_by_torch_alone(bundled, caplog):
     whole = encoder.encode(TEXTS)
     assert whole.clf_BD.dtype == np.float32 and np.isfinite(whole.clf_BD).all()
     for row, text in enumerate(TEXTS):
-        np.testing.assert_allclose(encoder.encode([text]).clf_BD[0], whole.clf_BD[row], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            encoder.encode([text]).clf_BD[0], whole.clf_BD[row], rtol=1e-4, atol=1e-5
+        )
 
 
 def _bundle_of(model: UniDEC, about: ModelConfig) -> SimpleNamespace:
@@ -133,7 +159,10 @@ def test_what_is_opened(bundled, caplog, monkeypatch):
     before = torch.get_num_threads()
     assert open_encoder(bundle, "torch", 1).name == "torch" and torch.get_num_threads() == 1
     torch.set_num_threads(before)
-    assert open_encoder(bundle, "onnx", 1).name == "onnx" and open_encoder(bundle, "onnx-int8", 1).name == "onnx-int8"
+    assert (
+        open_encoder(bundle, "onnx", 1).name == "onnx"
+        and open_encoder(bundle, "onnx-int8", 1).name == "onnx-int8"
+    )
     assert open_encoder(bundle).name == "onnx-int8"
 
     def only_torch(expected: str) -> None:

@@ -39,7 +39,9 @@ def test_scores_of_pairs(dense):
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_the_largest_of_each_row(dense, count):
     wanted = kept(dense, count)
-    np.testing.assert_array_equal(PairScores.of(csr_matrix(dense)).largest(count), np.flatnonzero(wanted))
+    np.testing.assert_array_equal(
+        PairScores.of(csr_matrix(dense)).largest(count), np.flatnonzero(wanted)
+    )
     np.testing.assert_array_equal(keep_largest(csr_matrix(dense), count).toarray(), wanted)
 
 
@@ -54,7 +56,11 @@ def test_the_top_of_each_row(dense, count):
 def test_products_of_sparse_rows(rng, dense, shape):
     num_queries, num_rows, num_columns = shape
     other = csr_matrix(dense[:num_rows, :num_columns])
-    left = csr_matrix(np.where(rng.random((num_queries, num_rows)) < 0.4, 0, rng.normal(size=(num_queries, num_rows))))
+    left = csr_matrix(
+        np.where(
+            rng.random((num_queries, num_rows)) < 0.4, 0, rng.normal(size=(num_queries, num_rows))
+        )
+    )
     got = dense_votes(SparseRows(other).product(left.astype(np.float32)))
     assert got.dtype == np.float32 and got.shape == (num_queries, num_columns)
     np.testing.assert_allclose(got, left.toarray() @ other.toarray(), rtol=1e-5, atol=1e-6)

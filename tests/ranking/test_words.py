@@ -1,4 +1,6 @@
-"""Words and pairs of words as vectors, beside dictionaries of strings on random and degenerate texts; as neighbours."""
+"""Words and pairs of words as vectors, beside dictionaries of strings on random and degenerate
+texts; as neighbours.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown words"
 
 
 def features_of(pieces: list[str]) -> list[tuple]:
-    """Words of a text as tuples of pieces, and pairs of them; what stands around every text is no word."""
+    """Words of a text as tuples of pieces, and pairs of them; what stands around every text is no
+    word.
+    """
     words: list[tuple] = []
     for piece in (piece for piece in pieces if piece not in ("[CLS]", "[SEP]")):
         if piece.startswith("##") and words:
@@ -66,11 +70,15 @@ def ragged(texts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def vocabulary(tiny_bert: Path) -> list[str]:
-    described = json.loads((tiny_bert / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    described = json.loads((tiny_bert / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+        "vocab"
+    ]
     return sorted(described, key=described.__getitem__)
 
 
-@pytest.mark.parametrize(("num_texts", "num_tokens"), [(0, 30), (1, 30), (40, 12), (40, 60), (1500, 60)])
+@pytest.mark.parametrize(
+    ("num_texts", "num_tokens"), [(0, 30), (1, 30), (40, 12), (40, 60), (1500, 60)]
+)
 def test_as_dictionaries_of_strings_say(rng, tiny_bert, vocabulary, num_texts, num_tokens):
     # few tokens: many texts share words and pairs; in 1,500 texts some words are everywhere
     some = rng.choice(len(vocabulary), min(num_tokens, len(vocabulary)), replace=False)
@@ -78,32 +86,52 @@ def test_as_dictionaries_of_strings_say(rng, tiny_bert, vocabulary, num_texts, n
     texts = [rng.choice(some, rng.integers(0, 9)) for _ in range(num_texts)]
     others = [rng.choice(len(vocabulary), rng.integers(0, 9)) for _ in range(20)]
     space = WordSpace.fit(tiny_bert, *ragged(texts))
-    pieces, strange = ([[vocabulary[i] for i in text] for text in group] for group in (texts, others))
+    pieces, strange = (
+        [[vocabulary[i] for i in text] for text in group] for group in (texts, others)
+    )
     idf = slow_space(pieces)
     assert space.num_features == len(idf)
     if num_texts == 1500:
         assert len(idf) < len({feature for text in pieces for feature in features_of(text)})
-    own, found = space.vectors(*ragged(texts)), space.vectors(*ragged(others))
-    assert own.dtype == np.float32 and own.shape == (num_texts, len(idf)) and found.has_sorted_indices
-    slow_own, slow_found = ([slow_vector(text, idf) for text in group] for group in (pieces[:60], strange))
+    own = space.vectors(*ragged(texts))
+    found = space.vectors(*ragged(others))
+    assert (
+        own.dtype == np.float32 and own.shape == (num_texts, len(idf)) and found.has_sorted_indices
+    )
+    slow_own, slow_found = (
+        [slow_vector(text, idf) for text in group] for group in (pieces[:60], strange)
+    )
     expected = np.array([[cosine(a, b) for b in slow_own] for a in slow_found]).reshape(20, -1)
     np.testing.assert_allclose((found @ own[:60].T).toarray(), expected, atol=1e-5)
-    norms = np.sqrt(np.bincount(np.repeat(np.arange(20), np.diff(found.indptr)), found.data**2, minlength=20))
+    norms = np.sqrt(
+        np.bincount(np.repeat(np.arange(20), np.diff(found.indptr)), found.data**2, minlength=20)
+    )
     assert set(np.round(norms, 4)) <= {0.0, 1.0}
 
 
 def test_the_order_of_a_pair_matters_and_no_pair_spans_two_texts(tiny_bert, vocabulary):
     a, b = [i for i, piece in enumerate(vocabulary) if piece.isalpha() and len(piece) > 3][:2]
-    space = WordSpace.fit(tiny_bert, *ragged([np.array([a, b]), np.array([a, b]), np.array([b]), np.array([a])]))
-    assert space.num_features == 3  # two words, one pair: "b a" stands nowhere, and ends of texts are ends
+    space = WordSpace.fit(
+        tiny_bert, *ragged([np.array([a, b]), np.array([a, b]), np.array([b]), np.array([a])])
+    )
+    # two words, one pair: "b a" stands nowhere, and ends of texts are ends
+    assert space.num_features == 3
     forward, back = space.vectors(*ragged([np.array([a, b]), np.array([b, a])]))
     assert (forward.nnz, back.nnz) == (3, 2)
 
 
 def test_a_space_that_is_none_is_refused(tiny_bert):
-    for keys, weights in (([2, 1], [1, 1]), ([1, 1], [1, 1]), ([1], [1, 1]), ([1], [0]), ([1], [np.nan])):
+    for keys, weights in (
+        ([2, 1], [1, 1]),
+        ([1, 1], [1, 1]),
+        ([1], [1, 1]),
+        ([1], [0]),
+        ([1], [np.nan]),
+    ):
         with pytest.raises(ValueError):
-            WordSpace(tiny_bert, np.array(keys, dtype=np.uint64), np.array(weights, dtype=np.float32))
+            WordSpace(
+                tiny_bert, np.array(keys, dtype=np.uint64), np.array(weights, dtype=np.float32)
+            )
 
 
 @pytest.mark.parametrize("levels", [2, 5, 1000])
@@ -115,16 +143,26 @@ def test_the_largest_of_each_row_and_the_first_of_equals(rng, levels):
         for row, got, at in zip(score, values, columns, strict=True):
             best = [j for j in sorted(range(17), key=lambda j: (-row[j], j)) if row[j] > 0][:num]
             missing = num - len(best)
-            assert at.tolist() == best + [-1] * missing and got.tolist() == row[best].tolist() + [0.0] * missing
+            assert (
+                at.tolist() == best + [-1] * missing
+                and got.tolist() == row[best].tolist() + [0.0] * missing
+            )
 
 
 def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypatch):
     texts = [rng.choice(len(vocabulary), 6) for _ in range(50)]
-    asked = [*texts[:3], *(rng.choice(len(vocabulary), 6) for _ in range(9)), np.zeros(0, dtype=np.int64)]
+    asked = [
+        *texts[:3],
+        *(rng.choice(len(vocabulary), 6) for _ in range(9)),
+        np.zeros(0, dtype=np.int64),
+    ]
     space = WordSpace.fit(tiny_bert, *ragged(texts))
-    own, query = space.vectors(*ragged(texts)), space.vectors(*ragged(asked))
+    own = space.vectors(*ragged(texts))
+    query = space.vectors(*ragged(asked))
     labels = rng.random((50, 8)) < 0.3
-    near = Neighbours(own, csr_matrix(labels), range_of("q", 50), range_of("text", 50), "square", space)
+    near = Neighbours(
+        own, csr_matrix(labels), range_of("q", 50), range_of("text", 50), "square", space
+    )
     stored = own.copy()
     stored.data = own.data.astype(np.float16).astype(np.float32)
     monkeypatch.setattr(neighbours_module, "_BLOCK_SCORES", 120)  # several blocks
@@ -135,27 +173,45 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
         expected = sum(row[m] ** 2 * labels[m] for m in nearest)
         np.testing.assert_allclose(got, expected / max(expected.max(), 1e-30), atol=1e-5)
     assert not votes[-1].any()  # no word, no vote
-    ridge = Neighbours(own, csr_matrix(labels), range_of("q", 50), range_of("text", 50), "ridge", space)
+    ridge = Neighbours(
+        own, csr_matrix(labels), range_of("q", 50), range_of("text", 50), "ridge", space
+    )
     kernel = (stored @ stored.T).toarray()
     for row, got in zip(dense, dense_votes(ridge.votes(query, 7)), strict=True):
         near = [m for m in sorted(range(50), key=lambda m: (-row[m], m))[:7] if row[m] > 0]
-        expected = np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ labels[near]
+        expected = (
+            np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ labels[near]
+        )
         np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
     label_words = space.vectors(*ragged([rng.choice(len(vocabulary), 3) for _ in range(8)]))
-    more = Neighbours(own, csr_matrix(labels), range_of("q", 50), range_of("t", 50), "ridge-labels", space, label_words)
-    every, target = np.vstack([stored.toarray(), more.label_words_LF.toarray()]), np.vstack([labels, np.eye(8)])
+    more = Neighbours(
+        own,
+        csr_matrix(labels),
+        range_of("q", 50),
+        range_of("t", 50),
+        "ridge-labels",
+        space,
+        label_words,
+    )
+    every = np.vstack([stored.toarray(), more.label_words_LF.toarray()])
+    target = np.vstack([labels, np.eye(8)])
     for label in range(8):
         for other in set(range(8)) - {label}:
             share = (labels[:, label] & labels[:, other]).sum() / max(labels[:, label].sum(), 1)
             target[50 + label, other] = share / 2 if share >= 0.1 else 0.0
-    dense, kernel = query @ every.T, every @ every.T
+    dense = query @ every.T
+    kernel = every @ every.T
     for row, got in zip(dense, dense_votes(more.votes(query, 20)), strict=True):
         near = [m for m in sorted(range(58), key=lambda m: (-row[m], m))[:20] if row[m] > 0]
-        expected = np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ target[near]
+        expected = (
+            np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ target[near]
+        )
         np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
     assert (more.nearest(query, 58)[1] >= 50).any() and more.num_queries == 50
     with pytest.raises(ValueError, match="a column for each word"):
-        Neighbours(own[:, 1:], csr_matrix(labels), range_of("q", 50), range_of("t", 50), "square", space)
+        Neighbours(
+            own[:, 1:], csr_matrix(labels), range_of("q", 50), range_of("t", 50), "square", space
+        )
 
 
 def range_of(name: str, num: int) -> list[str]:
@@ -165,11 +221,16 @@ def range_of(name: str, num: int) -> list[str]:
 @pytest.mark.usefixtures("stub_model")
 @pytest.mark.parametrize("heads", ["both", "de", "clf"])
 def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, heads):
-    parts = write_tiny_bundle(tmp_path / "b", rng, heads=heads, space=heads, vote="square", by_words=True)
-    own, bundle = parts["neighbours"], Bundle.load(tmp_path / "b")
+    parts = write_tiny_bundle(
+        tmp_path / "b", rng, heads=heads, space=heads, vote="square", by_words=True
+    )
+    own = parts["neighbours"]
+    bundle = Bundle.load(tmp_path / "b")
     read = bundle.neighbours
     assert bundle.info.knn.num_words == own.words.num_features == read.words.num_features
-    assert (read.vectors_MD != own.vectors_MD).nnz == 0 and (read.labels_ML != own.labels_ML).nnz == 0
+    assert (read.vectors_MD != own.vectors_MD).nnz == 0 and (
+        read.labels_ML != own.labels_ML
+    ).nnz == 0
     np.testing.assert_array_equal(read.words.keys_F, own.words.keys_F)
     texts = [text.split() for text in own.titles.to_pylist()]
     idf = slow_space(texts)
@@ -180,8 +241,11 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
     de, clf = bundle.model.encode_queries(tokens, np.arange(len(QUERIES)))
     plain_scores, plain_rows = bundle.index.search(_query(bundle, de, clf), len(UIDS))
     for i, (text, got) in enumerate(zip(QUERIES, found, strict=True)):
-        # a word that the tokenizer does not know is one token, [UNK], which is a word like any other here
-        mine = slow_vector([word if word in WORDS else "<unknown>" for word in text.split()][:8], idf)
+        # a word that the tokenizer does not know is one token, [UNK], which is a word like any
+        # other here
+        mine = slow_vector(
+            [word if word in WORDS else "<unknown>" for word in text.split()][:8], idf
+        )
         near = np.array([cosine(mine, other) for other in vectors])
         nearest = sorted(range(len(near)), key=lambda m: (-round(near[m], 6), m))[:7]
         votes = sum((near[m] ** 2 * labels[m] for m in nearest), np.zeros(len(UIDS)))
@@ -201,7 +265,13 @@ def _query(bundle, de, clf):
 @pytest.mark.usefixtures("stub_model")
 def test_two_writings_are_the_same_and_damage_is_named(tmp_path):
     for name in ("one", "two"):
-        write_tiny_bundle(tmp_path / name / "b", np.random.default_rng(5), vote="square", by_words=True, fused=True)
+        write_tiny_bundle(
+            tmp_path / name / "b",
+            np.random.default_rng(5),
+            vote="square",
+            by_words=True,
+            fused=True,
+        )
     path = tmp_path / "one" / "b"
     assert folder_sha256(path) == folder_sha256(tmp_path / "two" / "b")
     names = set(read_manifest(path, KIND, VERSION)["files"]) & FILES
@@ -211,9 +281,13 @@ def test_two_writings_are_the_same_and_damage_is_named(tmp_path):
     keys = np.load(path / "neighbours/word_keys.npy")
     begins = np.load(path / "neighbours/words_indptr.npy")
     for name, array in (
-        ("words_values", np.full_like(values, np.inf)), ("words", words + 1000), ("words", words[:-1]),
-        ("word_keys", keys[::-1]), ("word_keys", keys[1:]), ("words_indptr", begins[::-1]),
-    ):  # fmt: skip
+        ("words_values", np.full_like(values, np.inf)),
+        ("words", words + 1000),
+        ("words", words[:-1]),
+        ("word_keys", keys[::-1]),
+        ("word_keys", keys[1:]),
+        ("words_indptr", begins[::-1]),
+    ):
         file = path / "neighbours" / f"{name}.npy"
         before = file.read_bytes()
         np.save(file, array)

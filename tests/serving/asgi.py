@@ -50,17 +50,23 @@ class StubEngine:
         self.model_json = json.dumps({"sha256": sha * 64, "version": sha}).encode()
         uids = [f"L{i}" for i in range(30)]
         self.bundle = SimpleNamespace(
-            num_labels=30, uids=pa.array(uids), titles=pa.array([f"title {i}" for i in range(30)]),
-            row_of={uid: i for i, uid in enumerate(uids)}, info=SimpleNamespace(index_kind="flat", width=8),
-        )  # fmt: skip
-        self.score, self.batches = score, []
+            num_labels=30,
+            uids=pa.array(uids),
+            titles=pa.array([f"title {i}" for i in range(30)]),
+            row_of={uid: i for i, uid in enumerate(uids)},
+            info=SimpleNamespace(index_kind="flat", width=8),
+        )
+        self.score = score
+        self.batches = []
         self.files = SimpleNamespace(changed=lambda: "")
         self.gate = threading.Event()
         self.gate.set()
 
     def check(self, request: Any) -> None:
         if request.head == "clf":
-            raise DataError("this bundle does not rank by that head", got="clf", expected="both, de")
+            raise DataError(
+                "this bundle does not rank by that head", got="clf", expected="both, de"
+            )
 
     def answer(self, requests: Sequence[Any]) -> list[Prediction]:
         self.batches.append([request.text for request in requests])
@@ -68,10 +74,17 @@ class StubEngine:
         if any("poison" in request.text for request in requests):
             raise RuntimeError("poisoned")
         return [
-            Prediction([f"{request.text}-{i}" for i in range(request.k)], ["t"] * request.k, [self.score] * request.k,
-                       [self.score] * request.k, [], num_tokens=3, unknown_tokens=1)
+            Prediction(
+                [f"{request.text}-{i}" for i in range(request.k)],
+                ["t"] * request.k,
+                [self.score] * request.k,
+                [self.score] * request.k,
+                [],
+                num_tokens=3,
+                unknown_tokens=1,
+            )
             for request in requests
-        ]  # fmt: skip
+        ]
 
     card = {"stub": True}
 
@@ -80,7 +93,8 @@ class Asked:
     """A running application."""
 
     def __init__(self, service: Service, settings: Serve, api_key: str | None) -> None:
-        self.service, self.app = service, create_app(service, settings, api_key, hosts_of(settings, api_key))
+        self.service = service
+        self.app = create_app(service, settings, api_key, hosts_of(settings, api_key))
 
     async def ask(
         self,
@@ -94,12 +108,15 @@ class Asked:
         ends: bool = True,
         leaves: asyncio.Event | None = None,
     ) -> Reply:
-        """One request; `what`: JSON of its body, or bytes. `ends`: the last chunk says so, else it is waited for.
+        """One request; `what`: JSON of its body, or bytes. `ends`: the last chunk says so, else it
+        is waited for.
 
         Args:
             leaves: the client disconnects when this is set.
         """
-        body = b"" if what is None else what if isinstance(what, bytes) else json.dumps(what).encode()
+        body = (
+            b"" if what is None else what if isinstance(what, bytes) else json.dumps(what).encode()
+        )
         pieces = [body] if chunks is None else list(chunks)
         given = dict(JSON if what is not None or chunks is not None else {}) | (headers or {})
         given.setdefault("host", "localhost")
@@ -109,15 +126,28 @@ class Asked:
             given.setdefault("content-length", str(len(body)))
         messages: list[Any] = []
         scope = {
-            "type": "http", "method": method or ("GET" if what is None and chunks is None else "POST"), "path": path,
-            "raw_path": path.encode(), "query_string": query.encode(), "http_version": "1.1", "scheme": "http",
-            "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()], "root_path": "",
-            "asgi": {"version": "3.0"}, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "state": {},
-        }  # fmt: skip
+            "type": "http",
+            "method": method or ("GET" if what is None and chunks is None else "POST"),
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "http_version": "1.1",
+            "scheme": "http",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
+            "root_path": "",
+            "asgi": {"version": "3.0"},
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+            "state": {},
+        }
 
         async def receive() -> Any:
             if pieces:
-                return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces) or not ends}
+                return {
+                    "type": "http.request",
+                    "body": pieces.pop(0),
+                    "more_body": bool(pieces) or not ends,
+                }
             if leaves is None:
                 await asyncio.sleep(60)
             else:
@@ -131,7 +161,9 @@ class Asked:
         if not messages:
             return Reply(0, {}, b"")
         found = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
-        return Reply(messages[0]["status"], found, b"".join(m.get("body", b"") for m in messages[1:]))
+        return Reply(
+            messages[0]["status"], found, b"".join(m.get("body", b"") for m in messages[1:])
+        )
 
     async def predict(self, *texts: str, **more: Any) -> Reply:
         """POST /predict."""

@@ -1,4 +1,6 @@
-"""A headless Chromium, driven over its DevTools protocol: enough to press keys, ask the page and take pictures."""
+"""A headless Chromium, driven over its DevTools protocol: enough to press keys, ask the page and
+take pictures.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,30 @@ from typing import Any, Self
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update",
-    "--disable-background-networking", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
-    "--mute-audio", "--remote-debugging-port=0",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-component-update",
+    "--disable-background-networking",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--mute-audio",
+    "--remote-debugging-port=0",
+)
 _KEYS = {
-    "Enter": (13, "\r"), "Escape": (27, ""), "ArrowDown": (40, ""), "ArrowUp": (38, ""), "Delete": (46, ""),
-    "Backspace": (8, ""), "Tab": (9, ""), "Home": (36, ""), "End": (35, ""),
-}  # fmt: skip
+    "Enter": (13, "\r"),
+    "Escape": (27, ""),
+    "ArrowDown": (40, ""),
+    "ArrowUp": (38, ""),
+    "Delete": (46, ""),
+    "Backspace": (8, ""),
+    "Tab": (9, ""),
+    "Home": (36, ""),
+    "End": (35, ""),
+}
 
 
 def program() -> str | None:
@@ -28,7 +46,9 @@ def program() -> str | None:
 
 
 class Browser:
-    """One tab. `problems` holds what its console, its network and its security policy complained of."""
+    """One tab. `problems` holds what its console, its network and its security policy complained
+    of.
+    """
 
     def __init__(self, profile: Path, size: tuple[int, int] = (1280, 900)) -> None:
         from websockets.sync.client import connect
@@ -38,16 +58,23 @@ class Browser:
         window = f"--window-size={size[0]},{size[1]}"
         self._process = subprocess.Popen(
             [found, *FLAGS, window, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        self._next, self.problems, self.asked = 0, list[str](), list[str]()
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._next = 0
+        self.problems = list[str]()
+        self.asked = list[str]()
         try:
             port, path = self._address(profile / "DevToolsActivePort")
-            self._socket = connect(f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None, compression=None)
+            self._socket = connect(
+                f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None, compression=None
+            )
             self._session = ""
             tab = self.call("Target.getTargets")["targetInfos"]
             target = next(one["targetId"] for one in tab if one["type"] == "page")
-            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+                "sessionId"
+            ]
         except BaseException:
             self._process.kill()
             raise
@@ -103,11 +130,15 @@ class Browser:
     def open(self, address: str) -> None:
         """Go there and wait until the page says that it is ready."""
         self.call("Page.navigate", url=address)
-        self.until("document.readyState === 'complete' && 'ready' in document.documentElement.dataset")
+        self.until(
+            "document.readyState === 'complete' && 'ready' in document.documentElement.dataset"
+        )
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression, promises awaited."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -117,7 +148,8 @@ class Browser:
         while not self.ask(f"!!({expression})"):
             if time.monotonic() > end:
                 raise AssertionError(
-                    f"never true: {expression}\n{self.ask('document.body.innerText')}\n{self.problems}"
+                    f"never true: {expression}\n{self.ask('document.body.innerText')}\n"
+                    f"{self.problems}"
                 )
             time.sleep(0.02)
 
@@ -132,24 +164,43 @@ class Browser:
         for key in keys:
             code, text = _KEYS[key]
             shared = {"key": key, "code": key, "windowsVirtualKeyCode": code}
-            self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **shared)
+            self.call(
+                "Input.dispatchKeyEvent",
+                type="keyDown" if text else "rawKeyDown",
+                text=text,
+                **shared,
+            )
             self.call("Input.dispatchKeyEvent", type="keyUp", **shared)
 
     def click(self, selector: str) -> None:
         """The middle of the first element that matches, with the mouse."""
         where = self.ask(
-            f"(() => {{const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
-            " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]})()"
+            f"(() => {{const e = document.querySelector({json.dumps(selector)}); "
+            f"e.scrollIntoView({{block: 'center'}});"
+            " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height "
+            "/ 2]})()"
         )
         for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=where[0], y=where[1], button="left", clickCount=1)
+            self.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=where[0],
+                y=where[1],
+                button="left",
+                clickCount=1,
+            )
 
-    def look(self, width: int = 1280, height: int = 900, *, dark: bool = False, phone: bool = False) -> None:
+    def look(
+        self, width: int = 1280, height: int = 900, *, dark: bool = False, phone: bool = False
+    ) -> None:
         """Size of the window, colours of the system, a phone's pointer."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if phone else 1,
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2 if phone else 1,
             mobile=phone,
-        )  # fmt: skip
+        )
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=media)

@@ -1,4 +1,6 @@
-"""The whole application over a real bundle: answers as `Bundle.predict` gives them, and as the OpenAPI says."""
+"""The whole application over a real bundle: answers as `Bundle.predict` gives them, and as the
+OpenAPI says.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,27 @@ from unidec.serving.engine import Engine, Service
 
 VERSION_KEYS = ["model", "previous", "unidec", "runtime", "index", "num_labels", "follow"]
 CARD_KEYS = [
-    "model", "runtime", "unidec", "index", "encoder", "recipe", "data", "num_labels", "num_neighbours", "text", "heads",
-    "space", "weights", "fused", "metrics", "score_quantiles", "examples", "limits", "api_key", "feedback",
-]  # fmt: skip
+    "model",
+    "runtime",
+    "unidec",
+    "index",
+    "encoder",
+    "recipe",
+    "data",
+    "num_labels",
+    "num_neighbours",
+    "text",
+    "heads",
+    "space",
+    "weights",
+    "fused",
+    "metrics",
+    "score_quantiles",
+    "examples",
+    "limits",
+    "api_key",
+    "feedback",
+]
 
 
 @pytest.fixture
@@ -53,7 +73,10 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_answers_are_those_of_the_bundle(asgi: Any, engine: Engine) -> None:
-    texts = [engine.bundle.titles[row].as_py() for row in range(0, 40, 3)] + ["no such words", "größer 🚗 \x00"]
+    texts = [engine.bundle.titles[row].as_py() for row in range(0, 40, 3)] + [
+        "no such words",
+        "größer 🚗 \x00",
+    ]
     wanted = engine.bundle.predict(texts, k=7)
 
     async def main() -> None:
@@ -65,10 +88,14 @@ def test_answers_are_those_of_the_bundle(asgi: Any, engine: Engine) -> None:
                     assert [label["uid"] for label in answer["labels"]] == want.labels
                     assert [label["title"] for label in answer["labels"]] == want.titles
                     for name, values in (
-                        ("score", want.scores), ("de", want.de_scores), ("clf", want.clf_scores),
+                        ("score", want.scores),
+                        ("de", want.de_scores),
+                        ("clf", want.clf_scores),
                         ("knn", want.knn_scores),
-                    ):  # fmt: skip
-                        assert [label[name] for label in answer["labels"]] == pytest.approx(values, abs=1e-5)
+                    ):
+                        assert [label[name] for label in answer["labels"]] == pytest.approx(
+                            values, abs=1e-5
+                        )
             assert together[-2]["unknown_tokens"] == 3
 
     run(main)
@@ -76,11 +103,20 @@ def test_answers_are_those_of_the_bundle(asgi: Any, engine: Engine) -> None:
 
 @pytest.mark.usefixtures("stub_model")
 def test_a_query_passes_few_files(asgi: Any, tmp_path: Path, rng: np.random.Generator) -> None:
-    """By votes, words, fusion and calibration: what one has to read to follow POST /predict to its answer."""
+    """By votes, words, fusion and calibration: what one has to read to follow POST /predict to its
+    answer.
+    """
     calibration = Calibration(scores=[-5.0, 5.0], probabilities=[0.25, 0.75])
-    options = {"vote": "ridge-labels", "by_words": True, "fused": True, "stacked": True, "calibration": calibration}
+    options = {
+        "vote": "ridge-labels",
+        "by_words": True,
+        "fused": True,
+        "stacked": True,
+        "calibration": calibration,
+    }
     write_tiny_bundle(tmp_path / "bundle", rng, **options)
-    engine, passed = Engine.load(tmp_path / "bundle", Serve(runtime="torch")), set()
+    engine = Engine.load(tmp_path / "bundle", Serve(runtime="torch"))
+    passed = set()
 
     def note(frame: FrameType, event: str, _argument: object) -> None:
         if "/unidec/" in (file := frame.f_code.co_filename):
@@ -102,7 +138,9 @@ def test_a_query_passes_few_files(asgi: Any, tmp_path: Path, rng: np.random.Gene
     assert len(passed) <= 14, sorted(names)
 
 
-def test_probabilities_are_null_where_the_bundle_does_not_know_them(asgi: Any, folder: Path) -> None:
+def test_probabilities_are_null_where_the_bundle_does_not_know_them(
+    asgi: Any, folder: Path
+) -> None:
     engine = Engine.load(folder, Serve(runtime="torch", threads=1))
     text = engine.bundle.titles[0].as_py()
     calibration = Calibration(scores=[-1.0, 2.0], probabilities=[0.0, 1.0])
@@ -119,7 +157,9 @@ def test_probabilities_are_null_where_the_bundle_does_not_know_them(asgi: Any, f
             engine.bundle.info = engine.bundle.info.model_copy(update={"calibration": calibration})
             for found in (await answered(), await answered("/explain")):
                 expected = [(label["score"] + 1) / 3 for label in found]
-                assert [label["probability"] for label in found] == pytest.approx(expected, abs=1e-6)
+                assert [label["probability"] for label in found] == pytest.approx(
+                    expected, abs=1e-6
+                )
             least = (await answered())[2]["score"]
             assert len(await answered(min_score=least)) == 3, "it is compared with scores"
             for more in ({"head": "de"}, {"tail": 1.0}):
@@ -135,15 +175,25 @@ def test_every_answer_is_as_the_openapi_says(asgi: Any, engine: Engine) -> None:
         async with asgi.running(engine, "key") as server:
             head = {"authorization": "Bearer key"}
 
-            async def of(model: Any, path: str, status: int = 200, what: Any = None, **more: Any) -> Any:
-                reply = await server.ask(path, what, headers=head | (asgi.JSON if what else {}), **more)
+            async def of(
+                model: Any, path: str, status: int = 200, what: Any = None, **more: Any
+            ) -> Any:
+                reply = await server.ask(
+                    path, what, headers=head | (asgi.JSON if what else {}), **more
+                )
                 assert reply.status == status, reply.body
                 return model.model_validate_json(reply.body)
 
-            found = await of(schemas.PredictAnswer, "/predict", what={"queries": [text], "deny": ["L0", "no"]})
-            assert found.predictions[0].unknown_filters == 1 and len(found.predictions[0].labels) == 5
+            found = await of(
+                schemas.PredictAnswer, "/predict", what={"queries": [text], "deny": ["L0", "no"]}
+            )
+            assert (
+                found.predictions[0].unknown_filters == 1 and len(found.predictions[0].labels) == 5
+            )
             for one in ("de", "clf"):
-                answer = await of(schemas.PredictAnswer, "/predict", what={"queries": [text], "head": one})
+                answer = await of(
+                    schemas.PredictAnswer, "/predict", what={"queries": [text], "head": one}
+                )
                 scores = [label.score for label in answer.predictions[0].labels]
                 assert scores == pytest.approx(
                     [getattr(label, one) for label in answer.predictions[0].labels], abs=1e-5
@@ -154,22 +204,32 @@ def test_every_answer_is_as_the_openapi_says(asgi: Any, engine: Engine) -> None:
                 parts = sum(weight * (label[name] or 0) for name, weight in why["weights"].items())
                 assert label["score"] == pytest.approx(parts, abs=1e-5)
             assert (await server.ask("/labels/L3", headers=head)).json["row"] == 3
-            assert (await server.ask("/labels", headers=head, query="prefix=l1&limit=4")).json["more"]
+            assert (await server.ask("/labels", headers=head, query="prefix=l1&limit=4")).json[
+                "more"
+            ]
             await of(schemas.ErrorAnswer, "/labels/nope", 404)
             version = (await server.ask("/version", headers=head)).json
-            assert version["model"]["sha256"] == engine.bundle.sha256 and list(version) == VERSION_KEYS
+            assert (
+                version["model"]["sha256"] == engine.bundle.sha256 and list(version) == VERSION_KEYS
+            )
             assert list(version["model"]) == ["sha256", "name", "version", "alias", "data"]
             card = (await server.ask("/card", headers=head)).json
             assert card["api_key"] and card["num_labels"] == 400 and len(card["examples"]) == 6
             assert list(card) == CARD_KEYS and list(card["data"]) == ["name", "sha256", "rows"]
-            assert (await server.ask("/readyz")).json == {"ready": True, "model": version["model"], "follow": None}
+            assert (await server.ask("/readyz")).json == {
+                "ready": True,
+                "model": version["model"],
+                "follow": None,
+            }
             assert (await server.ask("/healthz")).json == {"status": "alive"}
             openapi = (await server.ask("/openapi.json", headers=head)).json
             assert openapi["paths"]["/predict"]["post"]["security"] == [{"key": []}]
             assert "security" not in openapi["paths"]["/readyz"]["get"]
         async with asgi.running() as server:
             not_ready = (await server.ask("/readyz")).json
-            assert list(not_ready) == ["error", "ready", "model", "follow"] and not not_ready["ready"]
+            assert (
+                list(not_ready) == ["error", "ready", "model", "follow"] and not not_ready["ready"]
+            )
             assert "security" not in json.dumps((await server.ask("/openapi.json")).json)
 
     run(main)
@@ -181,7 +241,8 @@ def test_the_openapi_has_limits_and_examples_that_are_right(asgi: Any) -> None:
     post = app.openapi()["paths"]["/predict"]["post"]
     body = post["requestBody"]["content"]["application/json"]
     assert (
-        body["schema"]["properties"]["queries"]["maxItems"] == 9 and body["schema"]["properties"]["k"]["maximum"] == 8
+        body["schema"]["properties"]["queries"]["maxItems"] == 9
+        and body["schema"]["properties"]["k"]["maximum"] == 8
     )
     assert body["schema"]["properties"]["queries"]["items"]["maxLength"] == 77
     models = schemas.request_models(settings)

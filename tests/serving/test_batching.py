@@ -35,11 +35,18 @@ class Model:
 
 
 def batcher(model: Model, **more: Any) -> Batcher:
-    settings = {"batch_queries": 8, "queue_queries": 100, "wait_seconds": 0.0, "timeout_seconds": 10.0} | more
+    settings = {
+        "batch_queries": 8,
+        "queue_queries": 100,
+        "wait_seconds": 0.0,
+        "timeout_seconds": 10.0,
+    } | more
     return Batcher(model, **settings)
 
 
-def submit(batches: Batcher, engine: Any, queries: Sequence[Any], gone: Any = None) -> asyncio.Task[list[Any]]:
+def submit(
+    batches: Batcher, engine: Any, queries: Sequence[Any], gone: Any = None
+) -> asyncio.Task[list[Any]]:
     """A request, in a task of its own as the server's are."""
     return asyncio.create_task(batches.answer(engine, queries, gone))
 
@@ -53,10 +60,19 @@ def test_every_query_gets_its_own_answer_in_its_place_whatever_it_was_batched_wi
     async def main() -> None:
         model = Model()
         batches = batcher(model)
-        jobs = [submit(batches, "e", list(range(start, start + num))) for start, num in ((0, 1), (10, 20), (50, 3))]
+        jobs = [
+            submit(batches, "e", list(range(start, start + num)))
+            for start, num in ((0, 1), (10, 20), (50, 3))
+        ]
         assert [await job for job in jobs] == [[0], [2 * i for i in range(10, 30)], [100, 102, 104]]
         assert all(len(queries) <= 8 for _, queries in model.batches)
-        assert sorted(query for _, queries in model.batches for query in queries) == [0, *range(10, 30), 50, 51, 52]
+        assert sorted(query for _, queries in model.batches for query in queries) == [
+            0,
+            *range(10, 30),
+            50,
+            51,
+            52,
+        ]
         assert batches.waiting == 0
         await batches.stop()
 
@@ -118,7 +134,8 @@ class Threads:
 
 def test_a_lone_query_that_is_quick_is_answered_by_the_event_loop_and_no_other_is() -> None:
     async def main() -> None:
-        model, sizes = Threads(), []
+        model = Threads()
+        sizes = []
         batches = batcher(model, on_batch=lambda num, seconds: sizes.append(num))
         assert await submit(batches, "e", [1]) == [1]
         assert model.here() == [], "how long one takes is not known yet"
@@ -136,7 +153,9 @@ def test_a_lone_query_that_is_quick_is_answered_by_the_event_loop_and_no_other_i
         await submit(batches, "e", [10])
         assert model.here() == [[2], [-1], [9]], "it keeps the loop no second time"
         await batches.stop()
-        assert sorted(sizes) == [1, 1, 1, 1, 1, 2, 3], "each batch is counted, wherever it was answered"
+        assert sorted(sizes) == [1, 1, 1, 1, 1, 2, 3], (
+            "each batch is counted, wherever it was answered"
+        )
 
     asyncio.run(main())
 
@@ -166,7 +185,9 @@ def test_a_large_request_leaves_room_for_small_ones() -> None:
         small = [submit(batches, "e", [i]) for i in range(1, 5)]
         model.gate.set()
         await asyncio.gather(*(job for job in (first, *small)))
-        assert set(range(1, 5)) <= set(model.batches[1][1]), "the small ones are in the first batch after"
+        assert set(range(1, 5)) <= set(model.batches[1][1]), (
+            "the small ones are in the first batch after"
+        )
         assert len(model.batches[1][1]) == 8, "which is full"
         assert await large == [2 * i for i in range(100, 150)]
         await batches.stop()
@@ -197,7 +218,11 @@ def test_a_request_that_fails_fails_alone() -> None:
         batches = batcher(model)
         jobs = [submit(batches, "e", [0])]
         await begun(model)
-        jobs += [submit(batches, "e", [1]), submit(batches, "e", [-1, 7]), submit(batches, "e", [2])]
+        jobs += [
+            submit(batches, "e", [1]),
+            submit(batches, "e", [-1, 7]),
+            submit(batches, "e", [2]),
+        ]
         model.gate.set()
         answers = await asyncio.gather(*(job for job in jobs), return_exceptions=True)
         assert answers[0] == [0] and answers[1] == [2] and answers[3] == [4]
@@ -222,7 +247,9 @@ def test_the_queue_is_bounded_and_recovers() -> None:
         assert batches.waiting == 10
         model.gate.set()
         await asyncio.gather(*(job for job in jobs))
-        assert await submit(batches, "e", list(range(50))) == list(range(0, 100, 2)), "none waits: any size"
+        assert await submit(batches, "e", list(range(50))) == list(range(0, 100, 2)), (
+            "none waits: any size"
+        )
         await batches.stop()
 
     asyncio.run(main())
@@ -277,7 +304,8 @@ def test_a_client_that_goes_is_not_answered() -> None:
         first = submit(batches, "e", [0])
         await begun(model)
         leaves = asyncio.Event()
-        gone, stays = submit(batches, "e", [1, 2, 3], leaves.wait), submit(batches, "e", [4])
+        gone = submit(batches, "e", [1, 2, 3], leaves.wait)
+        stays = submit(batches, "e", [4])
         await asyncio.sleep(0)
         leaves.set()
         with pytest.raises(ClientGone):
@@ -301,7 +329,9 @@ def test_stopping_answers_what_waits_and_ends_the_thread() -> None:
         await asyncio.sleep(0)
         assert [job.result() for job in jobs] == [[2 * i] for i in range(30)]
         await asyncio.sleep(0.05)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("unidec-model")]
+        assert not [
+            thread for thread in threading.enumerate() if thread.name.startswith("unidec-model")
+        ]
 
     asyncio.run(main())
 
@@ -313,9 +343,12 @@ def test_an_engine_is_let_go_when_its_last_request_is_answered() -> None:
     async def main() -> None:
         model = Model()
         batches = Batcher(
-            lambda engine, queries: [0] * len(queries), batch_queries=8, queue_queries=9, wait_seconds=0.0,
+            lambda engine, queries: [0] * len(queries),
+            batch_queries=8,
+            queue_queries=9,
+            wait_seconds=0.0,
             timeout_seconds=60.0,
-        )  # fmt: skip
+        )
         engine = Engine()
         gone = weakref.ref(engine)
         await submit(batches, engine, [1, 2])

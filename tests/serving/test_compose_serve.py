@@ -31,9 +31,15 @@ def test_the_service_answers_with_its_key_and_ends_when_told(
         port = free.getsockname()[1]
     (tmp_path / "serve").write_text("the key")
     service = compose.compose({"SERVE_MODEL": str(bundle)})["services"]["serve"]
-    places = {"/run/secrets": str(tmp_path), "0.0.0.0": "127.0.0.1", "8080": str(port), "/srv/unidec": str(tmp_path)}
+    places = {
+        "/run/secrets": str(tmp_path),
+        "0.0.0.0": "127.0.0.1",
+        "8080": str(port),
+        "/srv/unidec": str(tmp_path),
+    }
     command, probe = (
-        compose.outside(part, places) for part in (service["command"], service["healthcheck"]["test"][1:])
+        compose.outside(part, places)
+        for part in (service["command"], service["healthcheck"]["test"][1:])
     )
     settings = compose.outside(service["environment"], places)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -45,7 +51,8 @@ def test_the_service_answers_with_its_key_and_ends_when_told(
         while subprocess.run(probe, env=environment, capture_output=True).returncode:
             assert running.poll() is None and time.monotonic() < end
             time.sleep(0.2)
-        body, kind = json.dumps({"queries": ["redcar"]}).encode(), {"Content-Type": "application/json"}
+        body = json.dumps({"queries": ["redcar"]}).encode()
+        kind = {"Content-Type": "application/json"}
         address = f"http://127.0.0.1:{port}/predict"
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(urllib.request.Request(address, body, kind), timeout=20)

@@ -25,7 +25,8 @@ from unidec.serving.engine import Service
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
 BODY = b'{"queries": ["x"]}'
 CHUNKED = (
-    b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
 )
 SIZED = CHUNKED.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(BODY))
 Started = Callable[..., Any]
@@ -57,7 +58,9 @@ class Running:
         return client
 
     def answer(self, data: bytes) -> bytes:
-        """All that a connection of its own answers until it is closed, or 0.2 s after its last byte."""
+        """All that a connection of its own answers until it is closed, or 0.2 s after its last
+        byte.
+        """
         with self.open() as client:
             with contextlib.suppress(ConnectionError):
                 client.sendall(data)
@@ -101,13 +104,19 @@ def test_what_is_no_request_is_refused_in_json(started: Started) -> None:
     assert status(server.answer(GET + b"\r\n")) == 200
     many_headers = b"".join(b"h%d: x\r\n" % i for i in range(300))
     for data, expected in (
-        (b"hello\r\n\r\n", 400), (GET + b"host: b\r\n\r\n", 400), (b"GET /healthz HTTP/1.1\r\n\r\n", 400),
-        (b"\x16\x03\x01\x02", 400), (GET + b"x: " + b"y" * 500_000, 431), (GET + b"x: y\r\n" * 20_000, 431),
-        (GET + many_headers + b"\r\n", 431), (GET.replace(b"/healthz", b"/labels/" + b"%2e" * 9000) + b"\r\n", 414),
+        (b"hello\r\n\r\n", 400),
+        (GET + b"host: b\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02", 400),
+        (GET + b"x: " + b"y" * 500_000, 431),
+        (GET + b"x: y\r\n" * 20_000, 431),
+        (GET + many_headers + b"\r\n", 431),
+        (GET.replace(b"/healthz", b"/labels/" + b"%2e" * 9000) + b"\r\n", 414),
         (GET.replace(b"/healthz", b"/labels?prefix=" + b"x" * 30_000), 414),
         (GET.replace(b"/healthz", b"/labels?" + b"a=&" * 4000) + b"\r\n", 400),
-        (CHUNKED + b"0\r\n" + b"t: x\r\n" * 60_000, 431), (CHUNKED + b"zz\r\n", 400),
-    ):  # fmt: skip
+        (CHUNKED + b"0\r\n" + b"t: x\r\n" * 60_000, 431),
+        (CHUNKED + b"zz\r\n", 400),
+    ):
         answer = server.answer(data)
         assert status(answer) == expected, (data[:60], answer[:200])
         error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
@@ -134,10 +143,13 @@ def test_pipelined_requests_are_answered_up_to_a_bound(started: Started) -> None
     server.until(0)
 
 
-def test_slow_and_silent_clients_are_ended(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_silent_clients_are_ended(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bounds, "HEAD_SECONDS", 0.5)
     server = started()
-    silent, slow = server.open(), server.open(GET)
+    silent = server.open()
+    slow = server.open(GET)
     used = server.open(GET + b"\r\n")
     assert status(used.recv(4096)) == 200
     used.sendall(GET)
@@ -153,7 +165,9 @@ def test_slow_and_silent_clients_are_ended(started: Started, monkeypatch: pytest
         one.close()
 
 
-def test_a_client_that_reads_nothing_is_ended(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_is_ended(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bounds, "READ_SECONDS", 0.3)
     server = started(max_queries=256)
     large = json.dumps({"queries": ["x" * 1000] * 256, "k": 100}).encode()  # its answer has 25 MB
@@ -165,7 +179,9 @@ def test_a_client_that_reads_nothing_is_ended(started: Started, monkeypatch: pyt
 
 
 def test_idle_connections_make_room(started: Started) -> None:
-    """A new client is served although all connections are taken by idle ones; one that was served before stays."""
+    """A new client is served although all connections are taken by idle ones; one that was served
+    before stays.
+    """
     server = started(max_connections=6)
     proven = server.open(GET + b"\r\n")
     assert status(proven.recv(4096)) == 200
@@ -186,7 +202,11 @@ def test_a_busy_server_refuses_more_connections(started: Started) -> None:
     busy = [server.open(SIZED + BODY.replace(b"x", b"%d" % i)) for i in range(3)]
     time.sleep(0.3)
     refused = server.answer(GET + b"\r\n")
-    assert status(refused) == 503 and b"too many connections" in refused and b"retry-after: 1" in refused
+    assert (
+        status(refused) == 503
+        and b"too many connections" in refused
+        and b"retry-after: 1" in refused
+    )
     server.engine.gate.set()
     assert [status(one.recv(4096)) for one in busy] == [200] * 3
     for one in busy:

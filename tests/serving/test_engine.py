@@ -1,4 +1,6 @@
-"""What answers: engines and the service, labels found by prefix, and a bundle's files while they are served."""
+"""What answers: engines and the service, labels found by prefix, and a bundle's files while they
+are served.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,17 @@ from unidec.serving.engine import Engine, Identity, LabelSearch, MappedFiles, Se
 
 def test_another_bundle_than_the_registry_names_is_refused(tmp_path: Path, helper: Any) -> None:
     with pytest.raises(ArtifactError, match="another bundle"):
-        Engine.load(helper("served_bundle").make_served_bundle(tmp_path), Serve(), Identity("0" * 64, "m", "1"))
+        Engine.load(
+            helper("served_bundle").make_served_bundle(tmp_path),
+            Serve(),
+            Identity("0" * 64, "m", "1"),
+        )
 
 
 def test_the_previous_engine_is_kept_or_freed(helper: Any) -> None:
     asgi = helper("serving/asgi")
-    old, new = asgi.StubEngine("a"), asgi.StubEngine("b")
+    old = asgi.StubEngine("a")
+    new = asgi.StubEngine("b")
     for keep in (True, False):
         service = Service(Serve(keep_previous=keep))
         service.swap(old)
@@ -41,9 +48,13 @@ def test_the_previous_engine_is_kept_or_freed(helper: Any) -> None:
 def slow(uids: list[str], titles: list[str], beginning: str) -> list[str]:
     wanted = beginning.lower()
     first = [
-        u for u, t in zip(uids, titles, strict=True) if u.lower().startswith(wanted) or t.lower().startswith(wanted)
+        u
+        for u, t in zip(uids, titles, strict=True)
+        if u.lower().startswith(wanted) or t.lower().startswith(wanted)
     ]
-    words = [u for u, t in zip(uids, titles, strict=True) if f" {wanted}" in t.lower() and u not in first]
+    words = [
+        u for u, t in zip(uids, titles, strict=True) if f" {wanted}" in t.lower() and u not in first
+    ]
     return first + words * bool(wanted)
 
 
@@ -53,7 +64,20 @@ def test_those_that_begin_so_then_those_with_a_word_that_does() -> None:
     titles = [" ".join(rng.choice(words, rng.integers(0, 4))) for _ in range(60)]
     uids = [f"{rng.choice(words)}/{i}" for i in range(60)]
     search = LabelSearch(pa.array(uids), pa.array(titles))
-    for beginning in ("", "v", "VI", "vim", "é", "%", "x.", "editor mode", " ", "nothing", "vim/1", "a%b/"):
+    for beginning in (
+        "",
+        "v",
+        "VI",
+        "vim",
+        "é",
+        "%",
+        "x.",
+        "editor mode",
+        " ",
+        "nothing",
+        "vim/1",
+        "a%b/",
+    ):
         wanted = slow(uids, titles, beginning)
         for limit in (1, 2, 5, 60):
             found, more = search.find(beginning, limit)
@@ -82,7 +106,8 @@ def files_folder(tmp_path: Path) -> Path:
 
 
 def test_an_edit_in_place_is_noticed(files_folder: Path) -> None:
-    large, small = files_folder / "vectors" / "large.npy", files_folder / "small.json"
+    large = files_folder / "vectors" / "large.npy"
+    small = files_folder / "small.json"
     files = MappedFiles(files_folder)
     assert files.changed() == ""
     with small.open("r+b") as file:
@@ -90,7 +115,8 @@ def test_an_edit_in_place_is_noticed(files_folder: Path) -> None:
     assert files.changed() == "small.json"
     files = MappedFiles(files_folder)
     before = large.stat()
-    with large.open("r+b") as file:  # the size stays, and a copying tool may restore the time of change
+    # the size stays, and a copying tool may restore the time of change
+    with large.open("r+b") as file:
         file.write(b"!")
     os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert files.changed() == "vectors/large.npy"
@@ -122,8 +148,13 @@ def test_readyz_names_the_file_and_other_routes_answer(files_folder: Path, helpe
             assert (await server.ask("/readyz")).status == 200
             os.truncate(folder / "vectors" / "large.npy", 10)
             reply = await server.ask("/readyz")
-            assert reply.status == 503 and reply.json["ready"] is False and reply.json["error"]["fix"]
-            assert reply.json["error"]["where"] == "vectors/large.npy" and reply.json["model"]["sha256"] == "a" * 64
+            assert (
+                reply.status == 503 and reply.json["ready"] is False and reply.json["error"]["fix"]
+            )
+            assert (
+                reply.json["error"]["where"] == "vectors/large.npy"
+                and reply.json["model"]["sha256"] == "a" * 64
+            )
             assert server.figure("unidec_errors_total", kind="edited_file") == 1
             assert (await server.predict("a")).status == 200
 

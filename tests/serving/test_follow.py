@@ -1,4 +1,6 @@
-"""Following an alias: what is loaded, refused and swapped, with a registry, probes and engines of the tests' own."""
+"""Following an alias: what is loaded, refused and swapped, with a registry, probes and engines of
+the tests' own.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,13 @@ class Engine:
     def __init__(self, folder: Path, identity: Identity | None) -> None:
         about = json.loads((folder / "about.json").read_text())
         self.identity = identity or Identity(about["sha256"])
-        self.says, self.score = about["says"], about.get("score", 1.0)
+        self.says = about["says"]
+        self.score = about.get("score", 1.0)
         self.warmed = 0
         titles = pa.array(["one title", "another"])
-        self.bundle = SimpleNamespace(path=folder, sha256=about["sha256"], num_labels=2, titles=titles)
+        self.bundle = SimpleNamespace(
+            path=folder, sha256=about["sha256"], num_labels=2, titles=titles
+        )
 
     def answer(self, requests: list[Any]) -> list[Any]:
         return [SimpleNamespace(labels=[self.says], scores=[self.score]) for _ in requests]
@@ -98,7 +103,9 @@ class World:
     """A service, its follower, and what the follower sees."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        self.root, self.shelf, self.probes = root, Shelf(root / "runs" / "bundles"), Probes()
+        self.root = root
+        self.shelf = Shelf(root / "runs" / "bundles")
+        self.probes = Probes()
         self.settings = Serve(**({"follow_seconds": 0.02, "timeout_seconds": 0.2} | settings))
         self.loaded: list[weakref.ref[Engine]] = []
         self.followers: list[Follower] = []
@@ -107,9 +114,14 @@ class World:
     def begin(self, source: str = ALIAS) -> None:
         self.service = Service(self.settings)
         self.follower = Follower(
-            self.service, source, self.settings, root=self.root, probe=self.probes, load=self.load,
+            self.service,
+            source,
+            self.settings,
+            root=self.root,
+            probe=self.probes,
+            load=self.load,
             registry=self.shelf if source.startswith("models:") else None,
-        )  # fmt: skip
+        )
         self.followers.append(self.follower)
 
     def load(self, folder: Path, settings: Serve, identity: Identity | None) -> Engine:
@@ -197,8 +209,15 @@ def test_a_version_that_fails_its_probe_is_refused_once(world, caplog, monkeypat
     assert world.follower.state()["refusals"] == 1
     refused = world.follower.state()["refused"]
     assert world.says() == "1" and len(world.loaded) == 1, "it was never loaded here"
-    assert refused["version"] == "2" and refused["sha256"] == "2" * 16 and "cannot serve" in refused["why"]
-    assert sum("version 2 is refused, still serving version 1" in text for text in caplog.messages) == 1
+    assert (
+        refused["version"] == "2"
+        and refused["sha256"] == "2" * 16
+        and "cannot serve" in refused["why"]
+    )
+    assert (
+        sum("version 2 is refused, still serving version 1" in text for text in caplog.messages)
+        == 1
+    )
     world.probes.error = None
     monkeypatch.setattr(follow, "RETRY_SECONDS", 0)
     world.until(lambda: world.says() == "2")
@@ -226,7 +245,9 @@ def test_the_alias_moves_back_from_a_refused_one(world):
     assert world.says() == "1"
 
 
-@pytest.mark.parametrize("error", [ValueError("of a library"), MemoryError(), RuntimeError("torch")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("of a library"), MemoryError(), RuntimeError("torch")], ids=repr
+)
 def test_whatever_loading_raises_the_old_one_serves(world, error, monkeypatch):
     world.start()
 
@@ -247,7 +268,9 @@ def test_a_version_without_a_hash_is_refused(world):
     world.shelf.kept["5"] = Identity("", "m", "5")
     world.shelf.alias = "5"
     world.until(lambda: world.follower.state()["refused"])
-    assert "without its bundle's hash" in world.follower.state()["refused"]["why"] and world.shelf.fetched == ["1"]
+    assert "without its bundle's hash" in world.follower.state()["refused"][
+        "why"
+    ] and world.shelf.fetched == ["1"]
 
 
 def test_a_registry_that_is_away(world, caplog):
@@ -256,11 +279,17 @@ def test_a_registry_that_is_away(world, caplog):
         world.shelf.alias = RegistryAway("the registry does not answer", got="a refused connection")
         world.looks(4)
         state = world.follower.state()
-        assert state["registry"] == "away" and "does not answer" in state["problem"] and world.says() == "1"
+        assert (
+            state["registry"] == "away"
+            and "does not answer" in state["problem"]
+            and world.says() == "1"
+        )
         world.shelf.alias = "2"
         world.until(lambda: world.says() == "2")
     assert world.follower.state()["registry"] == "up" and world.follower.state()["problem"] is None
-    assert sum("does not answer" in text for text in caplog.messages) == 1, "said once, not at each look"
+    assert sum("does not answer" in text for text in caplog.messages) == 1, (
+        "said once, not at each look"
+    )
     assert sum("answers again" in text for text in caplog.messages) == 1
 
 
@@ -308,7 +337,9 @@ def test_what_is_dropped_is_freed_in_memory_and_on_disk(world):
         world.shelf.alias = version
         world.until(lambda version=version: world.says() == version)
     world.until(lambda: world.loaded[0]() is None)
-    assert world.loaded[1]() is world.service.previous and world.loaded[2]() is world.service.current
+    assert (
+        world.loaded[1]() is world.service.previous and world.loaded[2]() is world.service.current
+    )
     world.until(lambda: not (world.shelf.folder / ("1" * 16)).exists())
     assert (world.shelf.folder / ("2" * 16)).exists() and (world.shelf.folder / ("3" * 16)).exists()
 
@@ -418,7 +449,9 @@ def test_a_start_with_a_champion_that_is_refused_serves_what_served_last(world):
     assert world.says() == "1" and world.follower.state()["refused"]["version"] == "2"
 
 
-@pytest.mark.parametrize("note", ["", "[]", "{}", '{"version": 1}', '{"sha256": "../..", "version": "1"}'])
+@pytest.mark.parametrize(
+    "note", ["", "[]", "{}", '{"version": 1}', '{"sha256": "../..", "version": "1"}']
+)
 def test_a_note_that_is_damaged_is_no_hindrance(world, note):
     note_known(world.follower._copies, world.follower._uri, world.follower.source, {})
     [file] = world.follower._copies.glob(".served-*.json")
@@ -441,7 +474,9 @@ def test_a_folder_is_loaded_once(tmp_path):
     world.follower.stop()
 
 
-@pytest.mark.parametrize(("source", "seconds"), [("models:/m/1", 0.02), (ALIAS, 0.0)], ids=["version", "never"])
+@pytest.mark.parametrize(
+    ("source", "seconds"), [("models:/m/1", 0.02), (ALIAS, 0.0)], ids=["version", "never"]
+)
 def test_a_number_and_an_alias_not_to_be_followed_are_looked_up_once(tmp_path, source, seconds):
     world = World(tmp_path, follow_seconds=seconds)
     world.shelf.add("1")
@@ -466,7 +501,9 @@ def test_an_address_that_is_none_is_refused_at_once():
 
 
 def test_a_probe_answers_known_texts(helper, tmp_path):
-    """A real one: what libraries only reserve (Arrow's pool, thread stacks) is more than its bound, and not counted."""
+    """A real one: what libraries only reserve (Arrow's pool, thread stacks) is more than its bound,
+    and not counted.
+    """
     folder = helper("served_bundle").make_served_bundle(tmp_path, num_labels=400)
     probe = follow.probe_as_served(folder, Serve())
     bundle = RealEngine.load(folder, Serve()).bundle
@@ -486,11 +523,18 @@ def test_a_damaged_bundle_fails_its_probe_with_the_reason(helper, tmp_path):
 @pytest.mark.parametrize(("registry", "up"), [("up", 1), ("away", 0), ("not asked", 0)])
 def test_metrics(registry, up):
     state = Follower(Service(Serve()), ALIAS, Serve()).state()
-    found = {family.name: family.samples[0].value for family in follow_metrics(state | {"registry": registry})}
+    found = {
+        family.name: family.samples[0].value
+        for family in follow_metrics(state | {"registry": registry})
+    }
     assert found == {
-        "unidec_follow_swaps": 0, "unidec_follow_refusals": 0, "unidec_follow_registry_up": up,
+        "unidec_follow_swaps": 0,
+        "unidec_follow_refusals": 0,
+        "unidec_follow_registry_up": up,
         "unidec_follow_refused": 0,
-    }  # fmt: skip
+    }
     happened = {"refused": {"version": "7"}, "looked_seconds_ago": 0.4, "swaps": 3}
     later = {family.name: family.samples[0].value for family in follow_metrics(state | happened)}
-    assert [later[f"unidec_follow_{name}"] for name in ("swaps", "refused", "look_age_seconds")] == [3, 1, 0.4]
+    assert [
+        later[f"unidec_follow_{name}"] for name in ("swaps", "refused", "look_age_seconds")
+    ] == [3, 1, 0.4]

@@ -1,4 +1,6 @@
-"""A real server under load while the alias moves: no request fails, and none is answered by a mixture of versions."""
+"""A real server under load while the alias moves: no request fails, and none is answered by a
+mixture of versions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SWAPS = ["2", "1", "2", "3", "2", "1", "3", "1"]  # back to the one before, new ones, and old ones fetched anew
+# back to the one before, new ones, and old ones fetched anew
+SWAPS = ["2", "1", "2", "3", "2", "1", "3", "1"]
 NUM_TEXTS = 30
 
 
@@ -23,7 +26,9 @@ def live(helper: Callable[[str], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def world(live: Any, helper: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return live.Followed(tmp_path_factory.mktemp("world"), helper("served_bundle").make_served_bundle)
+    return live.Followed(
+        tmp_path_factory.mktemp("world"), helper("served_bundle").make_served_bundle
+    )
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +38,13 @@ def texts(helper: Callable[[str], Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(world: Any, live: Any, texts: list[str]) -> dict[str, Any]:
-    found = {world.hashes[version]: live.expected_of(world.bundle(version), texts) for version in "123"}
+    found = {
+        world.hashes[version]: live.expected_of(world.bundle(version), texts) for version in "123"
+    }
     for text in texts[:5]:
-        assert len({tuple(answers[text][1]) for answers in found.values()}) == 3, "the versions answer alike"
+        assert len({tuple(answers[text][1]) for answers in found.values()}) == 3, (
+            "the versions answer alike"
+        )
     return found
 
 
@@ -44,7 +53,8 @@ def test_swaps_and_rollbacks_under_load(world, live, expected, texts, capsys):
     world.point("1")
     with world.serving("serve.follow_seconds=0.2") as server:
         assert server.version() == "1"
-        took, at_rest = [], []
+        took = []
+        at_rest = []
         with live.Clients(server.port, expected, texts) as clients:
             time.sleep(1)
             for version in SWAPS:
@@ -55,23 +65,32 @@ def test_swaps_and_rollbacks_under_load(world, live, expected, texts, capsys):
         follow = server.follow()
     assert not clients.wrong, clients.wrong[:5]
     assert sum(clients.answers.values()) == len(clients.seconds) > 100
-    assert set(clients.answers) == {world.hashes[version] for version in "123"}, "each version answered some"
+    assert set(clients.answers) == {world.hashes[version] for version in "123"}, (
+        "each version answered some"
+    )
     assert follow["swaps"] == 8 and not follow["refusals"] and follow["problem"] is None
     assert at_rest == sorted(set(at_rest)), "answers came at all times"
     with capsys.disabled():
         print(
             f"\n{len(SWAPS)} swaps under load: {len(clients.seconds)} requests, none failed; p50 "
             f"{clients.percentile(0.5):.0f} ms, p99 {clients.percentile(0.99):.0f} ms, longest "
-            f"{clients.percentile(1):.0f} ms; seconds to swap {[round(seconds, 1) for seconds in took]}"
+            f"{clients.percentile(1):.0f} ms; seconds to swap "
+            f"{[round(seconds, 1) for seconds in took]}"
         )
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
 def test_twenty_swaps_leave_memory_where_it_was(live, helper, tmp_path, capsys):
-    """Each one loads: nothing is kept. A bundle of 60,000 labels takes some 20 MB; twenty of them would show."""
-    world = live.Followed(tmp_path, helper("served_bundle").make_served_bundle, versions=2, num_labels=60_000)
-    with world.serving("serve.follow_seconds=0.2", "serve.keep_previous=false", "serve.cache_queries=0") as server:
+    """Each one loads: nothing is kept. A bundle of 60,000 labels takes some 20 MB; twenty of them
+    would show.
+    """
+    world = live.Followed(
+        tmp_path, helper("served_bundle").make_served_bundle, versions=2, num_labels=60_000
+    )
+    with world.serving(
+        "serve.follow_seconds=0.2", "serve.keep_previous=false", "serve.cache_queries=0"
+    ) as server:
         sizes = []
         with live.Clients(server.port, defaultdict(dict), ["redcar bluecar"], num=1):
             for turn in range(20):
@@ -83,9 +102,12 @@ def test_twenty_swaps_leave_memory_where_it_was(live, helper, tmp_path, capsys):
         follow = server.follow()
         assert not server.log.count("still held"), server.log
         assert follow["swaps"] == 20
-        copies = [path for path in (tmp_path / "project" / "runs" / "bundles").iterdir() if path.is_dir()]
+        copies = [
+            path for path in (tmp_path / "project" / "runs" / "bundles").iterdir() if path.is_dir()
+        ]
         assert len(copies) <= 3, "copies on disk are those of the last two, and one that is fetched"
     with capsys.disabled():
         print(f"\nMB after each of 20 swaps: {[round(size) for size in sizes]}")
-    early, late = sorted(sizes[4:8])[2], sorted(sizes[-4:])[2]
+    early = sorted(sizes[4:8])[2]
+    late = sorted(sizes[-4:])[2]
     assert late - early < 30, sizes

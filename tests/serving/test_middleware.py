@@ -22,13 +22,34 @@ def test_the_key_is_asked_for_on_all_but_the_page_and_the_health_routes(asgi: An
         async with asgi.running(asgi.StubEngine(), "sécret") as server:
             for path in ("/", "/page/page.css", "/healthz", "/readyz"):
                 assert (await server.ask(path)).status == 200, path
-            for path in ("/version", "/card", "/labels", "/labels/L1", "/metrics", "/openapi.json", "/nope", "/page/x"):
+            for path in (
+                "/version",
+                "/card",
+                "/labels",
+                "/labels/L1",
+                "/metrics",
+                "/openapi.json",
+                "/nope",
+                "/page/x",
+            ):
                 reply = await server.ask(path)
                 assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer"), path
-                assert reply.json["error"]["what"] == "an API key is required" and reply.json["error"]["fix"]
+                assert (
+                    reply.json["error"]["what"] == "an API key is required"
+                    and reply.json["error"]["fix"]
+                )
             assert (await server.predict("a")).status == 401
-            for wrong in ("Bearer", "Bearer ", "Bearer secret", "Basic sécret", "sécret", "Bearer sécret2"):
-                assert (await server.ask("/version", headers={"authorization": wrong})).status == 401, wrong
+            for wrong in (
+                "Bearer",
+                "Bearer ",
+                "Bearer secret",
+                "Basic sécret",
+                "sécret",
+                "Bearer sécret2",
+            ):
+                assert (
+                    await server.ask("/version", headers={"authorization": wrong})
+                ).status == 401, wrong
             for name, right in (
                 ("authorization", "Bearer sécret"),
                 ("Authorization", "bearer  sécret"),
@@ -41,8 +62,25 @@ def test_the_key_is_asked_for_on_all_but_the_page_and_the_health_routes(asgi: An
     run(main)
 
 
-OURS = ("", "localhost", "localhost:8080", "LocalHost", "127.0.0.1:8080", "127.9.9.9", "[::1]:80", "[::1]", "10.0.0.7")
-FOREIGN = ("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", ":80x")
+OURS = (
+    "",
+    "localhost",
+    "localhost:8080",
+    "LocalHost",
+    "127.0.0.1:8080",
+    "127.9.9.9",
+    "[::1]:80",
+    "[::1]",
+    "10.0.0.7",
+)
+FOREIGN = (
+    "evil.example",
+    "evil.example:8080",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "[::1",
+    ":80x",
+)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +125,10 @@ def test_a_declared_body_that_is_too_large_is_refused_unread(asgi: Any) -> None:
         async with asgi.running(asgi.StubEngine(), max_body_bytes=100) as server:
             reply = await server.ask("/predict", b"x" * 101)
             assert (reply.status, reply.headers["connection"]) == (413, "close")
-            assert reply.json["error"]["got"] == "101 bytes" and reply.json["error"]["expected"] == "at most 100 bytes"
+            assert (
+                reply.json["error"]["got"] == "101 bytes"
+                and reply.json["error"]["expected"] == "at most 100 bytes"
+            )
             assert (await server.ask("/predict", b"x" * 100)).status == 400
 
     run(main)
@@ -124,22 +165,35 @@ def test_a_client_that_goes_while_it_sends_is_forgotten(asgi: Any) -> None:
         leaves = asyncio.Event()
         leaves.set()
         async with asgi.running(asgi.StubEngine()) as server:
-            assert (await server.ask("/predict", chunks=[b"{"], ends=False, leaves=leaves)).status == 0
+            assert (
+                await server.ask("/predict", chunks=[b"{"], ends=False, leaves=leaves)
+            ).status == 0
             assert server.figure("unidec_in_flight_requests") == 0
 
     run(main)
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "", "application/jsonx", "multipart/form-data", "application/x-www-form-urlencoded"]
+    "kind",
+    [
+        "text/plain",
+        "",
+        "application/jsonx",
+        "multipart/form-data",
+        "application/x-www-form-urlencoded",
+    ],
 )
 def test_a_body_that_is_not_declared_as_json_is_415(asgi: Any, kind: str) -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
-            reply = await server.ask("/predict", b'{"queries": ["a"]}', headers={"content-type": kind})
+            reply = await server.ask(
+                "/predict", b'{"queries": ["a"]}', headers={"content-type": kind}
+            )
             assert (reply.status, reply.json["error"]["got"]) == (415, kind)
             good = await server.ask(
-                "/predict", b'{"queries": ["a"]}', headers={"content-type": "Application/JSON; charset=utf-8"}
+                "/predict",
+                b'{"queries": ["a"]}',
+                headers={"content-type": "Application/JSON; charset=utf-8"},
             )
             assert good.status == 200
 
@@ -160,8 +214,12 @@ def test_a_head_that_is_too_large_or_has_two_lengths_is_refused(asgi: Any) -> No
     async def main() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
             reply = await server.ask("/healthz", headers={"x": "y" * 70_000})
-            assert (reply.status, reply.headers["connection"]) == (431, "close") and reply.json["error"]["fix"]
+            assert (reply.status, reply.headers["connection"]) == (431, "close") and reply.json[
+                "error"
+            ]["fix"]
             reply = await server.ask("/predict", b"{}", headers={"transfer-encoding": "chunked"})
-            assert (reply.status, reply.headers["connection"]) == (400, "close") and reply.json["error"]["fix"]
+            assert (reply.status, reply.headers["connection"]) == (400, "close") and reply.json[
+                "error"
+            ]["fix"]
 
     run(main)

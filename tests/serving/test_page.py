@@ -27,7 +27,9 @@ FOCUS = "document.activeElement.closest('li[data-uid]')?.dataset.uid ?? document
 
 
 @pytest.fixture(scope="module")
-def chromium(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def chromium(
+    helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     module = helper("serving/browser")
     if module.program() is None:
         pytest.skip("no Chromium is installed")
@@ -47,7 +49,9 @@ def server(helper: Callable[[str], ModuleType]) -> Iterator[Any]:
 
 @pytest.fixture
 def tab(chromium: Any, server: Any) -> Iterator[Any]:
-    """A tab of a wide window; afterwards: no script failed, and nothing but the server was asked."""
+    """A tab of a wide window; afterwards: no script failed, and nothing but the server
+    was asked.
+    """
     server.reset()
     chromium.look()
     chromium.problems.clear()
@@ -55,7 +59,9 @@ def tab(chromium: Any, server: Any) -> Iterator[Any]:
     yield chromium
     complaints = [text for text in chromium.problems if "Failed to load resource" not in text]
     assert complaints == []
-    assert {address.split("/", 3)[2] for address in chromium.asked} == {server.address.split("/")[2]}
+    assert {address.split("/", 3)[2] for address in chromium.asked} == {
+        server.address.split("/")[2]
+    }
 
 
 def search(tab: Any, server: Any, text: str, count: int) -> None:
@@ -67,7 +73,9 @@ def search(tab: Any, server: Any, text: str, count: int) -> None:
 def typed(tab: Any, text: str, count: int) -> None:
     """The text typed, so many labels there."""
     tab.type(text)
-    tab.until(f"{ROWS}.length === {count} && document.title.startsWith({json.dumps(text[:60])}) && {IDLE}")
+    tab.until(
+        f"{ROWS}.length === {count} && document.title.startsWith({json.dumps(text[:60])}) && {IDLE}"
+    )
 
 
 def test_files_hold_to_the_policy() -> None:
@@ -78,21 +86,30 @@ def test_files_hold_to_the_policy() -> None:
         "index.html" if path == "/" else path.removeprefix("/page/") for path in files
     }
     for path, text in files.items():
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|@import", text), (
-            path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|@import", text
+        ), path
+        assert "://" not in text.replace("http://www.w3.org/2000/svg", ""), (
+            f"{path} names another server"
         )
-        assert "://" not in text.replace("http://www.w3.org/2000/svg", ""), f"{path} names another server"
         assert " style=" not in text and " on" + "click=" not in text
     links = re.findall(r'(?:src|href)="([^"#]+)"', files["/"])
     assert {link for link in links if link.startswith("page/")} == {
-        "page/icon.svg", "page/page.css", "page/page.js",
-    }  # fmt: skip
+        "page/icon.svg",
+        "page/page.css",
+        "page/page.js",
+    }
     assert all(not link.startswith("/") for link in links), "behind a prefix, / is somebody else's"
     for path in page.PAGE_PATHS:
         first = client.get(path)
         assert first.status_code == 200 and first.headers["x-content-type-options"] == "nosniff"
-        policy = dict(part.split(" ", 1) for part in first.headers["content-security-policy"].split("; "))
-        assert policy["default-src"] == "'none'" and policy["script-src"] == policy["connect-src"] == "'self'"
+        policy = dict(
+            part.split(" ", 1) for part in first.headers["content-security-policy"].split("; ")
+        )
+        assert (
+            policy["default-src"] == "'none'"
+            and policy["script-src"] == policy["connect-src"] == "'self'"
+        )
         assert client.head(path).headers["content-length"] == str(len(first.content))
         assert client.post(path).status_code == 405
 
@@ -113,9 +130,12 @@ def test_feedback_buttons(tab: Any, server: Any) -> None:
     assert server.marks == [{**mark, "relevant": True}, {**mark, "relevant": False}]
     assert tab.ask("document.querySelector('#why')") is None  # a mark opens nothing
     tab.ask(f"{marks}[0].click()")
-    tab.until("document.querySelector('#status').textContent.startsWith('The feedback was not saved')")
+    tab.until(
+        "document.querySelector('#status').textContent.startsWith('The feedback was not saved')"
+    )
     assert tab.ask(pressed) == "false,true"
-    for text, shown in (("red car", "false,false"), ("old red house", "false,true")):  # it is remembered
+    # it is remembered
+    for text, shown in (("red car", "false,false"), ("old red house", "false,true")):
         tab.ask("document.querySelector('#clear').click()")
         typed(tab, text, 10)
         assert tab.ask(pressed) == shown
@@ -134,7 +154,9 @@ def test_labels_while_typing(tab: Any, server: Any) -> None:
     assert likely[0] == f"{100 * first['probability']:.0f} %" and "< 1 %" in likely
     hint = tab.ask(f"{ROWS}[0].querySelector('.score small').title")
     assert hint.startswith("probability that this label is right: ") and "validation split" in hint
-    assert f"right with a probability of {likely[0]}" in tab.ask(f"{ROWS}[0].getAttribute('aria-label')")
+    assert f"right with a probability of {likely[0]}" in tab.ask(
+        f"{ROWS}[0].getAttribute('aria-label')"
+    )
     # the address holds what is shown; the model is named; the best score stands among others
     assert tab.ask("location.search") == "?q=old+red+house"
     assert "version 3" in tab.ask("document.querySelector('#facts').textContent")
@@ -145,8 +167,8 @@ def test_labels_while_typing(tab: Any, server: Any) -> None:
     # keys in quick succession ask once
     num = len(server.bodies)
     tab.ask(
-        "[...'old house'].forEach((key) => { const query = document.querySelector('#query'); query.value += key;"
-        " query.dispatchEvent(new Event('input', {bubbles: true})) })"
+        "[...'old house'].forEach((key) => { const query = document.querySelector('#query'); "
+        "query.value += key; query.dispatchEvent(new Event('input', {bubbles: true})) })"
     )
     tab.until(f"{ROWS}.length === 10")
     assert [body["queries"] for body in server.bodies[num:]] == [["old house"]]
@@ -164,7 +186,9 @@ def test_a_late_answer_never_replaces_a_newer_one(tab: Any, server: Any) -> None
     assert first[0] == "red boat" and server.bodies[0]["queries"] == ["red"]
     server.held = False
     tab.ask("new Promise((done) => setTimeout(done, 300))")
-    assert tab.ask(TITLES) == first and tab.ask("document.querySelector('#alert').textContent") == ""
+    assert (
+        tab.ask(TITLES) == first and tab.ask("document.querySelector('#alert').textContent") == ""
+    )
 
 
 def test_bars_show_what_each_part_adds(tab: Any, server: Any) -> None:
@@ -177,7 +201,8 @@ def test_bars_show_what_each_part_adds(tab: Any, server: Any) -> None:
     assert low < 0, "the case must hold a part that takes away"
     bars = tab.ask(
         f"{ROWS}.map((row) => Object.fromEntries([...row.querySelectorAll('.bar i')]"
-        ".map((bit) => [bit.className, [parseFloat(bit.style.left), parseFloat(bit.style.width)]])))"
+        ".map((bit) => [bit.className, [parseFloat(bit.style.left), "
+        "parseFloat(bit.style.width)]])))"
     )
     for parts, bar in zip(sums, bars, strict=True):
         right = left = -low
@@ -185,7 +210,9 @@ def test_bars_show_what_each_part_adds(tab: Any, server: Any) -> None:
             if adds < 0:
                 left += adds
             start, width = bar[name]
-            assert start == pytest.approx(100 * (left if adds < 0 else right) / (high - low), abs=0.01)
+            assert start == pytest.approx(
+                100 * (left if adds < 0 else right) / (high - low), abs=0.01
+            )
             assert width == pytest.approx(100 * abs(adds) / (high - low), abs=0.01)
             right += max(adds, 0)
 
@@ -196,9 +223,12 @@ def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -
     search(tab, server, "red boat", 10)
     labels = server.ranked({"k": 10}, "red boat")
     sums = [
-        sum(label[name] * weight for name, weight in {"de": 1.0, "clf": 2.0, "knn": 0.5}.items()) for label in labels
+        sum(label[name] * weight for name, weight in {"de": 1.0, "clf": 2.0, "knn": 0.5}.items())
+        for label in labels
     ]
-    assert sums != sorted(sums, reverse=True), "the case must have sums in another order than the scores"
+    assert sums != sorted(sums, reverse=True), (
+        "the case must have sums in another order than the scores"
+    )
     bars = tab.ask(
         f"{ROWS}.map((row) => [...row.querySelectorAll('.bar i')]"
         ".map((bit) => [bit.className, parseFloat(bit.style.width)]))"
@@ -206,10 +236,12 @@ def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -
     chances = [1 / (1 + math.exp(-label["score"])) for label in labels]
     for [[kind, width]], chance in zip(bars, chances, strict=True):
         assert kind == "fused" and width == pytest.approx(100 * chance / chances[0], abs=0.01)
-    assert tab.ask("[...document.querySelectorAll('#legend li')].map((one) => one.textContent)") == [
-        "learnt fusion of all parts"
-    ]
-    assert "relative to the first label" in tab.ask("document.querySelector('#meaning').textContent")
+    assert tab.ask(
+        "[...document.querySelectorAll('#legend li')].map((one) => one.textContent)"
+    ) == ["learnt fusion of all parts"]
+    assert "relative to the first label" in tab.ask(
+        "document.querySelector('#meaning').textContent"
+    )
     tab.click("#head label:nth-of-type(2)")  # one head alone: its own bars
     tab.until("document.querySelector('#legend li').textContent === 'dual encoder'")
     assert tab.ask(f"{ROWS}.every((row) => row.querySelector('.bar i').className === 'de')")
@@ -224,9 +256,16 @@ def test_keyboard_alone(tab: Any, server: Any) -> None:
     assert tab.ask(FOCUS) == best[-1]
     tab.press("Home", "ArrowDown", "Enter")
     tab.until("document.querySelector('#why table')")
-    assert tab.ask("document.querySelector('[aria-expanded=true]').closest('li').dataset.uid") == best[1]
-    cells = tab.ask("[...document.querySelectorAll('#why tbody tr')].map((row) => row.lastChild.textContent)")
-    total, likely = tab.ask("[...document.querySelectorAll('#why tfoot tr')].map((row) => row.lastChild.textContent)")
+    assert (
+        tab.ask("document.querySelector('[aria-expanded=true]').closest('li').dataset.uid")
+        == best[1]
+    )
+    cells = tab.ask(
+        "[...document.querySelectorAll('#why tbody tr')].map((row) => row.lastChild.textContent)"
+    )
+    total, likely = tab.ask(
+        "[...document.querySelectorAll('#why tfoot tr')].map((row) => row.lastChild.textContent)"
+    )
     assert float(total) == pytest.approx(sum(float(x.replace("−", "-")) for x in cells), abs=2e-3)
     assert likely == f"{50 * float(total):.0f} %", "the stub's probability is half the score"
     tab.press("Escape")
@@ -245,10 +284,15 @@ def test_keyboard_alone(tab: Any, server: Any) -> None:
 
 def test_why_shows_tokens_and_training_queries_as_text(tab: Any, server: Any) -> None:
     search(tab, server, "red zzz <b>", 10)
-    assert "1 token of the query unknown" in tab.ask("document.querySelector('#status').textContent")
+    assert "1 token of the query unknown" in tab.ask(
+        "document.querySelector('#status').textContent"
+    )
     tab.click("#labels li[data-uid=L0] .row")
     tab.until("document.querySelector('#why .near')")
-    tokens = tab.ask("[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, one.className])")
+    tokens = tab.ask(
+        "[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, "
+        "one.className])"
+    )
     assert tokens == [["red", ""], ["zzz", "unknown"], ["<b>", ""]]
     near = tab.ask("document.querySelector('#why .near li').textContent")
     assert near.startswith("a <i>red</i> one ✓0.90has this label")
@@ -256,7 +300,8 @@ def test_why_shows_tokens_and_training_queries_as_text(tab: Any, server: Any) ->
     assert tab.ask("document.title").startswith("red zzz <b>")
     assert (
         tab.ask(
-            "document.querySelectorAll('#labels img, #labels b:not(.zero), #facts b, #why i:empty:not([class])').length"
+            "document.querySelectorAll('#labels img, #labels b:not(.zero), #facts b, #why "
+            "i:empty:not([class])').length"
         )
         == 0
     )
@@ -268,21 +313,31 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
     tab.click("#allow-search")
     tab.type("house")
     tab.until("document.querySelectorAll('#allow-found [role=option]').length === 4")
-    assert tab.ask("document.querySelector('#allow-search').getAttribute('aria-activedescendant')") == "allow-found-0"
+    assert (
+        tab.ask("document.querySelector('#allow-search').getAttribute('aria-activedescendant')")
+        == "allow-found-0"
+    )
     tab.press("ArrowDown", "Enter")
     tab.until(f"{ROWS}.length === 1")
     tab.type("gr")
-    tab.until("document.querySelector('#allow-found [role=option]')?.textContent.startsWith('green')")
+    tab.until(
+        "document.querySelector('#allow-found [role=option]')?.textContent.startsWith('green')"
+    )
     tab.press("ArrowUp", "Enter")
     tab.until(f"{ROWS}.length === 2")
     tab.click("#head label:nth-of-type(2)")
     tab.click("#min")
     tab.type("-1")
-    tab.until("document.querySelector('#active').textContent === '3 on' && location.search.includes('min=')")
+    tab.until(
+        "document.querySelector('#active').textContent === '3 on' && "
+        "location.search.includes('min=')"
+    )
     want = {"queries": ["red"], "k": 10, "allow": ["L7", "a/b c?"], "head": "de", "min_score": -1}
     tab.until(f"location.search.includes('min=-1') && {IDLE}")
     assert server.bodies[-1] == want
-    assert tab.ask("document.querySelector('.score small')") is None, "one head alone has no probabilities"
+    assert tab.ask("document.querySelector('.score small')") is None, (
+        "one head alone has no probabilities"
+    )
     command = tab.ask("document.querySelector('#curl').textContent")
     assert json.loads(command.split(" -d ")[1].strip("'")) == want
     # the address alone brings it all back; a label that is gone is said to be gone
@@ -296,33 +351,53 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
     assert server.bodies[-1] == {"queries": ["red"], "k": 10}
 
 
-def test_a_wrong_request_says_what_to_do_and_a_busy_server_is_asked_again(tab: Any, server: Any) -> None:
+def test_a_wrong_request_says_what_to_do_and_a_busy_server_is_asked_again(
+    tab: Any, server: Any
+) -> None:
     tab.open(server.address + "/?q=bad")
     tab.until("document.querySelector('#alert').textContent")
     text = tab.ask("document.querySelector('#alert').innerText")
-    assert "The query is wrong" in text and "Got: <b>bad</b>" in text and "Write another one" in text
+    assert (
+        "The query is wrong" in text and "Got: <b>bad</b>" in text and "Write another one" in text
+    )
     server.busy = 1_000
     tab.press("Escape")
     tab.type("red")
     tab.until("document.querySelector('#alert.wait')")
     text = tab.ask("document.querySelector('#alert').innerText")
-    assert "Too many queries waiting" in text and "Retrying in 1 s" in text and "Retry-After" not in text
+    assert (
+        "Too many queries waiting" in text
+        and "Retrying in 1 s" in text
+        and "Retry-After" not in text
+    )
     server.busy = 1
     tab.until(f"{ROWS}.length === 10 && !document.querySelector('#alert').textContent")
 
 
 def test_a_server_that_is_away_is_waited_for(tab: Any, server: Any) -> None:
     search(tab, server, "red", 10)
-    tab.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1)
+    tab.call(
+        "Network.emulateNetworkConditions",
+        offline=True,
+        latency=0,
+        downloadThroughput=-1,
+        uploadThroughput=-1,
+    )
     try:
         tab.type(" car")
         tab.until("document.querySelector('#alert').innerText.includes('does not answer')")
         assert tab.ask("document.querySelector('#labels').className") == "labels old"
     finally:
         tab.call(
-            "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
+            "Network.emulateNetworkConditions",
+            offline=False,
+            latency=0,
+            downloadThroughput=-1,
+            uploadThroughput=-1,
         )
-    tab.until("!document.querySelector('#alert').textContent && !document.querySelector('#labels.old')")
+    tab.until(
+        "!document.querySelector('#alert').textContent && !document.querySelector('#labels.old')"
+    )
 
 
 def test_a_key_is_asked_for_and_kept_nowhere(tab: Any, server: Any) -> None:
@@ -338,7 +413,9 @@ def test_a_key_is_asked_for_and_kept_nowhere(tab: Any, server: Any) -> None:
     tab.press("Enter")
     tab.until(f"{ROWS}.length === 10 && !document.querySelector('#alert').textContent")
     assert server.authorizations[-1] == "Bearer secret key"
-    kept = tab.ask("JSON.stringify([location.href, {...localStorage}, {...sessionStorage}, document.cookie])")
+    kept = tab.ask(
+        "JSON.stringify([location.href, {...localStorage}, {...sessionStorage}, document.cookie])"
+    )
     assert "secret" not in kept
     assert "$UNIDEC_API_KEY" in tab.ask("document.querySelector('#curl').textContent")
 
@@ -360,15 +437,18 @@ CONTRAST = """(() => {
     return [...paper.getImageData(0, 0, 1, 1).data];
   };
   const part = (x) => (x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const light = ([r, g, b]) => 0.2126 * part(r / 255) + 0.7152 * part(g / 255) + 0.0722 * part(b / 255);
+  const light = ([r, g, b]) =>
+    0.2126 * part(r / 255) + 0.7152 * part(g / 255) + 0.0722 * part(b / 255);
   const clear = (one) => getComputedStyle(one).backgroundColor.endsWith(", 0)");
-  const behind = (one) => (clear(one) ? behind(one.parentElement) : getComputedStyle(one).backgroundColor);
+  const behind = (one) =>
+    clear(one) ? behind(one.parentElement) : getComputedStyle(one).backgroundColor;
   const poor = [];
   for (const one of document.querySelectorAll("body *")) {
     const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
     if (!own || !one.checkVisibility() || one.closest("noscript, .skip")) continue;
-    const [a, b] = [light(rgb(getComputedStyle(one).color)), light(rgb(behind(one)))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) poor.push([one.outerHTML.slice(0, 80), (a + 0.05) / (b + 0.05)]);
+    const both = [light(rgb(getComputedStyle(one).color)), light(rgb(behind(one)))];
+    const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+    if (contrast < 4.5) poor.push([one.outerHTML.slice(0, 80), contrast]);
   }
   return poor;
 })()"""
@@ -376,7 +456,9 @@ CONTRAST = """(() => {
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 320])
-def test_light_dark_wide_and_narrow_are_readable(tab: Any, server: Any, dark: bool, width: int) -> None:
+def test_light_dark_wide_and_narrow_are_readable(
+    tab: Any, server: Any, dark: bool, width: int
+) -> None:
     tab.look(width, 800, dark=dark)
     tab.open(server.address + "/?q=old+zzz+house&deny=gone")
     tab.until(f"{ROWS}.length === 10")
@@ -414,19 +496,36 @@ def test_everything_that_can_be_used_has_a_name(tab: Any, server: Any) -> None:
     tab.call("Accessibility.enable")
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
     used = [node for node in nodes if not node.get("ignored")]
-    roles = {"button", "textbox", "combobox", "spinbutton", "radio", "link", "listbox", "list", "group", "search"}
+    roles = {
+        "button",
+        "textbox",
+        "combobox",
+        "spinbutton",
+        "radio",
+        "link",
+        "listbox",
+        "list",
+        "group",
+        "search",
+    }
     seen = {}
     for node in used:
-        role, name = node.get("role", {}).get("value", ""), node.get("name", {}).get("value", "")
+        role = node.get("role", {}).get("value", "")
+        name = node.get("name", {}).get("value", "")
         seen.setdefault(role, []).append(name)
     for role in roles - {"list", "group", "search", "listbox"}:
         assert seen[role] and all(seen[role]), role
-    assert any(re.fullmatch(r"1\. red \w+, score .+: dual encoder .+, classifier .+", name) for name in seen["button"])
+    assert any(
+        re.fullmatch(r"1\. red \w+, score .+: dual encoder .+, classifier .+", name)
+        for name in seen["button"]
+    )
     assert "status" in seen and "alert" in seen and "main" in seen and "complementary" in seen
 
 
 @pytest.fixture(scope="module")
-def real(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def real(
+    helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """The server itself, with a bundle of 400 labels whose training queries vote."""
     from unidec.config import Serve
     from unidec.serving.app import create_app
@@ -446,10 +545,14 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
     chromium.problems.clear()
     text = real.text(7)
     chromium.open(real.address)
-    examples = chromium.ask("[...document.querySelectorAll('#start button')].map((one) => one.textContent)")
+    examples = chromium.ask(
+        "[...document.querySelectorAll('#start button')].map((one) => one.textContent)"
+    )
     assert len(examples) == 6 and len(set(examples)) == 6
     typed(chromium, f"{text} unknownword", 10)
-    assert "1 token of the query unknown" in chromium.ask("document.querySelector('#status').textContent")
+    assert "1 token of the query unknown" in chromium.ask(
+        "document.querySelector('#status').textContent"
+    )
     want = real.engine.bundle.predict([f"{text} unknownword"], 10)[0]
     assert chromium.ask(TITLES) == want.titles
     assert chromium.ask(f"{ROWS}.map((row) => row.querySelector('.score').textContent)") == [
@@ -460,14 +563,18 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
     chromium.press("ArrowDown", "Enter")
     chromium.until("document.querySelector('#why .near')")
     near = chromium.ask(
-        "[...document.querySelectorAll('#why .near li span:first-child')].map((one) => one.textContent)"
+        "[...document.querySelectorAll('#why .near li span:first-child')].map((one) => "
+        "one.textContent)"
     )
     assert near[0].removesuffix(" ✓") == text and len(near) == 5
     tokens = chromium.ask(
-        "[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, one.className])"
+        "[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, "
+        "one.className])"
     )
     assert tokens == [*([word, ""] for word in text.split()), ["[UNK]", "unknown"]]
-    sums = chromium.ask("[...document.querySelectorAll('#why tr')].map((row) => row.lastChild.textContent)")
+    sums = chromium.ask(
+        "[...document.querySelectorAll('#why tr')].map((row) => row.lastChild.textContent)"
+    )
     adds = [float(cell.replace("−", "-")) for cell in sums[1:]]
     assert sum(adds[:-1]) == pytest.approx(adds[-1], abs=2e-3)
     facts = chromium.ask("document.querySelector('#facts').innerText")
@@ -483,5 +590,7 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
     chromium.ask("document.querySelector('#k').value = 999")
     chromium.click("#k")
     chromium.press("ArrowDown")
-    chromium.until("document.querySelector('#k').value === '50' || location.search.includes('k=50')")
+    chromium.until(
+        "document.querySelector('#k').value === '50' || location.search.includes('k=50')"
+    )
     assert chromium.problems == []

@@ -1,4 +1,6 @@
-"""The registry as the server asks it: what it finds, what it fetches and refuses, and addresses that are none."""
+"""The registry as the server asks it: what it finds, what it fetches and refuses, and addresses
+that are none.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,19 @@ def shop(tmp_path_factory: pytest.TempPathFactory, helper: Callable[[str], Any])
     client.set_model_version_tag(NAME, "3", "bundle.sha256", "0" * 64)
     (root / "empty").mkdir()
     (root / "empty" / "notes.txt").write_text("no bundle")
-    client.create_model_version(NAME, source=(root / "empty").as_uri(), tags={"bundle.sha256": "1" * 64})
+    client.create_model_version(
+        NAME, source=(root / "empty").as_uri(), tags={"bundle.sha256": "1" * 64}
+    )
     client.set_registered_model_alias(NAME, "champion", "1")
     return SimpleNamespace(root=root, client=client, uri=store(root))
 
 
 def registry(shop: SimpleNamespace, copies: Path, **address: Any) -> Registry:
-    return Registry(Address(**({"name": NAME, "alias": "champion", "version": None} | address)), copies, shop.uri)
+    return Registry(
+        Address(**({"name": NAME, "alias": "champion", "version": None} | address)),
+        copies,
+        shop.uri,
+    )
 
 
 def test_what_is_found(shop, tmp_path):
@@ -82,11 +90,15 @@ def refused(client: Registry, version: str) -> str:
 @pytest.mark.parametrize(("version", "why"), [("3", "another bundle"), ("4", "no bundle")])
 def test_what_is_refused(shop, tmp_path, version, why):
     assert why in refused(registry(shop, tmp_path), version)
-    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")], "nothing is left"
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")], (
+        "nothing is left"
+    )
 
 
 def test_a_damaged_file_is_refused(shop, tmp_path, helper):
-    helper("tracking/stored_versions").store_version(shop.client, "damaged", shop.root / "damaged", "whole")
+    helper("tracking/stored_versions").store_version(
+        shop.client, "damaged", shop.root / "damaged", "whole"
+    )
     file = shop.root / "damaged" / "artifacts" / "bundle" / "labels.json"
     file.write_text(file.read_text().replace("whole", "whale"))
     assert "damaged" in refused(registry(shop, tmp_path, name="damaged"), "1")
@@ -118,7 +130,9 @@ def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_i
         client.fetch(Identity("", version="1"))
 
 
-@pytest.mark.parametrize("text", ["models:", "models:/x", "models:/a/b/1", "model:/x@champion", "http://x/y"])
+@pytest.mark.parametrize(
+    "text", ["models:", "models:/x", "models:/a/b/1", "model:/x@champion", "http://x/y"]
+)
 def test_addresses_that_are_none(text):
     with pytest.raises(ConfigError, match="not an address"):
         parse_address(text)
@@ -127,16 +141,23 @@ def test_addresses_that_are_none(text):
 @pytest.mark.parametrize(
     ("address", "meant"),
     [
-        (f"models:/{NAME}@champoin", "champion"), (f"models:/{NAME[:-1]}@champion", NAME),
-        (f"models:/{NAME}/99", None), ("models:/z@zzz", None),
+        (f"models:/{NAME}@champoin", "champion"),
+        (f"models:/{NAME[:-1]}@champion", NAME),
+        (f"models:/{NAME}/99", None),
+        ("models:/z@zzz", None),
     ],
-)  # fmt: skip
-def test_what_the_registry_does_not_have_is_answered_with_what_it_has(shop, tmp_path, address, meant):
+)
+def test_what_the_registry_does_not_have_is_answered_with_what_it_has(
+    shop, tmp_path, address, meant
+):
     with pytest.raises(ConfigError, match="not in the registry") as caught:
         fetch_bundle(address, tmp_path, uri=shop.uri)
     error = caught.value
     listed = NAME if "no such model" in error.what else "champion, 4, 3, 2, 1"
-    assert listed in str(error.expected) and error.where == address.rpartition("@" if "@" in address else "/")[0]
+    assert (
+        listed in str(error.expected)
+        and error.where == address.rpartition("@" if "@" in address else "/")[0]
+    )
     assert error.fix == f"nearest: {meant}" if meant else "`unidec models list`" in error.fix
 
 
@@ -154,9 +175,13 @@ def test_a_server_with_a_bad_address_ends_with_the_fix(shop, tmp_path):
         ("no-such-folder", 4, "no bundle here"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "unidec.cli", "serve", source, "--port", "0"], cwd=tmp_path, text=True,
-            env=os.environ | {"MLFLOW_TRACKING_URI": shop.uri}, capture_output=True, timeout=120,
-        )  # fmt: skip
+            [sys.executable, "-m", "unidec.cli", "serve", source, "--port", "0"],
+            cwd=tmp_path,
+            text=True,
+            env=os.environ | {"MLFLOW_TRACKING_URI": shop.uri},
+            capture_output=True,
+            timeout=120,
+        )
         assert done.returncode == code and said in done.stderr, done
         assert not done.stdout, "neither listening nor ready"
         assert "Traceback" not in done.stderr

@@ -1,4 +1,6 @@
-"""Routes over a stub engine: what answers hold, whose they are, what is kept, counted and dropped."""
+"""Routes over a stub engine: what answers hold, whose they are, what is kept, counted
+and dropped.
+"""
 
 from __future__ import annotations
 
@@ -54,19 +56,29 @@ def test_feedback_is_checked_bounded_and_read_by_the_monitor(asgi: Any, tmp_path
             assert (await server.ask("/card")).json["feedback"] is True
             mark = {"query": "red\ncar", "label": "L1", "relevant": True}
             assert (await server.ask("/feedback", mark)).json == {"kept": True}
-            assert (await server.ask("/feedback", mark | {"label": "L2", "relevant": False})).status == 200
+            assert (
+                await server.ask("/feedback", mark | {"label": "L2", "relevant": False})
+            ).status == 200
             before = path.read_bytes()
             for wrong, status in (
-                ({"label": "no such"}, 404), ({"query": " "}, 422), ({"query": "x" * 41}, 422), ({"relevant": 1}, 422),
-                ({"label": ""}, 422), ({"label": ["L1"]}, 422), ({"more": 1}, 422), ({"k": 5}, 422),
-            ):  # fmt: skip
+                ({"label": "no such"}, 404),
+                ({"query": " "}, 422),
+                ({"query": "x" * 41}, 422),
+                ({"relevant": 1}, 422),
+                ({"label": ""}, 422),
+                ({"label": ["L1"]}, 422),
+                ({"more": 1}, 422),
+                ({"k": 5}, 422),
+            ):
                 assert (await server.ask("/feedback", mark | wrong)).status == status, wrong
             plain = await server.ask("/feedback", b"x", headers={"content-type": "text/plain"})
             assert plain.status == 415 and path.read_bytes() == before
             statuses = {(await server.ask("/feedback", mark)).status for _ in range(5)}
             assert statuses == {200, 507} and 400 < path.stat().st_size <= 600
             assert path.stat().st_mode & 0o777 == 0o600
-        async with asgi.running(asgi.StubEngine(), feedback=str(tmp_path / "no" / "such.jsonl")) as server:
+        async with asgi.running(
+            asgi.StubEngine(), feedback=str(tmp_path / "no" / "such.jsonl")
+        ) as server:
             reply = await server.ask("/feedback", mark)
             assert reply.status == 507 and "No such file" in reply.json["error"]["got"]
 
@@ -97,20 +109,33 @@ def test_no_model_yet_is_503_with_retry_after(asgi: Any) -> None:
 
 def test_a_request_is_answered_wholly_by_the_engine_that_was_there_when_it_came(asgi: Any) -> None:
     async def main() -> None:
-        old, new = asgi.StubEngine("a", 1.0), asgi.StubEngine("b", 2.0)
+        old = asgi.StubEngine("a", 1.0)
+        new = asgi.StubEngine("b", 2.0)
         async with asgi.running(old, batch_queries=2) as server:
             old.gate.clear()
-            asked = [asyncio.ensure_future(server.predict(*(f"q{i}-{j}" for j in range(5)))) for i in range(4)]
+            asked = [
+                asyncio.ensure_future(server.predict(*(f"q{i}-{j}" for j in range(5))))
+                for i in range(4)
+            ]
             await asyncio.sleep(0.05)
             server.service.swap(new)
-            asked += [asyncio.ensure_future(server.predict(*(f"r{i}-{j}" for j in range(5)))) for i in range(4)]
+            asked += [
+                asyncio.ensure_future(server.predict(*(f"r{i}-{j}" for j in range(5))))
+                for i in range(4)
+            ]
             await asyncio.sleep(0.05)
             old.gate.set()
             for reply in await asyncio.gather(*asked):
                 score = {"a" * 64: 1.0, "b" * 64: 2.0}[reply.json["model"]["sha256"]]
-                scores = {label["score"] for query in reply.json["predictions"] for label in query["labels"]}
+                scores = {
+                    label["score"]
+                    for query in reply.json["predictions"]
+                    for label in query["labels"]
+                }
                 assert scores == {score}
-            assert [reply.json["model"]["version"] for reply in await asyncio.gather(*asked)] == ["a"] * 4 + ["b"] * 4
+            assert [reply.json["model"]["version"] for reply in await asyncio.gather(*asked)] == [
+                "a"
+            ] * 4 + ["b"] * 4
             server.service.swap_back()
             assert (await server.predict("x")).json["model"]["version"] == "a"
 
@@ -124,13 +149,26 @@ def test_an_answer_is_kept_for_its_request_and_its_model_alone(asgi: Any) -> Non
             first = await server.predict("a", "b")
             again = await server.predict("b", "c", "a")
             assert engine.batches == [["a", "b"], ["c"]]
-            assert [query["labels"][0]["uid"] for query in again.json["predictions"]] == ["b-0", "c-0", "a-0"]
+            assert [query["labels"][0]["uid"] for query in again.json["predictions"]] == [
+                "b-0",
+                "c-0",
+                "a-0",
+            ]
             assert again.json["predictions"][0] == first.json["predictions"][1]
-            for more in ({"k": 2}, {"deny": ["L1"]}, {"allow": ["L1"]}, {"min_score": 0.5}, {"head": "de"}):
+            for more in (
+                {"k": 2},
+                {"deny": ["L1"]},
+                {"allow": ["L1"]},
+                {"min_score": 0.5},
+                {"head": "de"},
+            ):
                 before = len(engine.batches)
                 await server.predict("a", **more)
                 assert len(engine.batches) == before + 1, more
-            assert (server.figure("unidec_cache_hits_total"), server.figure("unidec_cache_misses_total")) == (2, 8)
+            assert (
+                server.figure("unidec_cache_hits_total"),
+                server.figure("unidec_cache_misses_total"),
+            ) == (2, 8)
             other = asgi.StubEngine("b", 2.0)
             server.service.swap(other)
             assert (await server.predict("a")).json["predictions"][0]["labels"][0]["score"] == 2.0
@@ -179,7 +217,10 @@ def test_a_query_that_breaks_the_model_fails_alone_and_says_nothing_of_the_insid
             engine.gate.set()
             replies = await asyncio.gather(*asked)
             assert [reply.status for reply in replies] == [200, 200, 500, 200]
-            assert "poisoned" not in replies[2].body.decode() and "Traceback" not in replies[2].body.decode()
+            assert (
+                "poisoned" not in replies[2].body.decode()
+                and "Traceback" not in replies[2].body.decode()
+            )
             assert replies[2].json["error"]["fix"]
             assert server.figure("unidec_errors_total", kind="internal") == 1
 
@@ -231,7 +272,9 @@ def test_a_client_that_goes_leaves_the_queue(asgi: Any) -> None:
             first = asyncio.ensure_future(server.predict("first"))
             await asyncio.sleep(0.05)
             leaves = asyncio.Event()
-            gone = asyncio.ensure_future(server.ask("/predict", {"queries": ["gone"]}, leaves=leaves))
+            gone = asyncio.ensure_future(
+                server.ask("/predict", {"queries": ["gone"]}, leaves=leaves)
+            )
             await asyncio.sleep(0.05)
             leaves.set()
             assert (await gone).status == 0, "nothing is sent"
@@ -250,18 +293,28 @@ def test_labels_are_found_by_uid_and_by_how_they_begin(asgi: Any) -> None:
         engine = asgi.StubEngine()
         engine.labels = LabelSearch(engine.bundle.uids, engine.bundle.titles)
         async with asgi.running(engine) as server:
-            assert (await server.ask("/labels/L3")).json == {"uid": "L3", "title": "title 3", "row": 3}
+            assert (await server.ask("/labels/L3")).json == {
+                "uid": "L3",
+                "title": "title 3",
+                "row": 3,
+            }
             missing = await server.ask("/labels/no/such")
             assert (missing.status, missing.json["error"]["got"]) == (404, "no/such")
             found = await server.ask("/labels", query="prefix=TITLE%201&limit=3")
-            assert [label["uid"] for label in found.json["labels"]] == ["L1", "L10", "L11"] and found.json["more"]
+            assert [label["uid"] for label in found.json["labels"]] == [
+                "L1",
+                "L10",
+                "L11",
+            ] and found.json["more"]
             for query, where in (
                 ("limit=51", "query.limit"),
                 ("limit=a", "query.limit"),
                 (f"prefix={'x' * 201}", "query.prefix"),
             ):
                 wrong = await server.ask("/labels", query=query)
-                assert (wrong.status, wrong.json["error"]["where"]) == (422, where) and wrong.json["error"]["fix"]
+                assert (wrong.status, wrong.json["error"]["where"]) == (422, where) and wrong.json[
+                    "error"
+                ]["fix"]
 
     run(main)
 
@@ -271,9 +324,19 @@ def test_paths_and_methods_that_are_none(asgi: Any) -> None:
         async with asgi.running(asgi.StubEngine()) as server:
             for path in ("/nope", "/predict/", "/labels/../x/..", "//", "/docs", "/page/../run.py"):
                 reply = await server.ask(path)
-                assert reply.status == 404 and set(reply.json["error"]) == {"what", "where", "got", "expected", "fix"}
+                assert reply.status == 404 and set(reply.json["error"]) == {
+                    "what",
+                    "where",
+                    "got",
+                    "expected",
+                    "fix",
+                }
             reply = await server.ask("/predict")
-            assert (reply.status, reply.headers["allow"], reply.json["error"]["got"]) == (405, "POST", "GET")
+            assert (reply.status, reply.headers["allow"], reply.json["error"]["got"]) == (
+                405,
+                "POST",
+                "GET",
+            )
             assert (await server.ask("/healthz", method="PATCH")).status == 405
             assert server.figure("unidec_requests_total", route="other", status="404") >= 4
 
@@ -286,7 +349,11 @@ def test_the_state_of_following_is_in_the_version(asgi: Any) -> None:
         service.follower = SimpleNamespace(state=lambda: {"registry": "up"})
         async with asgi.running(asgi.StubEngine(), service=service) as server:
             version = (await server.ask("/version")).json
-            assert version["follow"] == (await server.ask("/readyz")).json["follow"] == {"registry": "up"}
+            assert (
+                version["follow"]
+                == (await server.ask("/readyz")).json["follow"]
+                == {"registry": "up"}
+            )
             assert version["previous"] is None
 
     run(main)
@@ -300,22 +367,36 @@ def test_the_figures_say_what_happened(asgi: Any) -> None:
             await server.predict("a", min_score=1.0)
             await server.predict("a", k=-1)
             page = (await server.ask("/metrics")).body.decode()
-            assert f'unidec_model_info{{alias="",name="m",runtime="stub",sha256="{"a" * 64}"' in page
+            assert (
+                f'unidec_model_info{{alias="",name="m",runtime="stub",sha256="{"a" * 64}"' in page
+            )
             for line in (
-                'unidec_requests_total{route="/predict",status="200"} 2.0', "unidec_queries_total 3.0",
-                'unidec_requests_total{route="/predict",status="422"} 1.0', "unidec_tokens_total 9.0",
-                'unidec_errors_total{kind="wrong_value"} 1.0', "unidec_unknown_tokens_total 3.0",
-                "unidec_best_score_count 2.0", "unidec_batch_queries_sum 3.0", "unidec_batch_queries_count 2.0",
-                "unidec_ready 1.0", "unidec_model_labels 30.0", "unidec_queue_queries 0.0",
-            ):  # fmt: skip
+                'unidec_requests_total{route="/predict",status="200"} 2.0',
+                "unidec_queries_total 3.0",
+                'unidec_requests_total{route="/predict",status="422"} 1.0',
+                "unidec_tokens_total 9.0",
+                'unidec_errors_total{kind="wrong_value"} 1.0',
+                "unidec_unknown_tokens_total 3.0",
+                "unidec_best_score_count 2.0",
+                "unidec_batch_queries_sum 3.0",
+                "unidec_batch_queries_count 2.0",
+                "unidec_ready 1.0",
+                "unidec_model_labels 30.0",
+                "unidec_queue_queries 0.0",
+            ):
                 assert line in page, line
             assert "unidec_in_flight_requests 1.0" in page, "the one that asks for them"
-            assert 'unidec_request_seconds_count{route="/predict"} 3.0' in page and "process_resident_memory" in page
+            assert (
+                'unidec_request_seconds_count{route="/predict"} 3.0' in page
+                and "process_resident_memory" in page
+            )
 
     run(main)
 
 
-def test_a_model_that_does_not_come_back_is_not_alive(asgi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_come_back_is_not_alive(
+    asgi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine, timeout_seconds=0.01) as server:

@@ -36,9 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, helper: Any) -> Path:
 
 def start(bundle: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "unidec.cli", "serve", str(bundle), "--port", "0", *SETS, *more], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=bundle.parent, env=os.environ | environment,
-    )  # fmt: skip
+        [sys.executable, "-m", "unidec.cli", "serve", str(bundle), "--port", "0", *SETS, *more],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=bundle.parent,
+        env=os.environ | environment,
+    )
 
 
 def line(process: subprocess.Popen[str], begins: str) -> str:
@@ -61,17 +65,26 @@ def ask(port: int, body: Any, path: str = "/predict") -> tuple[int, Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_it_serves_and_ends_in_order(folder: Path, number: signal.Signals) -> None:
-    """Listens at once, says when it is ready, answers, and after the signal answers what was asked and exits with 0."""
+    """Listens at once, says when it is ready, answers, and after the signal answers what was asked
+    and exits with 0.
+    """
     process = start(folder)
     try:
         port = int(re.search(r":(\d+)$", line(process, "serve: listening").strip())[1])  # type: ignore[index]
         ready = line(process, "serve: ready")
         assert re.search(r"after [\d.]+ s: bundle [0-9a-f]{16}, torch, 400 labels", ready), ready
         status, answer = ask(port, {"queries": ["red car blue boat"] * 3, "k": 2})
-        assert status == 200 and [len(query["labels"]) for query in answer["predictions"]] == [2, 2, 2]
+        assert status == 200 and [len(query["labels"]) for query in answer["predictions"]] == [
+            2,
+            2,
+            2,
+        ]
         replies: list[int] = []
         many = [f"query {i} {j}" for i in range(16) for j in range(16)]
-        asking = [threading.Thread(target=lambda: replies.append(ask(port, {"queries": many})[0])) for _ in range(3)]
+        asking = [
+            threading.Thread(target=lambda: replies.append(ask(port, {"queries": many})[0]))
+            for _ in range(3)
+        ]
         for thread in asking:
             thread.start()
         time.sleep(0.3)
@@ -87,17 +100,23 @@ def test_it_serves_and_ends_in_order(folder: Path, number: signal.Signals) -> No
 
 
 class Load:
-    """64 clients of `/predict`, half of them on connections that they keep, until nothing listens any more.
+    """64 clients of `/predict`, half of them on connections that they keep, until nothing listens
+    any more.
 
     Attributes:
-        seen: how many answers with and without `connection: close`, refused connections, and errors by type.
+        seen: how many answers with and without `connection: close`, refused connections, and errors
+        by type.
     """
 
     BODY = json.dumps({"queries": ["red car"], "k": 2}).encode()
-    HEAD = b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    HEAD = (
+        b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n"
+    )
 
     def __init__(self, port: int) -> None:
-        self.port, self.seen = port, Counter[str]()
+        self.port = port
+        self.seen = Counter[str]()
 
     async def until_it_stops(self, process: subprocess.Popen[str]) -> None:
         clients = asyncio.gather(*(self._client(number % 2 == 0) for number in range(64)))
@@ -113,7 +132,8 @@ class Load:
                 try:
                     reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
                 except (ConnectionRefusedError, ConnectionResetError):
-                    # reset: the system had completed the handshake when the listener closed; no request was sent yet
+                    # reset: the system had completed the handshake when the listener closed; no
+                    # request was sent yet
                     self.seen["refused"] += 1
                     return
             writer.write(self.HEAD % len(self.BODY) + self.BODY)
@@ -134,9 +154,13 @@ class Load:
 def test_nohup_keeps_it_serving(folder: Path) -> None:
     words = [sys.executable, "-m", "unidec.cli", "serve", str(folder), "--port", "0", *SETS]
     process = subprocess.Popen(
-        ["nohup", *words], text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ["nohup", *words],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         cwd=folder.parent,
-    )  # fmt: skip
+    )
     try:
         port = int(line(process, "serve: listening").strip().rpartition(":")[2])
         line(process, "serve: ready")
@@ -153,8 +177,10 @@ def test_nohup_keeps_it_serving(folder: Path) -> None:
 def test_as_many_files_may_be_open_as_connections() -> None:
     """In a process of its own: a limit of this one would stay."""
     code = (
-        "import resource; from unidec.serving import run; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4000))\n"
-        "for number in (1024, 10_000): run._allow_files(number); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "import resource; from unidec.serving import run; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4000))\n"
+        "for number in (1024, 10_000): run._allow_files(number); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["1536", "4000"]
@@ -162,7 +188,9 @@ def test_as_many_files_may_be_open_as_connections() -> None:
 
 
 def test_sigterm_resets_no_connection(folder: Path) -> None:
-    """Every request that was sent is answered; then with `connection: close`, and new connections are refused."""
+    """Every request that was sent is answered; then with `connection: close`, and new connections
+    are refused.
+    """
     process = start(folder)
     try:
         port = int(line(process, "serve: listening").strip().rpartition(":")[2])
@@ -185,8 +213,13 @@ def test_a_client_that_resets_is_no_internal_error_and_100_mb_are_413(folder: Pa
         body = json.dumps({"queries": [f"red car {row}" for row in range(256)], "k": 100}).encode()
         for row in range(60):
             with socket.create_connection(("127.0.0.1", port)) as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets
-                client.sendall(Load.HEAD % len(body) + body if row % 2 else b"GET /openapi.json HTTP/1.1\r\n\r\n" * 50)
+                # close resets
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(
+                    Load.HEAD % len(body) + body
+                    if row % 2
+                    else b"GET /openapi.json HTTP/1.1\r\n\r\n" * 50
+                )
                 time.sleep(0.002 * (row % 7))
         status, answer = ask(port, "x" * 100_000_000)
         assert status == 413 and answer["error"]["expected"] == "at most 1000000 bytes"
@@ -213,7 +246,9 @@ def test_a_bundle_that_is_damaged_ends_it_with_the_error(folder: Path, tmp_path:
     assert "ready" not in output
 
 
-def test_no_bundle_and_an_address_that_is_taken_are_said_at_once(folder: Path, tmp_path: Path) -> None:
+def test_no_bundle_and_an_address_that_is_taken_are_said_at_once(
+    folder: Path, tmp_path: Path
+) -> None:
     process = start(tmp_path / "none")
     assert "error: " in process.communicate(timeout=60)[1] and process.returncode == 4
     with socket.socket() as taken:
@@ -228,9 +263,15 @@ def test_a_host_that_others_reach_wants_a_key(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for host, key, warned in (
-        ("127.0.0.1", "", False), ("localhost", "", False), ("::1", "", False), ("127.8.9.1", "", False),
-        ("0.0.0.0", "", True), ("0.0.0.0", "key", False), ("example.test", "", True), ("0.0.0.0", "  ", True),
-    ):  # fmt: skip
+        ("127.0.0.1", "", False),
+        ("localhost", "", False),
+        ("::1", "", False),
+        ("127.8.9.1", "", False),
+        ("0.0.0.0", "", True),
+        ("0.0.0.0", "key", False),
+        ("example.test", "", True),
+        ("0.0.0.0", "  ", True),
+    ):
         caplog.clear()
         monkeypatch.setenv("UNIDEC_API_KEY", key)
         assert run._api_key(Serve(host=host)) == (key.strip() or None)

@@ -16,13 +16,18 @@ from unidec.serving import schemas
 from unidec.serving.errors import RequestError, shown
 
 MANY_VALUES = [
-    f'{{"queries":[{",".join(values)}]}}' for values in (['{"a":1}'] * 120_000, ["[]"] * 320_000, ["10"] * 320_000)
+    f'{{"queries":[{",".join(values)}]}}'
+    for values in (['{"a":1}'] * 120_000, ["[]"] * 320_000, ["10"] * 320_000)
 ] + [json.dumps({str(i): 0 for i in range(80_000)})]
-MODELS = schemas.request_models(Serve(max_queries=3, max_query_chars=10, max_k=7, max_filter_labels=4))
+MODELS = schemas.request_models(
+    Serve(max_queries=3, max_query_chars=10, max_k=7, max_filter_labels=4)
+)
 
 
 def parsed(value: Any, model: Any = MODELS.predict) -> Any:
-    return schemas.parse_request(model, value if isinstance(value, bytes) else json.dumps(value).encode())
+    return schemas.parse_request(
+        model, value if isinstance(value, bytes) else json.dumps(value).encode()
+    )
 
 
 def refusal(value: Any, model: Any = MODELS.predict) -> tuple[int, dict[str, str]]:
@@ -36,8 +41,16 @@ def refusal(value: Any, model: Any = MODELS.predict) -> tuple[int, dict[str, str
 
 def test_what_is_not_given_has_its_default() -> None:
     asked = parsed({"queries": ["a"]})
-    assert (asked.k, asked.allow, asked.deny, asked.min_score, asked.head) == (5, None, [], None, "both")
-    assert parsed({"queries": ["a"]}, schemas.request_models(Serve(max_k=2)).predict).k == 2, "never above max_k"
+    assert (asked.k, asked.allow, asked.deny, asked.min_score, asked.head) == (
+        5,
+        None,
+        [],
+        None,
+        "both",
+    )
+    assert parsed({"queries": ["a"]}, schemas.request_models(Serve(max_k=2)).predict).k == 2, (
+        "never above max_k"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +83,9 @@ def test_what_is_not_given_has_its_default() -> None:
         ({"querys": 1}, "querys", "a key of this route"),
     ],
 )
-def test_every_wrong_value_is_named_with_what_was_expected(more: dict[str, Any], where: str, expected: str) -> None:
+def test_every_wrong_value_is_named_with_what_was_expected(
+    more: dict[str, Any], where: str, expected: str
+) -> None:
     status, parts = refusal({"queries": ["a"]} | more)
     assert (status, parts["where"]) == (422, where) and expected in parts["expected"], parts
 
@@ -78,18 +93,23 @@ def test_every_wrong_value_is_named_with_what_was_expected(more: dict[str, Any],
 def test_what_was_got_is_shown_short() -> None:
     assert refusal({"queries": [["x" * 10**6]]})[1]["got"].endswith("characters)")
     assert (
-        refusal({"queries": ["a"], "deny": {str(i): i for i in range(1000)}})[1]["got"] == "an object of 1000 entries"
+        refusal({"queries": ["a"], "deny": {str(i): i for i in range(1000)}})[1]["got"]
+        == "an object of 1000 entries"
     )
     assert refusal({"queries": ["a"] * 99})[1]["got"] == "99"
     assert refusal({"queries": ["y" * 5000]})[1]["got"].endswith("... (5000 characters)")
     assert refusal({"queries": ["a"], "k" + "y" * 10**5: 1})[1]["where"].endswith("characters)")
     assert refusal([1])[1]["got"] == "[1]" and refusal(None)[1]["got"] == "null"
     assert refusal({"k": 3})[1]["got"] == "nothing"
-    assert shown("a\x00\n\u202e\ud800b") == "a\\x00\\x0a\\u202e\\ud800b", "nothing that moves a terminal's cursor"
+    assert shown("a\x00\n\u202e\ud800b") == "a\\x00\\x0a\\u202e\\ud800b", (
+        "nothing that moves a terminal's cursor"
+    )
 
 
 def test_several_mistakes_are_counted() -> None:
-    assert refusal({"queries": ["a"], "k": 0, "head": 1, "x": 2})[1]["what"].endswith("(and 2 more)")
+    assert refusal({"queries": ["a"], "k": 0, "head": 1, "x": 2})[1]["what"].endswith(
+        "(and 2 more)"
+    )
 
 
 def test_one_query_is_explained() -> None:
@@ -129,7 +149,9 @@ def test_a_number_of_a_million_digits_and_a_million_keys_cost_little() -> None:
 
 @pytest.mark.parametrize("body", MANY_VALUES, ids=lambda body: body[:18])
 def test_more_values_than_any_request_has_are_not_read(body: str) -> None:
-    """The memory of 300,000 lists is not given back where answers of other requests are kept in between."""
+    """The memory of 300,000 lists is not given back where answers of other requests are kept in
+    between.
+    """
     data = body.encode()
     tracemalloc.start()
     try:
@@ -146,11 +168,18 @@ def test_a_request_at_its_limits_is_read_whatever_its_texts_hold() -> None:
     what = {"queries": ['[{,"\\' * 1600] * 256, "allow": labels, "deny": labels}
     asked = parsed(what, models.predict)
     assert (asked.queries, asked.allow, asked.deny) == (what["queries"], labels, labels)
-    assert refusal(what | {"deny": [*labels, "x"]}, models.predict)[1]["where"] == "deny", "named where it is one more"
+    assert refusal(what | {"deny": [*labels, "x"]}, models.predict)[1]["where"] == "deny", (
+        "named where it is one more"
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
+    )
+)
 def test_any_other_json_is_refused(value: Any) -> None:
     assert refusal(value)[0] in (400, 422)  # no such value has `queries`

@@ -25,7 +25,8 @@ from unidec.serving.metrics import follow_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "serving.md").read_text()
-PROMISED = yaml.safe_load((ROOT / "tests" / "cli" / "promised.yaml").read_text())["server"]  # until 2.0.0
+# until 2.0.0
+PROMISED = yaml.safe_load((ROOT / "tests" / "cli" / "promised.yaml").read_text())["server"]
 
 
 def table(heading: str) -> list[list[str]]:
@@ -41,7 +42,9 @@ def test_every_route_is_there_and_on_the_page() -> None:
     served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     written = {re.sub(r"\?.*", "", row[0].strip("`")) for row in table("| route")}
     assert set(PROMISED["routes"]) <= written
-    assert {path.replace("{uid:path}", "{uid}") for path in served} | {"GET /openapi.json"} == written
+    assert {path.replace("{uid:path}", "{uid}") for path in served} | {
+        "GET /openapi.json"
+    } == written
 
 
 def test_every_key_of_a_request_and_its_default() -> None:
@@ -51,17 +54,23 @@ def test_every_key_of_a_request_and_its_default() -> None:
     assert set(rows) == set(fields) - {"queries"}
     assert rows["k"] == str(fields["k"].default) and rows["head"] == fields["head"].default
     body = re.search(r"-d '(\{.*\})'", TEXT)
-    assert body is not None and schemas.request_models(Serve()).predict.model_validate(json.loads(body[1]))
+    assert body is not None and schemas.request_models(Serve()).predict.model_validate(
+        json.loads(body[1])
+    )
 
 
 def test_every_limit_and_its_default() -> None:
     written: dict[str, str] = {}
     for names, values, _ in table("| parameter"):
         keys = [name.removeprefix("serve.") for name in re.findall(r"`([\w.]+)`", names)]
-        written.update(zip(keys, re.split(r", (?=\w)", values) if len(keys) > 1 else [values], strict=True))
+        written.update(
+            zip(keys, re.split(r", (?=\w)", values) if len(keys) > 1 else [values], strict=True)
+        )
     for name, value in written.items():
         default = getattr(Serve(), name)
-        assert value.replace(",", "") == (f"{default:g}" if isinstance(default, float) else str(default)), name
+        assert value.replace(",", "") == (
+            f"{default:g}" if isinstance(default, float) else str(default)
+        ), name
     left = set(Serve.model_fields) - set(written) - {"host", "port"}
     assert {name for name in left if f"serve.{name}" not in TEXT} == set()
 
@@ -73,7 +82,11 @@ def test_every_metric_on_the_page_exists() -> None:
     service.metrics.requests.labels("/predict", "200").inc()
     service.metrics.request_seconds.labels("/predict").observe(0.1)
     service.metrics.error("overload")
-    known = {line.split()[2] for line in service.metrics.page().decode().splitlines() if line.startswith("# TYPE")}
+    known = {
+        line.split()[2]
+        for line in service.metrics.page().decode().splitlines()
+        if line.startswith("# TYPE")
+    }
     known |= {"unidec_model_info", "unidec_model_labels"}  # there once a model is
     known |= {"unidec_follow_look_age_seconds"}  # ... once it was asked
     rows = "\n".join(row[0] for row in table("| name | what"))
@@ -81,7 +94,9 @@ def test_every_metric_on_the_page_exists() -> None:
     names |= {f"unidec_follow{name}" for name in re.findall(r"`(_\w+)`", rows)}
     assert len(names) > 20 and names - known == set()
     mine = {
-        name for name in known if name.startswith("unidec_") and "follow" not in name and not name.endswith("_created")
+        name
+        for name in known
+        if name.startswith("unidec_") and "follow" not in name and not name.endswith("_created")
     }
     assert mine - names == set(), "not on the page"
     assert set(PROMISED["metrics"]) <= known
@@ -104,7 +119,9 @@ def test_the_example_in_python_retries_until_a_model_answers(
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", ws="none"))
 
     def refusals() -> float | None:
-        return service.metrics.registry.get_sample_value("unidec_errors_total", {"kind": "not_ready"})
+        return service.metrics.registry.get_sample_value(
+            "unidec_errors_total", {"kind": "not_ready"}
+        )
 
     def loaded_after_the_first_refusal() -> None:
         while not refusals():

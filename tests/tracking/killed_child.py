@@ -1,8 +1,11 @@
-"""A process that lives on while its children, forked with everything imported, are killed on their way.
+"""A process that lives on while its children, forked with everything imported, are killed on their
+way.
 
-    python killed_child.py < jobs      a JSON object a line; prints `pid N`, then `gone CODE` (negative: the signal)
+    python killed_child.py < jobs      a JSON object a line; prints `pid N`, then `gone CODE`
+    (negative: the signal)
 
-A job: {"call": "promote" | "rollback" | "register", "uri", "name", "version" or "bundle", "writes": n}: the child is
+A job: {"call": "promote" | "rollback" | "register", "uri", "name", "version" or "bundle", "writes":
+n}: the child is
 killed before its n-th write to the registry; without "writes" by whoever started it.
 """
 
@@ -25,9 +28,15 @@ from mlflow import MlflowClient  # noqa: E402
 from unidec.tracking import promotion, registry  # noqa: E402
 
 WRITES = (
-    "create_registered_model", "create_model_version", "set_registered_model_tag", "set_registered_model_alias",
-    "set_model_version_tag", "delete_model_version_tag", "delete_registered_model_tag", "delete_registered_model_alias",
-)  # fmt: skip
+    "create_registered_model",
+    "create_model_version",
+    "set_registered_model_tag",
+    "set_registered_model_alias",
+    "set_model_version_tag",
+    "delete_model_version_tag",
+    "delete_registered_model_tag",
+    "delete_registered_model_alias",
+)
 
 
 def kill_before(writes: int) -> None:

@@ -1,4 +1,6 @@
-"""What was measured before: the champion's and the last run's figures of the test split, for the report."""
+"""What was measured before: the champion's and the last run's figures of the test split, for the
+report.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,16 @@ def test_the_champion_and_the_last_run_are_found_and_other_data_is_told(tmp_path
 
     def measured(name: str, figure: float | None, digest: str = SHA) -> Tracker:
         tracker = Tracker("tests")
-        tracker.start(tmp_path / name, {}, dataset={"name": "tiny", "digest": digest}, run_name=name)
-        tracker.log_final({} if figure is None else {"test/nDCG@5": figure, "test/tail/R@10": 7.0, "de/P@1": 1.0})
+        tracker.start(
+            tmp_path / name, {}, dataset={"name": "tiny", "digest": digest}, run_name=name
+        )
+        tracker.log_final(
+            {} if figure is None else {"test/nDCG@5": figure, "test/tail/R@10": 7.0, "de/P@1": 1.0}
+        )
         return tracker
 
-    first, other = measured("first", 40.0), measured("other", 41.0, "b" * 64)
+    first = measured("first", 40.0)
+    other = measured("other", 41.0, "b" * 64)
     measured("not measured", None)
     mine = measured("mine", 42.0)
     assert measured_before(mine, "m", SHA) == {"the last run (other)": {}}
@@ -33,9 +40,16 @@ def test_the_champion_and_the_last_run_are_found_and_other_data_is_told(tmp_path
     client.create_model_version("m", "file:///nowhere", run_id=first.run_id)
     client.set_registered_model_alias("m", "champion", "1")
     known = {"nDCG@5": 40.0, "tail/R@10": 7.0}
-    assert measured_before(mine, "m", SHA) == {"the champion (version 1)": known, "the last run (other)": {}}
-    assert measured_before(other, "m", "b" * 64) == {"the champion (version 1)": {}, "the last run (mine)": {}}
-    assert measured_before(first, "m", SHA)["the last run (mine)"]["nDCG@5"] == 42.0  # itself the champion
+    assert measured_before(mine, "m", SHA) == {
+        "the champion (version 1)": known,
+        "the last run (other)": {},
+    }
+    assert measured_before(other, "m", "b" * 64) == {
+        "the champion (version 1)": {},
+        "the last run (mine)": {},
+    }
+    # itself the champion
+    assert measured_before(first, "m", SHA)["the last run (mine)"]["nDCG@5"] == 42.0
     assert mine.run_name == "mine"
     view = client.get_experiment_by_name("tests").tags[f"mlflow.sharedViewState.{VIEW}"]
     assert "metrics.`test/PSP_at_5`" in json.loads(view)["selectedColumns"]
@@ -47,7 +61,9 @@ def test_the_champion_and_the_last_run_are_found_and_other_data_is_told(tmp_path
         measured_before(mine, "m", SHA)
 
 
-@pytest.mark.parametrize("away", ["no answer", "a folder", "another database", "a store without this run"])
+@pytest.mark.parametrize(
+    "away", ["no answer", "a folder", "another database", "a store without this run"]
+)
 def test_a_store_that_cannot_be_read_fails_no_report(tmp_path, monkeypatch, away):
     uri = prepare_store(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -56,7 +72,8 @@ def test_a_store_that_cannot_be_read_fails_no_report(tmp_path, monkeypatch, away
     assert tracker.start(tmp_path / "run", {})
     if away == "no answer":
         tracker.uri = f"http://127.0.0.1:{free_port()}"
-        monkeypatch.setattr("unidec.tracking.fetch.answers", lambda _uri: True)  # it did a moment ago
+        # it did a moment ago
+        monkeypatch.setattr("unidec.tracking.fetch.answers", lambda _uri: True)
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     else:
         place = tmp_path / "other" / "mlflow.db"

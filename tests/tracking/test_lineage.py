@@ -21,19 +21,37 @@ BUNDLES = [f"{number:x}" * 64 for number in range(1, 7)]
 
 
 def start(kind: str, version: int) -> dict[str, str]:
-    return {"start.kind": kind, "start.version": str(version), "start.bundle.sha256": BUNDLES[version - 1]}
+    return {
+        "start.kind": kind,
+        "start.version": str(version),
+        "start.bundle.sha256": BUNDLES[version - 1],
+    }
 
 
 # 1 <- 2 <- 3 (labels of 2); 4 from nothing; 5 from a version that is deleted
 MADE: list[dict[str, str]] = [
-    {"start.kind": "cold", "dvc.data/raw": RAW[0], "dvc.data/dataset": "c3" * 16 + ".dir", "git.dirty": "true"},
-    {**start("warm", 1), "dvc.data/raw": RAW[1], "dataset.sha256": "d4" * 32,
-     "gate.passed": "true", "gate.champion": "1"},
+    {
+        "start.kind": "cold",
+        "dvc.data/raw": RAW[0],
+        "dvc.data/dataset": "c3" * 16 + ".dir",
+        "git.dirty": "true",
+    },
+    {
+        **start("warm", 1),
+        "dvc.data/raw": RAW[1],
+        "dataset.sha256": "d4" * 32,
+        "gate.passed": "true",
+        "gate.champion": "1",
+    },
     {**start("refresh", 2), "dataset.sha256": "e5" * 32},
-    {"start.kind": "cold", "dvc.data/raw": RAW[1], "dvc.differs": "outputs/bundle, data/dataset",
-     "dvc.lock.sha256": RAW[1]},
+    {
+        "start.kind": "cold",
+        "dvc.data/raw": RAW[1],
+        "dvc.differs": "outputs/bundle, data/dataset",
+        "dvc.lock.sha256": RAW[1],
+    },
     start("warm", 6),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +62,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[MlflowClient, str]:
     run = client.create_run(client.create_experiment("x"), run_name="first").info
     for number, tags in enumerate(MADE):
         all_tags = {"bundle.sha256": BUNDLES[number], "mlflow.source.git.commit": "f" * 40, **tags}
-        client.create_model_version("tiny", "file:///nowhere", run.run_id if number == 0 else None, all_tags)
+        client.create_model_version(
+            "tiny", "file:///nowhere", run.run_id if number == 0 else None, all_tags
+        )
     client.set_registered_model_alias("tiny", "champion", "3")
     return client, uri
 
@@ -64,15 +84,18 @@ def test_back_to_the_model_that_started_from_nothing(store: tuple[MlflowClient, 
     assert [item.version for item in found] == ["3", "2", "1"] and first.start == {"kind": "cold"}
     assert (third.aliases, second.aliases) == (["champion"], [])
     assert third.start == {"kind": "refresh", "version": "2", "bundle.sha256": BUNDLES[1]}
-    assert second.gate == {"passed": "true", "champion": "1"} and second.dataset["sha256"] == "d4" * 32
+    assert (
+        second.gate == {"passed": "true", "champion": "1"} and second.dataset["sha256"] == "d4" * 32
+    )
     assert first.code == {"commit": "f" * 40, "dirty": True, "lock_commit": None}
     assert first.artifacts == {"data/dataset": MADE[0]["dvc.data/dataset"], "data/raw": RAW[0]}
     assert first.run and third.run is None
     lines = as_lines(found)
     assert lines[0].startswith("tiny version 3 (champion)")
     assert [line.strip() for line in lines if "└─" in line] == [
-        "└─ same model with other labels:", "└─ started from",
-    ]  # fmt: skip
+        "└─ same model with other labels:",
+        "└─ started from",
+    ]
     assert any("uncommitted changes" in line for line in lines) and any(
         "passed against version 1" in line for line in lines
     )
@@ -83,24 +106,37 @@ def test_every_address_of_a_model(store: tuple[MlflowClient, str], tmp_path: Pat
     assert one == ask(store, f"bundle:{BUNDLES[1][:6]}") == ask(store, f"bundle:{BUNDLES[1]}")
     assert ask(store, "models:/tiny/4")[0].differs == ["outputs/bundle", "data/dataset"]
     for source, words in (
-        ("models:/tiny/9", "no such"), ("models:/tiny@nobody", "no such"), ("models:/other/1", "no such"),
-        ("bundle:123456", "no version of"), ("bundle:xyz", "not a hash"), ("tiny", "not an address"), ("", "not an"),
-    ):  # fmt: skip
+        ("models:/tiny/9", "no such"),
+        ("models:/tiny@nobody", "no such"),
+        ("models:/other/1", "no such"),
+        ("bundle:123456", "no version of"),
+        ("bundle:xyz", "not a hash"),
+        ("tiny", "not an address"),
+        ("", "not an"),
+    ):
         with pytest.raises(ConfigError, match=words):
             ask(store, source)
 
 
 def test_a_parent_that_is_gone_is_said_to_be(store: tuple[MlflowClient, str]) -> None:
     fifth = ask(store, "models:/tiny/5")
-    assert [item.version for item in fifth] == ["5"] and fifth[0].start["bundle.sha256"] == BUNDLES[5]
-    assert as_lines(fifth)[-1].strip() == "version 6 (bundle 666666666666): deleted from the registry"
+    assert [item.version for item in fifth] == ["5"] and fifth[0].start["bundle.sha256"] == BUNDLES[
+        5
+    ]
+    assert (
+        as_lines(fifth)[-1].strip() == "version 6 (bundle 666666666666): deleted from the registry"
+    )
 
 
 def test_versions_that_name_each_other_end(store: tuple[MlflowClient, str]) -> None:
     client, _ = store
     client.create_registered_model("round")
     for own, other in ((0, 1), (1, 0)):
-        tags = {"bundle.sha256": BUNDLES[own], "start.bundle.sha256": BUNDLES[other], "start.version": str(other + 1)}
+        tags = {
+            "bundle.sha256": BUNDLES[own],
+            "start.bundle.sha256": BUNDLES[other],
+            "start.version": str(other + 1),
+        }
         client.create_model_version("round", "file:///nowhere", None, tags)
     found = lineage("models:/round/1", model_name="round")
     assert [item.version for item in found] == ["1", "2"] and found[1].start["version"] == "1"
@@ -108,11 +144,18 @@ def test_versions_that_name_each_other_end(store: tuple[MlflowClient, str]) -> N
 
 def test_the_models_that_data_went_into(store: tuple[MlflowClient, str]) -> None:
     def ask_data(prefix: str) -> list[tuple[str, list[str], str | None]]:
-        return [(one.version, one.what, one.through) for one in models_of_data(prefix, model_name="tiny")]
+        return [
+            (one.version, one.what, one.through)
+            for one in models_of_data(prefix, model_name="tiny")
+        ]
 
     assert ask_data(RAW[0]) == [("3", [], "2"), ("2", [], "1"), ("1", ["data/raw"], None)]
     # a hash of the lock file is none of data; what a version started from counts too
-    assert ask_data(RAW[1][:8]) == [("4", ["data/raw"], None), ("3", [], "2"), ("2", ["data/raw"], None)]
+    assert ask_data(RAW[1][:8]) == [
+        ("4", ["data/raw"], None),
+        ("3", [], "2"),
+        ("2", ["data/raw"], None),
+    ]
     assert ask_data("e5e5e5") == [("3", ["dataset.sha256"], None)]
     assert ask_data("999999") == []
     for wrong in ("a1a1", "A1A1A1A1", "../x", ""):
@@ -124,7 +167,9 @@ def test_a_hash_that_two_bundles_begin_with(store: tuple[MlflowClient, str]) -> 
     client, _ = store
     client.create_registered_model("alike")
     for end in "12":
-        client.create_model_version("alike", "file:///nowhere", None, {"bundle.sha256": "a" * 63 + end})
+        client.create_model_version(
+            "alike", "file:///nowhere", None, {"bundle.sha256": "a" * 63 + end}
+        )
     with pytest.raises(ConfigError, match="several versions"):
         lineage("bundle:aaaaaa", model_name="alike")
     assert lineage("bundle:" + "a" * 63 + "2", model_name="alike")[0].version == "2"
@@ -135,15 +180,29 @@ def test_the_command(store: tuple[MlflowClient, str], monkeypatch: pytest.Monkey
     params = str(Path(__file__).resolve().parents[2] / "params.yaml")
 
     def say(*words: str) -> str:
-        given = ["models", "lineage", *words, "--params", params, "--set", "tracking.model_name=tiny"]
+        given = [
+            "models",
+            "lineage",
+            *words,
+            "--params",
+            params,
+            "--set",
+            "tracking.model_name=tiny",
+        ]
         return CliRunner().invoke(app, given, catch_exceptions=False).stdout
 
     assert say().startswith("tiny version 3 (champion)")
     second, first = map(plain, ask(store, "models:/tiny/2"))
-    assert json.loads(say("models:/tiny/2", "--json")) == second | {"parent": first | {"parent": None}}
+    assert json.loads(say("models:/tiny/2", "--json")) == second | {
+        "parent": first | {"parent": None}
+    }
     gone = {"version": "6", "bundle_sha256": BUNDLES[5], "missing": True}
     assert json.loads(say("models:/tiny/5", "--json"))["parent"] == gone
-    assert say("--data", RAW[0][:9]).splitlines()[1:] == ["3\tchampion\t\t2", "2\t\t\t1", "1\t\tdata/raw\t"]
+    assert say("--data", RAW[0][:9]).splitlines()[1:] == [
+        "3\tchampion\t\t2",
+        "2\t\t\t1",
+        "1\t\tdata/raw\t",
+    ]
     assert say("--data", "999999") == "no version of tiny was made from it\n"
     with pytest.raises(ConfigError, match="either a model or --data"):
         say("models:/tiny/2", "--data", "999999")

@@ -1,4 +1,6 @@
-"""Which process held a run: this one, one that is gone, one whose number was given again, one elsewhere."""
+"""Which process held a run: this one, one that is gone, one whose number was given again, one
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ from unidec.tracking.run import has_died, is_alive, this_process
 @pytest.fixture(scope="module")
 def gone() -> dict:
     """A process that described itself and ended."""
-    code = "import json; from unidec.tracking.run import this_process; print(json.dumps(this_process()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    code = (
+        "import json; from unidec.tracking.run import this_process; "
+        "print(json.dumps(this_process()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     return json.loads(done.stdout)
 
 

@@ -16,12 +16,20 @@ from unidec.tracking import registry
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import open_client
 
-CREATIONS = ("runs/create", "logged-models ", "model-versions/create", "registered-models/create", "experiments/create")
+CREATIONS = (
+    "runs/create",
+    "logged-models ",
+    "model-versions/create",
+    "registered-models/create",
+    "experiments/create",
+)
 
 
 @pytest.fixture(scope="module")
 def server(helper, tmp_path_factory):
-    with helper("mlflow_server").MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server:
+    with (
+        helper("mlflow_server").MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server
+    ):
         yield server
 
 
@@ -44,7 +52,11 @@ def everything(server, experiment):
     """Runs, logged models and versions in the store."""
     client = open_client(server.uri)
     place = client.get_experiment_by_name(experiment).experiment_id
-    return client.search_runs([place]), client.search_logged_models([place]), client.search_model_versions("")
+    return (
+        client.search_runs([place]),
+        client.search_logged_models([place]),
+        client.search_model_versions(""),
+    )
 
 
 def train_and_register(name):
@@ -70,11 +82,14 @@ def test_each_reply_to_a_creation_is_lost_once(server, way):
         asked.add(kind)
         return is_first
 
-    way.fault, way.lost = "some", first_of_its_kind
+    way.fault = "some"
+    way.lost = first_of_its_kind
     tracker, version = train_and_register("first-lost")
     way.fault = ""
     runs, models, versions = everything(server, "first-lost")
-    assert [run.info.run_id for run in runs] == [tracker.run_id] and runs[0].info.status == "FINISHED"
+    assert [run.info.run_id for run in runs] == [tracker.run_id] and runs[
+        0
+    ].info.status == "FINISHED"
     assert len(models) == 1 and models[0].status.name == "READY"
     assert [found.version for found in versions if found.name == "first-lost"] == [str(version)]
     assert sum(creates(kind + b" HTTP") for kind in asked) >= 4, asked
@@ -86,7 +101,8 @@ def test_each_reply_to_a_creation_is_lost_once(server, way):
 def test_a_seventh_of_all_replies_is_lost(server, way, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
     dice = random.Random(3)
-    way.fault, way.lost = "some", lambda _request: dice.random() < 0.15
+    way.fault = "some"
+    way.lost = lambda _request: dice.random() < 0.15
     for number in itertools.count():
         try:
             tracker, _ = train_and_register("seventh")
@@ -110,7 +126,9 @@ def test_the_doctor_ends_twins(server, way):
     key = {"unidec.run_key": run.data.tags["unidec.run_key"]}
     twins = {client.create_run(run.info.experiment_id, tags=key).info.run_id for _ in range(2)}
     assert Tracker.resume(Path("runs/one")).run_id == run_id
-    assert Tracker("twins").start(Path("runs/one"), {"seed": 0}) == run_id, "the run itself is continued"
+    assert Tracker("twins").start(Path("runs/one"), {"seed": 0}) == run_id, (
+        "the run itself is continued"
+    )
     tracker.finish()
     found = [one for one in doctor.examine() if "further runs" in one.what]
     assert len(found) == 1 and found[0].fixable and all(twin in found[0].what for twin in twins)

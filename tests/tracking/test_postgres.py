@@ -36,22 +36,41 @@ def postgres(helper):
 
 
 def start(helper, postgres, name: str, folder: Path, port: int) -> subprocess.Popen:
-    """A service of compose.yaml as a process: its command and environment, with this machine's ports and folders."""
-    file, compose = helper("compose").compose(), helper("compose")
+    """A service of compose.yaml as a process: its command and environment, with this machine's
+    ports and folders.
+    """
+    file = helper("compose").compose()
+    compose = helper("compose")
     places = {
-        "@postgres:5432": f"@127.0.0.1:{postgres.port}", "/run/secrets": str(postgres.secrets), "0.0.0.0": "127.0.0.1",
-        "s3://mlflow": str(folder / "artifacts"), "/srv/prefect": str(folder / "prefect"),
+        "@postgres:5432": f"@127.0.0.1:{postgres.port}",
+        "/run/secrets": str(postgres.secrets),
+        "0.0.0.0": "127.0.0.1",
+        "s3://mlflow": str(folder / "artifacts"),
+        "/srv/prefect": str(folder / "prefect"),
         "--port 4200": f"--port {port}",
-    }  # fmt: skip
+    }
     service = compose.outside(file["services"][name], places)
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "PREFECT_", "PG"))}
-    environment = own | service["environment"] | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{own['PATH']}"}
+    own = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("MLFLOW_", "PREFECT_", "PG"))
+    }
+    environment = (
+        own
+        | service["environment"]
+        | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{own['PATH']}"}
+    )
     if name == "mlflow":
         environment |= {"MLFLOW_PORT": str(port), "MLFLOW_WORKERS": "1"}
     log = folder / f"{name}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            service["command"], cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True
+            service["command"],
+            cwd=folder,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
     health = {"mlflow": "health", "prefect": "api/health"}[name]
     assert f"/{health}'" in service["healthcheck"]["test"][-1]
@@ -72,7 +91,12 @@ def stop(process: subprocess.Popen) -> None:
 def tracked(folder: Path) -> Tracker:
     """A finished run with figures and a file."""
     tracker = Tracker("tests")
-    tracker.start(folder / "run", {"seed": 0}, {"git.dirty": "false"}, {"name": "tiny", "digest": "d", "path": "p"})
+    tracker.start(
+        folder / "run",
+        {"seed": 0},
+        {"git.dirty": "false"},
+        {"name": "tiny", "digest": "d", "path": "p"},
+    )
     for step in range(1500):
         tracker.log(step, {"loss": step / 7})
     tracker.log_final({"test/P@1": 41.0})
@@ -93,7 +117,8 @@ def mlflow(helper, postgres, tmp_path_factory):
 
 @pytest.mark.slow
 def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a model puts its copied code in front
+    # loading a model puts its copied code in front
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow)
     tracker = tracked(tmp_path)
     bundle = helper("tracking/test_registry").real_bundle(tmp_path)
@@ -101,7 +126,11 @@ def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, mon
     assert register(bundle, tracker.run_id, "unidec") == version  # the same bundle again
     client = open_client(mlflow)
     run = client.get_run(tracker.run_id)
-    assert run.info.status == "FINISHED" and run.data.metrics["test/P_at_1"] == 41.0 and run.data.params["seed"] == "0"
+    assert (
+        run.info.status == "FINISHED"
+        and run.data.metrics["test/P_at_1"] == 41.0
+        and run.data.params["seed"] == "0"
+    )
     assert run.info.artifact_uri.startswith("mlflow-artifacts:/")
     points = client.get_metric_history(tracker.run_id, "loss")
     assert sorted((p.step, p.value) for p in points) == [(s, s / 7) for s in range(1500)]
@@ -113,10 +142,18 @@ def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("host", "status"), [("mlflow:5000", 200), ("127.0.0.1:5000", 200), ("localhost:7", 200), ("evil.example.com", 403)]
+    ("host", "status"),
+    [
+        ("mlflow:5000", 200),
+        ("127.0.0.1:5000", 200),
+        ("localhost:7", 200),
+        ("evil.example.com", 403),
+    ],
 )
 def test_the_server_answers_to_its_names_only(mlflow, host, status):
-    request = urllib.request.Request(f"{mlflow}/api/2.0/mlflow/experiments/get?experiment_id=0", headers={"Host": host})
+    request = urllib.request.Request(
+        f"{mlflow}/api/2.0/mlflow/experiments/get?experiment_id=0", headers={"Host": host}
+    )
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
             got = answer.status
@@ -130,13 +167,27 @@ def test_prefects_server_on_postgres(helper, postgres, tmp_path):
     port = helper("mlflow_server").free_port()
     process = start(helper, postgres, "prefect", tmp_path, port)
     api = f"http://127.0.0.1:{port}/api"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment |= {"PREFECT_API_URL": api, "PREFECT_HOME": str(tmp_path / "home"), "DO_NOT_TRACK": "true"}
-    code = "from prefect import flow\n\n@flow(name='tiny')\ndef tiny(n: int = 2):\n    return n + 1\n\ntiny(3)\n"
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+    }
+    environment |= {
+        "PREFECT_API_URL": api,
+        "PREFECT_HOME": str(tmp_path / "home"),
+        "DO_NOT_TRACK": "true",
+    }
+    code = (
+        "from prefect import flow\n\n@flow(name='tiny')\ndef tiny(n: int = 2):\n    return n + "
+        "1\n\ntiny(3)\n"
+    )
     (tmp_path / "tiny.py").write_text(code)
     try:
         done = subprocess.run(
-            [sys.executable, "tiny.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, "tiny.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         body = json.dumps({"limit": 5}).encode()

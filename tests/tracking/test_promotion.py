@@ -1,4 +1,6 @@
-"""Promotion and rollback: what is refused, and that both aliases move as one step whatever is killed."""
+"""Promotion and rollback: what is refused, and that both aliases move as one step whatever is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,23 @@ import pytest
 
 from unidec.errors import ArtifactError, ConfigError, Refused
 from unidec.tracking import promotion
-from unidec.tracking.promotion import CHAMPION, PENDING_TAG, PREVIOUS, Promotion, aliases, promote, recover, rollback
+from unidec.tracking.promotion import (
+    CHAMPION,
+    PENDING_TAG,
+    PREVIOUS,
+    Promotion,
+    aliases,
+    promote,
+    recover,
+    rollback,
+)
 from unidec.tracking.store import open_client, prepare_store
 
 
 @pytest.fixture(scope="module")
 def uri():
-    memory = Path("/dev/shm")  # hundreds of small commits: to a process that is killed, memory is like any disk
+    # hundreds of small commits: to a process that is killed, memory is like any disk
+    memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         yield prepare_store(f"sqlite:///{folder}/mlflow.db")
 
@@ -38,7 +50,9 @@ def client(uri):
 
 @pytest.fixture
 def stored(helper, client, tmp_path, request):
-    """`stored("a", **tags)`: a version of a model of this test's own; `stored.name`, `stored.passed`."""
+    """`stored("a", **tags)`: a version of a model of this test's own; `stored.name`,
+    `stored.passed`.
+    """
     versions = helper("tracking/stored_versions")
 
     def make(what: str, **tags: str) -> str:
@@ -83,7 +97,9 @@ def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, u
     assert again.previous == a and not again.changed
     kept = tags_of(client, stored.name, a)
     assert kept["promoted.reason"] == "the first" and kept["promoted.by"]
-    assert abs((datetime.now(UTC) - datetime.fromisoformat(kept["promoted.at"])).total_seconds()) < 600
+    assert (
+        abs((datetime.now(UTC) - datetime.fromisoformat(kept["promoted.at"])).total_seconds()) < 600
+    )
     assert kept["promoted.dirty"] == kept["promoted.forced"] == "false"
     assert PENDING_TAG not in tags_of(client, stored.name, b)
 
@@ -91,8 +107,17 @@ def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, u
 def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, client, uri):
     a = stored("a", **stored.passed())
     promote(stored.name, a)
-    bad = {"gate.passed": "false", "gate.failed": "nDCG@5, code", "gate.champion": "99", "git.dirty": "true"}
-    b = stored("b", **bad, **{"rolled_back.at": "2026-01-01", "rolled_back.by": "ann", "rolled_back.reason": "slow"})
+    bad = {
+        "gate.passed": "false",
+        "gate.failed": "nDCG@5, code",
+        "gate.champion": "99",
+        "git.dirty": "true",
+    }
+    b = stored(
+        "b",
+        **bad,
+        **{"rolled_back.at": "2026-01-01", "rolled_back.by": "ann", "rolled_back.reason": "slow"},
+    )
     with pytest.raises(Refused) as caught:
         promote(stored.name, b)
     for words in (
@@ -106,11 +131,16 @@ def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, clie
     done = promote(stored.name, b, force=True, reason="we need it")
     assert done.forced and done.dirty
     kept = tags_of(client, stored.name, b)
-    assert kept["promoted.forced"] == kept["promoted.dirty"] == "true" and kept["promoted.reason"] == "we need it"
+    assert (
+        kept["promoted.forced"] == kept["promoted.dirty"] == "true"
+        and kept["promoted.reason"] == "we need it"
+    )
     assert not [key for key in kept if key.startswith("rolled_back")]
 
 
-@pytest.mark.parametrize("tags", [{}, {"gate.passed": "false"}, {"gate.passed": "true", "gate.champion": "3"}])
+@pytest.mark.parametrize(
+    "tags", [{}, {"gate.passed": "false"}, {"gate.passed": "true", "gate.champion": "3"}]
+)
 def test_not_judged_not_passed_or_judged_against_another(stored, client, uri, tags):
     version = stored("a", **tags)
     with pytest.raises(Refused):
@@ -119,9 +149,17 @@ def test_not_judged_not_passed_or_judged_against_another(stored, client, uri, ta
 
 
 def test_a_dirty_tree_only_when_told(stored, client, uri):
-    dirty = {"gate.passed": "false", "gate.failed": "code", "gate.champion": "", "git.dirty": "true"}
+    dirty = {
+        "gate.passed": "false",
+        "gate.failed": "code",
+        "gate.champion": "",
+        "git.dirty": "true",
+    }
     a = stored("a", **dirty)
-    with pytest.raises(Refused, match=rf"pass the gate: code\n.*commit the changes.*unidec models promote {a} --force"):
+    with pytest.raises(
+        Refused,
+        match=rf"pass the gate: code\n.*commit the changes.*unidec models promote {a} --force",
+    ):
         promote(stored.name, a)
     done = promote(stored.name, a, force=True)
     assert done.dirty and done.forced
@@ -150,9 +188,12 @@ def test_no_such_version_names_those_there_are(stored, uri):
 
 def test_rollback_swaps_and_what_was_left_stays_out(stored, client, uri):
     _, b, c = three_champions(stored, uri)
-    assert rollback(stored.name, reason="answers are odd") == Promotion(model=stored.name, version=b, previous=c)
+    assert rollback(stored.name, reason="answers are odd") == Promotion(
+        model=stored.name, version=b, previous=c
+    )
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: c}
-    left, back = tags_of(client, stored.name, c), tags_of(client, stored.name, b)
+    left = tags_of(client, stored.name, c)
+    back = tags_of(client, stored.name, b)
     assert left["rolled_back.reason"] == "answers are odd" and left["rolled_back.by"]
     assert back["promoted.reason"] == f"rollback from version {c}: answers are odd"
     client.set_model_version_tag(stored.name, c, "gate.champion", b)
@@ -184,14 +225,17 @@ def test_a_damaged_previous_leaves_the_champion(stored, client, uri):
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: a}
 
 
-# -- cut short --------------------------------------------------------------------------------------------------------
+# -- cut short
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def children():
     """A process whose forked children are killed: imports are paid for once."""
     words = [sys.executable, str(Path(__file__).parent / "killed_child.py")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
         process.stdin.close()
 
@@ -202,7 +246,9 @@ def cut_short(children, stored, uri):
 
     def run(what: str, writes: int) -> None:
         job = {"call": "rollback"} if what == "rollback" else {"call": "promote", "version": what}
-        children.stdin.write(json.dumps(job | {"name": stored.name, "uri": uri, "writes": writes}) + "\n")
+        children.stdin.write(
+            json.dumps(job | {"name": stored.name, "uri": uri, "writes": writes}) + "\n"
+        )
         children.stdin.flush()
         children.stdout.readline()
         assert children.stdout.readline() == f"gone {-signal.SIGKILL}\n"
@@ -227,15 +273,21 @@ def test_killed_between_two_writes(cut_short, stored, client, uri, writes):
     assert recover(client, stored.name) is False
     assert promote(stored.name, d).changed == (writes < 2)
     assert aliases(client, stored.name) == {CHAMPION: d, PREVIOUS: c}
-    assert PENDING_TAG not in tags_of(client, stored.name, d) and a not in aliases(client, stored.name).values()
+    assert (
+        PENDING_TAG not in tags_of(client, stored.name, d)
+        and a not in aliases(client, stored.name).values()
+    )
 
 
-def test_a_rollback_killed_half_way_is_undone_or_completed_by_the_next(cut_short, stored, client, uri):
+def test_a_rollback_killed_half_way_is_undone_or_completed_by_the_next(
+    cut_short, stored, client, uri
+):
     _, b, c = three_champions(stored, uri)
     cut_short("rollback", 1)
     assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}  # nothing moved
     cut_short("rollback", 2)
-    assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: b}  # half: champion moved, previous not
+    # half: champion moved, previous not
+    assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: b}
     assert rollback(stored.name) == Promotion(model=stored.name, version=b, previous=c)
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: c}
     assert "rolled_back.at" in tags_of(client, stored.name, c)
@@ -290,12 +342,16 @@ def test_the_lock_is_released_after_a_refusal(stored, uri, monkeypatch):
 
 @pytest.mark.slow
 def test_all_of_it_over_http(helper, children, tmp_path, monkeypatch):
-    """A real server: promoted, killed half-way, mended, rolled back; a server that is away is no promotion."""
-    versions, name = helper("tracking/stored_versions"), "served"
+    """A real server: promoted, killed half-way, mended, rolled back; a server that is away is no
+    promotion.
+    """
+    versions = helper("tracking/stored_versions")
+    name = "served"
     with helper("mlflow_server").MlflowServer(tmp_path).running() as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
         monkeypatch.chdir(tmp_path)
-        client, numbers = open_client(server.uri), []
+        client = open_client(server.uri)
+        numbers = []
         for what in "abc":
             tags = versions.passed(numbers[-1] if numbers else None)
             numbers.append(versions.upload_version(client, name, tmp_path / what, what, **tags))
@@ -311,7 +367,9 @@ def test_all_of_it_over_http(helper, children, tmp_path, monkeypatch):
         assert promote(name, c).previous == b
         assert rollback(name).version == b
         assert aliases(client, name) == {CHAMPION: b, PREVIOUS: c}
-        (stored,) = [f for f in (tmp_path / "artifacts").rglob("labels.json") if f.read_text() == '["c"]']
+        (stored,) = [
+            f for f in (tmp_path / "artifacts").rglob("labels.json") if f.read_text() == '["c"]'
+        ]
         stored.write_text('["C"]')
         with pytest.raises(ArtifactError, match="damaged"):
             rollback(name)

@@ -1,4 +1,6 @@
-"""What a version's tags say of code and data: hashes as DVC has them, dirt only where somebody edited."""
+"""What a version's tags say of code and data: hashes as DVC has them, dirt only where somebody
+edited.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tmp_path / "README.md", "words\n")
     write(tmp_path / "data/raw/queries.csv", "id,text\n")
     write(tmp_path / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\n")
-    write_lock(tmp_path, {}, {"data/raw": "7.dir", "data/start.json": "8", "../beside": "9", "/elsewhere": "9"})
-    (tmp_path / ".gitignore").write_text("/data/*\n!/data/start.json\n!/data/raw\n/outputs/*\n!/outputs/metrics.json\n")
+    write_lock(
+        tmp_path,
+        {},
+        {"data/raw": "7.dir", "data/start.json": "8", "../beside": "9", "/elsewhere": "9"},
+    )
+    (tmp_path / ".gitignore").write_text(
+        "/data/*\n!/data/start.json\n!/data/raw\n/outputs/*\n!/outputs/metrics.json\n"
+    )
     commit(tmp_path)
     return tmp_path
 
@@ -37,7 +45,18 @@ def run(folder: Path, *words: str) -> str:
 
 def commit(folder: Path, what: str = "-A") -> None:
     run(folder, "git", "add", what)
-    run(folder, "git", "-c", "user.name=t", "-c", "user.email=t@example.invalid", "commit", "-q", "-m", "x")
+    run(
+        folder,
+        "git",
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@example.invalid",
+        "commit",
+        "-q",
+        "-m",
+        "x",
+    )
 
 
 def write(path: Path, text: str) -> None:
@@ -60,13 +79,19 @@ def made_with(project: Path) -> dict[str, Any]:
 
 def test_only_what_decides_a_model_makes_it_dirty(project: Path) -> None:
     clean = code_tags(project, made_with=made_with(project))
-    assert clean["git.dirty"] == "false" and "git.changed" not in clean and uncommitted(clean, project) == []
+    assert (
+        clean["git.dirty"] == "false"
+        and "git.changed" not in clean
+        and uncommitted(clean, project) == []
+    )
     (project / "data/start.json").write_text("{}")
     write(project / "outputs/metrics.json", "{}")
     write(project / "README.md", "other words\n")
     write(project / "predictions.parquet", "untracked")
     write(project / "unidec/untracked.py", "")
-    text = "# a comment\nrecipe: unidec\noptim: {epochs: 5}\ngate: {margin: 1.0}\nserve: {port: 1}\n"
+    text = (
+        "# a comment\nrecipe: unidec\noptim: {epochs: 5}\ngate: {margin: 1.0}\nserve: {port: 1}\n"
+    )
     write(project / "params.yaml", text)
     (project / "unidec/model.py").touch()
     assert code_tags(project, made_with=made_with(project))["git.dirty"] == "false"
@@ -84,7 +109,10 @@ def test_parameters_count_by_value_with_their_recipe(project: Path) -> None:
     # a trial works in a folder of its own, with absolute paths to the project's models
     trial = project / "runs/own/abc"
     trial.mkdir(parents=True)
-    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\nencoder: {start: outputs/first}\n")
+    write(
+        project / "params.yaml",
+        "recipe: unidec\noptim: {epochs: 5}\nencoder: {start: outputs/first}\n",
+    )
     commit(project)
     params = made_with(project)
     params["encoder"]["start"] = str(project / params["encoder"]["start"])
@@ -100,7 +128,8 @@ def test_what_was_committed_since_is_not_uncommitted_any_more(project: Path) -> 
     tags = code_tags(project, made_with=made_with(project))
     assert uncommitted(tags, project) == ["params.yaml", "unidec/model.py"]
     run(project, "git", "stash", "-q")
-    assert uncommitted(tags, project) == ["params.yaml", "unidec/model.py"]  # gone from here is not committed
+    # gone from here is not committed
+    assert uncommitted(tags, project) == ["params.yaml", "unidec/model.py"]
     run(project, "git", "stash", "pop", "-q")
     run(project, "git", "add", "unidec/model.py")
     commit(project, ".")
@@ -114,7 +143,9 @@ def test_what_was_committed_since_is_not_uncommitted_any_more(project: Path) -> 
     assert uncommitted({"git.dirty": "true"}, project) == ["changes that were not recorded"]
 
 
-def test_where_git_cannot_say_nothing_is_said(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_where_git_cannot_say_nothing_is_said(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     assert not {"git.dirty", "mlflow.source.git.commit"} & code_tags(elsewhere).keys()
     (project / ".git" / "index").write_bytes(b"damaged")
@@ -134,7 +165,9 @@ def recorded_by_dvc(folder: Path) -> dict[str, str]:
     write(folder / "dvc.yaml", yaml.safe_dump({"stages": stages}))
     run(folder, sys.executable, "-m", "dvc", "commit", "-q", "--force")
     locked = yaml.safe_load((folder / "dvc.lock").read_text())["stages"].values()
-    entries = [entry for stage in locked for kind in ("deps", "outs") for entry in stage.get(kind, [])]
+    entries = [
+        entry for stage in locked for kind in ("deps", "outs") for entry in stage.get(kind, [])
+    ]
     return {entry["path"]: entry["md5"] for entry in entries}
 
 
@@ -142,7 +175,9 @@ def test_a_tag_never_says_more_than_is_so(tmp_path: Path) -> None:
     assert artifact_tags("data/raw", tmp_path) == {}
     hashes = recorded_by_dvc(tmp_path)
     assert all(md5.endswith(".dir") for md5 in hashes.values()) and len(hashes) == 4
-    assert artifact_tags("data/raw/", tmp_path) == {f"dvc.{path}": md5 for path, md5 in hashes.items()}
+    assert artifact_tags("data/raw/", tmp_path) == {
+        f"dvc.{path}": md5 for path, md5 in hashes.items()
+    }
     shutil.rmtree(tmp_path / "outputs/model")
     kept = {f"dvc.{path}": md5 for path, md5 in hashes.items() if path != "outputs/model"}
     assert artifact_tags("data/raw", tmp_path) == kept | {"dvc.differs": "outputs/model"}
@@ -150,11 +185,15 @@ def test_a_tag_never_says_more_than_is_so(tmp_path: Path) -> None:
     assert artifact_tags("data/raw", tmp_path, only=["outputs/bundle"]) == only
     write(tmp_path / "outputs/bundle/x", "3")
     write(tmp_path / "data/dataset/more", "4")
-    assert artifact_tags("data/raw", tmp_path) == {"dvc.differs": "data/dataset, outputs/model, outputs/bundle"}
+    assert artifact_tags("data/raw", tmp_path) == {
+        "dvc.differs": "data/dataset, outputs/model, outputs/bundle"
+    }
     assert dvc_hash("data/dataset", tmp_path) == hashes["data/dataset"]
 
 
-def test_where_dvc_cannot_say_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_dvc_cannot_say_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_lock(tmp_path, {"data/dataset": "1.dir"}, {"data/raw": "7.dir"})
     assert artifact_tags("data/raw", tmp_path) == {"dvc.differs": "data/dataset"}
     assert "dvc data status" in caplog.text

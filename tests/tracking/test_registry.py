@@ -85,7 +85,8 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def path_as_before(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a model puts its copied code in front
+    # loading a model puts its copied code in front
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def make_bundle(path, labels=("vim", "nano", "emacs", "ed")):
@@ -94,7 +95,9 @@ def make_bundle(path, labels=("vim", "nano", "emacs", "ed")):
     return path
 
 
-def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):
+def test_one_version_a_bundle_with_card_tags_and_alias(
+    uri, client, run_id, tmp_path, stand_in, path_as_before
+):
     import mlflow
     import numpy as np
     import pandas as pd
@@ -103,7 +106,9 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
     card = {"data set": "tiny", "metrics": {"test": {"P@1": 45.0, "head/P@1": 3.0}}}
     version = registry.register(bundle, run_id, "one", card=card, tags={"dataset.sha256": "d" * 64})
     assert registry.register(bundle, run_id, "one", card=card) == version
-    assert [int(found.version) for found in client.search_model_versions("name = 'one'")] == [version]
+    assert [int(found.version) for found in client.search_model_versions("name = 'one'")] == [
+        version
+    ]
 
     kept = client.get_model_version_by_alias("one", "challenger")
     assert kept.run_id == run_id and kept.tags["dataset.sha256"] == "d" * 64
@@ -115,12 +120,22 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
 
     with registry.tracking_to(uri):
         # before it is loaded: Python may write byte code beside what it loads
-        stored = mlflow.artifacts.download_artifacts("models:/one@challenger", dst_path=str(tmp_path / "stored"))
+        stored = mlflow.artifacts.download_artifacts(
+            "models:/one@challenger", dst_path=str(tmp_path / "stored")
+        )
         model = mlflow.pyfunc.load_model("models:/one@challenger")
         found = model.predict(pd.DataFrame({"query": ["an editor", "x"]}), params={"k": 3})
-        assert list(found["label"]) == ["vim", "nano", "emacs"] * 2 and list(found["rank"]) == [1, 2, 3] * 2
-        assert len(model.predict(pd.DataFrame({"query": ["an editor"]}))) == 4  # the default k is above the labels
-        several = ({"query": ["a", "b"]}, {"query": np.array(["a", "b"])}, [{"query": "a"}, {"query": "b"}])
+        assert (
+            list(found["label"]) == ["vim", "nano", "emacs"] * 2
+            and list(found["rank"]) == [1, 2, 3] * 2
+        )
+        # the default k is above the labels
+        assert len(model.predict(pd.DataFrame({"query": ["an editor"]}))) == 4
+        several = (
+            {"query": ["a", "b"]},
+            {"query": np.array(["a", "b"])},
+            [{"query": "a"}, {"query": "b"}],
+        )
         for given in several:
             assert list(model.predict(given, params={"k": 1})["query"]) == ["a", "b"]
         assert list(model.predict({"query": "a"}, params={"k": 1})["query"]) == ["a"]
@@ -130,7 +145,9 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
         model.predict(pd.DataFrame({"query": ["x"]}))
         plain = {"allow": [], "deny": [], "head": "both"}
         assert stand_in == [(("auto", 0), told), (("auto", 0), plain)]
-        other = mlflow.pyfunc.load_model("models:/one@challenger", model_config={"runtime": "torch", "threads": 1})
+        other = mlflow.pyfunc.load_model(
+            "models:/one@challenger", model_config={"runtime": "torch", "threads": 1}
+        )
         other.predict(pd.DataFrame({"query": ["x"]}))
         assert stand_in[-1] == (("torch", 1), plain)
         for k in (0, 101):
@@ -139,30 +156,45 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
             assert error.value.get_http_status_code() == 400
         with pytest.raises(mlflow.MlflowException, match="query"):
             model.predict(pd.DataFrame({"text": ["x"]}))
-    files = {str(file.relative_to(stored)) for file in (tmp_path / "stored").rglob("*") if file.is_file()}
-    assert "code/unidec/errors.py" in files and not [name for name in files if name.endswith((".pkl", ".pyc"))]
+    files = {
+        str(file.relative_to(stored)) for file in (tmp_path / "stored").rglob("*") if file.is_file()
+    }
+    assert "code/unidec/errors.py" in files and not [
+        name for name in files if name.endswith((".pkl", ".pyc"))
+    ]
     requirements = (tmp_path / "stored" / "requirements.txt").read_text().split("\n")
     assert not [line for line in requirements if line.split("=")[0].strip() == "unidec"]
 
 
-def test_the_runs_test_metrics_are_the_models_with_its_data_set(uri, client, tmp_path, stand_in, path_as_before):
+def test_the_runs_test_metrics_are_the_models_with_its_data_set(
+    uri, client, tmp_path, stand_in, path_as_before
+):
     tracker = Tracker("tests")
     about = {"name": "tiny", "digest": "f" * 36, "path": "data/dataset"}
     run_id = tracker.start(tmp_path / "run", {}, dataset=about)
     tracker.log_final({"test/P@1": 41.0, "test/tail/R@10": 7.0, "validation/P@1": 40.0})
     version = registry.register(make_bundle(tmp_path / "bundle"), run_id, "measured")
-    source = client.get_model_version("measured", str(version)).source  # models:/<id of the logged model>
+    # models:/<id of the logged model>
+    source = client.get_model_version("measured", str(version)).source
     model = client.get_logged_model(source.rpartition("/")[2])
-    assert {(m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics} == {
-        ("test/P_at_1", 41.0, run_id, "tiny", "f" * 36), ("test/tail/R_at_10", 7.0, run_id, "tiny", "f" * 36),
-    }  # fmt: skip
+    assert {
+        (m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics
+    } == {
+        ("test/P_at_1", 41.0, run_id, "tiny", "f" * 36),
+        ("test/tail/R_at_10", 7.0, run_id, "tiny", "f" * 36),
+    }
     experiment = client.get_run(run_id).info.experiment_id
-    found = client.search_logged_models([experiment], datasets=[{"dataset_name": "tiny", "dataset_digest": "f" * 36}])
+    found = client.search_logged_models(
+        [experiment], datasets=[{"dataset_name": "tiny", "dataset_digest": "f" * 36}]
+    )
     assert [one.model_id for one in found] == [model.model_id]
-    assert [point.value for point in client.get_metric_history(run_id, "test/P_at_1")] == [41.0]  # once
+    # once
+    assert [point.value for point in client.get_metric_history(run_id, "test/P_at_1")] == [41.0]
 
 
-def test_another_bundle_is_another_version_and_takes_the_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):
+def test_another_bundle_is_another_version_and_takes_the_alias(
+    uri, client, run_id, tmp_path, stand_in, path_as_before
+):
     first = registry.register(make_bundle(tmp_path / "a"), run_id, "two")
     second = registry.register(make_bundle(tmp_path / "b", ["joe"]), run_id, "two")
     assert second == first + 1
@@ -171,10 +203,13 @@ def test_another_bundle_is_another_version_and_takes_the_alias(uri, client, run_
 
 
 @pytest.mark.parametrize("point", ["create_model_version", "set_registered_model_alias"])
-def test_killed_on_the_way_then_run_again(uri, client, run_id, tmp_path, stand_in, path_as_before, monkeypatch, point):
+def test_killed_on_the_way_then_run_again(
+    uri, client, run_id, tmp_path, stand_in, path_as_before, monkeypatch, point
+):
     from mlflow import MlflowClient
 
-    bundle, name = make_bundle(tmp_path / "bundle", [point]), f"killed-{point}"
+    bundle = make_bundle(tmp_path / "bundle", [point])
+    name = f"killed-{point}"
 
     def killed(*_args, **_options):
         raise KeyboardInterrupt
@@ -189,14 +224,18 @@ def test_killed_on_the_way_then_run_again(uri, client, run_id, tmp_path, stand_i
     assert int(client.get_model_version_by_alias(name, "challenger").version) == version
 
 
-def test_what_was_stored_is_damaged(uri, client, run_id, tmp_path, stand_in, path_as_before, monkeypatch):
+def test_what_was_stored_is_damaged(
+    uri, client, run_id, tmp_path, stand_in, path_as_before, monkeypatch
+):
     bundle = make_bundle(tmp_path / "bundle", ["damaged"])
     log_model = registry._log_model
 
     def log_and_damage(*args):
         model_id, run = log_model(*args)
         with registry.tracking_to(uri) as mlflow:
-            path = pathlib.Path(mlflow.get_logged_model(model_id).artifact_location.removeprefix("file://"))
+            path = pathlib.Path(
+                mlflow.get_logged_model(model_id).artifact_location.removeprefix("file://")
+            )
         (path / "artifacts" / "bundle" / "labels.json").write_text('["DAMAGED"]')
         return model_id, run
 
@@ -216,7 +255,9 @@ def test_a_damaged_or_missing_bundle_is_not_logged(uri, tmp_path):
 
 
 def test_requirements_are_ours_without_our_name():
-    names = [line.split("<")[0].split(">")[0].split("=")[0] for line in registry.serving_requirements()]
+    names = [
+        line.split("<")[0].split(">")[0].split("=")[0] for line in registry.serving_requirements()
+    ]
     assert {"torch", "transformers", "mlflow", "numpy"} <= set(names)
     assert not {"unidec", "unidec-xmc", "prefect", "dvc"} & set(names)
 
@@ -242,19 +283,33 @@ def test_the_documented_lines_load_the_champion_in_the_repositorys_folder(
     page = (pathlib.Path(__file__).parents[2] / "docs" / "bundles.md").read_text()
     blocks = [piece.partition("```")[0] for piece in page.split("```python\n")[1:]]
     blocks = [block for block in blocks if "pyfunc.load_model" in block]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHONPATH"))}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("MLFLOW_", "PYTHONPATH"))
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "\n".join([ECHO, *blocks])], cwd=tmp_path, env=environment,
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-c", "\n".join([ECHO, *blocks])],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert len(blocks) == 1 and done.stdout.splitlines() == ["asked a text editor"], done.stderr
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.db")] == ["mlflow/mlflow.db"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.db")] == [
+        "mlflow/mlflow.db"
+    ]
 
 
-# -- a real model, in processes that know nothing of us ----------------------------------------------------------------
+# -- a real model, in processes that know nothing of us
+# ----------------------------------------------------------------
 
 
-def real_bundle(folder, titles=("a text editor", "an image editor", "a music player", "a web server")):
+def real_bundle(
+    folder, titles=("a text editor", "an image editor", "a music player", "a web server")
+):
     """A bundle of an untrained bag encoder with words of its own, a few kilobytes in size."""
     import numpy as np
     import torch
@@ -269,10 +324,17 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
     from unidec.ranking.index import LabelIndex
 
     words = ["[PAD]", "[UNK]", *sorted({word for title in titles for word in title.split()})]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     torch.manual_seed(0)
-    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    size = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
     BertModel(BertConfig(vocab_size=len(words), **size)).save_pretrained(folder / "source")
     tokenizer.save(str(folder / "source" / "tokenizer.json"))
     model = UniDEC.create(
@@ -284,7 +346,9 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
         {"tokens": {"max_length": 8}},
     ).eval()
     tokens = encode_texts(list(titles), folder / "source", 8)
-    x_LW = torch.from_numpy(np.random.default_rng(0).normal(size=(len(titles), 8)).astype(np.float32))
+    x_LW = torch.from_numpy(
+        np.random.default_rng(0).normal(size=(len(titles), 8)).astype(np.float32)
+    )
     model.start_table(lambda rows: x_LW[rows])
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
@@ -315,12 +379,22 @@ import unidec; print(unidec.__file__)
 
 def serve(folder, environment, port: int) -> subprocess.Popen:
     """`mlflow models serve` of what is registered, in a process group of its own."""
-    words = ["models", "serve", "-m", "models:/real@challenger", "--env-manager", "local", "--port", str(port)]
+    words = [
+        "models",
+        "serve",
+        "-m",
+        "models:/real@challenger",
+        "--env-manager",
+        "local",
+        "--port",
+        str(port),
+    ]
     with (folder / "serve.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "mlflow", *words],
             cwd=folder,
-            env=environment | {"PATH": f"{os.path.dirname(sys.executable)}:{environment.get('PATH', '')}"},
+            env=environment
+            | {"PATH": f"{os.path.dirname(sys.executable)}:{environment.get('PATH', '')}"},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -329,7 +403,9 @@ def serve(folder, environment, port: int) -> subprocess.Popen:
 
 def invoke(port: int, params: dict) -> tuple[int, dict]:
     """Status and JSON of a request to MLflow's server."""
-    body = json.dumps({"dataframe_records": [{"query": "a text editor"}], "params": params}).encode()
+    body = json.dumps(
+        {"dataframe_records": [{"query": "a text editor"}], "params": params}
+    ).encode()
     url = f"http://127.0.0.1:{port}/invocations"
     request = urllib.request.Request(url, body, headers={"Content-Type": "application/json"})
     try:
@@ -373,8 +449,15 @@ def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_
             time.sleep(0.5)
         told = {"k": 3, "deny": ["text-editor"], "min_score": -1.0, "head": "de"}
         assert invoke(port, told) == (200, {"predictions": filtered})
-        assert invoke(port, {"allow": ["music-player", "nobody"]}) == (200, {"predictions": allowed})
-        for wrong, words in (({"k": 0}, "k is out of range"), ({"head": "tail"}, "head"), ({"deny": "x"}, "deny")):
+        assert invoke(port, {"allow": ["music-player", "nobody"]}) == (
+            200,
+            {"predictions": allowed},
+        )
+        for wrong, words in (
+            ({"k": 0}, "k is out of range"),
+            ({"head": "tail"}, "head"),
+            ({"deny": "x"}, "deny"),
+        ):
             status, said = invoke(port, wrong)
             assert status == 400 and words in said["message"], said
     finally:

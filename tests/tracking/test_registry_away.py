@@ -1,4 +1,6 @@
-"""A registry that is down, hangs, is locked or damaged: what was fetched before is used, and said."""
+"""A registry that is down, hangs, is locked or damaged: what was fetched before is
+used, and said.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,26 @@ from unidec.tracking.fetch import RegistryAway, bundle_folder, last_known, note_
 
 SOURCE = "models:/served@champion"
 KINDS = [
-    "refused", "hangs", "locked", "damaged", "pages", "truncated", "a folder", "html", "list", "number", "object",
+    "refused",
+    "hangs",
+    "locked",
+    "damaged",
+    "pages",
+    "truncated",
+    "a folder",
+    "html",
+    "list",
+    "number",
+    "object",
     "error 500",
-]  # fmt: skip
+]
 GARBAGE = {
-    "html": b"<html>sign in</html>", "list": b"[]", "number": b"7", "object": b'{"registered_model": 7}',
+    "html": b"<html>sign in</html>",
+    "list": b"[]",
+    "number": b"7",
+    "object": b'{"registered_model": 7}',
     "error 500": b"oops",
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
@@ -88,13 +103,19 @@ def broken(kind: str, database: Path) -> Iterator[str]:
             database.unlink()
             database.mkdir()
         else:
-            parts = {"damaged": b"garbage " * 1000, "pages": data[:100] + b"\xee" * 200_000, "truncated": data[:5000]}
+            parts = {
+                "damaged": b"garbage " * 1000,
+                "pages": data[:100] + b"\xee" * 200_000,
+                "truncated": data[:5000],
+            }
             database.write_bytes(parts[kind])
         yield f"sqlite:///{database}"
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: Callable[[str], Any]) -> SimpleNamespace:
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: Callable[[str], Any]
+) -> SimpleNamespace:
     """A registry with one version, whose bundle can be served."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fetch, "LOCK_SECONDS", 0.5)
@@ -103,7 +124,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: Callable[[str
         tmp_path, helper("served_bundle").make_served_bundle, versions=1, num_labels=40
     )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", followed.uri)
-    return SimpleNamespace(database=tmp_path / "store" / "mlflow.db", followed=followed, root=tmp_path)
+    return SimpleNamespace(
+        database=tmp_path / "store" / "mlflow.db", followed=followed, root=tmp_path
+    )
 
 
 def remember(world: SimpleNamespace, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +139,10 @@ def remember(world: SimpleNamespace, uri: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_known_version_is_used_and_said(
-    world: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: SimpleNamespace,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = bundle_folder(SOURCE)
     expected = unidec.load(SOURCE, "torch").predict(["redcar"], k=3)
@@ -137,7 +163,10 @@ def test_the_last_known_version_is_used_and_said(
         assert follower.first.result(30).version == "1"
         follower.stop()
         state = follower.state()
-        assert state["registry"] == "away" and f"serving version 1, which {SOURCE} named at" in state["problem"]
+        assert (
+            state["registry"] == "away"
+            and f"serving version 1, which {SOURCE} named at" in state["problem"]
+        )
 
 
 def test_without_a_copy_or_with_a_damaged_one_it_is_an_error(
@@ -173,17 +202,35 @@ def test_a_server_and_a_prediction_say_it_in_a_process_of_their_own(world: Simpl
     """From the start, with the damaged database that the issue names."""
     environment = os.environ | {"MLFLOW_TRACKING_URI": world.followed.uri}
     words = [sys.executable, "-m", "unidec.cli"]
-    run: dict[str, Any] = {"capture_output": True, "text": True, "cwd": world.root, "env": environment}
-    predict = [*words, "predict", "redcar oldboat", "--bundle", SOURCE, "--runtime", "torch", "--json"]
+    run: dict[str, Any] = {
+        "capture_output": True,
+        "text": True,
+        "cwd": world.root,
+        "env": environment,
+    }
+    predict = [
+        *words,
+        "predict",
+        "redcar oldboat",
+        "--bundle",
+        SOURCE,
+        "--runtime",
+        "torch",
+        "--json",
+    ]
     before = subprocess.run(predict, check=True, **run)
     world.database.write_bytes(b"garbage " * 1000)
     after = subprocess.run(predict, check=True, **run)
     assert after.stdout == before.stdout and len(json.loads(after.stdout.splitlines()[0])) > 1
     assert "using version 1" in after.stderr and "Traceback" not in after.stderr
     server = subprocess.Popen(
-        [*words, "serve", SOURCE, "--port", "0", "--set", "serve.runtime=torch"], cwd=world.root, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*words, "serve", SOURCE, "--port", "0", "--set", "serve.runtime=torch"],
+        cwd=world.root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert server.stdout is not None
     ready = any(line.startswith("serve: ready") for line in server.stdout)
     server.send_signal(signal.SIGTERM)
@@ -196,6 +243,10 @@ def test_the_database_of_another_mlflow_is_away(world: SimpleNamespace) -> None:
     with contextlib.closing(sqlite3.connect(world.database)) as opened:
         opened.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
         opened.commit()
-    code = "from unidec.tracking.fetch import bundle_folder; bundle_folder('models:/served@champion')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=world.root)
+    code = (
+        "from unidec.tracking.fetch import bundle_folder; bundle_folder('models:/served@champion')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=world.root
+    )
     assert "RegistryAway" in done.stderr

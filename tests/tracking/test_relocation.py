@@ -1,4 +1,6 @@
-"""A project that was copied or moved with its store writes below its own folder, and nowhere else."""
+"""A project that was copied or moved with its store writes below its own folder, and
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from unidec.tracking.store import import_mlflow, open_client, prepare_store
 
 
 def every_file(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def work(project: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
@@ -34,7 +40,9 @@ def work(project: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
         client.create_registered_model("m")
     place = client.get_run(run_id).info.artifact_uri
     client.create_model_version("m", source=place, run_id=run_id)
-    model = client.create_logged_model(client.get_run(run_id).info.experiment_id, source_run_id=run_id)
+    model = client.create_logged_model(
+        client.get_run(run_id).info.experiment_id, source_run_id=run_id
+    )
     Path(model.artifact_location.removeprefix("file://")).mkdir(parents=True)
     return run_id
 
@@ -42,7 +50,8 @@ def work(project: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
 def locations(project: Path) -> set[str]:
     with contextlib.closing(sqlite3.connect(project / "mlflow/mlflow.db")) as database:
         found = [
-            database.execute(f"SELECT {column} FROM {table}").fetchall() for table, column in relocation._LOCATIONS
+            database.execute(f"SELECT {column} FROM {table}").fetchall()
+            for table, column in relocation._LOCATIONS
         ]
     return {str(row[0]) for rows in found for row in rows if row[0]}
 
@@ -57,7 +66,9 @@ def original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_copy_leaves_the_original_alone(original: Path, monkeypatch: pytest.MonkeyPatch, link: bool) -> None:
+def test_a_copy_leaves_the_original_alone(
+    original: Path, monkeypatch: pytest.MonkeyPatch, link: bool
+) -> None:
     before = every_file(original)
     copy = original.with_name("my original (2)")
     shutil.copytree(original, copy, copy_function=os.link if link else shutil.copy2)
@@ -72,7 +83,9 @@ def test_a_copy_leaves_the_original_alone(original: Path, monkeypatch: pytest.Mo
     # and the other way round
     copied = every_file(copy)
     work(original, monkeypatch, "third")
-    assert every_file(copy) == copied and all(place.startswith(original.as_uri()) for place in locations(original))
+    assert every_file(copy) == copied and all(
+        place.startswith(original.as_uri()) for place in locations(original)
+    )
 
 
 def test_a_moved_project_finds_its_files(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +96,9 @@ def test_a_moved_project_finds_its_files(original: Path, monkeypatch: pytest.Mon
     path = open_client(tracker.uri).download_artifacts(str(tracker.run_id), "note.txt")
     assert Path(path).read_text() == "first"
     work(moved, monkeypatch, "second")
-    assert not original.exists() and all(place.startswith(moved.as_uri()) for place in locations(moved))
+    assert not original.exists() and all(
+        place.startswith(moved.as_uri()) for place in locations(moved)
+    )
 
 
 def test_a_database_without_its_files_does_not_write_to_the_original(
@@ -121,7 +136,9 @@ def test_a_folder_that_was_chosen_and_is_gone_is_refused(tmp_path: Path) -> None
         check_artifacts(client.get_experiment_by_name("beside"), uri)
 
 
-def test_one_folder_with_two_paths_is_no_copy(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_folder_with_two_paths_is_no_copy(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with a bind mount: both sides keep working, without a rewrite at each opening."""
     monkeypatch.setattr(relocation, "_is_same", lambda _folder, _own: True)
     second = original.with_name("mount")
@@ -131,7 +148,9 @@ def test_one_folder_with_two_paths_is_no_copy(original: Path, monkeypatch: pytes
     assert locations(second) == before
 
 
-def test_a_copy_that_cannot_be_written_writes_nowhere(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_written_writes_nowhere(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = every_file(original)
     copy = original.with_name("read only")
     shutil.copytree(original, copy)

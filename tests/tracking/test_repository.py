@@ -89,7 +89,9 @@ CASES: dict[Callable[[Path, pytest.MonkeyPatch], None], str] = {
 
 @pytest.mark.parametrize("fault", CASES)
 def test_what_git_does_not_tell_is_unknown_with_its_own_fix(
-    fault: Callable[[Path, pytest.MonkeyPatch], None], project: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[Path, pytest.MonkeyPatch], None],
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert is_clean(code_tags(project)) and code_tags(project)["git.dirty"] == "false"
     fault(project, monkeypatch)
@@ -113,7 +115,9 @@ def test_a_repository_without_a_commit_has_everything_uncommitted(tmp_path: Path
     assert uncommitted(tags, tmp_path) == ["every file"]
 
 
-def test_a_shallow_and_an_exported_tree(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_shallow_and_an_exported_tree(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     (project / "unidec/model.py").write_text("x = 2\n")
     run(project, "commit", "-qam", "two")
     shallow = tmp_path_factory.mktemp("clones") / "shallow"
@@ -126,7 +130,9 @@ def test_a_shallow_and_an_exported_tree(project: Path, tmp_path_factory: pytest.
     assert not repository.is_inside(exported) and is_clean(code_tags(exported))
 
 
-def test_init_does_not_take_a_silent_repository_for_none(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_does_not_take_a_silent_repository_for_none(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from unidec.cli.init import write_project
 
     another_user(project, monkeypatch)

@@ -18,7 +18,8 @@ class Project:
     """A repository with code, parameters and a lock file, possibly in a folder below its root."""
 
     def __init__(self, root: Path, below: str) -> None:
-        self.root, self.folder = root, root / below
+        self.root = root
+        self.folder = root / below
         (self.folder / "unidec").mkdir(parents=True)
         self.git("init", "-q", "-b", "main")
         self.write("params.yaml", "recipe: unidec\noptim: {epochs: 5}\n")
@@ -27,7 +28,9 @@ class Project:
 
     def git(self, *words: str) -> str:
         command = ["git", "-c", "user.name=t", "-c", "user.email=t@example.invalid", *words]
-        return subprocess.run(command, cwd=self.root, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=self.root, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
@@ -47,7 +50,9 @@ class Project:
 
 
 @pytest.fixture(params=["", "below/it"])
-def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Project:
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     return Project(tmp_path, request.param)
 
@@ -60,7 +65,9 @@ def test_a_lock_that_was_committed_later(project: Project) -> None:
     assert tags["git.dirty"] == "false"
     commit, missing = project.point(tags)
     assert commit == tags["mlflow.source.git.commit"]
-    assert missing == ["its dvc.lock is in no commit here; MLflow run run1 keeps it as made_of/dvc.lock"]
+    assert missing == [
+        "its dvc.lock is in no commit here; MLflow run run1 keeps it as made_of/dvc.lock"
+    ]
     later = project.commit()
     assert project.point(tags) == (later, [])
     project.git("checkout", "-q", "-b", "other")
@@ -69,7 +76,9 @@ def test_a_lock_that_was_committed_later(project: Project) -> None:
     assert project.point(tags) == (later, [])
 
 
-def test_uncommitted_changes_that_were_committed_with_the_lock_or_after_it(project: Project) -> None:
+def test_uncommitted_changes_that_were_committed_with_the_lock_or_after_it(
+    project: Project,
+) -> None:
     first = project.commit()
     project.write("unidec/model.py", "x = 2\n")
     project.write("params.yaml", "recipe: unidec\noptim: {epochs: 6}\n")
@@ -79,7 +88,9 @@ def test_uncommitted_changes_that_were_committed_with_the_lock_or_after_it(proje
     only_lock = project.commit("dvc.lock")
     commit, missing = project.point(tags)
     assert commit == only_lock
-    assert missing == ["other code or parameters than it was made with: params.yaml, unidec/model.py"]
+    assert missing == [
+        "other code or parameters than it was made with: params.yaml, unidec/model.py"
+    ]
     everything = project.commit()
     assert project.point(tags) == (everything, [])
     project.write("unidec/model.py", "x = 3\n")
@@ -95,10 +106,17 @@ def test_a_lock_that_was_never_committed(project: Project) -> None:
     project.write("dvc.lock", "data: three\n")
     project.commit()
     commit, missing = project.point(tags)
-    assert commit == first and len(missing) == 2 and "in no commit" in missing[0] and "model.py" in missing[1]
+    assert (
+        commit == first
+        and len(missing) == 2
+        and "in no commit" in missing[0]
+        and "model.py" in missing[1]
+    )
 
 
-def test_what_cannot_be_known_is_not_claimed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_known_is_not_claimed(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project.commit()
     tags = project.tags()
     assert project.point(tags | {"mlflow.source.git.commit": "f" * 40}) == ("f" * 40, [])

@@ -1,4 +1,6 @@
-"""One MLflow run over several processes, on a real SQLite store; and what happens when the store is not there."""
+"""One MLflow run over several processes, on a real SQLite store; and what happens when the store is
+not there.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def away(monkeypatch):
 
 
 def history(client, tracker, name) -> list[tuple[int, float]]:
-    return sorted((point.step, point.value) for point in client.get_metric_history(tracker.run_id, name))
+    return sorted(
+        (point.step, point.value) for point in client.get_metric_history(tracker.run_id, name)
+    )
 
 
 def test_run_holds_parameters_data_set_tags_and_metrics(client, tmp_path):
@@ -61,7 +65,9 @@ def test_run_holds_parameters_data_set_tags_and_metrics(client, tmp_path):
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "loss.csv").write_text("step,loss\n")
     (tmp_path / "report.html").write_text("<p>")
-    tracker.log_files([tmp_path / "plots", tmp_path / "report.html", tmp_path / "missing.html"], "report")
+    tracker.log_files(
+        [tmp_path / "plots", tmp_path / "report.html", tmp_path / "missing.html"], "report"
+    )
     tracker.finish()
     run = client.get_run(tracker.run_id)
     assert run.info.status == "FINISHED"
@@ -69,7 +75,11 @@ def test_run_holds_parameters_data_set_tags_and_metrics(client, tmp_path):
     assert run.data.metrics["test/P_at_1"] == 41.0
     assert history(client, tracker, "loss") == [(step, 1 / (step + 1)) for step in range(2500)]
     dataset = run.inputs.dataset_inputs[0].dataset
-    assert (dataset.name, dataset.digest, json.loads(dataset.profile)) == ("tiny", "f" * 36, {"num_queries": 7})
+    assert (dataset.name, dataset.digest, json.loads(dataset.profile)) == (
+        "tiny",
+        "f" * 36,
+        {"num_queries": 7},
+    )
     assert json.loads(dataset.source) == {"uri": "data/dataset"}
     assert run.data.tags["git.dirty"] == "false" and run.info.run_name == "run"
     assert {file.path for file in client.list_artifacts(tracker.run_id, "report")} == {
@@ -100,7 +110,9 @@ def test_another_process_goes_on_with_the_run_and_doubles_nothing(client, tmp_pa
     assert run.data.tags["bundle"] == "abc" and run.data.metrics["test/P_at_1"] == 2.0
 
 
-def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(client, tmp_path, monkeypatch, caplog):
+def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(
+    client, tmp_path, monkeypatch, caplog
+):
     with away(monkeypatch):
         tracker = begin(tmp_path)
         assert tracker.run_id is None and tracker.url is None
@@ -166,13 +178,15 @@ def test_a_disk_that_is_full_stops_nothing(client, tmp_path, monkeypatch, caplog
 @pytest.mark.parametrize("lost", ["run_id", "note"])
 def test_a_run_whose_id_got_lost_is_found_again(client, tmp_path, lost):
     """By its key; or, where the folder has lost its note, by the id that a checkpoint names."""
-    run_id, note = begin(tmp_path).run_id, tmp_path / "tracking.json"
+    run_id = begin(tmp_path).run_id
+    note = tmp_path / "tracking.json"
     if lost == "note":
         note.unlink()
     else:
         note.write_text(json.dumps(json.loads(note.read_text()) | {"run_id": None}))
     assert Tracker("tests").start(tmp_path, {"seed": 0}, run_id=run_id) == run_id
-    assert Tracker("tests").start(tmp_path, {"seed": 0}, run_id="gone") == run_id  # the folder's note is newer
+    # the folder's note is newer
+    assert Tracker("tests").start(tmp_path, {"seed": 0}, run_id="gone") == run_id
 
 
 def test_a_deleted_run_and_a_damaged_state_begin_again(client, tmp_path):
@@ -216,10 +230,20 @@ print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def test_several_first_starts_at_once(tmp_path):
-    words = [sys.executable, "-W", "ignore", "-c", STARTED_TOGETHER, f"sqlite:///{tmp_path}/new/mlflow.db"]
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        STARTED_TOGETHER,
+        f"sqlite:///{tmp_path}/new/mlflow.db",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "[0, 0, 0]\n", done.stderr
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["mlflow.db", "mlflow.db-lock"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "mlflow.db",
+        "mlflow.db-lock",
+    ]
 
 
 def test_addresses(tmp_path, monkeypatch):
@@ -238,7 +262,8 @@ def test_code_tags_and_dvc_hash(tmp_path):
     (tmp_path / "unidec").mkdir()
     (tmp_path / "unidec" / "code.py").write_text("1\n")
     (tmp_path / "dvc.lock").write_text(
-        "schema: '2.0'\nstages:\n  ingest:\n    cmd: x\n    outs:\n    - path: data/dataset\n      md5: 0ab.dir\n"
+        "schema: '2.0'\nstages:\n  ingest:\n    cmd: x\n    outs:\n    - path: data/dataset\n"
+        "      md5: 0ab.dir\n"
     )
     subprocess.run([*git, "add", "-A"], check=True)
     subprocess.run([*git, "commit", "-qm", "one"], check=True)

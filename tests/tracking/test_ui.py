@@ -27,7 +27,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({{"api_url": os.environ.get("PREFECT_SERVER_UI_API_URL")}}).encode())
+        told = {{"api_url": os.environ.get("PREFECT_SERVER_UI_API_URL")}}
+        self.wfile.write(json.dumps(told).encode())
     def log_message(self, *words): pass
 port = sys.argv[-1] if "--port" in sys.argv else os.environ["MLFLOW_PORT"]
 http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Answer).serve_forever()
@@ -42,7 +43,9 @@ def free_port() -> int:
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    """A folder with what bin/ui reads, a store that is there already, and programs that stand in for the servers."""
+    """A folder with what bin/ui reads, a store that is there already, and programs that stand in
+    for the servers.
+    """
     for name in ("MLFLOW_TRACKING_URI", "UNIDEC_MLFLOW_UI", "PREFECT_API_URL"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "mlflow").mkdir()
@@ -60,7 +63,12 @@ def run_ui(project: Path, programs: Path, mlflow: int, prefect: int) -> subproce
     return subprocess.Popen(
         ["bash", str(ROOT / "bin" / "ui")],
         cwd=project,
-        env={**os.environ, "BIN": str(programs), "PORT_MLFLOW": str(mlflow), "PORT_PREFECT": str(prefect)},
+        env={
+            **os.environ,
+            "BIN": str(programs),
+            "PORT_MLFLOW": str(mlflow),
+            "PORT_PREFECT": str(prefect),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -87,16 +95,27 @@ def stop(ui: subprocess.Popen[str]) -> None:
 
 def test_both_servers_on_ports_of_ones_own(project):
     (project / "mlflow" / "mlflow.db").write_text("there already: nothing to create")
-    mlflow, prefect = free_port(), free_port()
+    mlflow = free_port()
+    prefect = free_port()
     ui = run_ui(project, project / "programs", mlflow, prefect)
     try:
         text = printed(ui)
-        assert f"http://127.0.0.1:{mlflow}/#/experiments" in text and f"http://127.0.0.1:{mlflow}/#/models" in text
-        assert f"pages   http://127.0.0.1:{prefect}\n" in text and f"API     http://127.0.0.1:{prefect}/api\n" in text
+        assert (
+            f"http://127.0.0.1:{mlflow}/#/experiments" in text
+            and f"http://127.0.0.1:{mlflow}/#/models" in text
+        )
+        assert (
+            f"pages   http://127.0.0.1:{prefect}\n" in text
+            and f"API     http://127.0.0.1:{prefect}/api\n" in text
+        )
         assert "4200" not in text and "5000" not in text
-        with urllib.request.urlopen(f"http://127.0.0.1:{prefect}/ui-settings", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{prefect}/ui-settings", timeout=10
+        ) as answer:
             assert json.load(answer)["api_url"] == f"http://127.0.0.1:{prefect}/api"
-        modes = [stat.S_IMODE(log.stat().st_mode) for log in (project / ".prefect").glob("ui-*.log")]
+        modes = [
+            stat.S_IMODE(log.stat().st_mode) for log in (project / ".prefect").glob("ui-*.log")
+        ]
         assert modes == [0o600, 0o600]
     finally:
         stop(ui)
@@ -115,19 +134,27 @@ def test_a_port_that_is_in_use_is_named(project):
 
 def test_a_run_has_an_address_where_a_server_is_named(project, monkeypatch):
     assert ui_url(tracking_uri(project), "1", RUN) is None
-    assert ui_url("http://u:p@host:5000", "1", RUN) == f"http://host:5000/#/experiments/1/runs/{RUN}"
+    assert (
+        ui_url("http://u:p@host:5000", "1", RUN) == f"http://host:5000/#/experiments/1/runs/{RUN}"
+    )
     monkeypatch.setenv("UNIDEC_MLFLOW_UI", "https://mlflow.example.com/")
-    assert ui_url(tracking_uri(project), "1", RUN) == f"https://mlflow.example.com/#/experiments/1/runs/{RUN}"
+    assert (
+        ui_url(tracking_uri(project), "1", RUN)
+        == f"https://mlflow.example.com/#/experiments/1/runs/{RUN}"
+    )
 
 
 @pytest.mark.slow
 def test_the_real_servers_on_ports_of_ones_own(project, monkeypatch):
     monkeypatch.setenv("PREFECT_HOME", str(project / "prefect"))
-    mlflow, prefect = free_port(), free_port()
+    mlflow = free_port()
+    prefect = free_port()
     ui = run_ui(project, Path(sys.executable).parent, mlflow, prefect)
     try:
         assert f"http://127.0.0.1:{prefect}" in printed(ui)
-        with urllib.request.urlopen(f"http://127.0.0.1:{prefect}/ui-settings", timeout=30) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{prefect}/ui-settings", timeout=30
+        ) as answer:
             assert json.load(answer)["api_url"] == f"http://127.0.0.1:{prefect}/api"
         with urllib.request.urlopen(f"http://127.0.0.1:{mlflow}/health", timeout=30) as answer:
             assert answer.status == 200

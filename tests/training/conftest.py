@@ -1,4 +1,6 @@
-"""Fresh random numbers for each run of a test (UNIDEC_TEST_SEED, printed on failure, repeats them)."""
+"""Fresh random numbers for each run of a test (UNIDEC_TEST_SEED, printed on failure,
+repeats them).
+"""
 
 import os
 import random
@@ -17,10 +19,14 @@ def rng():
 
 @pytest.fixture
 def make_batches(tiny_dataset, tiny_tokens, tiny_params):
-    """`make_batches(ranks, graph, **overrides)`: batches of `tiny_dataset`, whose texts are recorded, not encoded."""
+    """`make_batches(ranks, graph, **overrides)`: batches of `tiny_dataset`, whose texts are
+    recorded, not encoded.
+    """
 
     def make(ranks=None, graph=None, cluster_L=None, **overrides):
         params = tiny_params(**overrides)
-        return record_batches(params, tiny_dataset, tiny_tokens, ranks=ranks, graph=graph, cluster_L=cluster_L)
+        return record_batches(
+            params, tiny_dataset, tiny_tokens, ranks=ranks, graph=graph, cluster_L=cluster_L
+        )
 
     return make

@@ -1,15 +1,17 @@
-"""Golden losses: the first 20 steps of every shipped recipe, scaled down, kept in `golden/<recipe>.json`.
+"""Golden losses: the first 20 steps of every shipped recipe, scaled down, kept in
+`golden/<recipe>.json`.
 
-A refactor leaves them as they are; who changes a recipe or the algorithm makes them anew and says so in the commit:
+A refactor leaves them as they are; who changes a recipe or the algorithm makes them anew and says
+so in the commit:
 
     python tests/training/golden.py             # all recipes
     python tests/training/golden.py unidec      # this one
 
-Everything of a recipe that decides what is computed is kept (losses, weights, dropouts, rates, pools, refresh); sizes,
-the transformer, the length of the schedule and the number format are replaced by small ones. Processors differ in the
-last bits of sums, exponentials and normal random numbers, so figures are compared to a relative 1e-5, and dropout
-masks come from a generator that other architectures do not have: golden losses count on x86-64 only.
-"""
+Everything of a recipe that decides what is computed is kept (losses, weights, dropouts, rates,
+pools, refresh); sizes, the transformer, the length of the schedule and the number format are
+replaced by small ones. Processors differ in the last bits of sums, exponentials and normal random
+numbers, so figures are compared to a relative 1e-5, and dropout masks come from a generator that
+other architectures do not have: golden losses count on x86-64 only."""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from unidec.training.trainer import Trainer, TrainingData
 
 FOLDER = Path(__file__).with_name("golden")
 KEPT = ("loss", "loss_de", "loss_clf", "grad_norm", "pool_size", "positives_per_query")
-STEPS, EPOCHS, REFRESH = 20, 5, 2
+STEPS = 20
+EPOCHS = 5
+REFRESH = 2
 
 
 def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Params:
@@ -40,17 +44,30 @@ def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Par
     file = folder / "params.yaml"
     file.write_text(f"recipe: {recipe}\n", encoding="utf-8")
     of_recipe = load_params(file)
-    return load_params(file, {
-        "seed": 0, "device": "cpu", "encoder.name": str(transformer), "tokens.max_length": 16, "model.dim": 16,
-        "model.levels": [8, 3] if of_recipe.model.levels else [], "pool.shortlist": min(of_recipe.pool.shortlist, 2),
-        "encoder.trainable_layers": min(of_recipe.encoder.trainable_layers, 1),
-        "encoder.bag_head": min(of_recipe.encoder.bag_head, 4),
-        "encoder.transformer_tokens": min(of_recipe.encoder.transformer_tokens, 8),
-        "pool.batch_size": 12, "pool.batch_fit": "most",
-        "pool.size": min(of_recipe.pool.size, 30), "pool.refresh": REFRESH,
-        "optim.epochs": EPOCHS, "optim.warmup_epochs": 1.0, "optim.precision": "fp32",
-        "optim.encode_chunk": min(of_recipe.optim.encode_chunk, 16),
-    } | overrides)  # fmt: skip
+    return load_params(
+        file,
+        {
+            "seed": 0,
+            "device": "cpu",
+            "encoder.name": str(transformer),
+            "tokens.max_length": 16,
+            "model.dim": 16,
+            "model.levels": [8, 3] if of_recipe.model.levels else [],
+            "pool.shortlist": min(of_recipe.pool.shortlist, 2),
+            "encoder.trainable_layers": min(of_recipe.encoder.trainable_layers, 1),
+            "encoder.bag_head": min(of_recipe.encoder.bag_head, 4),
+            "encoder.transformer_tokens": min(of_recipe.encoder.transformer_tokens, 8),
+            "pool.batch_size": 12,
+            "pool.batch_fit": "most",
+            "pool.size": min(of_recipe.pool.size, 30),
+            "pool.refresh": REFRESH,
+            "optim.epochs": EPOCHS,
+            "optim.warmup_epochs": 1.0,
+            "optim.precision": "fp32",
+            "optim.encode_chunk": min(of_recipe.optim.encode_chunk, 16),
+        }
+        | overrides,
+    )
 
 
 def label_graph(params: Params, dataset: XMCDataset) -> csr_matrix:
@@ -59,24 +76,34 @@ def label_graph(params: Params, dataset: XMCDataset) -> csr_matrix:
 
     graph = params.label_graph
     relevance = dataset.relevance[dataset.rows("train")]
-    return soft_targets(relevance, graph.threshold, kind=graph.kind, share=graph.share, tail_first=graph.tail_first)
+    return soft_targets(
+        relevance, graph.threshold, kind=graph.kind, share=graph.share, tail_first=graph.tail_first
+    )
 
 
-def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> list[dict[str, float]]:
+def first_steps(
+    recipe: str, raw: RawData, transformer: Path, folder: Path
+) -> list[dict[str, float]]:
     """Train 20 steps below a folder; the figures of each."""
     params = small(recipe, transformer, folder)
     dataset = write_dataset(folder / "dataset", raw, validation_share=0.1)
     tokens = []
     for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
         texts = dataset.text_batches(name, params.tokens.text)  # type: ignore[arg-type]
-        tokens.append(TokenCache.open(build_token_cache(texts, transformer, 16, folder / name, size)))
+        tokens.append(
+            TokenCache.open(build_token_cache(texts, transformer, 16, folder / name, size))
+        )
     graph = label_graph(params, dataset) if params.reads_label_graph else None
-    log_every, trainer_module.LOG_EVERY = trainer_module.LOG_EVERY, 1
+    log_every = trainer_module.LOG_EVERY
+    trainer_module.LOG_EVERY = 1
     try:
         while True:
             # opened again for each round, as the stages do
             trainer = Trainer(
-                params.training, TrainingData(dataset, tokens[0], tokens[1], graph), folder / "run", folder / "cache"
+                params.training,
+                TrainingData(dataset, tokens[0], tokens[1], graph),
+                folder / "run",
+                folder / "cache",
             )
             if trainer.finished:
                 break
@@ -84,7 +111,9 @@ def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> l
             trainer.train_round()
     finally:
         trainer_module.LOG_EVERY = log_every
-    lines = [json.loads(line) for line in (folder / "run" / "history.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "history.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == trainer.steps_per_epoch * EPOCHS >= STEPS
     return [{key: line[key] for key in KEPT if key in line} for line in lines[:STEPS]]
 
@@ -98,13 +127,18 @@ def differences(ours: list[dict[str, float]], golden: list[dict[str, float]]) ->
             continue
         # the norm sums squares of what the losses only average: its last bits move more
         tolerance = {"grad_norm": 1e-4}
-        found += [f"step {step}: {key} {one[key]!r} instead of {other[key]!r}" for key in one
-                  if not np.isclose(one[key], other[key], rtol=tolerance.get(key, 1e-5), atol=1e-7)]  # fmt: skip
+        found += [
+            f"step {step}: {key} {one[key]!r} instead of {other[key]!r}"
+            for key in one
+            if not np.isclose(one[key], other[key], rtol=tolerance.get(key, 1e-5), atol=1e-7)
+        ]
     return found
 
 
 def _conftest() -> Any:
-    spec = importlib.util.spec_from_file_location("unidec_conftest", Path(__file__).parent.parent / "conftest.py")
+    spec = importlib.util.spec_from_file_location(
+        "unidec_conftest", Path(__file__).parent.parent / "conftest.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -118,12 +152,16 @@ def main(recipes: list[str]) -> None:
     for recipe in recipes or recipe_names():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            ours = first_steps(recipe, raw, conftest.tiny_transformer("bert", raw, folder / "bert"), folder)
+            ours = first_steps(
+                recipe, raw, conftest.tiny_transformer("bert", raw, folder / "bert"), folder
+            )
         file = FOLDER / f"{recipe}.json"
         moved = differences(ours, json.loads(file.read_text())) if file.is_file() else ["new"]
         rows = ",\n".join(json.dumps(row) for row in ours)
         file.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
-        print(f"{file.name}: {moved[0] if moved else 'as before'}{', ...' if len(moved) > 1 else ''}")
+        print(
+            f"{file.name}: {moved[0] if moved else 'as before'}{', ...' if len(moved) > 1 else ''}"
+        )
 
 
 if __name__ == "__main__":

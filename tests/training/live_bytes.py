@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages of all tensors that operations inside the block return: now, and at most.
+    """Bytes of the storages of all tensors that operations inside the block return: now, and at
+    most.
 
     What an operation allocates and frees within itself is not seen, nor are arrays of numpy.
     """

@@ -1,8 +1,9 @@
-"""Checks that several ranks run together: `run(2, "collectives", folder)` starts real processes on gloo.
+"""Checks that several ranks run together: `run(2, "collectives", folder)` starts real processes on
+gloo.
 
-Each process runs one function of this file, `function(ranks, folder, **options)`, and writes what it returns (arrays)
-to a file. Starting a process costs seconds of imports, so a function holds many checks.
-"""
+Each process runs one function of this file, `function(ranks, folder, **options)`, and writes what
+it returns (arrays) to a file. Starting a process costs seconds of imports, so a function holds many
+checks."""
 
 from __future__ import annotations
 
@@ -28,27 +29,41 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run(world: int, function: str, folder: Path, timeout: float = 280, **options: Any) -> list[dict[str, np.ndarray]]:
+def run(
+    world: int, function: str, folder: Path, timeout: float = 280, **options: Any
+) -> list[dict[str, np.ndarray]]:
     """What each rank's function returned, rank by rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    port, processes = free_port(), []
+    port = free_port()
+    processes = []
     for rank in range(world):
         env = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, __file__, function, str(folder), json.dumps(options)]
-        processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        )
     try:
         errors = [process.communicate(timeout=timeout)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * world, "\n".join(errors)
-    return [dict(np.load(folder / f"{function}-{world}-{rank}.npz", allow_pickle=False)) for rank in range(world)]
+    return [
+        dict(np.load(folder / f"{function}-{world}-{rank}.npz", allow_pickle=False))
+        for rank in range(world)
+    ]
 
 
-# -- what the ranks run -----------------------------------------------------------------------------------------------
+# -- what the ranks run
+# -----------------------------------------------------------------------------------------------
 
 
 def part_of(ranks: Any, array: Any) -> Any:
@@ -64,7 +79,12 @@ def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     rng = torch.Generator().manual_seed(5)
-    for name, sizes in (("even", [3, 3]), ("uneven", [1, 4]), ("skewed", [0, 9]), ("nothing", [0, 0])):
+    for name, sizes in (
+        ("even", [3, 3]),
+        ("uneven", [1, 4]),
+        ("skewed", [0, 9]),
+        ("nothing", [0, 0]),
+    ):
         whole = torch.randn(sum(sizes), 4, generator=rng)
         weight = torch.randn(sum(sizes), 4, generator=rng)
         begin = sum(sizes[: ranks.rank])
@@ -77,7 +97,8 @@ def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
 
     a, b, c, d = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,), (1,), (2,)))
     half = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    a.grad, d.grad = torch.full((2, 3), float(ranks.rank + 1)), torch.full((2,), float(ranks.rank + 5))
+    a.grad = torch.full((2, 3), float(ranks.rank + 1))
+    d.grad = torch.full((2,), float(ranks.rank + 5))
     half.grad = torch.ones(3, dtype=torch.bfloat16)
     if ranks.rank == 1:
         b.grad = torch.arange(4.0)
@@ -91,7 +112,9 @@ def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
             table.weight.copy_(torch.arange(10.0).unsqueeze(1).expand_as(table.weight))
     rows = torch.tensor([[1, 4, 7], [0, 4, 4]][ranks.rank][: 3 - ranks.rank])
     for table in tables:
-        (table.gather(rows) * (ranks.rank + 1) * torch.arange(1.0, len(rows) + 1).unsqueeze(1)).sum().backward()
+        (
+            table.gather(rows) * (ranks.rank + 1) * torch.arange(1.0, len(rows) + 1).unsqueeze(1)
+        ).sum().backward()
     ranks.sum_rows(tables)
     for table in tables:
         used, leaf = table.used
@@ -101,47 +124,74 @@ def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
     dense = RowTable(4, 2).train()
     (dense.gather(None) * (ranks.rank + 1)).sum().backward()
     ranks.sum_rows([dense])
-    found["all rows"] = dense.used[0] is None and torch.equal(dense.used[1].grad, torch.full((4, 2), 3.0))
+    found["all rows"] = dense.used[0] is None and torch.equal(
+        dense.used[1].grad, torch.full((4, 2), 3.0)
+    )
     empty = RowTable(4, 2).train()
     empty.gather(torch.tensor([2, 3][: ranks.rank], dtype=torch.int64)).sum().backward()
     ranks.sum_rows([empty, RowTable(3, 1)])
-    found["one has no rows"] = (empty.used[0].tolist(), empty.used[1].grad.tolist()) == ([2], [[1.0, 1.0]])
+    found["one has no rows"] = (empty.used[0].tolist(), empty.used[1].grad.tolist()) == (
+        [2],
+        [[1.0, 1.0]],
+    )
 
     for name, value in (("norm", 1.0), ("norm of a nan", np.nan)):
         sharded = [torch.full((9,), value)][: ranks.rank]
         found[name] = ranks.norm([torch.full((4,), 2.0), *sharded], sharded).numpy()
     found["any"] = ranks.any(ranks.rank == 1, False, True)
 
-    found["share"] = ranks.share({"name": ["é", 1, None]} if ranks.is_first else "mine") == {"name": ["é", 1, None]}
+    found["share"] = ranks.share({"name": ["é", 1, None]} if ranks.is_first else "mine") == {
+        "name": ["é", 1, None]
+    }
     for dtype in (np.float32, np.int64, np.bool_, np.float16):
         array = (np.arange(14).reshape(7, 2) % 3).astype(dtype)
-        found[f"arrays {np.dtype(dtype)}"] = np.array_equal(ranks.gather_array(part_of(ranks, array)), array)
-        found[f"share {np.dtype(dtype)}"] = np.array_equal(ranks.gather_array(array if ranks.is_first else None), array)
+        found[f"arrays {np.dtype(dtype)}"] = np.array_equal(
+            ranks.gather_array(part_of(ranks, array)), array
+        )
+        found[f"share {np.dtype(dtype)}"] = np.array_equal(
+            ranks.gather_array(array if ranks.is_first else None), array
+        )
     found["no rows"] = ranks.gather_array(np.empty((0, 3), np.float32)).shape == (0, 3)
     found["one has rows"] = ranks.gather_array(np.ones((ranks.rank, 3))).tolist() == [[1.0] * 3]
     ranks.barrier()
     return found
 
 
-# -- losses over all labels -------------------------------------------------------------------------------------------
+# -- losses over all labels
+# -------------------------------------------------------------------------------------------
 
 # loss, its options, reduction, share of query -> label
 LOSSES_BY_COLUMNS = [
-    ("ds", {}, "psl", 0.5), ("ds", {}, "pol", 1.0), ("supcon", {}, "pal-n", 0.3), ("supcon", {}, "psl", 0.0),
-    ("infonce", {}, "pol", 0.5), ("bce", {}, "psl", 1.0), ("bce", {"normalise": "entries"}, "psl", 1.0),
-    ("hinge", {"margin": 0.7}, "psl", 1.0), ("hinge", {"margin": 0.2, "normalise": "entries"}, "psl", 1.0),
-    ("softtopk", {"topk": 2}, "psl", 1.0), ("softtopk", {"topk": 5}, "pol", 1.0),
-    ("full bce", {}, "", 1.0), ("full bce", {"normalise": "entries"}, "", 1.0),
-]  # fmt: skip
-# queries, labels, share of positives and of ignored pairs, labels (from the first on) that may be positive
+    ("ds", {}, "psl", 0.5),
+    ("ds", {}, "pol", 1.0),
+    ("supcon", {}, "pal-n", 0.3),
+    ("supcon", {}, "psl", 0.0),
+    ("infonce", {}, "pol", 0.5),
+    ("bce", {}, "psl", 1.0),
+    ("bce", {"normalise": "entries"}, "psl", 1.0),
+    ("hinge", {"margin": 0.7}, "psl", 1.0),
+    ("hinge", {"margin": 0.2, "normalise": "entries"}, "psl", 1.0),
+    ("softtopk", {"topk": 2}, "psl", 1.0),
+    ("softtopk", {"topk": 5}, "pol", 1.0),
+    ("full bce", {}, "", 1.0),
+    ("full bce", {"normalise": "entries"}, "", 1.0),
+]
+# queries, labels, share of positives and of ignored pairs, labels (from the first on) that may be
+# positive
 SIZES = {
-    "many": (11, 37, 0.15, 0.1, 37), "a rank without labels": (5, 3, 0.4, 0.1, 3), "one label": (4, 1, 0.6, 0.2, 1),
-    "a rank without positives": (6, 24, 0.3, 0.1, 5), "one query": (1, 9, 0.4, 0.2, 9),
-    "no positives": (4, 9, 0.0, 0.3, 9), "all positives": (3, 8, 1.0, 0.0, 8),
-}  # fmt: skip
+    "many": (11, 37, 0.15, 0.1, 37),
+    "a rank without labels": (5, 3, 0.4, 0.1, 3),
+    "one label": (4, 1, 0.6, 0.2, 1),
+    "a rank without positives": (6, 24, 0.3, 0.1, 5),
+    "one query": (1, 9, 0.4, 0.2, 9),
+    "no positives": (4, 9, 0.0, 0.3, 9),
+    "all positives": (3, 8, 1.0, 0.0, 8),
+}
 
 
-def loss_inputs(rng: Any, shape: tuple[int, int, float, float, int], weighted: bool) -> tuple[Any, list[Any]]:
+def loss_inputs(
+    rng: Any, shape: tuple[int, int, float, float, int], weighted: bool
+) -> tuple[Any, list[Any]]:
     """Random targets, and query, row, bias and scale in float64."""
     import torch
 
@@ -153,18 +203,24 @@ def loss_inputs(rng: Any, shape: tuple[int, int, float, float, int], weighted: b
     ignored = (rng.random(positive.shape) < ignored_share) & ~positive
     row, col = map(torch.from_numpy, np.nonzero(positive))
     targets = PoolTargets(
-        row, col, torch.from_numpy(rng.random(len(row)) < 0.7),
-        torch.from_numpy(rng.random(len(row)) + 0.1) if weighted else torch.ones(len(row), dtype=torch.float64),
-        torch.from_numpy(positive.sum(1) + 2), *map(torch.from_numpy, np.nonzero(ignored)),
+        row,
+        col,
+        torch.from_numpy(rng.random(len(row)) < 0.7),
+        torch.from_numpy(rng.random(len(row)) + 0.1)
+        if weighted
+        else torch.ones(len(row), dtype=torch.float64),
+        torch.from_numpy(positive.sum(1) + 2),
+        *map(torch.from_numpy, np.nonzero(ignored)),
         torch.from_numpy(1 + 9 * rng.random(len(row))) if weighted else None,
-    )  # fmt: skip
+    )
     shapes = [(num_queries, 4), (num_labels, 4), (num_labels, 1), ()]
     return targets, [torch.from_numpy(np.asarray(rng.normal(size=size))) for size in shapes]
 
 
 def loss_and_gradients(case: Any, targets: Any, inputs: list[Any], ranks: Any) -> list[Any]:
-    """Of one loss as `Objective` makes it: the loss, and the gradients of this rank's query, row and bias, and of the
-    scale, whole."""
+    """Of one loss as `Objective` makes it: the loss, and the gradients of this rank's query, row
+    and bias, and of the scale, whole.
+    """
     import torch
 
     from unidec.model.full_bce import full_bce
@@ -174,7 +230,8 @@ def loss_and_gradients(case: Any, targets: Any, inputs: list[Any], ranks: Any) -
     own = [part_of(ranks, x) if x.ndim else x for x in inputs]
     leaves = [x.clone().requires_grad_() for x in own]
     query_BD, row, bias, scale = leaves
-    query_BD, scale = ranks.gather(query_BD, ranks.sizes(num_queries)), scale.exp()
+    query_BD = ranks.gather(query_BD, ranks.sizes(num_queries))
+    scale = scale.exp()
     query_BD, scale = (targets.columns.sum_gradient(x) for x in (query_BD, scale))
     if kind == "full bce":
         loss = full_bce(query_BD, row, bias, scale, targets, chunk=3, **options)
@@ -188,7 +245,9 @@ def loss_and_gradients(case: Any, targets: Any, inputs: list[Any], ranks: Any) -
 
 
 def losses_by_columns(ranks: Any, folder: Path, seed: int) -> dict[str, Any]:
-    """Each loss with the labels spread over the ranks against the loss of one rank: largest relative difference."""
+    """Each loss with the labels spread over the ranks against the loss of one rank: largest
+    relative difference.
+    """
     import torch
     import torch.distributed as dist
 
@@ -200,19 +259,28 @@ def losses_by_columns(ranks: Any, folder: Path, seed: int) -> dict[str, Any]:
         for number, case in enumerate(LOSSES_BY_COLUMNS):
             targets, inputs = loss_inputs(rng, shape, weighted=number % 2 == 1)
             (begin, end), columns = ranks.part(shape[1]), (targets.col_P, targets.ignored_col_F)
-            own = [torch.nonzero((column >= begin) & (column < end)).squeeze(1) for column in columns]
+            own = [
+                torch.nonzero((column >= begin) & (column < end)).squeeze(1) for column in columns
+            ]
             own_columns = OwnColumns(ranks, begin, shape[1], *own, len(targets.col_P))
             with (
                 mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed,
                 mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered,
             ):
-                ours = loss_and_gradients(case, replace(targets, columns=own_columns), inputs, ranks)
-            sent = [call.args[0] for call in summed.call_args_list] + [call.args[1] for call in gathered.call_args_list]
+                ours = loss_and_gradients(
+                    case, replace(targets, columns=own_columns), inputs, ranks
+                )
+            sent = [call.args[0] for call in summed.call_args_list] + [
+                call.args[1] for call in gathered.call_args_list
+            ]
             # no rows and no logits of all labels: 37 x 4 and 11 x 37
             assert name != "many" or 0 < max(x.numel() for x in sent) < 37 * 4
             loss, *grads = loss_and_gradients(case, targets, inputs, ALONE)
             theirs = [loss, *(part_of(ranks, grad) if grad.ndim else grad for grad in grads)]
-            assert all(x.shape == y.shape and torch.isfinite(x).all() for x, y in zip(ours, theirs, strict=True))
+            assert all(
+                x.shape == y.shape and torch.isfinite(x).all()
+                for x, y in zip(ours, theirs, strict=True)
+            )
             found[f"loss {name}: {number} {case[0]}"] = max(
                 float(((x - y).abs() / y.abs().max().clamp_min(1)).max()) if y.numel() else 0.0
                 for x, y in zip(ours, theirs, strict=True)
@@ -220,7 +288,8 @@ def losses_by_columns(ranks: Any, folder: Path, seed: int) -> dict[str, Any]:
     return found
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
+# -- gradients
+# --------------------------------------------------------------------------------------------------
 
 
 def encoder_gradients(ranks: Any, folder: Path) -> dict[str, Any]:
@@ -245,12 +314,17 @@ def encoder_gradients(ranks: Any, folder: Path) -> dict[str, Any]:
             parallel(part_of(ranks, x)).pow(2).sum().backward()
             grads = [p.grad for p in network.parameters() if p.grad is not None]
             found.setdefault(f"sum, unused {unused}", []).extend(
-                torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for ours, theirs in zip(grads, expected, strict=True)
+                torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+                for ours, theirs in zip(grads, expected, strict=True)
             )
             network.zero_grad()
         found[f"names, unused {unused}"] = list(network.state_dict()) == [
-            *(["idle"] if unused else []), "0.weight", "0.bias", "2.weight", "2.bias"
-        ]  # fmt: skip
+            *(["idle"] if unused else []),
+            "0.weight",
+            "0.bias",
+            "2.weight",
+            "2.bias",
+        ]
     return found
 
 
@@ -274,8 +348,9 @@ def all_gradients(case: str, trainer: Any, ranks: Any) -> dict[str, Any]:
 
 
 def step_gradients(ranks: Any, folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of a step on the first queries, {case: parameters, "queries": how many}; the folder is that of
-    `train`."""
+    """Gradients of a step on the first queries, {case: parameters, "queries": how many}; the folder
+    is that of `train`.
+    """
     from unidec.data.dataset import XMCDataset
     from unidec.data.tokens import TokenCache
     from unidec.training.trainer import Trainer, TrainingData
@@ -286,15 +361,26 @@ def step_gradients(ranks: Any, folder: Path, cases: dict[str, Any]) -> dict[str,
     for case, overrides in cases.items():
         overrides = dict(overrides)
         queries = overrides.pop("queries")
-        params = tiny_params(folder / "bert", **{"pool.batches": "random", "pool.eta": 0} | overrides)
-        run_dir, cache = folder / f"gradients {case} {ranks.world}", folder / f"gradients-cache-{ranks.world}"
-        trainer = Trainer(params.training, TrainingData(dataset, *tokens), run_dir, cache, ranks=ranks)
+        params = tiny_params(
+            folder / "bert", **{"pool.batches": "random", "pool.eta": 0} | overrides
+        )
+        run_dir = folder / f"gradients {case} {ranks.world}"
+        cache = folder / f"gradients-cache-{ranks.world}"
+        trainer = Trainer(
+            params.training, TrainingData(dataset, *tokens), run_dir, cache, ranks=ranks
+        )
         trainer.model.train()
-        if trainer.model.encoder.bag is not None and trainer.model.encoder.bag.inception is not None:
-            trainer.model.encoder.bag.inception.dropout.p = 0.0  # no key sets it, and each rank draws its own
+        if (
+            trainer.model.encoder.bag is not None
+            and trainer.model.encoder.bag.inception is not None
+        ):
+            # no key sets it, and each rank draws its own
+            trainer.model.encoder.bag.inception.dropout.p = 0.0
         trains = params.encoder.kind != "bag" and params.encoder.trainable_layers != 0
         assert (trainer.gradients.parallel is not None) == (trains and not ranks.alone)
-        trainer.optimisers.step = lambda *_, each=(case, trainer): found.update(all_gradients(*each, ranks))
+        trainer.optimisers.step = lambda *_, each=(case, trainer): found.update(
+            all_gradients(*each, ranks)
+        )
         for trainer.at.step in (1, 2):  # the second with the buckets that the first has left
             trainer.train_step(trainer.prepare(np.sort(trainer.rows)[:queries], 0))
     return found
@@ -302,7 +388,11 @@ def step_gradients(ranks: Any, folder: Path, cases: dict[str, Any]) -> dict[str,
 
 def several(ranks: Any, folder: Path, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What several functions return, in one start of processes."""
-    return {k: v for name, options in calls.items() for k, v in globals()[name](ranks, folder, **options).items()}
+    return {
+        k: v
+        for name, options in calls.items()
+        for k, v in globals()[name](ranks, folder, **options).items()
+    }
 
 
 def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) -> dict[str, Any]:
@@ -316,7 +406,11 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
     data = np.load(folder / "vectors.npz")
     for size in (num_points, 100, 7, 1):
         made = balanced_clusters(data["points"], size, seed=4, ranks=ranks)
-        found |= {f"order {size}": made.order_N, f"offsets {size}": made.offsets, f"figures {size}": made.objective}
+        found |= {
+            f"order {size}": made.order_N,
+            f"offsets {size}": made.offsets,
+            f"figures {size}": made.objective,
+        }
     shape = (num_points + 5, num_labels)
     positive, filtered = (
         sp.csr_matrix((np.ones(len(data[name][0]), np.float32), tuple(data[name])), shape)
@@ -329,9 +423,11 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
             refresh.BLOCK = block
             shortlist, report = refresh.mine_hard_negatives(
                 points, data["rows"], labels, (positive, filtered), 6, ranks=ranks
-            )  # fmt: skip
+            )
             found[f"{name} {block}"] = shortlist
-            found[f"{name} {block} report"] = np.array([v for k, v in report.items() if k != "seconds"])
+            found[f"{name} {block} report"] = np.array(
+                [v for k, v in report.items() if k != "seconds"]
+            )
     return found
 
 
@@ -340,13 +436,16 @@ def all_refresh_parts(ranks: Any, folder: Path, sizes: list[tuple[int, int]]) ->
     return {
         f"{points}-{labels}: {key}": value
         for points, labels in sizes
-        for key, value in refresh_parts(ranks, folder / f"{points}-{labels}", points, labels).items()
+        for key, value in refresh_parts(
+            ranks, folder / f"{points}-{labels}", points, labels
+        ).items()
     }
 
 
 @mock.patch("unidec.training.trainer.LOG_EVERY", 1)  # some tests call it in their own process
 def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Losses and final weights of trainings: {case: parameters other than those of tests/tiny_training.py}.
+    """Losses and final weights of trainings: {case: parameters other than those of
+    tests/tiny_training.py}.
 
     The folder holds dataset/, queries/, labels/, graph/ and bert/ without dropout.
     """
@@ -396,7 +495,9 @@ class CutOff(BaseException):
 
 
 def cut_off_at(trainer: Any, step: int) -> bool:
-    """The trainer saves after this step and raises `CutOff` at the next one; True: it is there already."""
+    """The trainer saves after this step and raises `CutOff` at the next one; True: it is there
+    already.
+    """
     if trainer.at.step >= step:
         return True
     do = trainer.train_step
@@ -415,18 +516,24 @@ def tiny_params(bert: Path, **overrides: Any) -> Any:
     """Of tests/tiny_training.py, without any dropout."""
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("tiny_training", ROOT / "tests" / "tiny_training.py")
+    spec = importlib.util.spec_from_file_location(
+        "tiny_training", ROOT / "tests" / "tiny_training.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.tiny_params(bert, **{"model.dropout": 0.0, "run.checkpoint_minutes": 0.0} | overrides)
+    return module.tiny_params(
+        bert, **{"model.dropout": 0.0, "run.checkpoint_minutes": 0.0} | overrides
+    )
 
 
 def main() -> None:
     """One rank."""
     from unidec.training.distributed import Ranks
 
-    function, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    function = sys.argv[1]
+    folder = Path(sys.argv[2])
+    options = json.loads(sys.argv[3])
     ranks = Ranks.from_environment("cpu")
     found = globals()[function](ranks, folder, **options)
     np.savez(folder / f"{function}-{ranks.world}-{ranks.rank}.npz", **found)

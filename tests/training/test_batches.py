@@ -32,13 +32,23 @@ def test_ranks_share_the_texts_of_one_batch(make_batches, tiny_tokens, world, fi
     alone = make_batches(**values)
     rows = alone.rows[:10]
     whole = alone.prepare(rows, 1, 2, None)
-    parts = [make_batches(Ranks(rank, world), **values).prepare(rows, 1, 2, None) for rank in range(world)]
+    parts = [
+        make_batches(Ranks(rank, world), **values).prepare(rows, 1, 2, None)
+        for rank in range(world)
+    ]
     assert all(np.array_equal(part.pool.pool_S, whole.pool.pool_S) for part in parts)
-    assert (len(whole.pool.positive_row_P) == whole.pool.num_positives_B.sum()) == fill, "all of them are in the pool"
-    queries = [text for part in parts for text in texts(part, tiny_tokens)[: part.counts.own_queries]]
-    labels = [text for part in parts for text in texts(part, tiny_tokens)[part.counts.own_queries :]]
+    assert (len(whole.pool.positive_row_P) == whole.pool.num_positives_B.sum()) == fill, (
+        "all of them are in the pool"
+    )
+    queries = [
+        text for part in parts for text in texts(part, tiny_tokens)[: part.counts.own_queries]
+    ]
+    labels = [
+        text for part in parts for text in texts(part, tiny_tokens)[part.counts.own_queries :]
+    ]
     assert queries + labels == texts(whole, tiny_tokens)
-    assert {part.counts.tokens for part in parts} == {whole.counts.tokens}  # all say the speed of the whole
+    # all say the speed of the whole
+    assert {part.counts.tokens for part in parts} == {whole.counts.tokens}
 
 
 def test_batches_of_an_epoch_from_any_step_on(make_batches):
@@ -62,17 +72,27 @@ def test_a_table_on_the_host_is_never_fetched_whole(make_batches, tiny_dataset):
     assert batches.clf_labels == "some" and len(seen) < tiny_dataset.num_labels
 
 
-ALL, POOL = {"pool.de_labels": "all"}, {"pool.de_labels": "pool"}
+ALL = {"pool.de_labels": "all"}
+POOL = {"pool.de_labels": "pool"}
 
 
-@pytest.mark.parametrize(("overrides", "encoded", "clf"), [
-    (POOL, "pool", "pool"), (ALL, "all", "pool"), (POOL | {"pool.clf_labels": "all"}, "pool", "all"),
-    (ALL | {"pool.clf_labels": "all"}, "all", "all"), (POOL | {"pool.clf_labels": 20}, "pool", "all"),
-    (ALL | {"model.heads": "de"}, "all", None),
-    (ALL | {"model.heads": "clf"}, None, "pool"), (ALL | {"model.heads": "clf", "pool.clf_labels": "all"}, None, "all"),
-    (ALL | {"model.clf_residual": True}, "all", "pool"), (POOL | {"model.clf_residual": True}, "pool", "pool"),
-    ({"model.heads": "clf", "model.clf_residual": True}, "pool", "pool"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "encoded", "clf"),
+    [
+        (POOL, "pool", "pool"),
+        (ALL, "all", "pool"),
+        (POOL | {"pool.clf_labels": "all"}, "pool", "all"),
+        (ALL | {"pool.clf_labels": "all"}, "all", "all"),
+        (POOL | {"pool.clf_labels": 20}, "pool", "all"),
+        (ALL | {"model.heads": "de"}, "all", None),
+        (ALL | {"model.heads": "clf"}, None, "pool"),
+        (ALL | {"model.heads": "clf", "pool.clf_labels": "all"}, None, "all"),
+        (ALL | {"model.clf_residual": True}, "all", "pool"),
+        (POOL | {"model.clf_residual": True}, "pool", "pool"),
+        ({"model.heads": "clf", "model.clf_residual": True}, "pool", "pool"),
+    ],
+    ids=str,
+)
 def test_which_labels_are_encoded_and_which_classified(
     make_batches, tiny_dataset, tiny_tokens, overrides, encoded, clf
 ):
@@ -84,12 +104,19 @@ def test_which_labels_are_encoded_and_which_classified(
     expected = [tiny_tokens["labels"].ragged([label])[0].tolist() for label in labels[encoded]]
     assert texts(batch, tiny_tokens)[9:] == expected
     assert encoded_labels(batches.settings.model, batches.settings.pool) == (encoded or "none")
-    seen = [None if clf is None else labels[clf], None if batch.clf.ids is None else batch.clf.ids.tolist()]
+    seen = [
+        None if clf is None else labels[clf],
+        None if batch.clf.ids is None else batch.clf.ids.tolist(),
+    ]
     assert seen[1] == (seen[0] if clf == "pool" else None)
     if encoded and batches.settings.model.heads != "clf":
         assert batch.pool.pool_S.tolist() == labels[encoded]
     if overrides.get("model.clf_residual"):
-        places = range(len(drawn)) if batch.added["rows"].places is None else batch.added["rows"].places.tolist()
+        places = (
+            range(len(drawn))
+            if batch.added["rows"].places is None
+            else batch.added["rows"].places.tolist()
+        )
         assert [labels[encoded][place] for place in places] == drawn
     # pairs of either head, against a dense matrix
     relevance = tiny_dataset.relevance[batches.rows[:9]].toarray() > 0
@@ -117,13 +144,22 @@ def test_importance_is_the_inverse_propensity_of_the_label(make_batches, tiny_da
     expected = 1 + c * (count + 2.0) ** -0.7
     assert make_batches().inverse_L is None
     for overrides in ({}, {"pool.gandalf": True}, {"pool.positives": "tail"}):
-        given = {"loss.weights": "propensity", "data.propensity_a": 0.7, "data.propensity_b": 2.0} | overrides
+        given = {
+            "loss.weights": "propensity",
+            "data.propensity_a": 0.7,
+            "data.propensity_b": 2.0,
+        } | overrides
         batches = make_batches(None, graph, **given)
         assert np.allclose(batches.inverse_L, expected)
         targets = (batch := batches.prepare(batches.rows[:9], 0, 0, None)).targets
-        assert np.allclose(targets.importance_P.numpy(), expected[batch.pool.pool_S[targets.col_P.numpy()]])
+        assert np.allclose(
+            targets.importance_P.numpy(), expected[batch.pool.pool_S[targets.col_P.numpy()]]
+        )
     tail = make_batches(**{"pool.positives": "tail"})
-    assert tail.inverse_L is not None and tail.prepare(tail.rows[:9], 0, 0, None).targets.importance_P is None
+    assert (
+        tail.inverse_L is not None
+        and tail.prepare(tail.rows[:9], 0, 0, None).targets.importance_P is None
+    )
 
 
 def test_nothing_to_train_on(raw_factory, tmp_path):

@@ -1,4 +1,6 @@
-"""Checkpoints: whole or absent, the newest whole one is used, two are kept, rows from any number of ranks."""
+"""Checkpoints: whole or absent, the newest whole one is used, two are kept, rows from any number of
+ranks.
+"""
 
 import json
 import os
@@ -39,16 +41,29 @@ def make(step, refresh=None):
     def draw(*shape):
         return torch.randn(shape, generator=generator)
 
-    dense = {"model.a.weight": draw(7, 3), "model.b": draw(), "adamw.0.step": torch.tensor(float(step)),
-             "none": torch.empty(0, 4)}  # fmt: skip
+    dense = {
+        "model.a.weight": draw(7, 3),
+        "model.b": draw(),
+        "adamw.0.step": torch.tensor(float(step)),
+        "none": torch.empty(0, 4),
+    }
     rows = {
-        "table": RowPart(0, 11, {"weight": draw(11, 3), "first": draw(11, 3), "second": draw(11, 3)}),
+        "table": RowPart(
+            0, 11, {"weight": draw(11, 3), "first": draw(11, 3), "second": draw(11, 3)}
+        ),
         "bias": RowPart(0, 11, {"weight": draw(11, 1), "sum": draw(11)}),
         "encoder.bag.embedding": RowPart(0, 5, {"weight": draw(5, 2).bfloat16()}),
         "one": RowPart(0, 1, {"weight": draw(1, 2)}),
     }
-    state = {"epoch": step // 4, "epoch_step": step % 4, "step": step, "seconds": 0.1 * step, "refresh": refresh,
-             "identity": {"data": "x"}, "notes": {"run": "ü"}}  # fmt: skip
+    state = {
+        "epoch": step // 4,
+        "epoch_step": step % 4,
+        "step": step,
+        "seconds": 0.1 * step,
+        "refresh": refresh,
+        "identity": {"data": "x"},
+        "notes": {"run": "ü"},
+    }
     return Checkpoint(state, dense | random_state(CPU), rows)
 
 
@@ -64,7 +79,8 @@ def equal(ours, theirs):
         and same_tensors(ours.dense, theirs.dense)
         and ours.rows.keys() == theirs.rows.keys()
         and all(
-            (a.first_row, a.num_rows) == (b.first_row, b.num_rows) and same_tensors(a.tensors, b.tensors)
+            (a.first_row, a.num_rows) == (b.first_row, b.num_rows)
+            and same_tensors(a.tensors, b.tensors)
             for a, b in ((ours.rows[name], theirs.rows[name]) for name in ours.rows)
         )
     )
@@ -84,7 +100,8 @@ def names(run_dir):
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-# -- one after the other -----------------------------------------------------------------------------------------------
+# -- one after the other
+# -----------------------------------------------------------------------------------------------
 
 
 def test_read_back_bit_for_bit(tmp_path):
@@ -120,7 +137,9 @@ def test_a_full_disk_and_then_space(tmp_path, monkeypatch):
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
         with pytest.raises(ArtifactError, match="no space left") as caught:
             writer.save(make(2))
-    assert f"at least {make(2).num_bytes:,} bytes" in str(caught.value) and "step-0000000002" in str(caught.value)
+    assert f"at least {make(2).num_bytes:,} bytes" in str(
+        caught.value
+    ) and "step-0000000002" in str(caught.value)
     assert names(tmp_path) == ["latest", "step-0000000001"]
     assert writer.save(make(4)).name == "step-0000000004"
 
@@ -140,7 +159,8 @@ def test_no_tables_at_all(tmp_path):
     assert equal(load_checkpoint(tmp_path)[0], given)
 
 
-# -- which are kept, which is used -------------------------------------------------------------------------------------
+# -- which are kept, which is used
+# -------------------------------------------------------------------------------------
 
 
 def test_two_are_kept(tmp_path):
@@ -151,7 +171,9 @@ def test_two_are_kept(tmp_path):
 
 
 def test_two_that_are_whole_are_kept(tmp_path):
-    """A damaged one does not take the place of the one before it; what is later is of a past cut off."""
+    """A damaged one does not take the place of the one before it; what is later is of a past cut
+    off.
+    """
     for step in (5, 10):
         save(tmp_path, make(step))
     flip(tmp_path / "checkpoints" / "step-0000000010" / "dense.safetensors")
@@ -190,7 +212,9 @@ def test_none_whole_is_an_error_that_names_all(tmp_path):
     assert "step-0000000005" in str(caught.value) and "step-0000000010" in str(caught.value)
 
 
-@pytest.mark.parametrize("state", [b"", b"{", b"[]", b'{"epoch": 1}', b'{"epoch": "x", "step": 1}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "state", [b"", b"{", b"[]", b'{"epoch": 1}', b'{"epoch": "x", "step": 1}', b"[" * 100_000]
+)
 def test_a_state_that_is_none(tmp_path, state):
     """Sealed by its manifest all the same, as by somebody who made it up."""
     save(tmp_path, make(5))
@@ -200,17 +224,22 @@ def test_a_state_that_is_none(tmp_path, state):
     assert equal(loaded, make(5)) and "state.json" in refused[0]
 
 
-@pytest.mark.parametrize("failing", ["write_tensors", "disk", "manifest", "rename", "read back", "latest"])
+@pytest.mark.parametrize(
+    "failing", ["write_tensors", "disk", "manifest", "rename", "read back", "latest"]
+)
 def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch, failing):
     save(tmp_path, make(5))
     with monkeypatch.context() as patch:
         if failing == "disk":
             patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
         else:
-            target = {"write_tensors": "unidec.training.checkpoint.write_tensors",
-                      "manifest": "unidec.data.storage.write_manifest", "rename": "unidec.data.storage._replace",
-                      "read back": "unidec.training.checkpoint.read_manifest",
-                      "latest": "unidec.training.checkpoint.write_bytes_atomic"}[failing]  # fmt: skip
+            target = {
+                "write_tensors": "unidec.training.checkpoint.write_tensors",
+                "manifest": "unidec.data.storage.write_manifest",
+                "rename": "unidec.data.storage._replace",
+                "read back": "unidec.training.checkpoint.read_manifest",
+                "latest": "unidec.training.checkpoint.write_bytes_atomic",
+            }[failing]
             patch.setattr(target, lambda *_, **__: (_ for _ in ()).throw(ArtifactError("no")))
         with pytest.raises(ArtifactError):
             save(tmp_path, make(10))
@@ -236,7 +265,9 @@ def test_a_disk_that_lies_is_found_by_reading_back(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "write_tensors", lies)
     with pytest.raises(ArtifactError, match="damaged"):
         save(tmp_path, make(10))
-    assert names(tmp_path) == ["latest", "step-0000000005"] and equal(load_checkpoint(tmp_path)[0], make(5))
+    assert names(tmp_path) == ["latest", "step-0000000005"] and equal(
+        load_checkpoint(tmp_path)[0], make(5)
+    )
 
 
 def test_saved_again_it_is_replaced(tmp_path):
@@ -247,8 +278,11 @@ def test_saved_again_it_is_replaced(tmp_path):
 
 def test_what_killed_processes_left_is_removed(tmp_path):
     path = save(tmp_path, make(5))
-    gone = [f".{what}.{socket.gethostname()}.{pid}.0123abcd.tmp" for pid in (os.getpid(), 2**22 - 3)
-            for what in ("step-0000000007", "latest")]  # fmt: skip
+    gone = [
+        f".{what}.{socket.gethostname()}.{pid}.0123abcd.tmp"
+        for pid in (os.getpid(), 2**22 - 3)
+        for what in ("step-0000000007", "latest")
+    ]
     for name in gone:
         (path.parent / name).mkdir()
         (path.parent / name / "half").write_text("x")
@@ -272,7 +306,8 @@ def test_what_a_checkpoint_says_of_itself(tmp_path):
         read_state(tmp_path, paths[0])
 
 
-# -- the refresh of a round --------------------------------------------------------------------------------------------
+# -- the refresh of a round
+# --------------------------------------------------------------------------------------------
 
 
 def make_refresh(run_dir, epoch):
@@ -300,7 +335,8 @@ def test_a_checkpoint_within_a_round_needs_its_refresh(tmp_path, damage):
     assert len(refused) == (damage != "none") and all("refresh" in reason for reason in refused)
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
+# -- several ranks
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -323,13 +359,19 @@ def part_of(checkpoint, ranks):
     """What a rank holds: its part of `table` and `bias`, all of the others."""
     rows = {}
     for name, whole in checkpoint.rows.items():
-        begin, end = ranks.part(whole.num_rows) if name != "encoder.bag.embedding" else (0, whole.num_rows)
-        rows[name] = RowPart(begin, whole.num_rows, {k: x[begin:end] for k, x in whole.tensors.items()})
+        begin, end = (
+            ranks.part(whole.num_rows) if name != "encoder.bag.embedding" else (0, whole.num_rows)
+        )
+        rows[name] = RowPart(
+            begin, whole.num_rows, {k: x[begin:end] for k, x in whole.tensors.items()}
+        )
     return Checkpoint(checkpoint.state, checkpoint.dense, rows)
 
 
 def save_together(run_dir, checkpoint, world):
-    meeting, failed, given = threading.Barrier(world), [], {}
+    meeting = threading.Barrier(world)
+    failed = []
+    given = {}
 
     def work(rank):
         ranks = Threads(rank, world, meeting=meeting, given=given)
@@ -360,7 +402,9 @@ def test_written_by_many_and_read_by_any_number(tmp_path, world):
     for readers in (1, 2, 3, 5, 13):
         for rank in range(readers):
             ranks = Ranks(rank, readers)
-            mine = {name: ranks.part(saved.rows[name].num_rows) for name in ("table", "bias", "one")}
+            mine = {
+                name: ranks.part(saved.rows[name].num_rows) for name in ("table", "bias", "one")
+            }
             assert equal(load_checkpoint(tmp_path, mine)[0], part_of(saved, ranks))
 
 
@@ -384,7 +428,8 @@ def test_rows_that_no_file_has(tmp_path):
     assert equal(loaded, make(5)) and "rows are missing" in refused[0]
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
+# -- versions
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_newer_version_is_refused_and_nothing_older_is_used(tmp_path):
@@ -397,7 +442,8 @@ def test_a_newer_version_is_refused_and_nothing_older_is_used(tmp_path):
         load_checkpoint(tmp_path)
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------------
+# -- random numbers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_random_numbers_continue():

@@ -1,4 +1,6 @@
-"""Balanced clusters: sizes, the split rule against a loop over clusters, determinism, degenerate points."""
+"""Balanced clusters: sizes, the split rule against a loop over clusters, determinism, degenerate
+points.
+"""
 
 import os
 import random
@@ -24,7 +26,10 @@ def unit(rng, num_points, dim=8):
 
 
 def members(clusters):
-    return [clusters.order_N[a:b].tolist() for a, b in zip(clusters.offsets[:-1], clusters.offsets[1:], strict=True)]
+    return [
+        clusters.order_N[a:b].tolist()
+        for a, b in zip(clusters.offsets[:-1], clusters.offsets[1:], strict=True)
+    ]
 
 
 def check_partition(clusters, num_points, max_size):
@@ -41,10 +46,26 @@ def check_partition(clusters, num_points, max_size):
 
 @pytest.mark.parametrize(
     ("num_points", "max_size"),
-    [(1, 1), (1, 9), (2, 1), (3, 1), (3, 2), (5, 2), (7, 3), (16, 4), (17, 4), (99, 99), (99, 98), (101, 7), (999, 33)],
-)  # fmt: skip
+    [
+        (1, 1),
+        (1, 9),
+        (2, 1),
+        (3, 1),
+        (3, 2),
+        (5, 2),
+        (7, 3),
+        (16, 4),
+        (17, 4),
+        (99, 99),
+        (99, 98),
+        (101, 7),
+        (999, 33),
+    ],
+)
 def test_sizes_differ_by_at_most_one(num_points, max_size, rng):
-    check_partition(balanced_clusters(unit(rng, num_points), max_size, seed=0), num_points, max_size)
+    check_partition(
+        balanced_clusters(unit(rng, num_points), max_size, seed=0), num_points, max_size
+    )
 
 
 def test_no_points():
@@ -53,39 +74,52 @@ def test_no_points():
 
 
 def loop_split(points, draw, tolerance, max_iterations):
-    """One cluster split by the rule, in float64: positions of both halves and the mean cosine reached."""
+    """One cluster split by the rule, in float64: positions of both halves and the mean cosine
+    reached.
+    """
     n = len(points)
     first = int(draw[0] * n)
     second = (first + 1 + int(draw[1] * max(n - 1, 0))) % n
-    centre_a, centre_b = points[first], points[second]
-    best, best_objective = list(range(n)), -np.inf
+    centre_a = points[first]
+    centre_b = points[second]
+    best = list(range(n))
+    best_objective = -np.inf
     for _ in range(max_iterations):
         difference = [float(x @ centre_a) - float(x @ centre_b) for x in points]
         order = sorted(range(n), key=lambda j: -difference[j])
         half = (n + 1) // 2
-        sum_a, sum_b = points[order[:half]].sum(0), points[order[half:]].sum(0)
+        sum_a = points[order[:half]].sum(0)
+        sum_b = points[order[half:]].sum(0)
         objective = (np.linalg.norm(sum_a) + np.linalg.norm(sum_b)) / n
         gain = objective - best_objective
         if gain > 0:
-            best, best_objective = order, objective
+            best = order
+            best_objective = objective
         if gain < tolerance:
             break
-        centre_a, centre_b = sum_a / np.linalg.norm(sum_a), sum_b / max(np.linalg.norm(sum_b), 1e-30)
+        centre_a = sum_a / np.linalg.norm(sum_a)
+        centre_b = sum_b / max(np.linalg.norm(sum_b), 1e-30)
     half = (n + 1) // 2
     return best[:half], best[half:], best_objective
 
 
 def loop_clusters(vectors, max_size, seed, tolerance=1e-4, max_iterations=100):
     """All levels, one cluster after the other."""
-    clusters, level, objectives = [np.arange(len(vectors))], 0, []
+    clusters = [np.arange(len(vectors))]
+    level = 0
+    objectives = []
     while -(-len(vectors) // len(clusters)) > max_size:
         draws = np.random.default_rng([seed, level]).random((len(clusters), 2))
-        halves, total = [], 0.0
+        halves = []
+        total = 0.0
         for cluster, draw in zip(clusters, draws, strict=True):
-            a, b, objective = loop_split(vectors[cluster].astype(np.float64), draw, tolerance, max_iterations)
+            a, b, objective = loop_split(
+                vectors[cluster].astype(np.float64), draw, tolerance, max_iterations
+            )
             halves += [cluster[a], cluster[b]]
             total += objective * len(cluster)
-        clusters, level = halves, level + 1
+        clusters = halves
+        level = level + 1
         objectives.append(total / len(vectors))
     return clusters, objectives
 
@@ -94,10 +128,13 @@ def loop_clusters(vectors, max_size, seed, tolerance=1e-4, max_iterations=100):
 def test_a_level_at_once_equals_a_loop_over_clusters(num_points, max_size, rng):
     equal = 0
     for _ in range(6):
-        vectors, seed = unit(rng, num_points), int(rng.integers(1000))
+        vectors = unit(rng, num_points)
+        seed = int(rng.integers(1000))
         clusters = balanced_clusters(vectors, max_size, seed=seed)
         expected, objectives = loop_clusters(vectors, max_size, seed)
-        same = [set(cluster) for cluster in members(clusters)] == [set(cluster.tolist()) for cluster in expected]
+        same = [set(cluster) for cluster in members(clusters)] == [
+            set(cluster.tolist()) for cluster in expected
+        ]
         if same:
             assert clusters.objective == pytest.approx(objectives[-1], rel=1e-5)
         equal += same
@@ -111,7 +148,9 @@ def test_the_number_of_iterations_is_bounded(rng, monkeypatch):
     monkeypatch.setattr(clustering, "MAX_ITERATIONS", 2)
     clusters = balanced_clusters(vectors, 20, seed=1)
     expected, _ = loop_clusters(vectors, 20, 1, tolerance=0.0, max_iterations=2)
-    assert [set(cluster) for cluster in members(clusters)] == [set(cluster.tolist()) for cluster in expected]
+    assert [set(cluster) for cluster in members(clusters)] == [
+        set(cluster.tolist()) for cluster in expected
+    ]
 
 
 def test_objective_is_the_mean_cosine_to_the_centre(rng):
@@ -129,9 +168,13 @@ def test_objective_is_the_mean_cosine_to_the_centre(rng):
 def test_separate_groups_are_found(rng):
     """Four tight groups of 25 around orthogonal axes: the clusters are the groups."""
     group = rng.permutation(np.repeat(np.arange(4), 25))
-    vectors = np.eye(4, 6, dtype=np.float32)[group] + 0.01 * rng.normal(size=(100, 6)).astype(np.float32)
+    vectors = np.eye(4, 6, dtype=np.float32)[group] + 0.01 * rng.normal(size=(100, 6)).astype(
+        np.float32
+    )
     # A start inside one group may stop at a poor split; the best of a few seeds is the right one.
-    best = max((balanced_clusters(vectors, 25, seed=s) for s in range(8)), key=lambda c: c.objective)
+    best = max(
+        (balanced_clusters(vectors, 25, seed=s) for s in range(8)), key=lambda c: c.objective
+    )
     assert sorted({group[cluster].tolist()[0] for cluster in members(best)}) == [0, 1, 2, 3]
     assert all(len(set(group[cluster].tolist())) == 1 for cluster in members(best))
     assert best.objective > 0.99
@@ -139,8 +182,15 @@ def test_separate_groups_are_found(rng):
 
 def test_equal_zero_and_opposite_points_are_still_balanced():
     same = np.ones((37, 5), np.float32)
-    opposite = np.concatenate([np.tile([1.0, 0.0], (8, 1)), np.tile([-1.0, 0.0], (8, 1))]).astype(np.float32)
-    for vectors, size in ((same, 5), (np.zeros((20, 3), np.float32), 4), (opposite, 8), (opposite, 3)):
+    opposite = np.concatenate([np.tile([1.0, 0.0], (8, 1)), np.tile([-1.0, 0.0], (8, 1))]).astype(
+        np.float32
+    )
+    for vectors, size in (
+        (same, 5),
+        (np.zeros((20, 3), np.float32), 4),
+        (opposite, 8),
+        (opposite, 3),
+    ):
         check_partition(balanced_clusters(vectors, size, seed=0), len(vectors), size)
     assert balanced_clusters(same, 5, seed=0).objective == pytest.approx(1)
 
@@ -150,7 +200,8 @@ def test_the_seed_decides_and_length_does_not(rng):
     one = balanced_clusters(vectors, 20, seed=0)
     assert np.array_equal(one.order_N, balanced_clusters(vectors, 20, seed=0).order_N)
     assert not np.array_equal(one.order_N, balanced_clusters(vectors, 20, seed=1).order_N)
-    longer = balanced_clusters(vectors * 8, 20, seed=0)  # a power of two: exactly the same directions
+    # a power of two: exactly the same directions
+    longer = balanced_clusters(vectors * 8, 20, seed=0)
     assert longer.objective == pytest.approx(one.objective, rel=1e-4)
 
 
@@ -173,10 +224,14 @@ def test_bad_input_is_refused(rng):
 
 @pytest.mark.parametrize("num_points", [1, 2, 37, 300])
 def test_clusters_a_few_at_a_time_are_the_same(num_points, monkeypatch):
-    """The bound on copied points decides nothing; it stays under the copy of half of the points that a level needs."""
+    """The bound on copied points decides nothing; it stays under the copy of half of the points
+    that a level needs.
+    """
     vectors = np.random.default_rng(5).normal(size=(num_points, 6)).astype(np.float32)
     whole = balanced_clusters(vectors, 4, seed=1)
     monkeypatch.setattr(clustering, "POINTS_AT_ONCE", (10, 10))
     some = balanced_clusters(vectors, 4, seed=1)
-    assert np.array_equal(some.order_N, whole.order_N) and np.array_equal(some.offsets, whole.offsets)
+    assert np.array_equal(some.order_N, whole.order_N) and np.array_equal(
+        some.offsets, whole.offsets
+    )
     assert some.objective == pytest.approx(whole.objective, rel=1e-5)

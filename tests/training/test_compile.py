@@ -1,4 +1,6 @@
-"""`run.compile`: a compiled transformer trains and encodes as it does without, dropout included, in a few graphs."""
+"""`run.compile`: a compiled transformer trains and encodes as it does without, dropout included, in
+a few graphs.
+"""
 
 import numpy as np
 import pytest
@@ -16,10 +18,13 @@ ALL = {"encoder.kind": "transformer", "encoder.trainable_layers": -1, "encoder.d
 CASES = {
     "all layers": ALL,
     "one layer beside a bag, in chunks": {
-        "encoder.kind": "both", "encoder.trainable_layers": 1, "encoder.bag_dropout": 0.3, "optim.encode_chunk": 9,
+        "encoder.kind": "both",
+        "encoder.trainable_layers": 1,
+        "encoder.bag_dropout": 0.3,
+        "optim.encode_chunk": 9,
     },
     "recomputed, in half precision": ALL | {"run.recompute": True, "optim.precision": "bf16"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +47,9 @@ def trained(trainer, epochs_until=1):
 
 def test_the_parameter_compiles_the_encoder(open_trainer, monkeypatch):
     compiled = []
-    monkeypatch.setattr(TextEncoder, "compile_transformer", lambda encoder: compiled.append(encoder))
+    monkeypatch.setattr(
+        TextEncoder, "compile_transformer", lambda encoder: compiled.append(encoder)
+    )
     open_trainer("plain", **ALL)
     assert compiled == []
     trainer = open_trainer("compiled", **ALL, **{"run.compile": True})
@@ -54,14 +61,20 @@ def test_where_nothing_can_be_compiled_the_fix_is_named(open_trainer, monkeypatc
         raise RuntimeError("no working C++ compiler")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.raises(ConfigError, match=r"(?s)run\.compile.*no working C\+\+ compiler.*g\+\+.*run\.compile: false"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)run\.compile.*no working C\+\+ compiler.*g\+\+.*run\.compile: false",
+    ):
         open_trainer(**ALL, **{"run.compile": True})
     open_trainer("bag", **{"encoder.kind": "bag", "run.compile": True})  # has nothing to compile
 
 
 @pytest.mark.slow
 def test_a_machine_without_a_compiler_is_refused(open_trainer):
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ConfigError, match=r"g\+\+"):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigError, match=r"g\+\+"),
+    ):
         open_trainer(**ALL, **{"run.compile": True})
 
 
@@ -69,11 +82,19 @@ def test_a_machine_without_a_compiler_is_refused(open_trainer):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_run_is_the_plain_one(open_trainer, tiny_tokens, tmp_path, case):
-    """Losses with dropout; vectors; names in checkpoints and models. Batches are random: equal scores of clusters and
-    hard negatives may be cut elsewhere by rounding."""
-    values = {"optim.epochs": 4, "pool.refresh": 2, "model.dropout": 0.1, "pool.batches": "random", "pool.eta": 0}
+    """Losses with dropout; vectors; names in checkpoints and models. Batches are random: equal
+    scores of clusters and hard negatives may be cut elsewhere by rounding.
+    """
+    values = {
+        "optim.epochs": 4,
+        "pool.refresh": 2,
+        "model.dropout": 0.1,
+        "pool.batches": "random",
+        "pool.eta": 0,
+    }
     values |= CASES[case]
-    plain = open_trainer("run-False", **values)  # one after the other: they share torch's random numbers
+    # one after the other: they share torch's random numbers
+    plain = open_trainer("run-False", **values)
     expected = trained(plain, 4)
     compiled = open_trainer("run-True", **values, **{"run.compile": True})
     found = trained(compiled, 4)
@@ -83,13 +104,20 @@ def test_a_compiled_run_is_the_plain_one(open_trainer, tiny_tokens, tmp_path, ca
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
     assert all(
         np.allclose(one, other, atol=0.1 if half else 5e-3)
-        for one, other in zip(*(t.model.encode_queries(tiny_tokens["queries"]) for t in (plain, compiled)), strict=True)
+        for one, other in zip(
+            *(t.model.encode_queries(tiny_tokens["queries"]) for t in (plain, compiled)),
+            strict=True,
+        )
     )
     # a checkpoint of the one is read by the other, and its model by a server that does not compile
     resumed = open_trainer("run-True", **values)
     assert resumed.at.step == compiled.at.step
-    assert all(torch.equal(a, b) for a, b in zip(resumed.model.state_dict().values(),
-                                                 compiled.model.state_dict().values(), strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            resumed.model.state_dict().values(), compiled.model.state_dict().values(), strict=True
+        )
+    )
     with write_folder(tmp_path / "model", KIND, VERSION) as out:
         compiled.model.save_into(out)
     loaded = UniDEC.load(tmp_path / "model")
@@ -98,16 +126,22 @@ def test_a_compiled_run_is_the_plain_one(open_trainer, tiny_tokens, tmp_path, ca
 
 @pytest.mark.slow
 def test_texts_of_any_length_and_number_share_a_few_graphs(open_trainer, rng):
-    """In training, in gradient caching's first pass and in a refresh: a graph each, and one more for a single text."""
+    """In training, in gradient caching's first pass and in a refresh: a graph each, and one more
+    for a single text.
+    """
     trainer = open_trainer(**ALL)
-    encoder, most = trainer.model.encoder, 16
+    encoder = trainer.model.encoder
+    most = 16
     offsets = np.concatenate([[0], np.cumsum(rng.integers(2, most + 1, 60))])
     texts = Tokens(rng.integers(5, 60, offsets[-1]).astype(np.uint16), offsets, 60, 0, most)
     counter = CompileCounterWithBackend("eager")
     encoder.compile_transformer(counter)
-    before, sizes = counter.frame_count, set()
+    before = counter.frame_count
+    sizes = set()
     for count in (40, 7, 29, 3, 1, 17, 11, 1, 9, 40):
-        batch = trainer.encoding.build([("queries", texts, np.sort(rng.choice(60, count, replace=False)))])
+        batch = trainer.encoding.build(
+            [("queries", texts, np.sort(rng.choice(60, count, replace=False)))]
+        )
         sizes |= {tuple(ids.shape) for _, ids, _ in batch.chunks}
         encoder.train()(batch).sum().backward()
         with torch.no_grad():

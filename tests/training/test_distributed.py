@@ -1,5 +1,6 @@
-"""Ranks on gloo: what they exchange and add up; losses over all labels, clusters and hard negatives are those of one
-rank."""
+"""Ranks on gloo: what they exchange and add up; losses over all labels, clusters and hard negatives
+are those of one rank.
+"""
 
 import numpy as np
 import pytest
@@ -57,7 +58,9 @@ def assert_sums(ranked, values):
     assert len(losses) == len(ranked.SIZES) * len(ranked.LOSSES_BY_COLUMNS)
     assert {key: value for key, value in losses.items() if not value <= 1e-9} == {}
     for unused in (False, True):
-        assert len(values[f"sum, unused {unused}"]) == 3 * 3 and values[f"sum, unused {unused}"].all()
+        assert (
+            len(values[f"sum, unused {unused}"]) == 3 * 3 and values[f"sum, unused {unused}"].all()
+        )
         assert values[f"names, unused {unused}"]
 
 
@@ -69,12 +72,21 @@ def test_losses_over_all_labels_on_four_ranks(ranked, rng, tmp_path):
 
 
 def test_collectives_and_losses_over_all_labels(ranked, rng, tmp_path):
-    calls = {"collectives": {}, "losses_by_columns": {"seed": int(rng.integers(2**31))}, "encoder_gradients": {}}
+    calls = {
+        "collectives": {},
+        "losses_by_columns": {"seed": int(rng.integers(2**31))},
+        "encoder_gradients": {},
+    }
     found = ranked.run(2, "several", tmp_path, calls=calls)
     for rank, values in enumerate(found):
         assert_sums(ranked, values)
-        facts = {key: value for key, value in values.items() if value.shape == () and value.dtype == bool}
-        assert len(facts) == 24 and all(facts.values()), (rank, [k for k, v in facts.items() if not v])
+        facts = {
+            key: value for key, value in values.items() if value.shape == () and value.dtype == bool
+        }
+        assert len(facts) == 24 and all(facts.values()), (
+            rank,
+            [k for k, v in facts.items() if not v],
+        )
         assert values["sums"].tolist() == [3] * 6 + [0, 1, 2, 3] + [5] * 2 + [2] * 3
         for width in (3, 1):
             assert values[f"rows of {width}"].tolist() == [0, 1, 4, 7]
@@ -82,20 +94,28 @@ def test_collectives_and_losses_over_all_labels(ranked, rng, tmp_path):
             # rank 0 has 1, 2, 3 for rows 1, 4, 7; rank 1 has 2, 4 for rows 0, 4
             assert values[f"gradients of {width}"].tolist() == [[g] * width for g in (2, 1, 6, 3)]
         assert (
-            values["norm"] == 5 and np.isnan(values["norm of a nan"]) and values["any"].tolist() == [True, False, True]
+            values["norm"] == 5
+            and np.isnan(values["norm of a nan"])
+            and values["any"].tolist() == [True, False, True]
         )
 
 
 def refresh_input(rng, folder, num_points, num_labels):
     """Writes vectors, rows and cells for `ranked.refresh_parts`."""
     folder.mkdir()
-    cells = {name: np.unique(rng.integers(0, [num_points + 5, num_labels], (300, 2)), axis=0).T for name in "pf"}
+    cells = {
+        name: np.unique(rng.integers(0, [num_points + 5, num_labels], (300, 2)), axis=0).T
+        for name in "pf"
+    }
     np.savez(
-        folder / "vectors.npz", points=rng.normal(size=(num_points, 6)).astype(np.float32),
+        folder / "vectors.npz",
+        points=rng.normal(size=(num_points, 6)).astype(np.float32),
         label=rng.normal(size=(num_labels, 6)).astype(np.float32),
         tied=rng.integers(-1, 2, (num_labels, 6)).astype(np.float32),
-        rows=rng.permutation(num_points + 5)[:num_points], positive=cells["p"], filtered=cells["f"],
-    )  # fmt: skip
+        rows=rng.permutation(num_points + 5)[:num_points],
+        positive=cells["p"],
+        filtered=cells["f"],
+    )
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(2, [(203, 41)]), (3, [(200, 7), (2, 2)])])

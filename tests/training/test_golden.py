@@ -1,4 +1,6 @@
-"""Golden losses of every shipped recipe: a refactor leaves the first 20 steps as they were (see golden.py)."""
+"""Golden losses of every shipped recipe: a refactor leaves the first 20 steps as they were (see
+golden.py).
+"""
 
 import json
 import platform
@@ -17,14 +19,20 @@ def golden(helper):
     return helper("training/golden")
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="dropout masks differ by architecture")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="dropout masks differ by architecture"
+)
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_first_steps_are_as_they_were(golden, tiny_raw, tiny_bert, tmp_path, recipe):
     file = HERE / "golden" / f"{recipe}.json"
-    assert file.is_file(), f"the recipe {recipe} has no golden losses: python tests/training/golden.py {recipe}"
+    assert file.is_file(), (
+        f"the recipe {recipe} has no golden losses: python tests/training/golden.py {recipe}"
+    )
     ours = golden.first_steps(recipe, tiny_raw, tiny_bert, tmp_path)
     differences = golden.differences(ours, json.loads(file.read_text()))
-    assert not differences, "\n".join([*differences[:5], f"{len(differences)} figures differ; {AGAIN}"])
+    assert not differences, "\n".join(
+        [*differences[:5], f"{len(differences)} figures differ; {AGAIN}"]
+    )
 
 
 def test_no_golden_losses_of_recipes_that_are_gone():

@@ -1,4 +1,6 @@
-"""Gradient caching: a step in chunks against the same chunks in one graph, dropout on; and against one pass."""
+"""Gradient caching: a step in chunks against the same chunks in one graph, dropout on; and against
+one pass.
+"""
 
 import contextlib
 
@@ -13,14 +15,38 @@ from unidec.training.refresh import Refresh
 
 ENCODERS = {
     "bag": {"encoder.bag_dropout": 0.3, "encoder.dropout": 0.2},
-    "bag of words and starts": {"encoder.bag_words": 16, "encoder.bag_head": 4, "encoder.bag_dropout": 0.3},
+    "bag of words and starts": {
+        "encoder.bag_words": 16,
+        "encoder.bag_head": 4,
+        "encoder.bag_dropout": 0.3,
+    },
     "inception": {"encoder.kind": "inception", "encoder.bag_dropout": 0.3},
     "words": {"encoder.bag_words": 50, "encoder.bag_dropout": 0.3},
-    "beside, residual": {"encoder.kind": "both", "encoder.bag_dropout": 0.3, "encoder.residual": True},
-    "frozen transformer": {"encoder.kind": "transformer", "encoder.dropout": 0.5, "encoder.residual": True},
-    "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.dropout": 0.2},
-    "all layers": {"encoder.kind": "both", "encoder.trainable_layers": -1, "encoder.bag_dropout": 0.3},
-    "all layers, recomputed": {"encoder.kind": "transformer", "encoder.trainable_layers": -1, "run.recompute": True},
+    "beside, residual": {
+        "encoder.kind": "both",
+        "encoder.bag_dropout": 0.3,
+        "encoder.residual": True,
+    },
+    "frozen transformer": {
+        "encoder.kind": "transformer",
+        "encoder.dropout": 0.5,
+        "encoder.residual": True,
+    },
+    "one layer": {
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": 1,
+        "encoder.dropout": 0.2,
+    },
+    "all layers": {
+        "encoder.kind": "both",
+        "encoder.trainable_layers": -1,
+        "encoder.bag_dropout": 0.3,
+    },
+    "all layers, recomputed": {
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": -1,
+        "run.recompute": True,
+    },
 }
 
 
@@ -52,7 +78,9 @@ def forget(trainer):
 
 
 def in_one_graph(encoder, texts, context):
-    """The same chunks in the same order, all of their activations held: what gradient caching must equal."""
+    """The same chunks in the same order, all of their activations held: what gradient caching must
+    equal.
+    """
     with contextlib.ExitStack() as stack:
         for table in [m for m in encoder.modules() if isinstance(m, RowTable)]:
             stack.enter_context(one_leaf(table, texts.unique_U))
@@ -101,7 +129,8 @@ def assert_same(ours, theirs, tolerance=1e-5):
     assert torch.equal(state, expected_state)
 
 
-# -- with dropout ------------------------------------------------------------------------------------------------------
+# -- with dropout
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 5, 100])
@@ -111,9 +140,13 @@ def test_a_cached_step_is_the_uncached_one_with_dropout_on(open_trainer, encoder
     rows = trainer.rows[:11]
     cached = step(trainer, encode_texts, size, rows)
     assert_same(cached, step(trainer, in_one_graph, size, rows))
-    assert any(name.startswith("rows of encoder") for name in cached[1]) == (trainer.model.encoder.bag is not None)
+    assert any(name.startswith("rows of encoder") for name in cached[1]) == (
+        trainer.model.encoder.bag is not None
+    )
     other = step(trainer, in_one_graph, size, rows, seed=12)
-    assert (cached[1]["head_de.0.weight"] - other[1]["head_de.0.weight"]).abs().max() > 1e-3, "dropout is on"
+    assert (cached[1]["head_de.0.weight"] - other[1]["head_de.0.weight"]).abs().max() > 1e-3, (
+        "dropout is on"
+    )
 
 
 def test_dropout_that_is_not_replayed_would_be_seen(open_trainer, monkeypatch):
@@ -125,13 +158,18 @@ def test_dropout_that_is_not_replayed_would_be_seen(open_trainer, monkeypatch):
 
 
 def test_in_half_precision_every_weight_gets_its_gradient(open_trainer):
-    """Under autocast too; casts of weights made in the pass without a graph must not serve in the other."""
+    """Under autocast too; casts of weights made in the pass without a graph must not serve in the
+    other.
+    """
     trainer = begun(open_trainer(**ENCODERS["all layers"], **{"optim.precision": "bf16"}))
     rows = trainer.rows[:11]
-    assert_same(step(trainer, encode_texts, 5, rows), step(trainer, in_one_graph, 5, rows), tolerance=0.02)
+    assert_same(
+        step(trainer, encode_texts, 5, rows), step(trainer, in_one_graph, 5, rows), tolerance=0.02
+    )
 
 
-# -- against one pass --------------------------------------------------------------------------------------------------
+# -- against one pass
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoder", ["bag", "one layer", "beside, residual"])
@@ -142,12 +180,15 @@ def test_without_dropout_it_is_the_plain_step(open_trainer, tiny_bert, encoder, 
         if isinstance(part, torch.nn.Dropout):
             monkeypatch.setattr(part, "p", 0.0)
     rows = trainer.rows[:11]
-    plain, cached = step(trainer, encode_texts, 0, rows), step(trainer, encode_texts, 4, rows)
+    plain = step(trainer, encode_texts, 0, rows)
+    cached = step(trainer, encode_texts, 4, rows)
     assert_same((*cached[:2], plain[2]), plain)
 
 
 def test_a_run_in_chunks(open_trainer):
-    """The parameter leads here; a run in chunks that draws no dropout in the encoder is the run in one pass."""
+    """The parameter leads here; a run in chunks that draws no dropout in the encoder is the run in
+    one pass.
+    """
     runs = []
     for size in (0, 7):
         trainer = open_trainer(f"chunks-{size}", **{"optim.encode_chunk": size, "optim.epochs": 2})
@@ -155,14 +196,21 @@ def test_a_run_in_chunks(open_trainer):
         trainer.train_round()
         runs.append(trainer)
     batch = begun(runs[1]).prepare(runs[1].rows[:9], 0)
-    assert isinstance(batch.texts, TextChunks) and max(len(places) for places, _ in batch.texts.chunks) == 7
+    assert (
+        isinstance(batch.texts, TextChunks)
+        and max(len(places) for places, _ in batch.texts.chunks) == 7
+    )
     one, other = (trainer.model.state_dict() for trainer in runs)
     for name, value in one.items():
         assert torch.allclose(other[name], value, rtol=1e-3, atol=1e-4), name
 
 
 def test_the_activations_of_one_chunk_are_held(open_trainer, helper):
-    trainer = begun(open_trainer(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1, "pool.eta": 4}))
+    trainer = begun(
+        open_trainer(
+            **{"encoder.kind": "transformer", "encoder.trainable_layers": -1, "pool.eta": 4}
+        )
+    )
     peaks = {}
     for size in (0, 4):
         live = helper("training/live_bytes").LiveBytes()
@@ -172,7 +220,8 @@ def test_the_activations_of_one_chunk_are_held(open_trainer, helper):
     assert peaks[4] < 0.6 * peaks[0]
 
 
-# -- chunks ------------------------------------------------------------------------------------------------------------
+# -- chunks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_chunks_hold_each_text_once(open_trainer, rng):
@@ -190,9 +239,12 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
         assert all(given.num_texts == len(some) <= size for some, given in texts.chunks)
         distinct = set()
         for _, tokens, rows in parts:
-            distinct |= set(np.concatenate([tokens.ragged(np.array([row]))[0] for row in rows]).tolist())
+            distinct |= set(
+                np.concatenate([tokens.ragged(np.array([row]))[0] for row in rows]).tolist()
+            )
         assert texts.unique_U.tolist() == sorted(distinct)
-        assert all((some.max() < 13) == (some.min() < 13) for some, _ in texts.chunks)  # of one source
+        # of one source
+        assert all((some.max() < 13) == (some.min() < 13) for some, _ in texts.chunks)
 
 
 def test_no_texts_at_all(open_trainer):
@@ -205,7 +257,9 @@ def test_no_texts_at_all(open_trainer):
 
 
 def test_chunks_of_all_labels_follow_those_of_the_queries(open_trainer):
-    trainer = begun(open_trainer(**{"encoder.kind": "both", "pool.de_labels": "all", "optim.encode_chunk": 6}))
+    trainer = begun(
+        open_trainer(**{"encoder.kind": "both", "pool.de_labels": "all", "optim.encode_chunk": 6})
+    )
     batches = trainer.batches
     for number, rows in enumerate((trainer.rows[:3], trainer.rows[5:12])):
         batch = trainer.prepare(rows, number)
@@ -213,9 +267,12 @@ def test_chunks_of_all_labels_follow_those_of_the_queries(open_trainer):
             *batches.texts.parts(batch.pool.rows_B),
             ("labels", trainer.encoding.tokens["labels"], batch.pool.pool_S),
         ]
-        ours, theirs = batch.texts, cut_texts(parts, batches.build, 6, trainer.device)
+        ours = batch.texts
+        theirs = cut_texts(parts, batches.build, 6, trainer.device)
         assert ours.num_texts == theirs.num_texts == len(rows) + trainer.dataset.num_labels
         assert torch.equal(ours.unique_U, theirs.unique_U)
         for (places, one), (other_places, other) in zip(ours.chunks, theirs.chunks, strict=True):
             assert torch.equal(places, other_places)
-            assert torch.equal(one.local_F, other.local_F) and torch.equal(one.vector_BD, other.vector_BD)
+            assert torch.equal(one.local_F, other.local_F) and torch.equal(
+                one.vector_BD, other.vector_BD
+            )

@@ -7,26 +7,35 @@ from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError
 from unidec.training.identity import check_same, differences, run_identity
 
-HASH, OTHER = "a" * 64, "b" * 64
+HASH = "a" * 64
+OTHER = "b" * 64
 
 
 @pytest.fixture
 def identify(tiny_dataset, tiny_tokens, tiny_params):
     def identify(tokens=tiny_tokens, dataset=tiny_dataset, **overrides):
-        return run_identity(tiny_params(**overrides).model_dump(), dataset, tokens["queries"], tokens["labels"])
+        return run_identity(
+            tiny_params(**overrides).model_dump(), dataset, tokens["queries"], tokens["labels"]
+        )
 
     return identify
 
 
 def test_every_parameter_has_a_place(identify):
-    """The identity has each key that decides tokens or training, but those that apply to some runs only."""
+    """The identity has each key that decides tokens or training, but those that apply to some runs
+    only.
+    """
     identity = identify()
     expected = set(keys_deciding("tokens", "training"))
     assert {key for key in identity if key in what_decides()} == expected
     sections = {key.partition(".")[0] for key in expected}
     assert sections == {"seed", "tokens", "encoder", "model", "pool", "loss", "optim"}
     assert {"data", "tokens.queries", "tokens.labels", "tokenizer", "code"} < identity.keys()
-    assert identity["seed"] == "3" and identity["encoder.kind"] == '"bag"' and len(identity["code"]) == 64
+    assert (
+        identity["seed"] == "3"
+        and identity["encoder.kind"] == '"bag"'
+        and len(identity["code"]) == 64
+    )
     assert all(isinstance(value, str) for value in identity.values())
 
 
@@ -34,7 +43,9 @@ def test_the_label_graph_decides_with_gandalf_alone(identify):
     assert "label_graph.threshold" in identify(**{"pool.gandalf": True})
 
 
-@pytest.mark.parametrize("overrides", [{"loss.weights": "propensity"}, {"pool.positives": "tail"}], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{"loss.weights": "propensity"}, {"pool.positives": "tail"}], ids=str
+)
 def test_propensities_decide_where_something_is_weighted_by_them(identify, overrides):
     keys = {"data.propensity_a", "data.propensity_b"}
     assert not keys & identify().keys()
@@ -46,7 +57,11 @@ def test_propensities_decide_where_something_is_weighted_by_them(identify, overr
 def test_a_start_is_part_of_it_where_there_is_one(tiny_params, tiny_dataset, tiny_tokens):
     def identify(start):
         return run_identity(
-            tiny_params().model_dump(), tiny_dataset, tiny_tokens["queries"], tiny_tokens["labels"], start
+            tiny_params().model_dump(),
+            tiny_dataset,
+            tiny_tokens["queries"],
+            tiny_tokens["labels"],
+            start,
         )
 
     assert differences(identify(HASH), identify(OTHER)) == [
@@ -58,9 +73,12 @@ def test_a_start_is_part_of_it_where_there_is_one(tiny_params, tiny_dataset, tin
 
 
 def test_changes_are_named_one_a_line(identify):
-    old, new = identify(), identify(**{"optim.lr_clf": 0.5, "pool.beta": 1})
-    assert differences(old, new) == ["pool.beta: 2 when the run began, 1 now",
-                                     "optim.lr_clf: 0.01 when the run began, 0.5 now"]  # fmt: skip
+    old = identify()
+    new = identify(**{"optim.lr_clf": 0.5, "pool.beta": 1})
+    assert differences(old, new) == [
+        "pool.beta: 2 when the run began, 1 now",
+        "optim.lr_clf: 0.01 when the run began, 0.5 now",
+    ]
     assert differences(old, dict(reversed(old.items()))) == []
 
 
@@ -77,7 +95,9 @@ def test_other_texts_and_another_tokenizer(identify, tiny_tokens, tiny_bert, tmp
     rows = len(tiny_tokens["labels"])
     made = build_token_cache(iter([["other"] * rows]), tiny_bert, 16, tmp_path / "labels", rows)
     changed = identify(tiny_tokens | {"labels": TokenCache.open(made)})
-    assert [line.partition(":")[0] for line in differences(identify(), changed)] == ["tokens.labels"]
+    assert [line.partition(":")[0] for line in differences(identify(), changed)] == [
+        "tokens.labels"
+    ]
     moved = TokenCache.open(tiny_tokens["queries"].path)
     moved.meta = moved.meta | {"tokenizer_sha256": OTHER}
     changed = identify(tiny_tokens | {"queries": moved})
@@ -96,11 +116,21 @@ def test_a_change_is_refused_naming_every_key():
         check_same(old, new, ("code",), "runs/x")
     text = str(caught.value)
     assert "runs/x: the run was started with other parameters, data" in text and "seed" not in text
-    assert "optim.lr_clf: 0.003 when the run began, 0.001 now" in text and "\n       data: aaaaaaaaaaaa..." in text
+    assert (
+        "optim.lr_clf: 0.003 when the run began, 0.001 now" in text
+        and "\n       data: aaaaaaaaaaaa..." in text
+    )
     assert "--accept optim.lr_clf --accept data)" in text and "code" not in text
 
 
 def test_what_is_accepted_may_differ():
-    check_same({"code": HASH, "optim.epochs": "3"}, {"code": OTHER, "optim.epochs": "4"}, {"code", "optim.epochs"}, "")
+    check_same(
+        {"code": HASH, "optim.epochs": "3"},
+        {"code": OTHER, "optim.epochs": "4"},
+        {"code", "optim.epochs"},
+        "",
+    )
     with pytest.raises(ConfigError, match=r"optim\.epochs: 3"):
-        check_same({"code": HASH, "optim.epochs": "3"}, {"code": OTHER, "optim.epochs": "4"}, {"code"}, "")
+        check_same(
+            {"code": HASH, "optim.epochs": "3"}, {"code": OTHER, "optim.epochs": "4"}, {"code"}, ""
+        )

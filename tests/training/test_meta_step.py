@@ -1,4 +1,6 @@
-"""Preparing a batch and a step on torch's device "meta", in place of a GPU: nothing waits for a copy."""
+"""Preparing a batch and a step on torch's device "meta", in place of a GPU: nothing waits for a
+copy.
+"""
 
 import contextlib
 
@@ -12,17 +14,24 @@ from unidec.training.trainer import Trainer, TrainingData
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Fused attention, copies as a GPU's, and nothing that "meta" does not have: random states, autocast."""
-    monkeypatch.setattr("unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"})
+    """Fused attention, copies as a GPU's, and nothing that "meta" does not have: random states,
+    autocast.
+    """
+    monkeypatch.setattr(
+        "unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"}
+    )
     training = ("batches", "gradient_cache")
     methods = ("mixup", "residual_rows", "graph_rows", "query_rows")
     copying = [f"training.{name}" for name in training] + [f"methods.{name}" for name in methods]
     for module in ("model.pairs", "model.row_table", "model.encoder", *copying):
         monkeypatch.setattr(
-            f"unidec.{module}.to_device", lambda x, device: torch.as_tensor(x).to(device, non_blocking=True)
+            f"unidec.{module}.to_device",
+            lambda x, device: torch.as_tensor(x).to(device, non_blocking=True),
         )
     monkeypatch.setattr("unidec.training.gradient_cache.random_state", lambda device: None)
-    monkeypatch.setattr("unidec.training.gradient_cache.restore_random_state", lambda state, device: None)
+    monkeypatch.setattr(
+        "unidec.training.gradient_cache.restore_random_state", lambda state, device: None
+    )
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
 
 
@@ -49,9 +58,19 @@ def moved(trainer):
 )
 @pytest.mark.parametrize("name", recipe_names())
 def test_no_step_waits_for_a_copy(
-    name, place, clip_norm, helper, benchmark_module, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, as_on_a_gpu
+    name,
+    place,
+    clip_norm,
+    helper,
+    benchmark_module,
+    tiny_dataset,
+    tiny_tokens,
+    tiny_bert,
+    tmp_path,
+    as_on_a_gpu,
 ):
-    golden, values = helper("training/golden"), {"optim.clip_norm": clip_norm}
+    golden = helper("training/golden")
+    values = {"optim.clip_norm": clip_norm}
     params = golden.small(name, tiny_bert, tmp_path, **values)
     if place == "host":
         if params.pool.clf_labels == "all" or params.model.heads == "de":
@@ -69,5 +88,9 @@ def test_no_step_waits_for_a_copy(
         with benchmark_module("no_waiting").NoWaiting():
             batch = trainer.prepare(rows[trainer.at.step], trainer.at.step)
             assert trainer.train_step(batch) is None
-    assert batch.clf.ids is None or batch.clf.ids.device.type == ("cpu" if place == "host" else "meta")
-    assert trainer.model.table is None or (trainer.model.table._pending is not None) == (place == "host")
+    assert batch.clf.ids is None or batch.clf.ids.device.type == (
+        "cpu" if place == "host" else "meta"
+    )
+    assert trainer.model.table is None or (trainer.model.table._pending is not None) == (
+        place == "host"
+    )

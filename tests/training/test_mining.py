@@ -28,10 +28,12 @@ class World:
         self.rows = rng.choice(30, size=mined, replace=False)
         self.query = rng.normal(size=(mined, 5)).astype(np.float32)
         self.label = rng.normal(size=(20, 5)).astype(np.float32)
-        self.positive, self.filtered = rng.random((30, 20)) < 0.15, rng.random((30, 20)) < 0.15
+        self.positive = rng.random((30, 20)) < 0.15
+        self.filtered = rng.random((30, 20)) < 0.15
         self.positive[self.rows[0]] = False
         self.positive[self.rows[1]] = True  # nothing left to mine
-        self.positive[self.rows[2], 3:], self.filtered[self.rows[2], 3:] = True, False  # three at most are left
+        # three at most are left
+        self.positive[self.rows[2], 3:], self.filtered[self.rows[2], 3:] = True, False
 
     def mine(self, num_negatives, **options):
         return mine_hard_negatives(
@@ -45,7 +47,9 @@ class World:
 
     def ranked(self, n):
         """Labels of mined query n, best first."""
-        return sorted(range(20), key=lambda j: -float(self.query[n].astype(np.float64) @ self.label[j]))
+        return sorted(
+            range(20), key=lambda j: -float(self.query[n].astype(np.float64) @ self.label[j])
+        )
 
 
 @pytest.mark.parametrize("block", [1, 5, 512])
@@ -56,12 +60,19 @@ def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
     shortlist, report = world.mine(num_negatives)
     assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)
     expected = np.full((30, num_negatives), -1)
-    scores, reached = [], []
+    scores = []
+    reached = []
     for n, row in enumerate(world.rows):
-        best = [j for j in world.ranked(n) if not world.positive[row, j] and not world.filtered[row, j]][:num_negatives]
+        best = [
+            j for j in world.ranked(n) if not world.positive[row, j] and not world.filtered[row, j]
+        ][:num_negatives]
         expected[row, : len(best)] = best
         scores += [float(world.query[n] @ world.label[j]) for j in best]
-        ahead = world.ranked(n)[: world.ranked(n).index(best[-1])] if len(best) == num_negatives else range(20)
+        ahead = (
+            world.ranked(n)[: world.ranked(n).index(best[-1])]
+            if len(best) == num_negatives
+            else range(20)
+        )
         reached += [j in ahead for j in np.flatnonzero(world.positive[row])]
     assert np.array_equal(shortlist, expected)
     assert report["queries"] == 22
@@ -92,15 +103,21 @@ def test_in_bfloat16_nearly_the_same_labels_are_found(rng):
     whole, _ = world.mine(20)
     with torch.autocast("cpu", torch.bfloat16):
         half, report = world.mine(20)
-    same = [len(set(ours) & set(theirs)) / 20 for ours, theirs in zip(half[world.rows], whole[world.rows], strict=True)]
+    same = [
+        len(set(ours) & set(theirs)) / 20
+        for ours, theirs in zip(half[world.rows], whole[world.rows], strict=True)
+    ]
     assert np.mean(same) > 0.9 and not np.array_equal(half, whole)
     assert not (world.positive | world.filtered)[world.rows[:, None], half[world.rows]].any()
-    assert report["positives_found"] == pytest.approx(world.mine(20)[1]["positives_found"], abs=0.02)
+    assert report["positives_found"] == pytest.approx(
+        world.mine(20)[1]["positives_found"], abs=0.02
+    )
 
 
 def test_no_queries(rng):
     world = World(rng)
-    world.rows, world.query = world.rows[:0], world.query[:0]
+    world.rows = world.rows[:0]
+    world.query = world.query[:0]
     shortlist, report = world.mine(3)
     assert (shortlist == -1).all() and report["queries"] == 0
 
@@ -126,14 +143,23 @@ def test_all_lists_searched_equal_the_exact_search(rng, monkeypatch):
 
 
 def test_the_recall_of_an_approximate_search_is_reported(rng):
-    num_rows, num_labels, wanted = 60, 3000, 10
+    num_rows = 60
+    num_labels = 3000
+    wanted = 10
     world = World(rng, mined=30)
     world.rows = rng.choice(num_rows, size=30, replace=False)
-    world.query, world.label = (rng.normal(size=(n, 8)).astype(np.float32) for n in (30, num_labels))
+    world.query, world.label = (
+        rng.normal(size=(n, 8)).astype(np.float32) for n in (30, num_labels)
+    )
     world.positive, world.filtered = (rng.random((num_rows, num_labels)) < 0.01 for _ in range(2))
     exact, _ = world.mine(wanted)
     found, report = world.mine(wanted, mining="faiss")
     hits = [len(set(found[row]) & set(exact[row])) for row in world.rows]
-    assert report["recall"] == pytest.approx(sum(hits) / (30 * wanted)) and 0.2 < report["recall"] <= 1
+    assert (
+        report["recall"] == pytest.approx(sum(hits) / (30 * wanted)) and 0.2 < report["recall"] <= 1
+    )
     for row in world.rows:
-        assert not (world.positive | world.filtered)[row, found[row]].any() and len(set(found[row])) == wanted
+        assert (
+            not (world.positive | world.filtered)[row, found[row]].any()
+            and len(set(found[row])) == wanted
+        )

@@ -1,4 +1,6 @@
-"""The objective of a step against dense float64 loops: all labels, rows that hold texts, weights, options."""
+"""The objective of a step against dense float64 loops: all labels, rows that hold texts, weights,
+options.
+"""
 
 import math
 
@@ -30,8 +32,11 @@ def losses_of(trainer, batch, backward=False):
 
 
 def scores(trainer, rows, temperature=0.1):
-    """Every query against every label, by both heads, with the classifier's rows as validation sees them: float64."""
-    model, tokens = trainer.model, trainer.encoding.tokens
+    """Every query against every label, by both heads, with the classifier's rows as validation sees
+    them: float64.
+    """
+    model = trainer.model
+    tokens = trainer.encoding.tokens
     model.eval()
     de, clf = model.encode_queries(tokens["queries"], rows)
     label_de = model.encode_labels(tokens["labels"])
@@ -54,7 +59,9 @@ def slow_ds(logit, positive, ignored):
     """Decoupled softmax, mean over a row's positives, mean over rows that have one."""
     rows = []
     for x, is_positive, is_ignored in zip(logit, positive, ignored):
-        negatives = [math.exp(v) for v, p, skip in zip(x, is_positive, is_ignored) if not p and not skip]
+        negatives = [
+            math.exp(v) for v, p, skip in zip(x, is_positive, is_ignored) if not p and not skip
+        ]
         one = [math.log(math.exp(v) + sum(negatives)) - v for v, p in zip(x, is_positive) if p]
         if one:
             rows.append(sum(one) / len(one))
@@ -62,25 +69,38 @@ def slow_ds(logit, positive, ignored):
 
 
 def slow_bce(logit, positive, ignored, normalise):
-    total, entries, active = 0.0, 0, 0
+    total = 0.0
+    entries = 0
+    active = 0
     for x, is_positive, is_ignored in zip(logit, positive, ignored):
         if is_positive.any():
             kept = [(v, p) for v, p, skip in zip(x, is_positive, is_ignored) if not skip]
             total += sum(math.log1p(math.exp(-v if p else v)) for v, p in kept)
-            entries, active = entries + len(kept), active + 1
+            entries = entries + len(kept)
+            active = active + 1
     return total / (active if normalise == "rows" else entries)
 
 
-# -- the dual encoder over all labels ----------------------------------------------------------------------------------
+# -- the dual encoder over all labels
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("clf_labels", ["pool", "all", 19, 20])
 def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels, chunk):
-    trainer = begun(open_trainer(**QUIET, **{
-        "pool.de_labels": "all", "pool.clf_labels": clf_labels, "loss.balance": 0.3, "loss.de_forward": 0.7,
-        "loss.clf_forward": 1.0, "optim.encode_chunk": chunk,
-    }))  # fmt: skip
+    trainer = begun(
+        open_trainer(
+            **QUIET,
+            **{
+                "pool.de_labels": "all",
+                "pool.clf_labels": clf_labels,
+                "loss.balance": 0.3,
+                "loss.de_forward": 0.7,
+                "loss.clf_forward": 1.0,
+                "optim.encode_chunk": chunk,
+            },
+        )
+    )
     rows = np.sort(trainer.rows[: 3 if clf_labels == 19 else 13])
     batch = trainer.prepare(rows, 0)
     every = np.arange(tiny_dataset.num_labels)
@@ -91,36 +111,52 @@ def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels
     assert found["loss_de"] == pytest.approx(0.3 * expected, rel=1e-4)
     seen = every if batch.clf.ids is None else batch.clf.ids.numpy()
     assert (len(seen) < len(every)) == (clf_labels in ("pool", 19))
-    drawn = trainer.batches.sampler.batch(rows, epoch=0, step=0, shortlist_NH=trainer.made.negatives).pool_S
+    drawn = trainer.batches.sampler.batch(
+        rows, epoch=0, step=0, shortlist_NH=trainer.made.negatives
+    ).pool_S
     assert set(drawn) <= set(seen) and (len(seen) > len(drawn)) == (clf_labels != "pool")
     expected = slow_ds(clf[:, seen], positive[:, seen], ignored[:, seen])
     assert found["loss_clf"] == pytest.approx(0.7 * expected, rel=1e-4)
 
 
 def test_pool_and_all_labels_sample_the_same_positives(open_trainer):
-    """The draw of a step's positives is one, whatever the heads see: both heads' reductions pick among the same."""
-    trainer = begun(open_trainer(**{"pool.de_labels": "all", "loss.reduction": "pol", "pool.beta": 1}))
+    """The draw of a step's positives is one, whatever the heads see: both heads' reductions pick
+    among the same.
+    """
+    trainer = begun(
+        open_trainer(**{"pool.de_labels": "all", "loss.reduction": "pol", "pool.beta": 1})
+    )
     batch = trainer.prepare(trainer.rows[:13], 0)
     ids = batch.clf.ids.numpy()
-    t, u = batch.targets, batch.clf.targets
+    t = batch.targets
+    u = batch.clf.targets
     of_all = {(int(r), int(c)) for r, c, s in zip(t.row_P, t.col_P, t.sampled_P) if s}
     of_pool = {(int(r), int(ids[c])) for r, c, s in zip(u.row_P, u.col_P, u.sampled_P) if s}
     assert of_all == of_pool and len(of_all) == 13
 
 
-# -- BCE over all labels -----------------------------------------------------------------------------------------------
+# -- BCE over all labels
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalise", ["rows", "entries"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_bce_over_all_labels_is_made_in_chunks(open_trainer, tiny_dataset, monkeypatch, normalise, bias):
-    overrides = {"model.heads": "clf", "pool.clf_labels": "all", "loss.clf": "bce", "model.clf_bias": bias}
+def test_bce_over_all_labels_is_made_in_chunks(
+    open_trainer, tiny_dataset, monkeypatch, normalise, bias
+):
+    overrides = {
+        "model.heads": "clf",
+        "pool.clf_labels": "all",
+        "loss.clf": "bce",
+        "model.clf_bias": bias,
+    }
     trainer = begun(open_trainer(**QUIET, **overrides, **{"loss.bce_normalise": normalise}))
     if bias:
         torch.nn.init.normal_(trainer.model.bias.weight, std=0.3)
     rows = np.sort(trainer.rows[:13])
     batch = trainer.prepare(rows, 0)
-    calls, chunked = [], module.full_bce
+    calls = []
+    chunked = module.full_bce
     monkeypatch.setattr(module, "full_bce", lambda *a, **k: calls.append(1) or chunked(*a, **k))
     found = losses_of(trainer, batch, backward=True)["loss_clf"]
     assert calls, "the logits of all labels are not to be held"
@@ -132,7 +168,9 @@ def test_bce_over_all_labels_is_made_in_chunks(open_trainer, tiny_dataset, monke
 
     def dense(query, table, bias, scale, targets, normalise):
         logit = query @ table.T if bias is None else query @ table.T + bias.T
-        return symmetric_loss("bce", logit * scale, targets, reduction="psl", forward=1.0, normalise=normalise)
+        return symmetric_loss(
+            "bce", logit * scale, targets, reduction="psl", forward=1.0, normalise=normalise
+        )
 
     monkeypatch.setattr(module, "full_bce", dense)
     losses_of(trainer, batch, backward=True)
@@ -140,20 +178,29 @@ def test_bce_over_all_labels_is_made_in_chunks(open_trainer, tiny_dataset, monke
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
-# -- dropout of rows ---------------------------------------------------------------------------------------------------
+# -- dropout of rows
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_dropped_in_training_alone(open_trainer, monkeypatch):
-    trainer = begun(open_trainer(**QUIET, **{"model.heads": "clf", "model.clf_dropout": 0.25, "index.space": "clf"}))
+    trainer = begun(
+        open_trainer(
+            **QUIET, **{"model.heads": "clf", "model.clf_dropout": 0.25, "index.space": "clf"}
+        )
+    )
     with torch.no_grad():
         trainer.model.table.weight.normal_()
-    batch, seen = trainer.prepare(np.sort(trainer.rows[:13]), 0), []
+    batch = trainer.prepare(np.sort(trainer.rows[:13]), 0)
+    seen = []
     products = trainer.objective._products
     monkeypatch.setattr(
-        trainer.objective, "_products", lambda query, row: seen.append(row.detach()) or products(query, row)
+        trainer.objective,
+        "_products",
+        lambda query, row: seen.append(row.detach()) or products(query, row),
     )
     losses_of(trainer, batch, backward=True)
-    whole, leaf = trainer.model.table.weight[batch.clf.ids], trainer.model.table.used[1]
+    whole = trainer.model.table.weight[batch.clf.ids]
+    leaf = trainer.model.table.used[1]
     dropped = seen[0] == 0
     assert 0.1 < float(dropped.float().mean()) < 0.4
     torch.testing.assert_close(seen[0], (whole / 0.75).masked_fill(dropped, 0.0))
@@ -164,15 +211,23 @@ def test_rows_are_dropped_in_training_alone(open_trainer, monkeypatch):
     assert torch.equal(seen[1], whole)
 
 
-# -- rows that hold their label's text ---------------------------------------------------------------------------------
+# -- rows that hold their label's text
+# ---------------------------------------------------------------------------------
 
 RESIDUAL = {"model.clf_residual": True, "loss.clf_forward": 0.4}
 
 
-@pytest.mark.parametrize("overrides", [
-    {"model.heads": "clf"}, {}, {"pool.de_labels": "all"}, {"model.heads": "clf", "optim.encode_chunk": 5},
-    {"model.clf_gates": True},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"model.heads": "clf"},
+        {},
+        {"pool.de_labels": "all"},
+        {"model.heads": "clf", "optim.encode_chunk": 5},
+        {"model.clf_gates": True},
+    ],
+    ids=str,
+)
 def test_a_row_is_its_labels_text_and_a_free_vector(open_trainer, tiny_dataset, overrides):
     trainer = begun(open_trainer(**QUIET, **RESIDUAL, **overrides))
     with torch.no_grad():
@@ -190,47 +245,73 @@ def test_a_row_is_its_labels_text_and_a_free_vector(open_trainer, tiny_dataset, 
     seen = batch.clf.ids.numpy()
     assert 0 < len(seen) < tiny_dataset.num_labels
     positive, ignored = pairs(tiny_dataset, rows)
-    positive, ignored = positive[:, seen], ignored[:, seen]
+    positive = positive[:, seen]
+    ignored = ignored[:, seen]
     clf = scores(trainer, rows)[1][:, seen]
     expected = 0.4 * slow_ds(clf, positive, ignored) + 0.6 * slow_ds(clf.T, positive.T, ignored.T)
     weight = 1.0 if trainer.model.heads == "clf" else 0.5
-    assert losses_of(trainer, batch, backward=True)["loss_clf"] == pytest.approx(weight * expected, rel=1e-4)
+    assert losses_of(trainer, batch, backward=True)["loss_clf"] == pytest.approx(
+        weight * expected, rel=1e-4
+    )
     used, leaf = trainer.model.table.used
     assert used.tolist() == seen.tolist() and leaf.grad.abs().sum() > 0
     # the labels' words train too, also with a classifier alone
     words = set(
-        np.concatenate([trainer.encoding.tokens["labels"].ragged(np.array([label]))[0] for label in seen]).tolist()
+        np.concatenate(
+            [trainer.encoding.tokens["labels"].ragged(np.array([label]))[0] for label in seen]
+        ).tolist()
     )
     of_queries = set(
-        np.concatenate([trainer.encoding.tokens["queries"].ragged(np.array([r]))[0] for r in rows]).tolist()
+        np.concatenate(
+            [trainer.encoding.tokens["queries"].ragged(np.array([r]))[0] for r in rows]
+        ).tolist()
     )
     token_ids, grads = trainer.model.encoder.bag.embedding.used
     moved = set(token_ids[grads.grad.abs().sum(1) > 0].tolist())
     assert moved & (words - of_queries)
 
 
-# -- weights and options -----------------------------------------------------------------------------------------------
+# -- weights and options
+# -----------------------------------------------------------------------------------------------
 
 
 def slow_weighted_ds(logit, positive, ignored, importance):
-    """The rows' means over positives, each positive counting its importance, all of them together what they did."""
+    """The rows' means over positives, each positive counting its importance, all of them together
+    what they did.
+    """
     parts = []
     for x, is_positive, is_ignored in zip(logit, positive, ignored):
-        negatives = sum(math.exp(v) for v, p, skip in zip(x, is_positive, is_ignored) if not p and not skip)
+        negatives = sum(
+            math.exp(v) for v, p, skip in zip(x, is_positive, is_ignored) if not p and not skip
+        )
         share = 1 / max(is_positive.sum(), 1)
-        parts += [(share, share * importance[column], math.log(math.exp(v) + negatives) - v)
-                  for column, (v, p) in enumerate(zip(x, is_positive)) if p]  # fmt: skip
-    before, after = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        parts += [
+            (share, share * importance[column], math.log(math.exp(v) + negatives) - v)
+            for column, (v, p) in enumerate(zip(x, is_positive))
+            if p
+        ]
+    before = sum(part[0] for part in parts)
+    after = sum(part[1] for part in parts)
     return sum(weight * loss for _, weight, loss in parts) * before / after / positive.any(1).sum()
 
 
 def test_inverse_propensities_weight_both_heads(open_trainer, tiny_dataset):
-    a, b = 2.0, 0.5
-    trainer = begun(open_trainer(**QUIET, **{
-        "loss.weights": "propensity", "data.propensity_a": a, "data.propensity_b": b, "loss.de_forward": 1.0,
-        "loss.clf_forward": 1.0,
-    }))  # fmt: skip
-    train, rows = tiny_dataset.rows("train"), np.sort(trainer.rows[:13])
+    a = 2.0
+    b = 0.5
+    trainer = begun(
+        open_trainer(
+            **QUIET,
+            **{
+                "loss.weights": "propensity",
+                "data.propensity_a": a,
+                "data.propensity_b": b,
+                "loss.de_forward": 1.0,
+                "loss.clf_forward": 1.0,
+            },
+        )
+    )
+    train = tiny_dataset.rows("train")
+    rows = np.sort(trainer.rows[:13])
     count = (tiny_dataset.relevance[train].toarray() > 0).sum(0)
     inverse = [1 + (math.log(len(train)) - 1) * (b + 1) ** a / (n + b) ** a for n in count]
     batch = trainer.prepare(rows, 0)
@@ -244,25 +325,41 @@ def test_inverse_propensities_weight_both_heads(open_trainer, tiny_dataset):
         assert found[head] == pytest.approx(0.5 * expected, rel=3e-5)
 
 
-@pytest.mark.parametrize(("kind", "key", "option", "values"), [
-    ("triplet", "loss.triplet_negatives", "negatives", ("all", "hardest")),
-    ("triplet", "loss.margin", "margin", (0.1, 0.9)),
-    ("hinge", "loss.margin", "margin", (0.1, 0.9)),
-    ("softtopk", "loss.topk", "topk", (1, 3)),
-    ("bce", "loss.bce_normalise", "normalise", ("rows", "entries")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "key", "option", "values"),
+    [
+        ("triplet", "loss.triplet_negatives", "negatives", ("all", "hardest")),
+        ("triplet", "loss.margin", "margin", (0.1, 0.9)),
+        ("hinge", "loss.margin", "margin", (0.1, 0.9)),
+        ("softtopk", "loss.topk", "topk", (1, 3)),
+        ("bce", "loss.bce_normalise", "normalise", ("rows", "entries")),
+    ],
+)
 def test_options_reach_their_loss(open_trainer, kind, key, option, values):
-    forward, found = (1.0 if kind == "softtopk" else 0.5), []
+    forward = 1.0 if kind == "softtopk" else 0.5
+    found = []
     for number, value in enumerate(values):
-        overrides = {"loss.de": kind, "loss.de_forward": forward, key: value, "model.heads": "de", "pool.size": 30}
+        overrides = {
+            "loss.de": kind,
+            "loss.de_forward": forward,
+            key: value,
+            "model.heads": "de",
+            "pool.size": 30,
+        }
         trainer = begun(open_trainer(f"run-{number}", **overrides))
         batch = trainer.prepare(trainer.rows[:13], 0)
-        cosine = torch.randn(13, len(batch.pool.pool_S), generator=torch.Generator().manual_seed(1)).tanh()
+        cosine = torch.randn(
+            13, len(batch.pool.pool_S), generator=torch.Generator().manual_seed(1)
+        ).tanh()
         scale = torch.tensor(7.0)
-        found.append(trainer.objective.loss(kind, cosine, scale, batch.targets, forward=forward, step=0))
+        found.append(
+            trainer.objective.loss(kind, cosine, scale, batch.targets, forward=forward, step=0)
+        )
         scaled = cosine if kind in ("triplet", "hinge") else cosine * 7.0
         options = {option: value} | ({"normalise": "rows"} if kind == "hinge" else {})
-        expected = symmetric_loss(kind, scaled, batch.targets, reduction="psl", forward=forward, **options)
+        expected = symmetric_loss(
+            kind, scaled, batch.targets, reduction="psl", forward=forward, **options
+        )
         if not (kind == "triplet" and option == "negatives"):
             assert float(found[-1]) == pytest.approx(float(expected), rel=1e-6)
     assert float(found[0]) != pytest.approx(float(found[1]), rel=1e-3)
@@ -271,23 +368,34 @@ def test_options_reach_their_loss(open_trainer, kind, key, option, values):
 def test_the_random_pick_of_one_positive_follows_the_step(open_trainer):
     trainer = begun(open_trainer(**{"loss.reduction": "pol", "pool.beta": 3}))
     batch = trainer.prepare(trainer.rows[:30], 0)
-    cosine = torch.randn(30, len(batch.pool.pool_S), generator=torch.Generator().manual_seed(1)).tanh()
+    cosine = torch.randn(
+        30, len(batch.pool.pool_S), generator=torch.Generator().manual_seed(1)
+    ).tanh()
     found = [
-        float(trainer.objective.loss("ds", cosine, torch.tensor(9.0), batch.targets, forward=1.0, step=n))
+        float(
+            trainer.objective.loss(
+                "ds", cosine, torch.tensor(9.0), batch.targets, forward=1.0, step=n
+            )
+        )
         for n in (0, 1, 0)
     ]
     assert found[0] == found[2] != found[1]
 
 
-# -- number formats ----------------------------------------------------------------------------------------------------
+# -- number formats
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clf", [{"loss.clf": "ds"}, {"loss.clf": "bce", "pool.clf_labels": "all"}])
 def test_products_in_bfloat16_and_losses_in_float32(open_trainer, monkeypatch, clf):
-    """bfloat16 keeps 8 bits: products of unit vectors are off by thousandths, losses and gradients by a few percent."""
+    """bfloat16 keeps 8 bits: products of unit vectors are off by thousandths, losses and gradients
+    by a few percent.
+    """
     trainer = begun(open_trainer(**QUIET, **clf))
     batch = trainer.prepare(np.sort(trainer.rows[:13]), 0)
-    types, losses, grads = [], [], []
+    types = []
+    losses = []
+    grads = []
 
     def watched(kind, logit_BS, *args, **options):
         types.append(logit_BS.dtype)

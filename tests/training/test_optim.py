@@ -42,21 +42,34 @@ def loss_of(model, rows, labels=(0, 3, 4)):
         loss = loss + 10 * model.de(x_BW)[:, 0].sum() * model.log_scale[0].exp()
     if model.heads != "de":
         logit = model.clf(x_BW) @ model.table.gather(labels).T
-        loss = loss + (logit + (model.bias.gather(labels).T if model.bias is not None else 0)).pow(2).sum()
+        loss = (
+            loss
+            + (logit + (model.bias.gather(labels).T if model.bias is not None else 0)).pow(2).sum()
+        )
     return loss
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
+# -- groups
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bag", "transformer", "both"])
 def test_every_trained_parameter_is_in_the_right_group_once(tiny_bert, tiny_params, kind):
     layers = 0 if kind == "bag" else 2
-    params = tiny_params(**{
-        "encoder.kind": kind, "encoder.trainable_layers": layers, "encoder.residual": kind == "bag",
-        "model.learn_temperature": True, "optim.weight_decay": 0.07, "optim.lr_encoder": 1e-5,
-        "optim.lr_heads": 2e-5, "optim.lr_bag": 3e-5, "optim.lr_clf": 4e-5, "model.clf_bias": True,
-    })  # fmt: skip
+    params = tiny_params(
+        **{
+            "encoder.kind": kind,
+            "encoder.trainable_layers": layers,
+            "encoder.residual": kind == "bag",
+            "model.learn_temperature": True,
+            "optim.weight_decay": 0.07,
+            "optim.lr_encoder": 1e-5,
+            "optim.lr_heads": 2e-5,
+            "optim.lr_bag": 3e-5,
+            "optim.lr_clf": 4e-5,
+            "model.clf_bias": True,
+        }
+    )
     model = make_model(tiny_bert, params)
     optimisers = Optimisers(model, params.optim, 5)
     group_of = {id(p): group for group in optimisers.adamw.param_groups for p in group["params"]}
@@ -69,29 +82,45 @@ def test_every_trained_parameter_is_in_the_right_group_once(tiny_bert, tiny_para
         vector = name.endswith(("bias", "log_scale")) or "norm" in name.lower()
         assert group["weight_decay"] == (0.0 if vector else 0.07), name
     rates = {name: row.lr for name, row in optimisers.row.items()}
-    bag = {f"encoder.bag.{name}": 3e-5 for name in ("embedding", "log_weight")} if kind != "transformer" else {}
+    bag = (
+        {f"encoder.bag.{name}": 3e-5 for name in ("embedding", "log_weight")}
+        if kind != "transformer"
+        else {}
+    )
     assert rates == {"table": 4e-5, "bias": 4e-5, **bag}
 
 
 def test_norms_of_distilbert_do_not_decay(tiny_distilbert, tiny_params):
-    """Its norms are called `sa_layer_norm` and `output_layer_norm`: lists of names have missed them."""
+    """Its norms are called `sa_layer_norm` and `output_layer_norm`: lists of names have missed
+    them.
+    """
     params = tiny_params(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1})
     model = make_model(tiny_distilbert, params)
-    decays = {id(p) for g in Optimisers(model, params.optim, 5).adamw.param_groups if g["weight_decay"] > 0
-              for p in g["params"]}  # fmt: skip
-    norms = [name for name, p in model.named_parameters() if "layer_norm" in name.lower() and id(p) in decays]
+    decays = {
+        id(p)
+        for g in Optimisers(model, params.optim, 5).adamw.param_groups
+        if g["weight_decay"] > 0
+        for p in g["params"]
+    }
+    norms = [
+        name
+        for name, p in model.named_parameters()
+        if "layer_norm" in name.lower() and id(p) in decays
+    ]
     assert norms == []
     assert any("sa_layer_norm.weight" in name for name, _ in model.named_parameters())
 
 
-# -- schedule ----------------------------------------------------------------------------------------------------------
+# -- schedule
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(1.0, 7), (0.0, 7), (2.5, 4), (4.0, 7)])
 def test_schedule_rises_to_one_then_falls_to_nought(tiny_bert, tiny_params, warmup, steps):
     params = tiny_params(**{"optim.epochs": 4, "optim.warmup_epochs": warmup})
     optimisers = Optimisers(make_model(tiny_bert, params), params.optim, steps)
-    last, rise = 4 * steps, max(1, round(warmup * steps))
+    last = 4 * steps
+    rise = max(1, round(warmup * steps))
     factors = [optimisers.factor(step) for step in range(last)]
     assert factors[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
     assert factors[rise - 1] == 1.0
@@ -115,23 +144,37 @@ def test_learning_rates_follow_the_schedule(tiny_bert, tiny_params):
         assert rates == pytest.approx([params.optim.lr_heads * share] * 2)
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
+# -- steps
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
 @pytest.mark.parametrize("kind", ["bag", "transformer"])
 def test_steps_equal_torch_on_a_dense_model(tiny_bert, tiny_params, kind, clip):
-    """Same gradients, all parameters dense in torch's AdamW: rows used each step are plain Adam, one norm over all."""
-    params = tiny_params(**quiet(**{
-        "encoder.kind": kind, "encoder.trainable_layers": 1 if kind == "transformer" else 0, "optim.clip_norm": clip,
-        "model.learn_temperature": True, "optim.lr_bag": 3e-2, "optim.lr_clf": 4e-2,
-    }))  # fmt: skip
-    model, optim = make_model(tiny_bert, params), params.optim
+    """Same gradients, all parameters dense in torch's AdamW: rows used each step are plain Adam,
+    one norm over all.
+    """
+    params = tiny_params(
+        **quiet(
+            **{
+                "encoder.kind": kind,
+                "encoder.trainable_layers": 1 if kind == "transformer" else 0,
+                "optim.clip_norm": clip,
+                "model.learn_temperature": True,
+                "optim.lr_bag": 3e-2,
+                "optim.lr_clf": 4e-2,
+            }
+        )
+    )
+    model = make_model(tiny_bert, params)
+    optim = params.optim
     optimisers = Optimisers(model, optim, 5)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     tables = {f"{name}.weight": table for name, table in model.tables().items()}
     dense = {
-        n: start[n].clone().requires_grad_() for n, p in model.named_parameters() if p.requires_grad or n in tables
+        n: start[n].clone().requires_grad_()
+        for n, p in model.named_parameters()
+        if p.requires_grad or n in tables
     }
 
     def rate(name):
@@ -139,10 +182,16 @@ def test_steps_equal_torch_on_a_dense_model(tiny_bert, tiny_params, kind, clip):
         part |= {"table": optim.lr_clf, "bias": optim.lr_clf}
         return next((lr for prefix, lr in part.items() if name.startswith(prefix)), optim.lr_heads)
 
-    theirs = torch.optim.AdamW([
-        {"params": [p], "name": n, "weight_decay": optim.weight_decay if p.ndim > 1 and n not in tables else 0.0}
-        for n, p in dense.items()
-    ])  # fmt: skip
+    theirs = torch.optim.AdamW(
+        [
+            {
+                "params": [p],
+                "name": n,
+                "weight_decay": optim.weight_decay if p.ndim > 1 and n not in tables else 0.0,
+            }
+            for n, p in dense.items()
+        ]
+    )
     for step in range(4):
         loss_of(model, range(6), tuple(range(NUM_LABELS))).backward()
         for name, parameter in dense.items():
@@ -160,7 +209,8 @@ def test_steps_equal_torch_on_a_dense_model(tiny_bert, tiny_params, kind, clip):
             group["lr"] = rate(group["name"]) * optimisers.factor(step)
         theirs.step()
     for name, parameter in dense.items():
-        # rows of tokens that no text has stay; the gradients of the others are the same in each step
+        # rows of tokens that no text has stay; the gradients of the others are the same in each
+        # step
         torch.testing.assert_close(
             model.get_parameter(name).detach(), parameter.detach(), rtol=1e-5, atol=1e-6, msg=name
         )
@@ -208,7 +258,10 @@ def test_state_continues_bit_for_bit(tiny_bert, tiny_params, kind, rng):
     steps(model, optimisers, 0, 3)
     half = copy.deepcopy(model)
     dense = {name: t.clone() for name, t in optimisers.dense_state().items()}
-    rows_of = {name: {k: t.clone() for k, t in states.items()} for name, states in optimisers.row_states().items()}
+    rows_of = {
+        name: {k: t.clone() for k, t in states.items()}
+        for name, states in optimisers.row_states().items()
+    }
     steps(model, optimisers, 3, 6)
     resumed = Optimisers(half, params.optim, 5)
     for table in half.tables().values():
@@ -222,15 +275,25 @@ def test_state_continues_bit_for_bit(tiny_bert, tiny_params, kind, rng):
         assert torch.equal(value, half.state_dict()[name]), name
     # what was loaded is copied
     assert all(torch.equal(dense[name], before[name]) for name in dense)
-    assert all(torch.equal(t, rows_before[name][k]) for name, states in rows_of.items() for k, t in states.items())
+    assert all(
+        torch.equal(t, rows_before[name][k])
+        for name, states in rows_of.items()
+        for k, t in states.items()
+    )
     fresh = Optimisers(copy.deepcopy(half), params.optim, 5)
     assert fresh.dense_state() == {}  # nothing before the first step
 
 
-# -- the classifier's table --------------------------------------------------------------------------------------------
+# -- the classifier's table
+# --------------------------------------------------------------------------------------------
 
-STATES = {"adam": {"first", "second"}, "adamw": {"first", "second"}, "adagrad": {"sum"}, "sgd": set(),
-          "momentum": {"velocity"}}  # fmt: skip
+STATES = {
+    "adam": {"first", "second"},
+    "adamw": {"first", "second"},
+    "adagrad": {"sum"},
+    "sgd": set(),
+    "momentum": {"velocity"},
+}
 
 
 @pytest.mark.parametrize("state", sorted(STATES))
@@ -242,12 +305,19 @@ def test_the_classifier_has_its_own_state_and_type(tiny_bert, tiny_params, state
     adam = STATES["adam"] | {"weight"}
     bag = {"encoder.bag.embedding": adam, "encoder.bag.log_weight": adam}
     assert {name: set(of) for name, of in states.items()} == {
-        "table": STATES[state] | {"weight"}, "bias": STATES[state] | {"weight"}, **bag
-    }  # fmt: skip
+        "table": STATES[state] | {"weight"},
+        "bias": STATES[state] | {"weight"},
+        **bag,
+    }
     weights = {name: of["weight"].dtype for name, of in states.items()}
     rough = torch.bfloat16 if dtype == "bf16" else torch.float32
     assert weights == {"table": rough, "bias": torch.float32, **dict.fromkeys(bag, torch.float32)}
-    assert all(t.dtype == torch.float32 for of in states.values() for name, t in of.items() if name != "weight")
+    assert all(
+        t.dtype == torch.float32
+        for of in states.values()
+        for name, t in of.items()
+        if name != "weight"
+    )
     assert states["table"]["weight"].data_ptr() == model.table.weight.data_ptr()  # no copies
 
 
@@ -288,9 +358,17 @@ def test_fetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, tmp_
     for placement in (Placement(), Placement(place, tmp_path)):
         torch.manual_seed(1)
         model = UniDEC.create(
-            params.encoder, params.model, NUM_LABELS, tiny_bert, 0, params.model_dump(), placement=placement
-        ).train()  # fmt: skip
-        x_LW = torch.randn(NUM_LABELS, model.encoder.width, generator=torch.Generator().manual_seed(2))
+            params.encoder,
+            params.model,
+            NUM_LABELS,
+            tiny_bert,
+            0,
+            params.model_dump(),
+            placement=placement,
+        ).train()
+        x_LW = torch.randn(
+            NUM_LABELS, model.encoder.width, generator=torch.Generator().manual_seed(2)
+        )
         model.start_table(lambda rows, x_LW=x_LW: x_LW[rows])
         optimisers = Optimisers(model, params.optim, 5)
         for table in (model.table, model.bias):
@@ -299,5 +377,11 @@ def test_fetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, tmp_
             labels = torch.tensor([step % 3, 5, 8 - step % 2])
             loss_of(model, [0, 1, 2], labels).backward()
             optimisers.step(step, total_norm(optimisers.gradients()))
-        states.append({f"{name}.{k}": t for name, of in optimisers.row_states().items() for k, t in of.items()})
+        states.append(
+            {
+                f"{name}.{k}": t
+                for name, of in optimisers.row_states().items()
+                for k, t in of.items()
+            }
+        )
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

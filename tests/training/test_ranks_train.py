@@ -1,5 +1,6 @@
-"""Several ranks train as one does: gradients of a step; losses and weights over 20 steps, with refreshes in between;
-resumed by any number."""
+"""Several ranks train as one does: gradients of a step; losses and weights over 20 steps, with
+refreshes in between; resumed by any number.
+"""
 
 from __future__ import annotations
 
@@ -19,49 +20,89 @@ STEPS = 20  # 4 an epoch; a refresh before steps 0, 8 and 16
 CASES = {
     "unidec": {"pool.batch_size": 11, "pool.size": 31, "optim.clip_norm": 0.5},
     "all labels, bias, temperatures": {
-        "pool.clf_labels": "all", "model.clf_bias": True, "model.learn_temperature": True, "loss.de": "supcon",
-        "loss.clf": "supcon", "model.clf_init": "normal",
+        "pool.clf_labels": "all",
+        "model.clf_bias": True,
+        "model.learn_temperature": True,
+        "loss.de": "supcon",
+        "loss.clf": "supcon",
+        "model.clf_init": "normal",
     },
     "depsl": {
-        "model.heads": "de", "pool.eta": 0, "pool.beta": 1, "pool.fill": True, "pool.size": 15,
-        "pool.batches": "random", "pool.batch_size": 10, "model.auxiliary": 3,
+        "model.heads": "de",
+        "pool.eta": 0,
+        "pool.beta": 1,
+        "pool.fill": True,
+        "pool.size": 15,
+        "pool.batches": "random",
+        "pool.batch_size": 10,
+        "model.auxiliary": 3,
     },
     "classifier": {"model.heads": "clf", "model.clf_bias": True, "model.clf_init": "xavier"},
-    "frozen beside": {"encoder.kind": "both", "loss.reduction": "pol", "optim.clf_state": "adagrad"},
-    "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "model.learn_temperature": True},
+    "frozen beside": {
+        "encoder.kind": "both",
+        "loss.reduction": "pol",
+        "optim.clf_state": "adagrad",
+    },
+    "one layer": {
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": 1,
+        "model.learn_temperature": True,
+    },
     "all layers": {"encoder.kind": "both", "encoder.trainable_layers": -1, "pool.size": 17},
     "every label for both heads, weighted": {
-        "pool.de_labels": "all", "pool.clf_labels": "all", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.beta": 1,
-        "model.clf_bias": True, "model.learn_temperature": True, "loss.reduction": "pol", "loss.weights": "propensity",
+        "pool.de_labels": "all",
+        "pool.clf_labels": "all",
+        "loss.clf": "bce",
+        "loss.clf_bce": 0.0,
+        "pool.beta": 1,
+        "model.clf_bias": True,
+        "model.learn_temperature": True,
+        "loss.reduction": "pol",
+        "loss.weights": "propensity",
     },
     "gandalf": {"pool.gandalf": True, "pool.batch_size": 22},
     "frozen, growing clusters, tail": {
-        "encoder.kind": "both", "encoder.frozen": True, "pool.cluster_start": 2, "pool.positives": "tail",
+        "encoder.kind": "both",
+        "encoder.frozen": True,
+        "pool.cluster_start": 2,
+        "pool.positives": "tail",
     },
-}  # fmt: skip
+}
 CASES |= {
     "all layers, in chunks": CASES["all layers"] | {"optim.encode_chunk": 7},
     "every label, in chunks": {
-        "encoder.kind": "transformer", "encoder.trainable_layers": 2, "pool.de_labels": "all", "pool.clf_labels": "all",
-        "optim.encode_chunk": 5, "run.recompute": True, "loss.de": "softtopk", "loss.de_forward": 1.0,
-        "loss.clf": "hinge", "loss.bce_normalise": "entries",
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": 2,
+        "pool.de_labels": "all",
+        "pool.clf_labels": "all",
+        "optim.encode_chunk": 5,
+        "run.recompute": True,
+        "loss.de": "softtopk",
+        "loss.de_forward": 1.0,
+        "loss.clf": "hinge",
+        "loss.bce_normalise": "entries",
     },
-}  # fmt: skip
+}
 TRANSFORMER = {"encoder.kind": "transformer", "encoder.trainable_layers": 1}
 # of one step; with one query and its two labels four ranks have fewer texts than ranks
 STEPS_OF_ONE = {
     "layers": TRANSFORMER | {"queries": 9, "model.learn_temperature": True},
-    "layers, in chunks": TRANSFORMER | {"queries": 9, "optim.encode_chunk": 2, "model.learn_temperature": True},
-    "residual, one query": TRANSFORMER | {"queries": 1, "encoder.trainable_layers": -1, "encoder.residual": True},
+    "layers, in chunks": TRANSFORMER
+    | {"queries": 9, "optim.encode_chunk": 2, "model.learn_temperature": True},
+    "residual, one query": TRANSFORMER
+    | {"queries": 1, "encoder.trainable_layers": -1, "encoder.residual": True},
     "one query, in chunks": {
-        "queries": 1, "encoder.kind": "both", "encoder.trainable_layers": -1, "optim.encode_chunk": 1,
+        "queries": 1,
+        "encoder.kind": "both",
+        "encoder.trainable_layers": -1,
+        "optim.encode_chunk": 1,
         "run.recompute": True,
     },
     "inception": {"queries": 9, "encoder.kind": "inception"},
     "bag, one query, in chunks": {"queries": 1, "optim.encode_chunk": 1, "encoder.bag_words": 16},
     "every label, in chunks": CASES["every label, in chunks"] | {"queries": 9},
     "every label, temperatures": CASES["every label for both heads, weighted"] | {"queries": 5},
-}  # fmt: skip
+}
 COMMON = {"optim.epochs": 5, "optim.lr_clf": 3e-3, "optim.lr_bag": 3e-3, "optim.lr_heads": 3e-3}
 
 
@@ -87,15 +128,18 @@ def place(tiny_dataset, tiny_tokens, tiny_bert, tmp_path_factory):
 
 
 def worst_differences(found, alone):
-    """The largest difference of each figure and weight; a key's bias has no gradient but rounding, which Adam enlarges
-    (softmax does not see what is added to all scores of a query)."""
+    """The largest difference of each figure and weight; a key's bias has no gradient but rounding,
+    which Adam enlarges (softmax does not see what is added to all scores of a query).
+    """
     assert found.keys() == alone.keys()
     worst = {}
     for key, expected in alone.items():
         if key.endswith(("pool_size", "step")):
             assert np.array_equal(found[key], expected), key
         elif not key.endswith(("begins at", "attention.self.key.bias")):
-            worst[key] = float(np.abs(found[key] - expected).max() / max(1.0, np.abs(expected).max()))
+            worst[key] = float(
+                np.abs(found[key] - expected).max() / max(1.0, np.abs(expected).max())
+            )
     return worst
 
 
@@ -105,7 +149,9 @@ def gradients_alone(ranked, place):
     assert sum(": rows of table" in key for key in alone) == len(STEPS_OF_ONE)
     for key, value in alone.items():
         if key.startswith("layers: "):
-            np.testing.assert_allclose(alone[key.replace("layers", "layers, in chunks", 1)], value, atol=1e-5)
+            np.testing.assert_allclose(
+                alone[key.replace("layers", "layers, in chunks", 1)], value, atol=1e-5
+            )
     return alone
 
 
@@ -117,12 +163,22 @@ def test_gradients_of_a_step_on_four_ranks(ranked, place):
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
 
 
-@pytest.mark.parametrize("names", [
-    ["unidec", "all labels, bias, temperatures", "one layer"],
-    pytest.param(["depsl", "classifier", "frozen beside", "all layers", "gandalf"], marks=pytest.mark.slow),
-    pytest.param(["frozen, growing clusters, tail", "every label for both heads, weighted"], marks=pytest.mark.slow),
-    pytest.param(["all layers, in chunks", "every label, in chunks"], marks=pytest.mark.slow),
-], ids=["three", "five more", "two more", "in chunks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["unidec", "all labels, bias, temperatures", "one layer"],
+        pytest.param(
+            ["depsl", "classifier", "frozen beside", "all layers", "gandalf"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["frozen, growing clusters, tail", "every label for both heads, weighted"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["all layers, in chunks", "every label, in chunks"], marks=pytest.mark.slow),
+    ],
+    ids=["three", "five more", "two more", "in chunks"],
+)
 def test_two_ranks_train_as_one(ranked, place, names):
     cases = {name: COMMON | CASES[name] for name in names}
     alone = ranked.train(ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS)
@@ -135,7 +191,9 @@ def test_two_ranks_train_as_one(ranked, place, names):
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
         assert sum(key.endswith(": loss") for key in worst) == len(names)
     if "frozen beside" in names:
-        ours, theirs = (sorted((place / f"cache-{world}").glob("vectors-*/values.npy")) for world in (2, 1))
+        ours, theirs = (
+            sorted((place / f"cache-{world}").glob("vectors-*/values.npy")) for world in (2, 1)
+        )
         assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs] != []
 
 
@@ -149,22 +207,32 @@ def test_resumed_by_another_number_of_ranks(ranked, place):
     }
 
     def begun(by):
-        return {name: case | {"until": 11, "run": f"{name} by {by}"} for name, case in cases.items()}
+        return {
+            name: case | {"until": 11, "run": f"{name} by {by}"} for name, case in cases.items()
+        }
 
     alone = ranked.train(ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS)
     ranked.run(2, "train", place, cases=begun("two"), steps=STEPS)
     ranked.train(ALONE, place, begun("one"), STEPS)
     for world, before in ((1, "two"), (3, "two"), (2, "one")):
-        resumed = {name: case | {"run": f"{name} by {before}, then {world}"} for name, case in cases.items()}
+        resumed = {
+            name: case | {"run": f"{name} by {before}, then {world}"}
+            for name, case in cases.items()
+        }
         for name, case in resumed.items():
             shutil.copytree(place / f"{name} by {before}", place / case["run"])
-        results = ranked.run(world, "train", place, cases=resumed, steps=STEPS) if world > 1 else [
-            ranked.train(ALONE, place, resumed, STEPS)
-        ]  # fmt: skip
+        results = (
+            ranked.run(world, "train", place, cases=resumed, steps=STEPS)
+            if world > 1
+            else [ranked.train(ALONE, place, resumed, STEPS)]
+        )
         for values in results:
             assert [values[f"{name}: begins at"] for name in cases] == [11, 11]
             worst = worst_differences(values, alone)
-            assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}, (world, before)
+            assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}, (
+                world,
+                before,
+            )
 
 
 @pytest.mark.slow
@@ -174,8 +242,12 @@ def test_with_dropout_the_same_ranks_resume_to_the_same_bits(ranked, place):
     case |= {"encoder.kind": "both", "encoder.trainable_layers": -1}
     cases = {"whole": case, "begun": case | {"until": 11, "run": "dropped out"}}
     whole = ranked.run(3, "train", place, cases=cases, steps=STEPS)
-    resumed = ranked.run(3, "train", place, cases={"whole": case | {"run": "dropped out"}}, steps=STEPS)
+    resumed = ranked.run(
+        3, "train", place, cases={"whole": case | {"run": "dropped out"}}, steps=STEPS
+    )
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours.pop("whole: begins at") == 11
-        assert [key for key, values in ours.items() if not np.array_equal(values, theirs[key])] == []
+        assert [
+            key for key, values in ours.items() if not np.array_equal(values, theirs[key])
+        ] == []
     assert not np.array_equal(whole[0]["whole: loss"], whole[0]["begun: loss"])

@@ -25,9 +25,16 @@ def unit_vectors(count, seed=0):
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def refresh(params, epoch, query_vectors=lambda: unit_vectors(len(ROWS)), label_vectors=lambda: unit_vectors(20, 1)):
+def refresh(
+    params,
+    epoch,
+    query_vectors=lambda: unit_vectors(len(ROWS)),
+    label_vectors=lambda: unit_vectors(20, 1),
+):
     relevance = sp.csr_matrix(np.random.default_rng(2).random((143, 20)) < 0.1, dtype=np.float32)
-    sampler = PoolSampler(relevance, sp.csr_matrix((143, 20), dtype=bool), beta=1, eta=params.pool.eta, size=0, seed=0)
+    sampler = PoolSampler(
+        relevance, sp.csr_matrix((143, 20), dtype=bool), beta=1, eta=params.pool.eta, size=0, seed=0
+    )
     settings = params.training
     return make_refresh(
         settings,
@@ -41,7 +48,12 @@ def refresh(params, epoch, query_vectors=lambda: unit_vectors(len(ROWS)), label_
 
 @pytest.mark.parametrize(
     ("start", "expected"),
-    [(0, [512] * 6), (1, [1, 2, 4, 8, 16, 32]), (100, [100, 200, 400, 512, 512, 512]), (512, [512] * 6)],
+    [
+        (0, [512] * 6),
+        (1, [1, 2, 4, 8, 16, 32]),
+        (100, [100, 200, 400, 512, 512, 512]),
+        (512, [512] * 6),
+    ],
 )
 def test_clusters_double_at_each_refresh_up_to_a_batch(start, expected):
     pool = Pool(cluster_start=start, batch_size=512, refresh=5)
@@ -51,19 +63,37 @@ def test_clusters_double_at_each_refresh_up_to_a_batch(start, expected):
 
 
 def test_clusters_double_at_the_epochs_that_are_named():
-    """NGAME on LF-AmazonTitles-131K: batches of 1,600 of 294,805 queries, and clusters of 512 from epoch 200 on."""
+    """NGAME on LF-AmazonTitles-131K: batches of 1,600 of 294,805 queries, and clusters of 512 from
+    epoch 200 on.
+    """
     epochs = [10, 20, 25, 50, 75, 100, 125, 150, 200]
     pool = Pool(cluster_start=1, cluster_doublings=epochs, batch_size=1600, refresh=5)
     sizes = [cluster_size(pool, epoch, 294_805) for epoch in range(300)]
-    assert [sizes.count(1 << doubling) for doubling in range(10)] == [10, 10, 5, 25, 25, 25, 25, 25, 50, 100]
+    assert [sizes.count(1 << doubling) for doubling in range(10)] == [
+        10,
+        10,
+        5,
+        25,
+        25,
+        25,
+        25,
+        25,
+        50,
+        100,
+    ]
     assert sizes == sorted(sizes)
-    assert cluster_size(pool.model_copy(update={"cluster_start": 1000}), 20, 294_805) == queries_a_batch(pool, 294_805)
+    assert cluster_size(
+        pool.model_copy(update={"cluster_start": 1000}), 20, 294_805
+    ) == queries_a_batch(pool, 294_805)
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 12])
-def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(tiny_params, tmp_path, start):
+def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(
+    tiny_params, tmp_path, start
+):
     params = tiny_params(**{"pool.cluster_start": start})
-    batch, count = params.pool.batch_size, num_clusters(len(ROWS), params.pool.batch_size)
+    batch = params.pool.batch_size
+    count = num_clusters(len(ROWS), params.pool.batch_size)
     for epoch in range(0, 10, params.pool.refresh):
         made, report = refresh(params, epoch)
         size = cluster_size(params.pool, epoch, len(ROWS))
@@ -77,27 +107,48 @@ def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(
 
 
 def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_epoch(tiny_params):
-    """Pairs of equal vectors: clusters of two keep them together, and the pairs meet other pairs in each epoch."""
-    settings = tiny_params(**{"pool.cluster_start": 2, "pool.eta": 0, "pool.batch_size": 16}).training
-    rows, vectors = np.arange(64), np.repeat(unit_vectors(32), 2, axis=0)
+    """Pairs of equal vectors: clusters of two keep them together, and the pairs meet other pairs in
+    each epoch.
+    """
+    settings = tiny_params(
+        **{"pool.cluster_start": 2, "pool.eta": 0, "pool.batch_size": 16}
+    ).training
+    rows = np.arange(64)
+    vectors = np.repeat(unit_vectors(32), 2, axis=0)
     relevance = sp.csr_matrix(np.ones((64, 1), dtype=np.float32))
-    sampler = PoolSampler(relevance, sp.csr_matrix((64, 1), dtype=bool), beta=1, eta=0, size=0, seed=0)
-    made, _ = make_refresh(
-        settings, rows, sampler, make_clusters(settings, rows, lambda: vectors, CPU), never, device=CPU
+    sampler = PoolSampler(
+        relevance, sp.csr_matrix((64, 1), dtype=bool), beta=1, eta=0, size=0, seed=0
     )
-    pairs = [set((made.order[a:b] // 2).tolist()) for a, b in zip(made.offsets, made.offsets[1:], strict=False)]
+    made, _ = make_refresh(
+        settings,
+        rows,
+        sampler,
+        make_clusters(settings, rows, lambda: vectors, CPU),
+        never,
+        device=CPU,
+    )
+    pairs = [
+        set((made.order[a:b] // 2).tolist())
+        for a, b in zip(made.offsets, made.offsets[1:], strict=False)
+    ]
     assert np.mean([len(pair) == 1 for pair in pairs]) > 0.8
-    epochs = [{frozenset(b.tolist()) for b in made.batches(rows, 16, seed=0, epoch=e)} for e in range(3)]
+    epochs = [
+        {frozenset(b.tolist()) for b in made.batches(rows, 16, seed=0, epoch=e)} for e in range(3)
+    ]
     assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_random_batches_at_first_need_no_vectors(tiny_params):
     params = tiny_params(**{"pool.cluster_start": 1, "pool.eta": 0})
     made, report = refresh(params, 0, never, never)
-    assert made.order.tolist() == ROWS.tolist() and np.diff(made.offsets).tolist() == [1] * len(ROWS)
+    assert made.order.tolist() == ROWS.tolist() and np.diff(made.offsets).tolist() == [1] * len(
+        ROWS
+    )
     assert "clusters" not in report
     batches = made.batches(ROWS, 12, seed=0, epoch=0)
-    assert {len(b) for b in batches} <= {10, 11} and batches[0].tolist() != sorted(batches[0].tolist())
+    assert {len(b) for b in batches} <= {10, 11} and batches[0].tolist() != sorted(
+        batches[0].tolist()
+    )
     with pytest.raises(AssertionError, match="not needed"):
         refresh(params, params.pool.refresh, never, never)
 

@@ -40,7 +40,8 @@ def everything(trainer):
 
 
 def assert_same(ours, theirs):
-    one, other = everything(ours), everything(theirs)
+    one = everything(ours)
+    other = everything(theirs)
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
     assert history(ours) == history(theirs)
@@ -71,7 +72,11 @@ SYSTEMS = {
     "depsl": {"model.heads": "de"},
     "classifier": {"model.heads": "clf"},
     "beside": {"encoder.kind": "both", "model.learn_temperature": True, "encoder.residual": True},
-    "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.bag_dropout": 0.0},
+    "one layer": {
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": 1,
+        "encoder.bag_dropout": 0.0,
+    },
     "bf16": {"encoder.kind": "both", "encoder.trainable_layers": 1, "optim.precision": "bf16"},
     "gandalf": {"pool.gandalf": True},
     "label tree": {"model.heads": "clf", "model.levels": [8, 3], "pool.shortlist": 2},
@@ -83,13 +88,19 @@ SYSTEMS = {
     },
     "gandalf, all labels": {"pool.gandalf": True, "pool.clf_labels": "all"},
     "adagrad": {"optim.clf_state": "adagrad", "model.clf_bias": True},
-    "bf16 rows without state": {"optim.clf_state": "sgd", "model.clf_dtype": "bf16", "optim.lr_clf": 0.1},
+    "bf16 rows without state": {
+        "optim.clf_state": "sgd",
+        "model.clf_dtype": "bf16",
+        "optim.lr_clf": 0.1,
+    },
 }
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_killed_in_a_round_it_goes_on_in_it(open_trainer, monkeypatch, system):
-    """Cut off in both rounds, between checkpoints every three steps, once in the middle of an epoch's last step."""
+    """Cut off in both rounds, between checkpoints every three steps, once in the middle of an
+    epoch's last step.
+    """
     overrides = DROPOUTS | SYSTEMS[system]
     whole = run(open_trainer("whole", **overrides))
     cuts = [2, 7, whole.steps_per_epoch * 2 + 4, whole.steps_per_epoch * 4 - 1]
@@ -145,7 +156,8 @@ def test_a_signal_ends_the_step_and_saves(open_trainer, monkeypatch, number):
     """A handler of the caller's own still gets it, after the checkpoint."""
     whole = run(open_trainer("whole", **DROPOUTS))
     part = open_trainer("parts", **DROPOUTS)
-    step, seen = part.train_step, []
+    step = part.train_step
+    seen = []
 
     def signalled(batch):
         logs = step(batch)
@@ -177,7 +189,8 @@ def test_a_damaged_newest_checkpoint_costs_an_interval(open_trainer, capsys):
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
-    before, lines = {name: value.clone() for name, value in everything(whole).items()}, history(whole)
+    before = {name: value.clone() for name, value in everything(whole).items()}
+    lines = history(whole)
     resumed = open_trainer("whole", **{"run.checkpoint_steps": 3})
     assert newest.name in capsys.readouterr().out
     assert whole.at.step - 3 <= resumed.at.step < whole.at.step
@@ -187,7 +200,9 @@ def test_a_damaged_newest_checkpoint_costs_an_interval(open_trainer, capsys):
 
 
 def test_a_checkpoint_needs_the_refresh_of_its_round(open_trainer, monkeypatch, capsys):
-    """One inside a round is worth nothing without the clusters it was cut from: the one before the round is used."""
+    """One inside a round is worth nothing without the clusters it was cut from: the one before the
+    round is used.
+    """
     whole = run(open_trainer("whole"))
     part = open_trainer("parts", **{"run.checkpoint_steps": 3})
     kill_at(part, monkeypatch, {13})
@@ -207,7 +222,11 @@ def test_what_differs_is_refused_by_name(open_trainer):
     run(open_trainer())
     with pytest.raises(ConfigError, match=r"optim\.lr_clf") as caught:
         open_trainer(**{"optim.lr_clf": 0.5, "pool.beta": 1})
-    assert "pool.beta" in str(caught.value) and "0.5" in str(caught.value) and "0.01" in str(caught.value)
+    assert (
+        "pool.beta" in str(caught.value)
+        and "0.5" in str(caught.value)
+        and "0.01" in str(caught.value)
+    )
     open_trainer(**{"run.checkpoint_steps": 7})  # changes nothing that is learnt
 
 
@@ -218,7 +237,9 @@ def test_notes_are_kept(open_trainer):
     assert open_trainer().at.notes == {"mlflow_run_id": "abc"}
 
 
-def test_what_is_accepted_must_still_fit(open_trainer, tiny_dataset, tiny_tokens, tiny_params, tmp_path):
+def test_what_is_accepted_must_still_fit(
+    open_trainer, tiny_dataset, tiny_tokens, tiny_params, tmp_path
+):
     trainer = run(open_trainer())
     params = tiny_params(**{"model.dim": 12})
     with pytest.raises(ArtifactError, match="does not fit the model"):
@@ -240,9 +261,11 @@ def test_what_is_accepted_must_still_fit(open_trainer, tiny_dataset, tiny_tokens
     assert again.finished
 
 
-# -- with patience: rounds.jsonl decides when it ends -----------------------------------------------------------------
+# -- with patience: rounds.jsonl decides when it ends
+# -----------------------------------------------------------------
 
-CURVE = {2: 5.0, 4: 7.0, 6: 6.0, 8: 6.5, 10: 9.0}  # of the epoch; with patience 2 the last round is epochs 9 and 10
+# of the epoch; with patience 2 the last round is epochs 9 and 10
+CURVE = {2: 5.0, 4: 7.0, 6: 6.0, 8: 6.5, 10: 9.0}
 PATIENT = DROPOUTS | {"optim.patience": 2, "optim.epochs": 40, "run.checkpoint_steps": 3}
 
 
@@ -250,14 +273,21 @@ def run_with_patience(trainer, curve=CURVE):
     """Train as the stages do: after each round a line of rounds.jsonl, where there is none yet."""
     while True:
         file = trainer.run_dir / ROUNDS
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        lines = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        )
         if (
             trainer.at.epoch
             and trainer.at.epoch_step == 0
             and trainer.at.epoch not in [line["epoch"] for line in lines]
         ):
-            lines.append({"epoch": trainer.at.epoch, "validation": {METRIC: curve[trainer.at.epoch]},
-                          "work_seconds": trainer.at.work_seconds})  # fmt: skip
+            lines.append(
+                {
+                    "epoch": trainer.at.epoch,
+                    "validation": {METRIC: curve[trainer.at.epoch]},
+                    "work_seconds": trainer.at.work_seconds,
+                }
+            )
             file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         if trainer.finished:
             return trainer
@@ -267,12 +297,19 @@ def run_with_patience(trainer, curve=CURVE):
 
 
 @pytest.mark.parametrize("cuts", [[1, 9, 18], [31, 33, 35, 37], [39]])
-def test_with_patience_it_ends_early_and_killed_anywhere_with_the_same_bits(open_trainer, monkeypatch, cuts):
+def test_with_patience_it_ends_early_and_killed_anywhere_with_the_same_bits(
+    open_trainer, monkeypatch, cuts
+):
     whole = run_with_patience(open_trainer("whole", **PATIENT))
     assert (whole.at.epoch, whole.at.step) == (10, 10 * whole.steps_per_epoch) and whole.finished
-    rates = [json.loads(line)["lr_heads"] for line in (whole.run_dir / "history.jsonl").read_text().splitlines()]
+    rates = [
+        json.loads(line)["lr_heads"]
+        for line in (whole.run_dir / "history.jsonl").read_text().splitlines()
+    ]
     last = 8 * whole.steps_per_epoch
-    assert len(set(rates[whole.steps_per_epoch : last + 1])) == 1 and all(a > b for a, b in pairwise(rates[last:]))
+    assert len(set(rates[whole.steps_per_epoch : last + 1])) == 1 and all(
+        a > b for a, b in pairwise(rates[last:])
+    )
     for cut in cuts:
         part = open_trainer("parts", **PATIENT)
         kill_at(part, monkeypatch, {cut})
@@ -285,7 +322,9 @@ def test_with_patience_it_ends_early_and_killed_anywhere_with_the_same_bits(open
 
 def test_until_the_last_round_it_is_the_training_that_ends_later(open_trainer):
     short = run_with_patience(open_trainer("short", **PATIENT))
-    longer = run_with_patience(open_trainer("longer", **PATIENT), CURVE | {8: 8.0, 10: 1.0, 12: 1.0, 14: 0.0})
+    longer = run_with_patience(
+        open_trainer("longer", **PATIENT), CURVE | {8: 8.0, 10: 1.0, 12: 1.0, 14: 0.0}
+    )
     assert longer.at.epoch == 14
     last = 8 * short.steps_per_epoch
     assert history(short)[: last + 1] == history(longer)[: last + 1]

@@ -1,4 +1,6 @@
-"""Stochastic rounding to bfloat16: a random variable with the right mean, and what a table makes of it."""
+"""Stochastic rounding to bfloat16: a random variable with the right mean, and what a table makes of
+it.
+"""
 
 import math
 
@@ -9,14 +11,21 @@ import torch
 from unidec.model.row_table import RowTable
 from unidec.training.optim import ROW_OPTIMISERS, round_to_bfloat16, row_noise
 
-ROWS, WIDTH = 30, 5
+ROWS = 30
+WIDTH = 5
 
 
 def neighbours(x):
     """The bfloat16 values at or below and above float32 x, as float32."""
     near = x.bfloat16()
-    down = torch.where(near.float() <= x, near, torch.nextafter(near, torch.tensor(-math.inf, dtype=torch.bfloat16)))
-    up = torch.where(near.float() >= x, near, torch.nextafter(near, torch.tensor(math.inf, dtype=torch.bfloat16)))
+    down = torch.where(
+        near.float() <= x,
+        near,
+        torch.nextafter(near, torch.tensor(-math.inf, dtype=torch.bfloat16)),
+    )
+    up = torch.where(
+        near.float() >= x, near, torch.nextafter(near, torch.tensor(math.inf, dtype=torch.bfloat16))
+    )
     return down.float(), up.float()
 
 
@@ -28,7 +37,11 @@ def rounded(values, times, seed="seed"):
 
 def test_rounding_is_unbiased(rng):
     shares = np.linspace(0.03, 0.97, 12)
-    values = [scale * (1 + share * 2**-7) for scale in (1.0, -1.0, 2.0**20, -(2.0**-20)) for share in shares]
+    values = [
+        scale * (1 + share * 2**-7)
+        for scale in (1.0, -1.0, 2.0**20, -(2.0**-20))
+        for share in shares
+    ]
     times = 20_000
     result = rounded(values, times).double()
     x = torch.tensor(values, dtype=torch.float32)
@@ -38,7 +51,8 @@ def test_rounding_is_unbiased(rng):
     seen = (result == up.double()).double().mean(0)
     sigma = (share * (1 - share) / times).sqrt()
     assert float(((seen - share).abs() / sigma).max()) < 4.5
-    # and in columns and rows alike it is independent: the variance of means is that of independent draws
+    # and in columns and rows alike it is independent: the variance of means is that of independent
+    # draws
     assert 0.5 < float((((seen - share) / sigma) ** 2).mean()) < 1.6
 
 
@@ -51,7 +65,9 @@ def test_what_bfloat16_holds_stays():
 
 
 def test_nan_stays_nan_and_the_largest_do_not_wrap():
-    payloads = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x400000], dtype=torch.int32).view(torch.float32)
+    payloads = torch.tensor(
+        [0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x400000], dtype=torch.int32
+    ).view(torch.float32)
     noise = row_noise(torch.arange(300), len(payloads), "nan")
     assert bool(round_to_bfloat16(payloads.expand(300, -1).clone(), noise).isnan().all())
     largest = float(torch.finfo(torch.float32).max)
@@ -64,7 +80,8 @@ def test_small_updates_count_on_average(rng):
     """A hundred updates of a fortieth of a unit each: to nearest nothing would ever change."""
     table = RowTable(2000, 3, torch.bfloat16).train()
     table.weight.fill_(1.0)
-    optimiser, update = ROW_OPTIMISERS["sgd"](table, 1.0), 2**-7 / 40
+    optimiser = ROW_OPTIMISERS["sgd"](table, 1.0)
+    update = 2**-7 / 40
     for step in range(100):
         leaf = table.gather(None)
         leaf.grad = torch.full_like(leaf, -update)
@@ -94,7 +111,8 @@ def test_noise_is_uniform_and_differs_by_all_it_is_made_of():
 @pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))
 def test_rounded_up_or_down_and_no_further(rng, kind):
     """What a step writes in bfloat16 is a neighbour of what it writes in float32."""
-    rough, fine = RowTable(ROWS, WIDTH, torch.bfloat16).train(), RowTable(ROWS, WIDTH).train()
+    rough = RowTable(ROWS, WIDTH, torch.bfloat16).train()
+    fine = RowTable(ROWS, WIDTH).train()
     rough.weight.copy_(torch.from_numpy(rng.normal(size=(ROWS, WIDTH))))
     fine.weight.copy_(rough.weight)
     gradient = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()

@@ -10,7 +10,9 @@ import torch
 from unidec.model.row_table import Placement, RowTable
 from unidec.training.optim import EPS, ROW_OPTIMISERS, RowAdam
 
-ROWS, WIDTH, LR = 30, 5, 0.05
+ROWS = 30
+WIDTH = 5
+LR = 0.05
 KINDS = sorted(ROW_OPTIMISERS)
 SPARSE = sorted(set(KINDS) - {"adamw"})  # those that touch the rows of a step only
 DECAY = {"adamw": 0.1, "momentum": 0.1}  # weight decay, of those that have it
@@ -33,7 +35,9 @@ def random_rows(rng, count=8, rows=ROWS):
 
 
 def random_target(rng, count=8):
-    """No entry near 0: SparseAdam's epsilon stands at another place, which tiny gradients would show."""
+    """No entry near 0: SparseAdam's epsilon stands at another place, which tiny gradients would
+    show.
+    """
     target = rng.normal(size=(count, WIDTH))
     return torch.from_numpy(target + np.sign(target) * 0.5)
 
@@ -42,21 +46,24 @@ def loss_of(rows_UD, target_UD):
     return (rows_UD * target_UD.to(rows_UD.dtype)).sum() + 0.1 * torch.sin(rows_UD).sum()
 
 
-# -- a slow reference --------------------------------------------------------------------------------------------------
+# -- a slow reference
+# --------------------------------------------------------------------------------------------------
 
 
 class Reference:
     """One value at a time, float64."""
 
     def __init__(self, kind, weight):
-        self.kind, self.weight = kind, np.array(weight, dtype=np.float64)
+        self.kind = kind
+        self.weight = np.array(weight, dtype=np.float64)
         self.first, self.second = np.zeros_like(self.weight), np.zeros_like(self.weight)
         self.velocity, self.sum = np.zeros_like(self.weight), np.zeros(len(self.weight))
 
     def step(self, rows, grad, step, lr):
         if self.kind == "adamw":  # every row, with gradient 0 where it has none
             own = dict(zip(rows, grad, strict=True))
-            rows, grad = range(ROWS), [own.get(row, np.zeros(WIDTH)) for row in range(ROWS)]
+            rows = range(ROWS)
+            grad = [own.get(row, np.zeros(WIDTH)) for row in range(ROWS)]
             self.weight -= lr * DECAY["adamw"] * self.weight
         for row, g in zip(rows, grad, strict=True):
             if self.kind == "adagrad":
@@ -75,20 +82,28 @@ class Reference:
             return self.velocity[row, d]
         self.first[row, d] = 0.9 * self.first[row, d] + 0.1 * value
         self.second[row, d] = 0.999 * self.second[row, d] + 0.001 * value**2
-        first, second = self.first[row, d] / (1 - 0.9**step), self.second[row, d] / (1 - 0.999**step)
+        first = self.first[row, d] / (1 - 0.9**step)
+        second = self.second[row, d] / (1 - 0.999**step)
         return first / (math.sqrt(second) + EPS)
 
     def state(self):
         moments = {"first": self.first, "second": self.second}
         return {
-            "adam": moments, "adamw": moments, "adagrad": {"sum": self.sum}, "sgd": {},
+            "adam": moments,
+            "adamw": moments,
+            "adagrad": {"sum": self.sum},
+            "sgd": {},
             "momentum": {"velocity": self.velocity},
-        }[self.kind]  # fmt: skip
+        }[self.kind]
 
 
 def random_step(rng, table, which):
     """Gather, and give the leaf a random gradient: (ids, gradient)."""
-    rows = {"some": lambda: random_rows(rng), "none": lambda: torch.zeros(0, dtype=torch.int64), "all": lambda: None}
+    rows = {
+        "some": lambda: random_rows(rng),
+        "none": lambda: torch.zeros(0, dtype=torch.int64),
+        "all": lambda: None,
+    }
     rows = rows[which]()
     leaf = table.gather(rows)
     grad = rng.normal(size=tuple(leaf.shape))
@@ -99,7 +114,9 @@ def random_step(rng, table, which):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("clip", [1.0, 0.3, torch.tensor(0.3)], ids=["unclipped", "number", "tensor"])
+@pytest.mark.parametrize(
+    "clip", [1.0, 0.3, torch.tensor(0.3)], ids=["unclipped", "number", "tensor"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_equal_the_slow_reference(rng, kind, clip, dtype):
     table = make_table(rng, dtype)
@@ -108,15 +125,23 @@ def test_steps_equal_the_slow_reference(rng, kind, clip, dtype):
     exact = dtype == torch.float64
     tolerance = 1e-10 if exact else 1e-5  # of what is computed
     rounding = 2**-7 if dtype == torch.bfloat16 else tolerance  # of what is written
-    for step, which in enumerate(["some", "some", "none", "all", "some", "all", "some", "some"], start=1):
+    for step, which in enumerate(
+        ["some", "some", "none", "all", "some", "all", "some", "some"], start=1
+    ):
         before = table.weight.detach().clone()
         rows, grad = random_step(rng, table, which)
         optimiser.step(step, 1 - step / 20, clip)
         slow.step(rows, grad * float(clip), step, LR * (1 - step / 20))
-        np.testing.assert_allclose(table.weight.double().numpy(), slow.weight, rtol=rounding, atol=1e-6)
+        np.testing.assert_allclose(
+            table.weight.double().numpy(), slow.weight, rtol=rounding, atol=1e-6
+        )
         for name, values in slow.state().items():
             np.testing.assert_allclose(
-                optimiser.table.state[name].numpy(), values, tolerance, 1e-12 if exact else 1e-6, err_msg=name
+                optimiser.table.state[name].numpy(),
+                values,
+                tolerance,
+                1e-12 if exact else 1e-6,
+                err_msg=name,
             )
         others = np.setdiff1d(np.arange(ROWS), rows)
         assert kind == "adamw" or torch.equal(table.weight[others], before[others])
@@ -124,15 +149,18 @@ def test_steps_equal_the_slow_reference(rng, kind, clip, dtype):
         slow.weight[:] = table.weight.double().numpy()
 
 
-# -- torch's optimisers ------------------------------------------------------------------------------------------------
+# -- torch's optimisers
+# ------------------------------------------------------------------------------------------------
 
 
 def test_rows_equal_sparse_adam(table, rng):
     reference = torch.nn.Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
     reference.weight.data.copy_(table.weight)
-    theirs, ours = torch.optim.SparseAdam(reference.parameters(), lr=LR), RowAdam(table, LR)
+    theirs = torch.optim.SparseAdam(reference.parameters(), lr=LR)
+    ours = RowAdam(table, LR)
     for step in range(12):
-        rows, target = random_rows(rng), random_target(rng)
+        rows = random_rows(rng)
+        target = random_target(rng)
         factor = 1 - step / 20
         theirs.param_groups[0]["lr"] = LR * factor
         theirs.zero_grad()
@@ -140,23 +168,31 @@ def test_rows_equal_sparse_adam(table, rng):
         theirs.step()
         loss_of(table.gather(rows), target).backward()
         ours.step(step + 1, factor)
-    torch.testing.assert_close(table.weight.detach(), reference.weight.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.weight.detach(), reference.weight.detach(), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "width", "theirs"),
     [
         ("adam", WIDTH, lambda p: torch.optim.Adam(p, lr=LR)),
-        ("adagrad", 1, lambda p: torch.optim.Adagrad(p, lr=LR, eps=EPS)),  # of width 1 it is AdaGrad itself
+        # of width 1 it is AdaGrad itself
+        ("adagrad", 1, lambda p: torch.optim.Adagrad(p, lr=LR, eps=EPS)),
         ("sgd", WIDTH, lambda p: torch.optim.SGD(p, lr=LR)),
-        ("momentum", WIDTH, lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9, weight_decay=DECAY["momentum"])),
+        (
+            "momentum",
+            WIDTH,
+            lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9, weight_decay=DECAY["momentum"]),
+        ),
         ("adamw", WIDTH, lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=DECAY["adamw"])),
     ],
 )
 def test_all_rows_equal_torch(rng, kind, width, theirs):
     table = make_table(rng, width=width)
     reference = table.weight.detach().clone().requires_grad_()
-    theirs, ours = theirs([reference]), ROW_OPTIMISERS[kind](table, LR, decay=DECAY.get(kind, 0.0))
+    theirs = theirs([reference])
+    ours = ROW_OPTIMISERS[kind](table, LR, decay=DECAY.get(kind, 0.0))
     for step in range(12):
         target = random_target(rng, ROWS)[:, :width]
         theirs.zero_grad()
@@ -168,13 +204,16 @@ def test_all_rows_equal_torch(rng, kind, width, theirs):
 
 
 def test_all_rows_adamw_equals_torch_where_steps_use_some_rows(table, rng):
-    """With torch's, the gradient of the other rows is 0: their moments fade, and they move and decay all the same."""
+    """With torch's, the gradient of the other rows is 0: their moments fade, and they move and
+    decay all the same.
+    """
     reference = table.weight.detach().clone().requires_grad_()
     decay = DECAY["adamw"]
     theirs = torch.optim.AdamW([reference], lr=LR, weight_decay=decay)
     ours = ROW_OPTIMISERS["adamw"](table, LR, decay=decay)
     for step in range(12):
-        rows, target = random_rows(rng), random_target(rng)
+        rows = random_rows(rng)
+        target = random_target(rng)
         theirs.zero_grad()
         loss_of(reference[rows], target).backward()
         theirs.step()
@@ -184,9 +223,12 @@ def test_all_rows_adamw_equals_torch_where_steps_use_some_rows(table, rng):
 
 
 def test_some_rows_then_all_rows_share_their_moments(table, rng):
-    """A table used by rows in some steps and whole in others is one Adam: rows that are always used equal torch's."""
+    """A table used by rows in some steps and whole in others is one Adam: rows that are always used
+    equal torch's.
+    """
     reference = table.weight.detach().clone().requires_grad_()
-    theirs, ours = torch.optim.Adam([reference], lr=LR), RowAdam(table, LR)
+    theirs = torch.optim.Adam([reference], lr=LR)
+    ours = RowAdam(table, LR)
     every = torch.arange(ROWS)
     for step in range(6):
         target = random_target(rng, ROWS)
@@ -200,7 +242,8 @@ def test_some_rows_then_all_rows_share_their_moments(table, rng):
     torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
 
 
-# -- what a step touches -----------------------------------------------------------------------------------------------
+# -- what a step touches
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -236,15 +279,20 @@ def resident_bytes(address):
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is resident")
 @pytest.mark.parametrize("kind", SPARSE)
 def test_a_step_neither_reads_nor_writes_the_rest_of_the_table(rng, kind, tmp_path):
-    """Of a million rows (256 MB) that nobody touched, 5 steps bring in the pages of the rows that they use."""
-    num_rows, width, used = 1_000_000, 64, 50
+    """Of a million rows (256 MB) that nobody touched, 5 steps bring in the pages of the rows that
+    they use.
+    """
+    num_rows = 1_000_000
+    width = 64
+    used = 50
     table = RowTable(num_rows, width, torch.float32, Placement("disk", tmp_path)).train()
     optimiser = ROW_OPTIMISERS[kind](table, LR)
     for step in range(5):
         leaf = table.gather(random_rows(rng, used, num_rows))
         leaf.grad = torch.ones_like(leaf)
         optimiser.step(step + 1, 1.0)
-    limit = 5 * used << 18  # the system brings in what is around an address: here 64 KiB, elsewhere perhaps more
+    # the system brings in what is around an address: here 64 KiB, elsewhere perhaps more
+    limit = 5 * used << 18
     assert limit < table.weight.nbytes / 3
     for tensor in (table.weight, *optimiser.table.state.values()):
         assert 0 < resident_bytes(tensor.data_ptr()) <= limit
@@ -255,7 +303,8 @@ def test_a_step_neither_reads_nor_writes_the_rest_of_the_table(rng, kind, tmp_pa
 def test_scale_is_a_scaled_gradient(table, rng):
     other = RowTable(ROWS, WIDTH).double().train()
     other.weight.copy_(table.weight)
-    rows, target = random_rows(rng), random_target(rng)
+    rows = random_rows(rng)
+    target = random_target(rng)
     (loss_of(table.gather(rows), target) * 0.125).backward()
     loss_of(other.gather(rows), target).backward()
     for optimiser, scale in ((RowAdam(table, LR), 1.0), (RowAdam(other, LR), torch.tensor(0.125))):
@@ -274,12 +323,15 @@ def test_a_step_without_a_gradient_changes_nothing_and_forgets(table, kind):
     assert table.used is None
 
 
-# -- lazy rows: what benchmarks/results/classifier-rows.md says --------------------------------------------------------
+# -- lazy rows: what benchmarks/results/classifier-rows.md says
+# --------------------------------------------------------
 
 
 @pytest.mark.parametrize("gap", [7, 1000])
 def test_one_late_use_moves_a_row_a_tenth_as_far_as_dense_adam(gap):
-    """Lazy: (1 - b1) / sqrt(1 - b2) = 3.16 rates, at once. Dense goes on in the steps between: 31.8 in the end."""
+    """Lazy: (1 - b1) / sqrt(1 - b2) = 3.16 rates, at once. Dense goes on in the steps between: 31.8
+    in the end.
+    """
     step = 100_000  # the bias corrections are 1
     table = RowTable(1, 1, torch.float64).train()
     optimiser = ROW_OPTIMISERS["adam"](table, 1.0)
@@ -296,7 +348,9 @@ def test_one_late_use_moves_a_row_a_tenth_as_far_as_dense_adam(gap):
     first = 0.1 / math.sqrt(0.001)
     assert -float(table.weight) == pytest.approx(first, rel=1e-4)
     ratio = 0.9 / math.sqrt(0.999)
-    assert -float(weight.detach()) == pytest.approx(first * (1 - ratio**gap) / (1 - ratio), rel=1e-4)
+    assert -float(weight.detach()) == pytest.approx(
+        first * (1 - ratio**gap) / (1 - ratio), rel=1e-4
+    )
     assert first / (1 - ratio) == pytest.approx(31.8, abs=0.1)
 
 
@@ -313,7 +367,8 @@ def test_lazy_moments_neither_decay_nor_shrink_the_row():
     assert float(optimiser.table.state["second"][0, 0]) == pytest.approx(0.001)
 
 
-# -- bfloat16 ----------------------------------------------------------------------------------------------------------
+# -- bfloat16
+# --------------------------------------------------------------------------------------------------
 
 
 def copy_state(one, other):
@@ -352,9 +407,12 @@ def test_bfloat16_continues_bit_for_bit(rng, kind):
 def test_parts_of_a_table_train_as_the_whole(rng, kind):
     """Two halves, each with its own rows, write what the whole writes: the rounding too."""
     whole = make_table(rng, torch.bfloat16)
-    cut, halves = 13, []
+    cut = 13
+    halves = []
     for first, count in ((0, cut), (cut, ROWS - cut)):
-        half = RowTable(ROWS, WIDTH, torch.bfloat16, Placement(first_row=first, num_rows=count)).train()
+        half = RowTable(
+            ROWS, WIDTH, torch.bfloat16, Placement(first_row=first, num_rows=count)
+        ).train()
         half.weight.copy_(whole.weight[first : first + count])
         halves.append(half)
     everyone = [ROW_OPTIMISERS[kind](table, LR) for table in (whole, *halves)]
@@ -363,7 +421,8 @@ def test_parts_of_a_table_train_as_the_whole(rng, kind):
         grad = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()
         for optimiser in everyone:
             table = optimiser.table
-            first, last = table.first_row, table.first_row + table.own_rows
+            first = table.first_row
+            last = table.first_row + table.own_rows
             own = None if rows is None else rows[(rows >= first) & (rows < last)]
             table.gather(own).grad = grad[first:last].clone() if own is None else grad[own].clone()
             optimiser.step(step + 1, 1.0)

@@ -30,16 +30,23 @@ def rng():
 
 
 class World:
-    """A small random data set; some filter pairs are positives, and the shortlist breaks every rule."""
+    """A small random data set; some filter pairs are positives, and the shortlist breaks every
+    rule.
+    """
 
     def __init__(self, rng, num_queries=40, num_labels=30, density=0.12, shortlist=8):
         positive = rng.random((num_queries, num_labels)) < density
         positive[rng.integers(num_queries)] = False
         filtered = rng.random((num_queries, num_labels)) < 0.1
-        self.positive, self.filtered = positive, filtered
-        self.relevance = sp.csr_matrix(positive * (rng.random(positive.shape) + 0.1).astype(np.float32))
+        self.positive = positive
+        self.filtered = filtered
+        self.relevance = sp.csr_matrix(
+            positive * (rng.random(positive.shape) + 0.1).astype(np.float32)
+        )
         self.filter_pairs = sp.csr_matrix(filtered)
-        columns = rng.permuted(np.tile(np.arange(num_labels), (num_queries, 1)), axis=1)[:, :shortlist]
+        columns = rng.permuted(np.tile(np.arange(num_labels), (num_queries, 1)), axis=1)[
+            :, :shortlist
+        ]
         self.shortlist = np.where(rng.random(columns.shape) < 0.2, -1, columns).astype(np.int32)
 
     def sampler(self, **options):
@@ -49,27 +56,37 @@ class World:
     def allowed(self, row):
         """Labels of a row's shortlist that may be its negatives."""
         return {
-            label for label in self.shortlist[row].tolist()
+            label
+            for label in self.shortlist[row].tolist()
             if label >= 0 and not self.positive[row, label] and not self.filtered[row, label]
-        }  # fmt: skip
+        }
 
 
 def check_pairs(world, batch):
     """Everything in a batch that follows from its rows and its pool alone."""
     pool = batch.pool_S.tolist()
     assert pool == sorted(set(pool))
-    assert all(array.dtype == np.int64 for array in (batch.rows_B, batch.pool_S, batch.num_positives_B))
+    assert all(
+        array.dtype == np.int64 for array in (batch.rows_B, batch.pool_S, batch.num_positives_B)
+    )
     pairs = list(zip(batch.positive_row_P.tolist(), batch.positive_col_P.tolist(), strict=True))
     expected = [
-        (i, s) for i, row in enumerate(batch.rows_B) for s, label in enumerate(pool) if world.positive[row, label]
+        (i, s)
+        for i, row in enumerate(batch.rows_B)
+        for s, label in enumerate(pool)
+        if world.positive[row, label]
     ]
     assert pairs == expected
     ignored = list(zip(batch.ignored_row_F.tolist(), batch.ignored_col_F.tolist(), strict=True))
     assert sorted(ignored) == [
-        (i, s) for i, row in enumerate(batch.rows_B) for s, label in enumerate(pool)
+        (i, s)
+        for i, row in enumerate(batch.rows_B)
+        for s, label in enumerate(pool)
         if world.filtered[row, label] and not world.positive[row, label]
-    ]  # fmt: skip
-    assert batch.num_positives_B.tolist() == [int(world.positive[row].sum()) for row in batch.rows_B]
+    ]
+    assert batch.num_positives_B.tolist() == [
+        int(world.positive[row].sum()) for row in batch.rows_B
+    ]
     dense = world.relevance.toarray()
     assert batch.relevance_P.dtype == np.float32 and batch.sampled_P.dtype == bool
     assert batch.relevance_P.tolist() == [dense[batch.rows_B[i], pool[s]] for i, s in pairs]
@@ -78,7 +95,9 @@ def check_pairs(world, batch):
 def sampled_labels(batch):
     """Sampled positives by batch position."""
     sampled = {i: set() for i in range(len(batch.rows_B))}
-    for i, s, chosen in zip(batch.positive_row_P, batch.positive_col_P, batch.sampled_P, strict=True):
+    for i, s, chosen in zip(
+        batch.positive_row_P, batch.positive_col_P, batch.sampled_P, strict=True
+    ):
         if chosen:
             sampled[int(i)].add(int(batch.pool_S[s]))
     return sampled
@@ -98,7 +117,9 @@ def test_pairs_of_the_pool_equal_set_intersections(rng):
         rows = rng.choice(40, size=rng.integers(1, 15), replace=False)
         for sampler in samplers:
             for up_to in (0, 20, 30):
-                drawn = sampler.batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=up_to)
+                drawn = sampler.batch(
+                    rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=up_to
+                )
                 check_pairs(world, drawn)
 
 
@@ -113,7 +134,9 @@ def test_without_a_limit_the_pool_is_sampled_positives_and_hard_negatives(rng):
     from_positives = set().union(*sampled.values())
     hard = set(batch.pool_S.tolist()) - from_positives
     assert hard <= set().union(*(world.allowed(row) for row in rows))
-    assert len(batch.pool_S) <= sum(len(s) for s in sampled.values()) + sum(min(3, len(world.allowed(r))) for r in rows)
+    assert len(batch.pool_S) <= sum(len(s) for s in sampled.values()) + sum(
+        min(3, len(world.allowed(r))) for r in rows
+    )
 
 
 def test_hard_negatives_of_one_query(rng):
@@ -146,7 +169,9 @@ def frequency_cut(counts, room):
     if room <= 0:
         return set(), set()
     border = sorted(counts.values(), reverse=True)[room - 1]
-    return {k for k, n in counts.items() if n > border}, {k for k, n in counts.items() if n >= border}
+    return {k for k, n in counts.items() if n > border}, {
+        k for k, n in counts.items() if n >= border
+    }
 
 
 @pytest.mark.parametrize("fill", [False, True])
@@ -161,10 +186,13 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill
     groups.append(Counter(label for row in rows for label in world.allowed(row)))
     if fill:
         groups.append(Counter(further_positives(world, rows, sampled)))
-    limited = world.sampler(eta=8, size=size, fill=fill).batch(rows, epoch=3, step=4, shortlist_NH=world.shortlist)
+    limited = world.sampler(eta=8, size=size, fill=fill).batch(
+        rows, epoch=3, step=4, shortlist_NH=world.shortlist
+    )
     check_pairs(world, limited)
     pool = set(limited.pool_S.tolist())
-    earlier, room = set(), size
+    earlier = set()
+    room = size
     for group in groups:
         new = {label: n for label, n in group.items() if label not in earlier}
         certain, possible = frequency_cut(new, room)
@@ -174,44 +202,65 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill
         earlier |= set(new)
         room -= len(taken)
     assert pool <= earlier and len(pool) <= size
-    for i, labels in sampled_labels(limited).items():  # the draws are those of the unlimited batch, as far as they fit
+    # the draws are those of the unlimited batch, as far as they fit
+    for i, labels in sampled_labels(limited).items():
         assert labels == sampled[i] & pool
 
 
 def further_positives(world, rows, sampled):
     """Each query's positives that were not drawn, query after query."""
-    left = [set(np.flatnonzero(world.positive[row]).tolist()) - sampled[i] for i, row in enumerate(rows)]
+    left = [
+        set(np.flatnonzero(world.positive[row]).tolist()) - sampled[i] for i, row in enumerate(rows)
+    ]
     return [label for labels in left for label in labels]
 
 
 @pytest.mark.parametrize("eta", [0, 3])
 @pytest.mark.parametrize("size", [0, 2, 15, 25, 100])
 def test_a_filled_pool_is_the_one_without_and_further_positives(size, eta, rng):
-    """Nothing else of the batch is drawn differently, and the room is used as far as there are positives."""
+    """Nothing else of the batch is drawn differently, and the room is used as far as there are
+    positives.
+    """
     world = World(rng)
     for step in range(5):
         rows = rng.choice(40, size=10, replace=False)
         plain, filled = (
-            world.sampler(eta=eta, size=size, fill=fill).batch(rows, epoch=1, step=step, shortlist_NH=world.shortlist)
+            world.sampler(eta=eta, size=size, fill=fill).batch(
+                rows, epoch=1, step=step, shortlist_NH=world.shortlist
+            )
             for fill in (False, True)
         )
         check_pairs(world, filled)
-        assert sampled_labels(filled) == sampled_labels(plain), "further positives are not marked as sampled"
-        before, after = set(plain.pool_S.tolist()), set(filled.pool_S.tolist())
+        assert sampled_labels(filled) == sampled_labels(plain), (
+            "further positives are not marked as sampled"
+        )
+        before = set(plain.pool_S.tolist())
+        after = set(filled.pool_S.tolist())
         unlimited = world.sampler(eta=0).batch(rows, epoch=1, step=step, shortlist_NH=None)
         left = set(further_positives(world, rows, sampled_labels(unlimited))) - before
         assert before <= after and after - before <= left
-        assert len(after - before) == (len(left) if size == 0 else min(len(left), size - len(before)))
+        assert len(after - before) == (
+            len(left) if size == 0 else min(len(left), size - len(before))
+        )
         if size == 0:
-            assert np.bincount(filled.positive_row_P, minlength=10).tolist() == filled.num_positives_B.tolist()
+            assert (
+                np.bincount(filled.positive_row_P, minlength=10).tolist()
+                == filled.num_positives_B.tolist()
+            )
 
 
 def test_a_fill_that_finds_nothing_changes_nothing(rng):
-    """Every positive is sampled, the limit cuts sampled positives already, or no query has a positive."""
+    """Every positive is sampled, the limit cuts sampled positives already, or no query has a
+    positive.
+    """
     world = World(rng)
     none = sp.csr_matrix(world.relevance.shape, dtype=np.float32)
-    for relevance, options in ((world.relevance, {"beta": 30, "size": 25}), (world.relevance, {"beta": 2, "size": 1}),
-                               (none, {"beta": 2, "size": 5}), (none, {"beta": 2, "size": 0})):  # fmt: skip
+    for relevance, options in (
+        (world.relevance, {"beta": 30, "size": 25}),
+        (world.relevance, {"beta": 2, "size": 1}),
+        (none, {"beta": 2, "size": 5}),
+        (none, {"beta": 2, "size": 0}),
+    ):
         one, other = (
             PoolSampler(relevance, world.filter_pairs, eta=0, seed=1, fill=fill, **options).batch(
                 np.arange(40), epoch=0, step=0, shortlist_NH=None
@@ -225,19 +274,34 @@ def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
     world = World(rng)
     batch = world.sampler(beta=1).batch(np.arange(12), epoch=0, step=0, up_to=30)
     assert batch.pool_S.tolist() == list(range(30))
-    assert np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
-    assert all(len(labels) == min(1, n) for labels, n in zip(sampled_labels(batch).values(), batch.num_positives_B))
+    assert (
+        np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
+    )
+    assert all(
+        len(labels) == min(1, n)
+        for labels, n in zip(sampled_labels(batch).values(), batch.num_positives_B)
+    )
 
 
 @pytest.mark.parametrize("size", [0, 6])
 def test_a_pool_is_filled_up_by_labels_drawn_alike(rng, size):
-    """Those of the pool are in it, the others as often as their number says, none more often than another."""
-    world, rows, count = World(rng), np.arange(5), np.zeros(30)
+    """Those of the pool are in it, the others as often as their number says, none more often than
+    another.
+    """
+    world = World(rng)
+    rows = np.arange(5)
+    count = np.zeros(30)
     for step in range(4000):
-        pool = world.sampler(size=size).batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist)
-        more = world.sampler(size=size).batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=24)
+        pool = world.sampler(size=size).batch(
+            rows, epoch=0, step=step, shortlist_NH=world.shortlist
+        )
+        more = world.sampler(size=size).batch(
+            rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=24
+        )
         assert set(pool.pool_S) <= set(more.pool_S) and (np.diff(more.pool_S) > 0).all()
-        assert sampled_labels(pool) == {row: own & set(pool.pool_S) for row, own in sampled_labels(more).items()}
+        assert sampled_labels(pool) == {
+            row: own & set(pool.pool_S) for row, own in sampled_labels(more).items()
+        }
         if len(pool.pool_S) >= 24:  # full already: nothing is drawn
             assert more.pool_S.tolist() == pool.pool_S.tolist()
             continue
@@ -262,25 +326,36 @@ def test_a_batch_depends_on_seed_epoch_and_step_only(rng):
         return as_bytes(sampler.batch(rows, epoch=epoch, step=step, shortlist_NH=world.shortlist))
 
     limits = {"size": 25, "fill": True}
-    one, other = world.sampler(**limits), world.sampler(**limits)
+    one = world.sampler(**limits)
+    other = world.sampler(**limits)
     first = draw(one, 2, 5)
     for epoch, step in ((0, 0), (2, 6), (3, 5)):
         draw(other, epoch, step)
     assert draw(other, 2, 5) == first
-    different = [draw(one, 2, 6), draw(one, 3, 5), draw(one, 5, 2), draw(world.sampler(**limits, seed=8), 2, 5)]
+    different = [
+        draw(one, 2, 6),
+        draw(one, 3, 5),
+        draw(one, 5, 2),
+        draw(world.sampler(**limits, seed=8), 2, 5),
+    ]
     assert all(another != first for another in different)
     assert draw(world.sampler(seed=-1), 0, 0) == draw(world.sampler(seed=-1), 0, 0)
 
 
 def test_sampling_is_uniform():
-    """Each of 5 positives is sampled in 2 of 5 draws, each of 4 allowed shortlist entries in 3 of 4."""
+    """Each of 5 positives is sampled in 2 of 5 draws, each of 4 allowed shortlist entries in 3 of
+    4.
+    """
     relevance = sp.csr_matrix(np.array([[1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]], dtype=np.float32))
     filter_pairs = sp.csr_matrix(np.eye(1, 12, 9, dtype=bool))
     shortlist = np.array([[5, 6, 7, 8, 9, 0, -1]], dtype=np.int32)  # 9 is filtered, 0 positive
     sampler = PoolSampler(relevance, filter_pairs, beta=2, eta=3, size=0, seed=3)
-    draws, seen = 4000, Counter()
+    draws = 4000
+    seen = Counter()
     for step in range(draws):
-        seen.update(sampler.batch(np.array([0]), epoch=0, step=step, shortlist_NH=shortlist).pool_S.tolist())
+        seen.update(
+            sampler.batch(np.array([0]), epoch=0, step=step, shortlist_NH=shortlist).pool_S.tolist()
+        )
     for labels, share in ((range(5), 2 / 5), (range(5, 9), 3 / 4)):
         for label in labels:
             assert abs(seen[label] / draws - share) < 5 * np.sqrt(share * (1 - share) / draws)
@@ -288,9 +363,13 @@ def test_sampling_is_uniform():
 
 
 def test_ties_at_the_limit_are_broken_at_random():
-    """Ten labels, each drawn by one query: with room for three, none of them is always in or always out."""
+    """Ten labels, each drawn by one query: with room for three, none of them is always in or always
+    out.
+    """
     relevance = sp.csr_matrix(np.eye(10, dtype=np.float32))
-    sampler = PoolSampler(relevance, sp.csr_matrix((10, 10), dtype=bool), beta=1, eta=0, size=3, seed=0)
+    sampler = PoolSampler(
+        relevance, sp.csr_matrix((10, 10), dtype=bool), beta=1, eta=0, size=3, seed=0
+    )
     seen = Counter()
     for step in range(200):
         pool = sampler.batch(np.arange(10), epoch=0, step=step, shortlist_NH=None).pool_S
@@ -302,9 +381,14 @@ def test_ties_at_the_limit_are_broken_at_random():
 @settings(max_examples=150, deadline=None, database=None)
 @given(data=st.data())
 def test_a_filtered_pair_is_never_a_negative(data):
-    """Property: in no pool is a filter pair of a row drawn as its negative, or left among its negatives."""
-    num_queries, num_labels = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
-    cells = st.lists(st.tuples(st.integers(0, num_queries - 1), st.integers(0, num_labels - 1)), max_size=20)
+    """Property: in no pool is a filter pair of a row drawn as its negative, or left among its
+    negatives.
+    """
+    num_queries = data.draw(st.integers(1, 6))
+    num_labels = data.draw(st.integers(1, 8))
+    cells = st.lists(
+        st.tuples(st.integers(0, num_queries - 1), st.integers(0, num_labels - 1)), max_size=20
+    )
     positive, filtered = np.zeros((2, num_queries, num_labels), dtype=bool)
     for cell in data.draw(cells):
         positive[cell] = True
@@ -312,7 +396,11 @@ def test_a_filtered_pair_is_never_a_negative(data):
         filtered[cell] = True
     width = data.draw(st.integers(0, 5))
     entries = data.draw(
-        st.lists(st.integers(-1, num_labels - 1), min_size=num_queries * width, max_size=num_queries * width)
+        st.lists(
+            st.integers(-1, num_labels - 1),
+            min_size=num_queries * width,
+            max_size=num_queries * width,
+        )
     )
     shortlist = np.array(entries, dtype=np.int32).reshape(num_queries, width)
     sampler = PoolSampler(
@@ -333,7 +421,8 @@ def test_a_filtered_pair_is_never_a_negative(data):
     pool = batch.pool_S
     assert not (negative & filtered[rows][:, pool]).any()
     assert (negative == ~(filtered | positive)[rows][:, pool]).all()
-    if len(rows) == 1 and not up_to:  # whatever a lone query brought in is its positive or a true negative
+    # whatever a lone query brought in is its positive or a true negative
+    if len(rows) == 1 and not up_to:
         assert not (filtered & ~positive)[rows[0], pool].any()
     assert sampler.size == 0 or up_to or len(pool) <= sampler.size
 
@@ -343,10 +432,16 @@ def test_a_batch_with_nothing_to_learn():
     batch = PoolSampler(empty, empty, beta=1, eta=2, size=0, seed=0).batch(
         np.arange(3), epoch=0, step=0, shortlist_NH=None
     )
-    assert len(batch.pool_S) == 0 and len(batch.positive_row_P) == 0 and batch.num_positives_B.tolist() == [0, 0, 0]
+    assert (
+        len(batch.pool_S) == 0
+        and len(batch.positive_row_P) == 0
+        and batch.num_positives_B.tolist() == [0, 0, 0]
+    )
 
 
-@pytest.mark.parametrize(("n", "size"), [(1, 4), (4, 4), (5, 4), (103, 10), (100, 10), (7, 1), (3, 1000)])
+@pytest.mark.parametrize(
+    ("n", "size"), [(1, 4), (4, 4), (5, 4), (103, 10), (100, 10), (7, 1), (3, 1000)]
+)
 def test_random_batches_cover_rows_once_in_even_sizes(n, size):
     rows = np.arange(n) * 3 + 5
     batches = random_batches(rows, size, seed=0, epoch=1)
@@ -365,7 +460,9 @@ def test_random_batches_change_by_epoch_and_repeat_for_the_same():
 
 
 def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
-    order, offsets = np.array([5, 3, 9, 1, 7, 2, 8]), np.array([0, 2, 2, 5, 6, 7])  # the second is empty
+    # the second is empty
+    order = np.array([5, 3, 9, 1, 7, 2, 8])
+    offsets = np.array([0, 2, 2, 5, 6, 7])
     expected = [[5, 3], [9, 1, 7], [2], [8]]
     orders = set()
     for epoch in range(30):
@@ -377,7 +474,9 @@ def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
     assert len(orders) > 10  # of 24
 
 
-@pytest.mark.parametrize(("num_rows", "size"), [(0, 3), (1, 1), (2, 1), (43, 12), (48, 12), (49, 12), (1000, 7)])
+@pytest.mark.parametrize(
+    ("num_rows", "size"), [(0, 3), (1, 1), (2, 1), (43, 12), (48, 12), (49, 12), (1000, 7)]
+)
 def test_number_of_clusters_is_the_smallest_power_of_two_that_fits(num_rows, size):
     depth = 0
     while -(-num_rows // 2**depth) > size:
@@ -386,15 +485,20 @@ def test_number_of_clusters_is_the_smallest_power_of_two_that_fits(num_rows, siz
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "cluster", "batch"), [(43, 2, 12), (43, 1, 12), (97, 5, 20), (64, 4, 16), (5, 1, 8)]
+    ("num_rows", "cluster", "batch"),
+    [(43, 2, 12), (43, 1, 12), (97, 5, 20), (64, 4, 16), (5, 1, 8)],
 )
 def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluster, batch):
-    offsets = np.linspace(0, num_rows, num_clusters(num_rows, cluster) + 1).astype(np.int64)  # sizes differ by one
+    # sizes differ by one
+    offsets = np.linspace(0, num_rows, num_clusters(num_rows, cluster) + 1).astype(np.int64)
     if cluster == 1:
         offsets = np.arange(num_rows + 1)
     order = np.random.default_rng(1).permutation(num_rows)
-    of_row = {int(row): c for c in range(len(offsets) - 1) for row in order[offsets[c] : offsets[c + 1]]}
-    count, together = num_clusters(num_rows, batch), Counter()
+    of_row = {
+        int(row): c for c in range(len(offsets) - 1) for row in order[offsets[c] : offsets[c + 1]]
+    }
+    count = num_clusters(num_rows, batch)
+    together = Counter()
     for epoch in range(12):
         batches = clustered_batches(order, offsets, seed=0, epoch=epoch, num_batches=count)
         again = clustered_batches(order, offsets, seed=0, epoch=epoch, num_batches=count)
@@ -410,7 +514,9 @@ def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluste
 
 
 def sequential_chances(weights, beta):
-    """Chance of each label to be among `beta` drawn one after the other, by their weights, without replacement."""
+    """Chance of each label to be among `beta` drawn one after the other, by their weights, without
+    replacement.
+    """
     if beta == 0:
         return np.zeros(len(weights))
     chances = np.zeros(len(weights))
@@ -430,39 +536,54 @@ def test_weighted_positives_are_drawn_in_proportion_to_their_weights(beta):
     weight_L = np.array([1.0, 2.0, 4.0, 9.0, 0.5])
     nothing = sp.csr_matrix(relevance.shape, dtype=bool)
     sampler = PoolSampler(relevance, nothing, beta=beta, eta=0, size=0, seed=5, weight_L=weight_L)
-    draws, counts = 4000, np.zeros((2, 5))
+    draws = 4000
+    counts = np.zeros((2, 5))
     for step in range(draws):
-        for i, labels in sampled_labels(sampler.batch(np.arange(2), epoch=0, step=step, shortlist_NH=None)).items():
+        for i, labels in sampled_labels(
+            sampler.batch(np.arange(2), epoch=0, step=step, shortlist_NH=None)
+        ).items():
             assert len(labels) == min(beta, (4, 2)[i])
             counts[i, list(labels)] += 1
     expected = np.array([sequential_chances(weight_L * row, beta) for row in relevance.toarray()])
-    np.testing.assert_allclose(counts / draws, expected, atol=4 * 0.5 / np.sqrt(draws))  # four standard errors
+    # four standard errors
+    np.testing.assert_allclose(counts / draws, expected, atol=4 * 0.5 / np.sqrt(draws))
     uniform = PoolSampler(relevance, nothing, beta=beta, eta=0, size=0, seed=5)
     batch = uniform.batch(np.arange(2), epoch=0, step=0, shortlist_NH=None)
-    assert [len(labels) for labels in sampled_labels(batch).values()] == [min(beta, 4), min(beta, 2)]
+    assert [len(labels) for labels in sampled_labels(batch).values()] == [
+        min(beta, 4),
+        min(beta, 2),
+    ]
 
 
 def test_weights_leave_the_other_draws_as_they_were(rng):
-    """Hard negatives come from the same random numbers; a batch depends on seed, epoch and step only."""
+    """Hard negatives come from the same random numbers; a batch depends on seed, epoch and step
+    only.
+    """
     world = World(rng)
     weight_L = rng.random(30) + 0.1
     for step in range(5):
         batches = [
-            world.sampler(beta=99, **options).batch(np.arange(20), epoch=1, step=step, shortlist_NH=world.shortlist)
+            world.sampler(beta=99, **options).batch(
+                np.arange(20), epoch=1, step=step, shortlist_NH=world.shortlist
+            )
             for options in ({}, {"weight_L": weight_L}, {"weight_L": weight_L})
         ]
         assert as_bytes(batches[0]) == as_bytes(batches[1]) == as_bytes(batches[2])
         few = [
-            world.sampler(beta=1, weight_L=weight_L).batch(np.arange(20), epoch=1, step=step, shortlist_NH=None)
+            world.sampler(beta=1, weight_L=weight_L).batch(
+                np.arange(20), epoch=1, step=step, shortlist_NH=None
+            )
             for _ in range(2)
         ]
         check_pairs(world, few[0])
         assert as_bytes(few[0]) == as_bytes(few[1])
 
 
-# -- what a step needs under its parameters ----------------------------------------------------------------------------
+# -- what a step needs under its parameters
+# ----------------------------------------------------------------------------
 
-HEADS, LABELS = ("both", "de", "clf"), ("pool", "all")
+HEADS = ("both", "de", "clf")
+LABELS = ("pool", "all")
 OF_CLF = {"pool": "pool", "all": "all", 7: "some"}
 
 
@@ -471,10 +592,14 @@ def test_labels_of_the_heads(tiny_params, heads, de, clf):
     params = tiny_params(**{"model.heads": heads, "pool.de_labels": de, "pool.clf_labels": clf})
     seen = head_labels(params.model, params.pool)
     assert seen == (de if heads != "clf" else "none", OF_CLF[clf] if heads != "de" else "none")
-    assert draws_pools(params.model, params.pool) == any(labels in ("pool", "some") for labels in seen)
+    assert draws_pools(params.model, params.pool) == any(
+        labels in ("pool", "some") for labels in seen
+    )
     assert encoded_labels(params.model, params.pool) == seen[0]
     if clf == "pool":
-        params = tiny_params(**{"model.heads": heads, "pool.de_labels": de, "model.clf_residual": True})
+        params = tiny_params(
+            **{"model.heads": heads, "pool.de_labels": de, "model.clf_residual": True}
+        )
         assert encoded_labels(params.model, params.pool) == ("pool" if heads == "clf" else de)
 
 

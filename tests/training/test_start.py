@@ -1,4 +1,6 @@
-"""Trainings that begin with another model, on a frozen encoder, with a residual classifier, with tail positives."""
+"""Trainings that begin with another model, on a frozen encoder, with a residual classifier, with
+tail positives.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def losses(trainer):
 
 @pytest.fixture
 def two_stages(open_trainer, tmp_path):
-    """`two_stages(**second)`: a dual encoder, trained and exported, and a trainer that begins with it."""
+    """`two_stages(**second)`: a dual encoder, trained and exported, and a trainer that begins with
+    it.
+    """
 
     def two_stages(**second):
         first = train(open_trainer("first", **{"model.heads": "de", "optim.epochs": 2}))
@@ -58,7 +62,10 @@ def test_document_frequencies_count_texts(tiny_tokens):
     for row in rows:
         for token in {*tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]].tolist()}:
             expected[token] += 1
-    assert document_frequency(tokens, rows, 200, lambda flat, lengths: (flat, lengths)).tolist() == expected.tolist()
+    assert (
+        document_frequency(tokens, rows, 200, lambda flat, lengths: (flat, lengths)).tolist()
+        == expected.tolist()
+    )
 
 
 def test_the_bag_keeps_the_weights_of_its_start(two_stages):
@@ -79,7 +86,9 @@ def test_the_start_is_part_of_the_identity_by_content(two_stages, open_trainer, 
     second.train_round()
     with pytest.raises(ConfigError, match=r"encoder\.start"):
         open_trainer("second", **{"encoder.start": other})
-    assert open_trainer("second", **{"encoder.start": moved}).at.step == second.at.step, "wherever it lies"
+    assert open_trainer("second", **{"encoder.start": moved}).at.step == second.at.step, (
+        "wherever it lies"
+    )
 
 
 def test_without_the_start_there_is_no_training(open_trainer, tmp_path):
@@ -88,7 +97,11 @@ def test_without_the_start_there_is_no_training(open_trainer, tmp_path):
 
 
 SECOND = {
-    "a classifier on a frozen dual encoder": {"model.heads": "clf", "encoder.frozen": True, "encoder.dropout": 0.2},
+    "a classifier on a frozen dual encoder": {
+        "model.heads": "clf",
+        "encoder.frozen": True,
+        "encoder.dropout": 0.2,
+    },
     "both heads on a frozen encoder": {"encoder.frozen": True},
     "residual on a frozen encoder": {"encoder.frozen": True, "model.clf_residual": True},
     "residual": {"model.clf_residual": True, "model.heads": "clf"},
@@ -122,10 +135,18 @@ def test_a_frozen_encoder_is_never_computed_in_a_step(two_stages, monkeypatch):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_with_cached_gradients_a_residual_classifier_trains_the_same(open_trainer, frozen):
-    """Chunks of texts, a frozen encoder's too; no dropout, since chunks draw it in another order."""
-    common = {"model.clf_residual": True, "model.dropout": 0.0, "encoder.frozen": frozen, "optim.epochs": 2}
+    """Chunks of texts, a frozen encoder's too; no dropout, since chunks draw it in
+    another order.
+    """
+    common = {
+        "model.clf_residual": True,
+        "model.dropout": 0.0,
+        "encoder.frozen": frozen,
+        "optim.epochs": 2,
+    }
     plain, chunked = (
-        weights(train(open_trainer(f"chunks of {size}", **common | {"optim.encode_chunk": size}))) for size in (0, 7)
+        weights(train(open_trainer(f"chunks of {size}", **common | {"optim.encode_chunk": size})))
+        for size in (0, 7)
     )
     for name, value in plain.items():
         torch.testing.assert_close(chunked[name], value, rtol=1e-4, atol=2e-4, msg=name)
@@ -133,10 +154,13 @@ def test_with_cached_gradients_a_residual_classifier_trains_the_same(open_traine
 
 def test_a_frozen_encoder_without_a_start_keeps_its_first_weights(open_trainer):
     """A bag's weights come from the training texts before its outputs are computed."""
-    trainer, plain = open_trainer("frozen", **{"encoder.frozen": True}), open_trainer("plain")
+    trainer = open_trainer("frozen", **{"encoder.frozen": True})
+    plain = open_trainer("plain")
     for name in ("embedding", "log_weight"):
         assert torch.equal(*(getattr(t.model.encoder.bag, name).weight for t in (trainer, plain)))
-    cached = trainer.encoding.build([("queries", trainer.encoding.tokens["queries"], trainer.rows)]).output_BW
+    cached = trainer.encoding.build(
+        [("queries", trainer.encoding.tokens["queries"], trainer.rows)]
+    ).output_BW
     texts = plain.model.encode("queries", plain.encoding.tokens["queries"], plain.rows)
     np.testing.assert_allclose(cached.float().numpy(), texts, atol=2e-3)
     before = weights(trainer)
@@ -145,14 +169,24 @@ def test_a_frozen_encoder_without_a_start_keeps_its_first_weights(open_trainer):
 
 
 def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
-    """One step of a bare residual classifier: gradients against float64 autograd on rows written out by hand."""
+    """One step of a bare residual classifier: gradients against float64 autograd on rows written
+    out by hand.
+    """
     trainer = open_trainer(
-        **{"model.heads": "clf", "model.clf_residual": True, "model.dropout": 0.0, "loss.clf": "supcon",
-           "loss.clf_bce": 0.0, "loss.clf_forward": 1.0, "encoder.frozen": True}
-    )  # fmt: skip
+        **{
+            "model.heads": "clf",
+            "model.clf_residual": True,
+            "model.dropout": 0.0,
+            "loss.clf": "supcon",
+            "loss.clf_bce": 0.0,
+            "loss.clf_forward": 1.0,
+            "encoder.frozen": True,
+        }
+    )
     model = trainer.model.train()
     batch = trainer.prepare(trainer.rows[:9], 0)
-    labels, own = batch.clf.ids, batch.counts.own_queries
+    labels = batch.clf.ids
+    own = batch.counts.own_queries
     x_BW = model.encoder(batch.texts)
     loss = sum(trainer.objective.losses(x_BW, batch, 0).values())
     loss.backward()
@@ -165,11 +199,15 @@ def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
     pairs = trainer.dataset.relevance[trainer.rows[:9]].toarray()[:, labels.numpy()] > 0
     linked = trainer.dataset.filter_pairs[trainer.rows[:9]].toarray()[:, labels.numpy()] & ~pairs
     log_p_BS = torch.log_softmax(logit_BS.masked_fill(torch.from_numpy(linked), -torch.inf), dim=1)
-    expected = -torch.stack([log_p_BS[i, torch.from_numpy(row)].mean() for i, row in enumerate(pairs)]).mean()
+    expected = -torch.stack(
+        [log_p_BS[i, torch.from_numpy(row)].mean() for i, row in enumerate(pairs)]
+    ).mean()
     torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-6)
     expected.backward()
     torch.testing.assert_close(model.head_clf[0].weight.grad.double(), w.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model.table.used[1].grad.double(), free_SD.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model.table.used[1].grad.double(), free_SD.grad, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, tmp_path):
@@ -211,15 +249,23 @@ def test_gandalf_trains_on_any_graph_and_on_a_share_of_the_labels(
     tiny_params, tiny_dataset, tiny_tokens, tmp_path, kind
 ):
     settings = {"label_graph.kind": kind, "label_graph.share": 0.5, "label_graph.tail_first": True}
-    params = tiny_params(**settings | {"pool.gandalf": True, "pool.cluster_start": 1, "optim.epochs": 2})
+    params = tiny_params(
+        **settings | {"pool.gandalf": True, "pool.cluster_start": 1, "optim.epochs": 2}
+    )
     train_rows = tiny_dataset.rows("train")
     graph = soft_targets(tiny_dataset.relevance[train_rows], **params.label_graph.model_dump())
     trainer = Trainer(
-        params.training, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
+        params.training,
+        TrainingData(tiny_dataset, *tiny_tokens.values(), graph),
+        tmp_path / "run",
+        tmp_path / "cache",
     )
     chosen = np.flatnonzero(np.diff(graph.indptr))
     assert len(chosen) == tiny_dataset.num_labels // 2
-    assert trainer.rows.tolist() == [*train_rows.tolist(), *(tiny_dataset.num_queries + chosen).tolist()]
+    assert trainer.rows.tolist() == [
+        *train_rows.tolist(),
+        *(tiny_dataset.num_queries + chosen).tolist(),
+    ]
     train(trainer)
     assert trainer.at.step == 2 * trainer.steps_per_epoch
     assert f'"{kind}"' == trainer.identity["label_graph.kind"]

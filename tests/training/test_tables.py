@@ -9,8 +9,11 @@ from unidec.model import row_table
 from unidec.training import trainer as trainer_module
 
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
-SMALL = {"pool.size": 16, "optim.epochs": 2, "pool.refresh": 2}  # of 40 labels: a step leaves most rows alone
-CHOICES = [(dtype, state) for dtype in ("fp32", "bf16") for state in ("adam", "adagrad", "sgd", "momentum")]
+# of 40 labels: a step leaves most rows alone
+SMALL = {"pool.size": 16, "optim.epochs": 2, "pool.refresh": 2}
+CHOICES = [
+    (dtype, state) for dtype in ("fp32", "bf16") for state in ("adam", "adagrad", "sgd", "momentum")
+]
 
 
 def run(trainer):
@@ -33,7 +36,9 @@ def everything(trainer):
 
 def assert_same(ours, theirs):
     assert ours[0].keys() == theirs[0].keys()
-    assert [name for name, value in ours[0].items() if not torch.equal(value, theirs[0][name])] == []
+    assert [
+        name for name, value in ours[0].items() if not torch.equal(value, theirs[0][name])
+    ] == []
     assert ours[1] == theirs[1] != []
 
 
@@ -52,7 +57,8 @@ def test_rows_that_are_fetched_as_on_a_gpu_train_the_same(open_trainer, monkeypa
     values = {**SMALL, "model.clf_dtype": dtype, "model.clf_bias": True, "run.checkpoint_steps": 3}
     device = run(open_trainer("device", **values))
 
-    fetched, to_device = [], row_table.to_device
+    fetched = []
+    to_device = row_table.to_device
     monkeypatch.setattr(row_table, "to_device", lambda *args: fetched.append(1) or to_device(*args))
     trainer = open_trainer("host", **values, **{"run.table_place": "host"})
     trainer.model.table._is_remote = trainer.model.bias._is_remote = True
@@ -64,7 +70,8 @@ def test_a_checkpoint_holds_what_was_on_its_way_back(open_trainer):
     values = {**SMALL, "run.table_place": "host", "pool.clf_labels": "pool"}
     trainer = open_trainer("run", **values)
     trainer.refresh()
-    trainer.made, table = trainer_module.Refresh.load(trainer.refresh_folder(0), 0), trainer.model.table
+    trainer.made = trainer_module.Refresh.load(trainer.refresh_folder(0), 0)
+    table = trainer.model.table
     table._is_remote = True
     trainer.model.train()
     batches = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
@@ -78,9 +85,17 @@ def test_a_checkpoint_holds_what_was_on_its_way_back(open_trainer):
     assert torch.equal(open_trainer("run", **values).model.table.weight, table.weight)
 
 
-@pytest.mark.parametrize(("dtype", "state"), [choice for choice in CHOICES if choice != ("fp32", "adam")])
+@pytest.mark.parametrize(
+    ("dtype", "state"), [choice for choice in CHOICES if choice != ("fp32", "adam")]
+)
 def test_opened_again_for_each_round_it_ends_with_the_same_bits(open_trainer, dtype, state):
-    values = {**SMALL, "pool.refresh": 1, "model.clf_dtype": dtype, "optim.clf_state": state, "model.clf_bias": True}
+    values = {
+        **SMALL,
+        "pool.refresh": 1,
+        "model.clf_dtype": dtype,
+        "optim.clf_state": state,
+        "model.clf_bias": True,
+    }
     whole = run(open_trainer("whole", **values))
     for place in ("disk", "device", "host"):  # one that was moved between rounds, too
         trainer = open_trainer("parts", **values, **{"run.table_place": place})
@@ -102,17 +117,27 @@ def test_every_choice_is_another_training(open_trainer):
         trainer.train_round()
         tables.append(trainer.model.table.weight.detach().float())
         assert not torch.equal(tables[-1], start)
-    assert all(not torch.equal(one, other) for at, one in enumerate(tables) for other in tables[:at])
+    assert all(
+        not torch.equal(one, other) for at, one in enumerate(tables) for other in tables[:at]
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize(("dtype", "state"), CHOICES)
 def test_on_a_gpu_the_place_changes_nothing_in_the_table(open_trainer, place, dtype, state):
-    """The classifier alone on frozen vectors: nothing in its training adds in an order that can change."""
+    """The classifier alone on frozen vectors: nothing in its training adds in an order that can
+    change.
+    """
     values = {
-        **SMALL, "device": "cuda", "model.heads": "clf", "encoder.kind": "transformer", "model.clf_dtype": dtype,
-        "optim.clf_state": state, "pool.eta": 0, "pool.batches": "random",
-    }  # fmt: skip
+        **SMALL,
+        "device": "cuda",
+        "model.heads": "clf",
+        "encoder.kind": "transformer",
+        "model.clf_dtype": dtype,
+        "optim.clf_state": state,
+        "pool.eta": 0,
+        "pool.batches": "random",
+    }
     device = run(open_trainer("device", **values))
     assert_same(run(open_trainer(place, **values, **{"run.table_place": place})), device)

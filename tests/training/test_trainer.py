@@ -1,4 +1,6 @@
-"""Training on the tiny set: the loss of a step against loops, learning, resuming bit for bit, faults in a step."""
+"""Training on the tiny set: the loss of a step against loops, learning, resuming bit for bit,
+faults in a step.
+"""
 
 import json
 import math
@@ -40,13 +42,19 @@ def weights(trainer):
 
 def moments(trainer):
     rows = trainer.optimisers.row_states()
-    state = trainer.optimisers.dense_state() | {f"{t}.{n}": x for t, part in rows.items() for n, x in part.items()}
+    state = trainer.optimisers.dense_state() | {
+        f"{t}.{n}": x for t, part in rows.items() for n, x in part.items()
+    }
     return {name: value.clone() for name, value in state.items()}
 
 
 def same(ours, theirs):
     assert ours.keys() == theirs.keys()
-    return [name for name in ours if not torch.equal(ours[name].nan_to_num(7.0), theirs[name].nan_to_num(7.0))] == []
+    return [
+        name
+        for name in ours
+        if not torch.equal(ours[name].nan_to_num(7.0), theirs[name].nan_to_num(7.0))
+    ] == []
 
 
 SYSTEMS = {
@@ -56,13 +64,31 @@ SYSTEMS = {
     "classifier, mined": {"model.heads": "clf", "pool.eta": 2, "model.clf_bias": True},
     "classifier, all labels": {"model.heads": "clf", "pool.clf_labels": "all"},
     "unidec, all labels": {"pool.clf_labels": "all", "model.clf_bias": True},
-    "random batches": {"pool.batches": "random", "pool.eta": 0, "loss.reduction": "pol", "pool.beta": 1},
-    "supcon, temperatures": {"loss.de": "supcon", "loss.clf": "supcon", "model.learn_temperature": True},
-    "triplet and bce": {"loss.de": "triplet", "loss.clf": "bce", "loss.clf_bce": 0.0, "loss.reduction": "psl-sum"},
+    "random batches": {
+        "pool.batches": "random",
+        "pool.eta": 0,
+        "loss.reduction": "pol",
+        "pool.beta": 1,
+    },
+    "supcon, temperatures": {
+        "loss.de": "supcon",
+        "loss.clf": "supcon",
+        "model.learn_temperature": True,
+    },
+    "triplet and bce": {
+        "loss.de": "triplet",
+        "loss.clf": "bce",
+        "loss.clf_bce": 0.0,
+        "loss.reduction": "psl-sum",
+    },
     "beside": {"encoder.kind": "both", "encoder.residual": True},
     "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "optim.epochs": 2},
     "gandalf": {"pool.gandalf": True, "pool.clf_labels": "all"},
-    "all layers": {"encoder.kind": "transformer", "encoder.trainable_layers": -1, "optim.epochs": 2},
+    "all layers": {
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": -1,
+        "optim.epochs": 2,
+    },
     "dexml, all labels": {
         "model.heads": "de",
         "pool.de_labels": "all",
@@ -70,8 +96,18 @@ SYSTEMS = {
         "pool.beta": 1,
         "optim.encode_chunk": 9,
     },
-    "soft top-k": {"model.heads": "de", "pool.de_labels": "all", "loss.de": "softtopk", "loss.de_forward": 1.0},
-    "hardest": {"loss.de": "triplet", "loss.triplet_negatives": "hardest", "loss.clf": "hinge", "loss.margin": 0.5},
+    "soft top-k": {
+        "model.heads": "de",
+        "pool.de_labels": "all",
+        "loss.de": "softtopk",
+        "loss.de_forward": 1.0,
+    },
+    "hardest": {
+        "loss.de": "triplet",
+        "loss.triplet_negatives": "hardest",
+        "loss.clf": "hinge",
+        "loss.margin": 0.5,
+    },
     "renee": {
         "model.heads": "clf",
         "pool.clf_labels": "all",
@@ -79,62 +115,102 @@ SYSTEMS = {
         "loss.clf_bce": 0.0,
         "pool.gandalf": True,
     },
-    "residual": {"model.heads": "clf", "model.clf_residual": True, "loss.clf": "bce", "loss.clf_bce": 0.0},
-    "for the tail": {"loss.weights": "propensity", "pool.positives": "tail", "pool.de_labels": "all"},
+    "residual": {
+        "model.heads": "clf",
+        "model.clf_residual": True,
+        "loss.clf": "bce",
+        "loss.clf_bce": 0.0,
+    },
+    "for the tail": {
+        "loss.weights": "propensity",
+        "pool.positives": "tail",
+        "pool.de_labels": "all",
+    },
 }
 
 
-# -- a step ------------------------------------------------------------------------------------------------------------
+# -- a step
+# --------------------------------------------------------------------------------------------------
 
 
 def slow_ds(logit, positive, ignored):
     """Decoupled softmax, PSL, rows to columns: one pair after the other."""
     rows = []
     for i in range(len(logit)):
-        negatives = [logit[i][j] for j in range(len(logit[i])) if not positive[i][j] and not ignored[i][j]]
-        one = [math.log(math.exp(x) + sum(map(math.exp, negatives))) - x for x, p in zip(logit[i], positive[i]) if p]
+        negatives = [
+            logit[i][j] for j in range(len(logit[i])) if not positive[i][j] and not ignored[i][j]
+        ]
+        one = [
+            math.log(math.exp(x) + sum(map(math.exp, negatives))) - x
+            for x, p in zip(logit[i], positive[i])
+            if p
+        ]
         if one:
             rows.append(sum(one) / len(one))
     return sum(rows) / len(rows)
 
 
 def slow_bce(logit, positive, ignored, normalise):
-    total, entries = 0.0, 0
+    total = 0.0
+    entries = 0
     for row, is_positive, is_ignored in zip(logit, positive, ignored):
         if is_positive.any():
             pairs = [(x, p) for x, p, skip in zip(row, is_positive, is_ignored) if not skip]
-            total += sum(math.log1p(math.exp(-x)) if p else math.log1p(math.exp(x)) for x, p in pairs)
+            total += sum(
+                math.log1p(math.exp(-x)) if p else math.log1p(math.exp(x)) for x, p in pairs
+            )
             entries += len(pairs)
     return total / (positive.any(1).sum() if normalise == "rows" else entries)
 
 
 @pytest.mark.parametrize(("everything", "normalise"), [(False, "rows"), (True, "entries")])
 def test_the_losses_of_a_step_equal_loops(open_trainer, tiny_dataset, everything, normalise):
-    """Both heads, both directions, weights, temperature, filter pairs and bias, from texts to the two figures."""
-    trainer = open_trainer(**{
-        "loss.balance": 0.3, "loss.de_forward": 0.7, "loss.clf_forward": 0.2, "loss.clf_bce": 0.25,
-        "model.clf_bias": True, "model.dropout": 0.0, "pool.clf_labels": "all" if everything else "pool",
-        "loss.bce_normalise": normalise,
-    })  # fmt: skip
+    """Both heads, both directions, weights, temperature, filter pairs and bias, from texts to the
+    two figures.
+    """
+    trainer = open_trainer(
+        **{
+            "loss.balance": 0.3,
+            "loss.de_forward": 0.7,
+            "loss.clf_forward": 0.2,
+            "loss.clf_bce": 0.25,
+            "model.clf_bias": True,
+            "model.dropout": 0.0,
+            "pool.clf_labels": "all" if everything else "pool",
+            "loss.bce_normalise": normalise,
+        }
+    )
     model = trainer.model
     torch.nn.init.normal_(model.bias.weight, std=0.3)
     trainer.refresh()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-    relevance, filtered = tiny_dataset.relevance.toarray() > 0, tiny_dataset.filter_pairs.toarray()
-    rows = np.concatenate([np.flatnonzero((filtered & ~relevance).any(1) & (tiny_dataset.split_N == 0)), [0, 1, 2]])
+    relevance = tiny_dataset.relevance.toarray() > 0
+    filtered = tiny_dataset.filter_pairs.toarray()
+    rows = np.concatenate(
+        [np.flatnonzero((filtered & ~relevance).any(1) & (tiny_dataset.split_N == 0)), [0, 1, 2]]
+    )
     batch = trainer.prepare(rows, 0)
     losses = trainer.objective.losses(model.encoder(batch.texts), batch, 0)
     model.eval()
 
     def dense(head, columns):
         de, clf = model.encode_queries(trainer.encoding.tokens["queries"], rows)
-        label_de, (table, bias) = model.encode_labels(trainer.encoding.tokens["labels"]), model.classifier_table()
+        label_de, (table, bias) = (
+            model.encode_labels(trainer.encoding.tokens["labels"]),
+            model.classifier_table(),
+        )
         logit = de @ label_de.T if head == "de" else clf @ table.T + bias
         positive = relevance[rows][:, columns]
-        return (logit[:, columns] / 0.1).astype(np.float64), positive, filtered[rows][:, columns] & ~positive
+        return (
+            (logit[:, columns] / 0.1).astype(np.float64),
+            positive,
+            filtered[rows][:, columns] & ~positive,
+        )
 
-    pool, every = batch.pool.pool_S, np.arange(tiny_dataset.num_labels)
-    de, clf = dense("de", pool), dense("clf", every if everything else pool)
+    pool = batch.pool.pool_S
+    every = np.arange(tiny_dataset.num_labels)
+    de = dense("de", pool)
+    clf = dense("clf", every if everything else pool)
     assert de[2].any() and len(pool) < len(every)  # a filter pair lies in the pool
     both = [slow_ds(*pairs) for pairs in (de, [a.T for a in de], clf, [a.T for a in clf])]
     expected_de = 0.3 * (0.7 * both[0] + 0.3 * both[1])
@@ -162,7 +238,8 @@ def test_a_step_trains_the_pools_rows_and_no_other(open_trainer):
     assert "log_scale" not in changed
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------
+# -- a run
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -172,7 +249,8 @@ def test_every_system_learns(open_trainer, tiny_dataset, system):
     reports = train(trainer, epochs // 2)
     assert [report.finished for report in reports] == [False] * (epochs // 2 - 1) + [True]
     lines = history(trainer)
-    assert trainer.steps_per_epoch == (8 if trainer.settings.pool.gandalf else 4)  # 43 queries, 40 label texts
+    # 43 queries, 40 label texts
+    assert trainer.steps_per_epoch == (8 if trainer.settings.pool.gandalf else 4)
     assert [line["step"] for line in lines] == list(range(trainer.steps_per_epoch * epochs))
     losses = [line["loss"] for line in lines]
     assert np.mean(losses[-4:]) < 0.97 * np.mean(losses[:4])
@@ -188,13 +266,18 @@ def test_every_system_learns(open_trainer, tiny_dataset, system):
 
 
 def test_logged_figures_are_those_of_the_batch(open_trainer):
-    trainer = open_trainer(**{"optim.lr_clf": 0.02, "optim.lr_heads": 0.03, "optim.lr_encoder": 0.04})
+    trainer = open_trainer(
+        **{"optim.lr_clf": 0.02, "optim.lr_heads": 0.03, "optim.lr_encoder": 0.04}
+    )
     trainer.refresh()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
     batch = trainer.prepare(trainer.rows[:9], 0)
     figures = trainer.train_step(batch)
-    positives = sum(set(batch.pool.pool_S.tolist()) >= {label} for row in trainer.rows[:9]
-                    for label in trainer.dataset.relevance[row].indices.tolist())  # fmt: skip
+    positives = sum(
+        set(batch.pool.pool_S.tolist()) >= {label}
+        for row in trainer.rows[:9]
+        for label in trainer.dataset.relevance[row].indices.tolist()
+    )
     assert figures["pool_size"] == len(batch.pool.pool_S)
     assert figures["positives_per_query"] == pytest.approx(positives / 9)
     quarter = 1 / trainer.optimisers.warmup
@@ -230,11 +313,16 @@ def test_a_round_needs_the_refresh_of_its_epoch(open_trainer):
         trainer.train_round()
 
 
-@pytest.mark.parametrize(("overrides", "clusters", "mined"), [
-    ({}, True, True), ({"pool.eta": 0}, True, False), ({"pool.batches": "random"}, False, True),
-    ({"pool.batches": "random", "pool.eta": 0}, False, False),
-    ({"model.heads": "clf", "pool.clf_labels": "all"}, True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "clusters", "mined"),
+    [
+        ({}, True, True),
+        ({"pool.eta": 0}, True, False),
+        ({"pool.batches": "random"}, False, True),
+        ({"pool.batches": "random", "pool.eta": 0}, False, False),
+        ({"model.heads": "clf", "pool.clf_labels": "all"}, True, False),
+    ],
+)
 def test_a_refresh_makes_what_is_needed(open_trainer, tiny_dataset, overrides, clusters, mined):
     trainer = open_trainer(**overrides)
     report = trainer.refresh()
@@ -254,21 +342,32 @@ def test_a_refresh_makes_what_is_needed(open_trainer, tiny_dataset, overrides, c
     assert sorted(np.concatenate(made.batches(trainer.rows, 12, 3, 1))) == trainer.rows.tolist()
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
+# -- faults
+# --------------------------------------------------------------------------------------------------
 
 
 def test_hard_negatives_of_an_approximate_search(open_trainer):
-    """Few labels make one list, which is searched: what is trained on is what an exact search finds."""
-    exact, approximate = open_trainer("exact"), open_trainer("faiss", **{"pool.mining": "faiss"})
+    """Few labels make one list, which is searched: what is trained on is what an exact search
+    finds.
+    """
+    exact = open_trainer("exact")
+    approximate = open_trainer("faiss", **{"pool.mining": "faiss"})
     reports = exact.refresh(), approximate.refresh()
     assert "mine_recall" not in reports[0] and reports[1]["mine_recall"] == 1.0
-    found = [Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0).negatives for trainer in (exact, approximate)]
+    found = [
+        Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0).negatives
+        for trainer in (exact, approximate)
+    ]
     np.testing.assert_array_equal(*found)
 
 
 def fault_in_loss(trainer, monkeypatch):
     losses = trainer.objective.losses
-    monkeypatch.setattr(trainer.objective, "losses", lambda *args: {k: v * math.inf for k, v in losses(*args).items()})
+    monkeypatch.setattr(
+        trainer.objective,
+        "losses",
+        lambda *args: {k: v * math.inf for k, v in losses(*args).items()},
+    )
 
 
 def fault_in_dense_gradient(trainer, monkeypatch):
@@ -292,7 +391,8 @@ def test_what_is_not_finite_stops_before_the_step(open_trainer, monkeypatch, fau
     train(trainer)
     trainer.refresh()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00002", 2)
-    before, before_moments = weights(trainer), moments(trainer)
+    before = weights(trainer)
+    before_moments = moments(trainer)
     rows = trainer.rows[5:12]
     with monkeypatch.context() as patch:
         fault(trainer, patch)
@@ -334,7 +434,8 @@ def test_no_memory_left_is_said_with_sizes(open_trainer, monkeypatch):
         assert part in str(caught.value)
 
 
-# -- device and number format ------------------------------------------------------------------------------------------
+# -- device and number format
+# ------------------------------------------------------------------------------------------
 
 
 def test_device_and_precision():
@@ -350,7 +451,9 @@ def test_device_and_precision():
 
 
 def test_a_gpu_has_its_number_in_every_thread(monkeypatch):
-    """Without one, a batch that another thread prepares would go to the first GPU, whatever `set_device` said here."""
+    """Without one, a batch that another thread prepares would go to the first GPU, whatever
+    `set_device` said here.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for local_rank, device in (("0", "auto"), ("1", "auto"), ("1", "cuda")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -362,6 +465,10 @@ def test_a_gpu_has_its_number_in_every_thread(monkeypatch):
 @pytest.mark.parametrize("in_hardware", [False, True])
 def test_emulated_bfloat16_is_not_taken(monkeypatch, in_hardware):
     monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or in_hardware
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or in_hardware,
     )
-    assert autocast_type("auto", torch.device("cuda", 0)) == (torch.bfloat16 if in_hardware else None)
+    assert autocast_type("auto", torch.device("cuda", 0)) == (
+        torch.bfloat16 if in_hardware else None
+    )

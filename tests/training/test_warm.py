@@ -1,4 +1,6 @@
-"""A training that goes on from an earlier model: what it takes by which label, and that it is a run like any other."""
+"""A training that goes on from an earlier model: what it takes by which label, and that it is a run
+like any other.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ from unidec.training import start as warm
 from unidec.training.start import Start, take_rows
 from unidec.training.trainer import Trainer, TrainingData
 
-WIDTH, DIM = 6, 4
+WIDTH = 6
+DIM = 4
 UIDS = [f"label-{row}" for row in range(9)]
 
 
-# -- parameters -------------------------------------------------------------------------------------------------------
+# -- parameters
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_warm_start_has_its_own_schedule(tiny_params):
@@ -43,17 +47,24 @@ def test_a_warm_start_has_its_own_schedule(tiny_params):
     assert (ours.optim.epochs, ours.optim.warmup_epochs) == (2, 0.5)
     changed = {"epochs", "warmup_epochs", *rates}
     assert ours.optim.model_dump(exclude=changed) == params.optim.model_dump(exclude=changed)
-    assert ours.model_dump(exclude={"optim", "warm"}) == params.model_dump(exclude={"optim", "warm"})
+    assert ours.model_dump(exclude={"optim", "warm"}) == params.model_dump(
+        exclude={"optim", "warm"}
+    )
     assert warm_params(ours) == ours
 
 
-# -- rows, by the labels' uids ----------------------------------------------------------------------------------------
+# -- rows, by the labels' uids
+# ----------------------------------------------------------------------------------------
 
 
 def new_model(tiny_params, num_labels, placement=None, **settings):
-    params = tiny_params(**{"model.dim": DIM, **{f"model.{key}": value for key, value in settings.items()}})
+    params = tiny_params(
+        **{"model.dim": DIM, **{f"model.{key}": value for key, value in settings.items()}}
+    )
     encoder = TextEncoder(params.encoder, None, num_tokens=11, width=WIDTH)
-    return UniDEC(params.encoder, params.model, num_labels, encoder, placement or Placement(), add=additions)
+    return UniDEC(
+        params.encoder, params.model, num_labels, encoder, placement or Placement(), add=additions
+    )
 
 
 @pytest.fixture
@@ -64,7 +75,9 @@ def start_of(tmp_path):
     def start_of(uids, rows_KD, bias_K1=None):
         folder = tmp_path / f"start-{next(number)}"
         folder.mkdir()
-        tensors = {"table.weight": rows_KD} | ({"bias.weight": bias_K1} if bias_K1 is not None else {})
+        tensors = {"table.weight": rows_KD} | (
+            {"bias.weight": bias_K1} if bias_K1 is not None else {}
+        )
         write_tensors(folder / "model.safetensors", tensors)
         return Start(folder, pa.array(uids, pa.string()), "a" * 64)
 
@@ -75,23 +88,31 @@ def by_hand(model, uids, start_uids, rows_KD, bias_K1, x_LW, keep):
     """Whole rows and biases, label by label."""
     known = dict(zip(start_uids, range(len(start_uids)), strict=True))
     kept = [known[uid] for uid in uids if uid in known]
-    length = min(1.0, np.mean([np.linalg.norm(rows_KD[row].float()) for row in kept])) if kept else 1.0
+    length = (
+        min(1.0, np.mean([np.linalg.norm(rows_KD[row].float()) for row in kept])) if kept else 1.0
+    )
     mean = float(bias_K1[kept].float().mean()) if kept and bias_K1 is not None else 0.0
-    rows, biases = [], []
+    rows = []
+    biases = []
     for label, uid in enumerate(uids):
         text_D = torch.nn.functional.normalize(model.head_clf[0](x_LW[label]), dim=-1)
         share = keep if uid in known else 0.0
         row = known.get(uid, 0)
         rows.append(share * rows_KD[row].float() + (1 - share) * length * text_D)
-        biases.append(share * (float(bias_K1[row, 0]) if bias_K1 is not None else 0.0) + (1 - share) * mean)
+        biases.append(
+            share * (float(bias_K1[row, 0]) if bias_K1 is not None else 0.0) + (1 - share) * mean
+        )
     return torch.stack(rows), torch.tensor(biases)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_rows_of_a_bundle_are_in_its_arrays(start_of, tiny_params, tmp_path, bias):
-    """The same start, as a model's file and as a bundle keeps it: whole rows and biases, bit for bit."""
+    """The same start, as a model's file and as a bundle keeps it: whole rows and biases, bit for
+    bit.
+    """
     torch.manual_seed(4)
-    rows_KD, bias_K1 = torch.randn(len(UIDS), DIM), torch.randn(len(UIDS), 1)
+    rows_KD = torch.randn(len(UIDS), DIM)
+    bias_K1 = torch.randn(len(UIDS), 1)
     of_model = start_of(UIDS, rows_KD, bias_K1 if bias else None)
     (tmp_path / "model").mkdir()
     (tmp_path / "vectors").mkdir()
@@ -100,11 +121,14 @@ def test_the_rows_of_a_bundle_are_in_its_arrays(start_of, tiny_params, tmp_path,
     if bias:
         np.save(tmp_path / "vectors" / "bias.npy", bias_K1.numpy()[:, 0])
     of_bundle = Start(tmp_path / "model", of_model.uids, "b" * 64, tmp_path / "vectors")
-    uids, found = [*UIDS[::-1], "new"], []
+    uids = [*UIDS[::-1], "new"]
+    found = []
     for start in (of_model, of_bundle):
         torch.manual_seed(5)
         model = new_model(tiny_params, len(uids), clf_bias=True)
-        take_rows(model, start, pa.array(uids), lambda rows: torch.ones(len(rows), WIDTH), keep=0.25)
+        take_rows(
+            model, start, pa.array(uids), lambda rows: torch.ones(len(rows), WIDTH), keep=0.25
+        )
         found.append((model.table.numpy().copy(), model.bias.numpy().copy()))
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
     assert np.abs(found[0][0]).min() > 0
@@ -140,9 +164,11 @@ def test_rows_go_to_the_labels_they_are_of(
     monkeypatch.setattr(warm, "START_BLOCK", 2)  # several blocks, the last one not full
     torch.manual_seed(1)
     scale = 0.1 if settings.get("clf_init") == "normal" else 3.0
-    rows_KD, bias_K1 = scale * torch.randn(len(start_uids), DIM), torch.randn(len(start_uids), 1) - 5
+    rows_KD = scale * torch.randn(len(start_uids), DIM)
+    bias_K1 = torch.randn(len(start_uids), 1) - 5
     dtype = torch.bfloat16 if settings.get("clf_dtype") == "bf16" else torch.float32
-    rows_KD, x_LW = rows_KD.to(dtype), torch.randn(len(uids), WIDTH)
+    rows_KD = rows_KD.to(dtype)
+    x_LW = torch.randn(len(uids), WIDTH)
     start = start_of(start_uids, rows_KD, bias_K1 if settings.get("clf_bias") else None)
     half = len(uids) // 2
     placements = [
@@ -158,7 +184,9 @@ def test_rows_go_to_the_labels_they_are_of(
         model.train()
         rows = rows_of(model, None, None, lambda source, rows: x_LW[rows])
         of_labels = pa.chunked_array([uids[:1], uids[1:]], pa.string())
-        take_rows(model, start, of_labels, lambda rows: x_LW[rows], keep=keep, holds_text=rows.holds_text)
+        take_rows(
+            model, start, of_labels, lambda rows: x_LW[rows], keep=keep, holds_text=rows.holds_text
+        )
         assert model.training
         ours, our_bias = model.classifier_table()
         if rows.holds_text:
@@ -167,7 +195,11 @@ def test_rows_go_to_the_labels_they_are_of(
         expected_LD, expected_L = by_hand(model, uids, start_uids, rows_KD, given, x_LW, keep)
         mine = slice(model.table.first_row, model.table.first_row + model.table.own_rows)
         kept = np.isin(uids, start_uids)[mine] & (keep == 1)
-        tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        tolerance = (
+            {"rtol": 0.02, "atol": 0.02}
+            if dtype == torch.bfloat16
+            else {"rtol": 1e-5, "atol": 1e-5}
+        )
         np.testing.assert_allclose(ours, expected_LD[mine].numpy(), **tolerance)
         if not settings.get("clf_residual"):  # bit for bit
             assert np.array_equal(ours[kept], expected_LD[mine].numpy()[kept])
@@ -184,7 +216,12 @@ def test_a_start_without_a_bias_or_a_classifier(tiny_params, start_of, tmp_path)
     model = new_model(tiny_params, 9)
     (tmp_path / "de").mkdir()
     write_tensors(tmp_path / "de" / "model.safetensors", {"log_scale": torch.zeros(2)})
-    take_rows(model, Start(tmp_path / "de", start.uids, ""), start.uids, lambda rows: torch.ones(len(rows), WIDTH))
+    take_rows(
+        model,
+        Start(tmp_path / "de", start.uids, ""),
+        start.uids,
+        lambda rows: torch.ones(len(rows), WIDTH),
+    )
     np.testing.assert_allclose(model.table.weight.norm(dim=1), 1, rtol=1e-5)
     alone = new_model(tiny_params, 9, heads="de")
     take_rows(alone, start, start.uids, lambda rows: 1 / 0)
@@ -193,7 +230,9 @@ def test_a_start_without_a_bias_or_a_classifier(tiny_params, start_of, tmp_path)
 def test_rows_and_uids_that_differ_in_number_are_refused(tiny_params, start_of):
     start = Start(start_of(UIDS, torch.ones(9, DIM)).model, pa.array(UIDS[:8]), "")
     with pytest.raises(ArtifactError, match=r"9 rows(.|\n)*8 rows(.|\n)*retrain.start: cold"):
-        take_rows(new_model(tiny_params, 9), start, start.uids, lambda rows: torch.ones(len(rows), WIDTH))
+        take_rows(
+            new_model(tiny_params, 9), start, start.uids, lambda rows: torch.ones(len(rows), WIDTH)
+        )
 
 
 def test_rows_are_found_by_uid(start_of):
@@ -202,14 +241,17 @@ def test_rows_are_found_by_uid(start_of):
         assert start.rows_of(pa.array(["label-8", "x", "label-0"], kind)).tolist() == [8, -1, 0]
 
 
-# -- a training -------------------------------------------------------------------------------------------------------
+# -- a training
+# --------------------------------------------------------------------------------------------------
 
 
 def changed(raw: RawData) -> RawData:
     """Labels in another order, the first three gone, two copies under new uids."""
     order = [*range(raw.num_labels - 1, 2, -1), 5, 6]
     uids = [f"label-{row}" for row in order[:-2]] + ["new-0", "new-1"]
-    labels = raw.labels.take(order).set_column(0, "uid", pa.array(uids, raw.labels.schema.field("uid").type))
+    labels = raw.labels.take(order).set_column(
+        0, "uid", pa.array(uids, raw.labels.schema.field("uid").type)
+    )
 
     def cut(pairs):
         return {split: csr_matrix(matrix.tocsc()[:, order]) for split, matrix in pairs.items()}
@@ -223,7 +265,9 @@ def new_data(tiny_raw, tiny_bert, tmp_path_factory):
     dataset = write_dataset(root / "dataset", changed(tiny_raw), validation_share=0.1)
     sizes = {"queries": dataset.num_queries, "labels": dataset.num_labels}
     tokens = [
-        TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size))
+        TokenCache.open(
+            build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size)
+        )
         for name, size in sizes.items()
     ]
     return dataset, tokens
@@ -239,19 +283,31 @@ def train(trainer):
 
 @pytest.fixture
 def go_on(open_trainer, new_data, tiny_params, tmp_path):
-    """`go_on("run", given, **overrides)`: a trainer of the changed data that starts from an exported model."""
+    """`go_on("run", given, **overrides)`: a trainer of the changed data that starts from an
+    exported model.
+    """
 
     def started(name="start", **overrides):
         trainer = train(open_trainer(name, **overrides))
         if not (tmp_path / f"{name}-model").exists():
             with write_folder(tmp_path / f"{name}-model", KIND, VERSION) as out:
                 trainer.export(out)
-        return trainer, Start(tmp_path / f"{name}-model", trainer.dataset.labels["uid"].combine_chunks(), "5" * 64)
+        return trainer, Start(
+            tmp_path / f"{name}-model", trainer.dataset.labels["uid"].combine_chunks(), "5" * 64
+        )
 
     def go_on(run, start, **overrides):
         dataset, tokens = new_data
-        params = warm_params(tiny_params(**{"warm.epochs": 2, "warm.keep": 1.0, "pool.refresh": 1} | overrides))
-        return Trainer(params.training, TrainingData(dataset, *tokens), tmp_path / run, tmp_path / "cache", start=start)
+        params = warm_params(
+            tiny_params(**{"warm.epochs": 2, "warm.keep": 1.0, "pool.refresh": 1} | overrides)
+        )
+        return Trainer(
+            params.training,
+            TrainingData(dataset, *tokens),
+            tmp_path / run,
+            tmp_path / "cache",
+            start=start,
+        )
 
     go_on.started = started
     return go_on
@@ -272,14 +328,20 @@ def test_a_training_starts_where_the_other_ended(go_on):
     for row, uid in enumerate(second.dataset.label_uids()):
         ours = second.model.table.weight[row]
         assert uid.startswith("new") or torch.equal(ours, first.model.table.weight[uids.index(uid)])
-    shrunk = go_on("shrunk", start, **{"model.learn_temperature": True, "warm.keep": 0.25}).model.table.weight
+    shrunk = go_on(
+        "shrunk", start, **{"model.learn_temperature": True, "warm.keep": 0.25}
+    ).model.table.weight
     for row, uid in enumerate(second.dataset.label_uids()):
-        # a new label's text is encoded in another batch: on some processors its row rounds differently
+        # a new label's text is encoded in another batch: on some processors its row rounds
+        # differently
         same = torch.allclose(shrunk[row], second.model.table.weight[row], rtol=0, atol=1e-6)
         assert same == uid.startswith("new"), uid
     begun = read_json_lines(first.run_dir / "history.jsonl")[0]["loss"]
     train(second)
-    assert second.at.epoch == 2 and read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
+    assert (
+        second.at.epoch == 2
+        and read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
+    )
 
 
 def test_a_temperature_that_is_not_learnt_is_a_parameter(go_on):
@@ -297,7 +359,11 @@ KINDS = {
 
 @pytest.mark.parametrize("overrides", KINDS.values(), ids=list(KINDS))
 def test_a_cut_training_ends_as_an_uncut_one(go_on, overrides):
-    parts = {key: value for key, value in overrides.items() if key.startswith("encoder") and "frozen" not in key}
+    parts = {
+        key: value
+        for key, value in overrides.items()
+        if key.startswith("encoder") and "frozen" not in key
+    }
     _, start = go_on.started(**parts)
     whole = state(train(go_on("whole", start, **overrides)))
     cut = go_on("cut", start, **overrides)

@@ -14,8 +14,14 @@ def stated(results: list[dict]) -> dict[str, str]:
     """ok, warning or stop of each key."""
     worst: dict[str, str] = {}
     for result in results:
-        level = {"critical": "stop", "warning": "warning"}[result["severity"]] if not result["success"] else "ok"
-        worst[result["key"]] = max(worst.get(result["key"], "ok"), level, key=("ok", "warning", "stop").index)
+        level = (
+            {"critical": "stop", "warning": "warning"}[result["severity"]]
+            if not result["success"]
+            else "ok"
+        )
+        worst[result["key"]] = max(
+            worst.get(result["key"], "ok"), level, key=("ok", "warning", "stop").index
+        )
     return worst
 
 
@@ -23,10 +29,15 @@ def test_great_expectations_agrees_with_the_checks_also_on_the_bounds(tmp_path: 
     rng = np.random.default_rng(0)
     checks = []
     for number in range(30):
-        warn, stop = sorted(rng.random(2)), sorted(rng.random(2) * 2)
+        warn = sorted(rng.random(2))
+        stop = sorted(rng.random(2) * 2)
         value = rng.choice([*warn, *stop, *rng.random(3) * 2, 0.0, -1.0])
-        bounds = [((low, high), (None, high), (low, None))[number % 3] for low, high in (warn, stop)]
-        checks.append(Check(f"c{number}", "a figure", "mean", 1.0, float(value), bounds[0], bounds[1]))
+        bounds = [
+            ((low, high), (None, high), (low, None))[number % 3] for low, high in (warn, stop)
+        ]
+        checks.append(
+            Check(f"c{number}", "a figure", "mean", 1.0, float(value), bounds[0], bounds[1])
+        )
     checks += [
         Check("only_warn", "x", "share", None, 0.9, (None, 0.5)),
         Check("count", "x", "count", 3, 3, (3, 3), (2, 4)),

@@ -1,4 +1,6 @@
-"""The checks read what the model reads: the fields of `tokens.text`, and the tokens of the encoder's tokenizer."""
+"""The checks read what the model reads: the fields of `tokens.text`, and the tokens of the
+encoder's tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +40,35 @@ def tokenizer_folder(folder: Path, words: Sequence[str], lower: bool = False) ->
     return folder
 
 
-def stored(folder: Path, queries: dict[str, list[tuple[str, str]]], labels: list[tuple[str, str]]) -> XMCDataset:
+def stored(
+    folder: Path, queries: dict[str, list[tuple[str, str]]], labels: list[tuple[str, str]]
+) -> XMCDataset:
     """A data set of (title, content) by split; query i has label i modulo the number of labels."""
 
     def table(name: str, texts: list[tuple[str, str]]) -> pa.Table:
         uids = [f"{name}-{number}" for number in range(len(texts))]
         return text_table(uids, [title for title, _ in texts], [content for _, content in texts])
 
-    relevance, nothing = {}, {}
+    relevance = {}
+    nothing = {}
     for split, texts in queries.items():
         rows = np.arange(len(texts))
         shape = (len(texts), len(labels))
-        relevance[split] = csr_matrix((np.ones(len(texts), np.float32), (rows, rows % len(labels))), shape)
+        relevance[split] = csr_matrix(
+            (np.ones(len(texts), np.float32), (rows, rows % len(labels))), shape
+        )
         nothing[split] = csr_matrix(shape, dtype=bool)
     tables = {split: table(split, texts) for split, texts in queries.items()}
     raw = RawData("d", tables, table("label", labels), relevance, nothing)
     return write_dataset(folder, raw, validation_share=0.0)
 
 
-def verdict_of(dataset: XMCDataset, tmp_path: Path, reading: Reading, **limits: Any) -> dict[str, Any]:
-    verdict = validate_dataset(dataset.path, tmp_path / "v", docs=False, limits=Validation(**limits), reading=reading)
+def verdict_of(
+    dataset: XMCDataset, tmp_path: Path, reading: Reading, **limits: Any
+) -> dict[str, Any]:
+    verdict = validate_dataset(
+        dataset.path, tmp_path / "v", docs=False, limits=Validation(**limits), reading=reading
+    )
     assert json.loads((tmp_path / "v" / "result.json").read_bytes())["text"] == reading.text
     return verdict
 
@@ -70,14 +81,18 @@ def sentences(verdict: dict[str, Any], part: str) -> list[str]:
     return [line for line in (*verdict["failed"], *verdict["warnings"]) if part in line]
 
 
-@pytest.mark.parametrize("text", ["", " ", "\t\n", "\u00a0", "\u200b", "\ufeff\u2060", "\x00", "\u3000\u2028"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "\t\n", "\u00a0", "\u200b", "\ufeff\u2060", "\x00", "\u3000\u2028"]
+)
 def test_what_is_blank(text: str) -> None:
     assert is_blank(text) and are_blank(pa.array([text, f"a{text}"])).to_pylist() == [True, False]
 
 
 @pytest.mark.parametrize("text", ["a", " \u200b.", "日本", "😀", "\u0301"])
 def test_what_is_not_blank(text: str) -> None:
-    assert not is_blank(text) and are_blank(text_array([text], pa.large_string())).to_pylist() == [False]
+    assert not is_blank(text) and are_blank(text_array([text], pa.large_string())).to_pylist() == [
+        False
+    ]
 
 
 def test_a_title_that_is_blank_is_read_as_its_content_and_counted(tmp_path: Path) -> None:
@@ -104,7 +119,9 @@ def test_leaks_and_duplicates_are_those_of_the_text_that_is_read(tmp_path: Path)
     verdict = verdict_of(dataset, tmp_path, Reading("title"))
     leak = sentences(verdict, "(leak)")[0]
     assert "found 10 of 10" in leak and leak in verdict["failed"]
-    [twice] = [line for line in verdict["failed"] if "labels with the text of another label" in line]
+    [twice] = [
+        line for line in verdict["failed"] if "labels with the text of another label" in line
+    ]
     assert "found 20 of 20" in twice
     long_texts = Reading("title+content")
     assert query_frame(dataset, long_texts)["text_in_train"].sum() == 0
@@ -122,14 +139,26 @@ def test_texts_that_are_empty_only_for_the_model_are_found(tmp_path: Path, text:
 def test_a_tokenizer_that_does_not_know_the_language_fails_with_the_fix(tmp_path: Path) -> None:
     known = tokenizer_folder(tmp_path / "known", WORDS)
     labels = [(f"word{number} 日本{number}", "") for number in range(20)]
-    dataset = stored(tmp_path / "d", {"train": [(f"word{number} 東京", "") for number in range(40)]}, labels)
+    dataset = stored(
+        tmp_path / "d", {"train": [(f"word{number} 東京", "") for number in range(40)]}, labels
+    )
     verdict = verdict_of(dataset, tmp_path, Reading("title", known, 32, "some-encoder"))
     for which in ("query", "label"):
-        [line] = [line for line in verdict["failed"] if f"tokens of a {which} that the tokenizer does not know" in line]
+        [line] = [
+            line
+            for line in verdict["failed"]
+            if f"tokens of a {which} that the tokenizer does not know" in line
+        ]
         assert "at most 10.0% on average; found 50.0%" in line and "row " in line
-        assert "encoder.name: some-encoder" in line and "multilingual" in line and "encoder.kind: bag" in line
+        assert (
+            "encoder.name: some-encoder" in line
+            and "multilingual" in line
+            and "encoder.kind: bag" in line
+        )
         assert line.endswith("validation.unknown_tokens")
-    suits = tokenizer_folder(tmp_path / "suits", [*WORDS, "東京", *(f"日本{number}" for number in range(20))])
+    suits = tokenizer_folder(
+        tmp_path / "suits", [*WORDS, "東京", *(f"日本{number}" for number in range(20))]
+    )
     assert not sentences(verdict_of(dataset, tmp_path, Reading("title", suits)), "tokenizer")
 
 
@@ -137,8 +166,18 @@ def test_a_tokenizer_that_does_not_know_the_language_fails_with_the_fix(tmp_path
     ("labels", "max_length", "lower", "fix"),
     [
         ([f"日本{number}" for number in range(20)], 32, False, "use an encoder of their language"),
-        ([f"word0 word1 word2 word{number}" for number in range(3, 23)], 3, False, "raise tokens.max_length above 3"),
-        ([word for number in range(10) for word in (f"word{number}", f"WORD{number}")], 32, True, "such as case"),
+        (
+            [f"word0 word1 word2 word{number}" for number in range(3, 23)],
+            3,
+            False,
+            "raise tokens.max_length above 3",
+        ),
+        (
+            [word for number in range(10) for word in (f"word{number}", f"WORD{number}")],
+            32,
+            True,
+            "such as case",
+        ),
     ],
 )
 def test_labels_that_become_equal_name_the_cause(
@@ -148,12 +187,20 @@ def test_labels_that_become_equal_name_the_cause(
     dataset = stored(tmp_path / "d", {"train": words(0, 40)}, [(label, "") for label in labels])
     reading = Reading("title", folder, max_length, "e")
     frame = label_frame(dataset, reading)
-    assert (frame["labels_with_these_tokens"] > 0).all() and (frame["labels_with_this_text"] == 1).all()
+    assert (frame["labels_with_these_tokens"] > 0).all() and (
+        frame["labels_with_this_text"] == 1
+    ).all()
     assert fix in advice(frame, reading)["labels_with_these_tokens"]
     if max_length == 3:
         verdict = verdict_of(dataset, tmp_path, reading)
-        [line] = [line for line in verdict["failed"] if "but the same tokens, as another label" in line]
-        assert "found 20 of 20" in line and fix in line and line.endswith("validation.label_texts_given_twice")
+        [line] = [
+            line for line in verdict["failed"] if "but the same tokens, as another label" in line
+        ]
+        assert (
+            "found 20 of 20" in line
+            and fix in line
+            and line.endswith("validation.label_texts_given_twice")
+        )
 
 
 def test_labels_of_one_text_are_counted_once_and_empty_ones_not_at_all(tmp_path: Path) -> None:
@@ -165,11 +212,16 @@ def test_labels_of_one_text_are_counted_once_and_empty_ones_not_at_all(tmp_path:
     assert not frame["labels_with_these_tokens"].any()
 
 
-def test_validation_and_profile_count_labels_without_training_queries_alike(tmp_path: Path, raw_factory: Any) -> None:
-    dataset = write_dataset(tmp_path / "d", raw_factory(30, 10, 40), validation_share=0.3, split_seed=0)
+def test_validation_and_profile_count_labels_without_training_queries_alike(
+    tmp_path: Path, raw_factory: Any
+) -> None:
+    dataset = write_dataset(
+        tmp_path / "d", raw_factory(30, 10, 40), validation_share=0.3, split_seed=0
+    )
     without_L = label_frame(dataset, Reading())["num_train_queries"].to_numpy() == 0
     in_validation_L = dataset.relevance[dataset.rows("validation")].sum(axis=0).A1 > 0
-    assert (without_L & in_validation_L).any()  # only held-out queries have them: no training query does
+    # only held-out queries have them: no training query does
+    assert (without_L & in_validation_L).any()
     shares = profile_dataset(dataset, tokenizer_folder(tmp_path / "t", ["a"]), 32)["shares"]
     share = shares["labels_without_training_points"]
     assert round(share["share"] * share["of"]) == without_L.sum()

@@ -1,4 +1,6 @@
-"""The gate: real data passes, every fault that can be stored fails it, and the verdict says where."""
+"""The gate: real data passes, every fault that can be stored fails it, and the verdict
+says where.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ from unidec.validation.frames import Reading, label_frame, query_frame, text_cou
 from unidec.validation.suite import CHECKS, distributions, validate_dataset
 
 
-def tampered(dataset: XMCDataset, path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Path:
-    """A copy of a stored data set with one array changed and hashes that fit, as other software could write it."""
+def tampered(
+    dataset: XMCDataset, path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]
+) -> Path:
+    """A copy of a stored data set with one array changed and hashes that fit, as other software
+    could write it.
+    """
     shutil.copytree(dataset.path, path)
     np.save(path / name, change(np.load(path / name)))
     meta = read_manifest(path, "dataset", 1, verify=False)["meta"]
@@ -51,7 +57,9 @@ def failed(verdict: dict, severity: str = "critical") -> list[tuple]:
     ]
 
 
-def test_real_data_passes_and_the_verdict_is_the_same_each_time(slice_dataset: XMCDataset, tmp_path: Path) -> None:
+def test_real_data_passes_and_the_verdict_is_the_same_each_time(
+    slice_dataset: XMCDataset, tmp_path: Path
+) -> None:
     verdict = validate_dataset(slice_dataset.path, tmp_path / "a")
     assert verdict["success"] and verdict["failed"] == []
     assert verdict["dataset_sha256"] == slice_dataset.sha256
@@ -61,20 +69,33 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(slice_dataset: X
     assert (tmp_path / "a" / "docs" / "index.html").is_file()
     page = (tmp_path / "a" / "index.html").read_text()
     page = re.sub(r' xmlns(:\w+)?="[^"]*"', "", page)  # names, not addresses
-    assert "http" not in page.replace("http-equiv", "") and "docs/index.html" in page and "<script" not in page
+    assert (
+        "http" not in page.replace("http-equiv", "")
+        and "docs/index.html" in page
+        and "<script" not in page
+    )
     assert page.count("<figure>") == 4 and "queries with the text of another query" in page
-    docs = {path.relative_to(tmp_path / "a"): path.read_text() for path in (tmp_path / "a").rglob("*.html")}
+    docs = {
+        path.relative_to(tmp_path / "a"): path.read_text()
+        for path in (tmp_path / "a").rglob("*.html")
+    }
     assert len(docs) == 2 + 3 + 3 and not (tmp_path / "a" / "docs" / "static").exists()
     for place, html in docs.items():
-        assert not Loaded(html).addresses and "<script" not in html and "default-src 'none'" in html, place
+        assert (
+            not Loaded(html).addresses and "<script" not in html and "default-src 'none'" in html
+        ), place
         links = re.findall(r'href="([^"#]+)"', html)
-        assert links and all((tmp_path / "a" / place.parent / link).is_file() for link in links), (place, links)
+        assert links and all((tmp_path / "a" / place.parent / link).is_file() for link in links), (
+            place,
+            links,
+        )
         if "validations" in place.parts:  # what Great Expectations states is still there
             table = place.parts[2]
             stated = [one for one in verdict["expectations"] if one["table"] == table]
             assert stated and all(one["description"] in html for one in stated), place
             passed = [one["success"] for one in stated]
-            assert html.count("fa-check-circle text-success") == sum(passed) + all(passed), place  # and that of all
+            # and that of all
+            assert html.count("fa-check-circle text-success") == sum(passed) + all(passed), place
     index = Page(docs[Path("docs/index.html")])
     assert len(index.rows) == 6 and index.row("validations of pairs")[1] == "passed"
     validate_dataset(slice_dataset.path, tmp_path / "b", docs=False)
@@ -82,15 +103,23 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(slice_dataset: X
     assert not (tmp_path / "b" / "docs").exists()
 
 
-def test_distributions_and_duplicates_against_loops(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:
+def test_distributions_and_duplicates_against_loops(
+    raw_factory: Callable[..., RawData], tmp_path: Path
+) -> None:
     raw = raw_factory(60, 20, 20, filters=False)
     train = raw.queries["train"].to_pydict()
     train["title"][3], train["content"][3] = train["title"][7], train["content"][7]
     train["title"][5], train["content"][5] = "Привет 42", ""
-    raw = replace(raw, queries=raw.queries | {"train": text_table(train["uid"], train["title"], train["content"])})
+    raw = replace(
+        raw,
+        queries=raw.queries | {"train": text_table(train["uid"], train["title"], train["content"])},
+    )
     dataset = write_dataset(tmp_path / "d", raw, validation_share=0.1, split_seed=0)
     long_texts = Reading("title+content")
-    tables = {"queries": query_frame(dataset, long_texts), "labels": label_frame(dataset, long_texts)}
+    tables = {
+        "queries": query_frame(dataset, long_texts),
+        "labels": label_frame(dataset, long_texts),
+    }
     lengths, positives, frequency, characters = distributions(dataset, tables)
     texts = dataset.query_texts(np.arange(dataset.num_queries), "title+content")
 
@@ -105,13 +134,22 @@ def test_distributions_and_duplicates_against_loops(raw_factory: Callable[..., R
     def shown(chart: Any, column: int) -> dict[str, float]:
         return {row[0]: float(row[column]) for row in chart.table.rows if row[column] != "0"}
 
-    points = [sum(label in dataset.relevance[row].indices for row in dataset.rows("train")) for label in range(20)]
+    points = [
+        sum(label in dataset.relevance[row].indices for row in dataset.rows("train"))
+        for label in range(20)
+    ]
     for chart, column, values in (
-        (lengths, 1, [len(text.strip()) for text in texts]), (frequency, 1, points),
+        (lengths, 1, [len(text.strip()) for text in texts]),
+        (frequency, 1, points),
         (positives, 1, [dataset.relevance[row].nnz for row in range(dataset.num_queries)]),
-    ):  # fmt: skip
+    ):
         assert shown(chart, column) == pytest.approx(share(values), rel=1e-3)
-    titles = [c for text in dataset.query_texts(np.arange(dataset.num_queries)) for c in text if not c.isspace()]
+    titles = [
+        c
+        for text in dataset.query_texts(np.arange(dataset.num_queries))
+        for c in text
+        if not c.isspace()
+    ]
     found = shown(characters, 1)
     assert sum(found.values()) == pytest.approx(100, abs=0.1)
     assert found["Cyrillic"] == pytest.approx(600 / len(titles), rel=1e-3)
@@ -123,7 +161,9 @@ def test_distributions_and_duplicates_against_loops(raw_factory: Callable[..., R
     assert counts["queries with the text of another query"] == repeated >= 2
 
 
-def test_soft_faults_are_judged_by_thresholds(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:
+def test_soft_faults_are_judged_by_thresholds(
+    raw_factory: Callable[..., RawData], tmp_path: Path
+) -> None:
     raw = raw_factory(2000, 300, 50, filters=False)
     train = raw.queries["train"].to_pydict()
     test = raw.queries["test"].to_pydict()
@@ -152,15 +192,21 @@ def test_soft_faults_are_judged_by_thresholds(raw_factory: Callable[..., RawData
     assert found[("labels", "labels_with_this_text")] == 2
     assert found[("pairs", "filtered")] == raw.relevance["train"].nnz
     samples = {
-        (r["table"], r["kwargs"].get("column")): r["samples"] for r in verdict["expectations"] if not r["success"]
+        (r["table"], r["kwargs"].get("column")): r["samples"]
+        for r in verdict["expectations"]
+        if not r["success"]
     }
     assert samples[("queries", "text_length")] == [{"row": 7, "uid": "train-7", "value": 0}]
     assert {"row": 2005, "uid": "test-5", "value": 1.0} in samples[("queries", "text_in_train")]
     assert [s["row"] for s in samples[("queries", "num_positives")]] == [11, 2000]
     assert len(samples[("pairs", "filtered")]) == 20
     assert any("row 7 (train-7)" in line for line in verdict["warnings"])
-    strict = Validation(empty_texts=0, test_texts_in_train=0, queries_without_positives=0, label_texts_given_twice=0)
-    verdict = validate_dataset(dataset.path, tmp_path / "v", docs=False, limits=strict, reading=long_texts)
+    strict = Validation(
+        empty_texts=0, test_texts_in_train=0, queries_without_positives=0, label_texts_given_twice=0
+    )
+    verdict = validate_dataset(
+        dataset.path, tmp_path / "v", docs=False, limits=strict, reading=long_texts
+    )
     assert not verdict["success"]
     columns = {column for _, column, _ in failed(verdict)}
     assert columns == {"text_length", "text_in_train", "num_positives", "labels_with_this_text"}
@@ -172,12 +218,19 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
     raw = raw_factory(60, 20, 10)
     train = raw.queries["train"].to_pydict()
     train["title"][7], train["content"][7] = "", ""
-    write_dataset(tmp_path / "d", replace(raw, queries={**raw.queries, "train": text_table(*train.values())}))
+    write_dataset(
+        tmp_path / "d", replace(raw, queries={**raw.queries, "train": text_table(*train.values())})
+    )
     found = {}
     for severity in ("error", "warn", "off"):
-        limits = Validation(empty_texts=0.0, empty_texts_severity=severity, test_texts_in_train_severity="off")
+        limits = Validation(
+            empty_texts=0.0, empty_texts_severity=severity, test_texts_in_train_severity="off"
+        )
         verdict = validate_dataset(tmp_path / "d", tmp_path / "v", docs=False, limits=limits)
-        found[severity] = [[line for line in verdict[kind] if "empty texts" in line] for kind in ("failed", "warnings")]
+        found[severity] = [
+            [line for line in verdict[kind] if "empty texts" in line]
+            for kind in ("failed", "warnings")
+        ]
         assert "text_in_train" not in {r["kwargs"].get("column") for r in verdict["expectations"]}
     [line] = found["error"][0]
     assert line.startswith("queries: empty texts: none allowed; found 1 of 80") and line.endswith(
@@ -191,12 +244,17 @@ def test_every_check_has_a_bound_and_a_severity_in_the_parameters() -> None:
     assert set(Validation.model_fields) == keys | {f"{key}_severity" for key in keys}
 
 
-def test_empty_texts_and_leaks_fail_by_default(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:
+def test_empty_texts_and_leaks_fail_by_default(
+    raw_factory: Callable[..., RawData], tmp_path: Path
+) -> None:
     raw = raw_factory(60, 20, 10)
-    train, test = raw.queries["train"].to_pydict(), raw.queries["test"].to_pydict()
+    train = raw.queries["train"].to_pydict()
+    test = raw.queries["test"].to_pydict()
     train["title"][7], train["content"][7] = "", "\u00a0"
     test["title"][5], test["content"][5] = train["title"][3], train["content"][3]
-    raw = replace(raw, queries={"train": text_table(*train.values()), "test": text_table(*test.values())})
+    raw = replace(
+        raw, queries={"train": text_table(*train.values()), "test": text_table(*test.values())}
+    )
     write_dataset(tmp_path / "d", raw)
     verdict = validate_dataset(tmp_path / "d", tmp_path / "v", docs=False)
     assert not verdict["success"]
@@ -210,11 +268,20 @@ def test_what_other_software_may_have_stored(tiny_dataset: XMCDataset, tmp_path:
     for name, value in (("nan", np.nan), ("minus", -1.0), ("zero", 0.0), ("infinite", np.inf)):
         path = tampered(tiny_dataset, tmp_path / name, "relevance_data.npy", first(value))
         verdict = validate_dataset(path, tmp_path / "v", docs=False)
-        assert [(table, column) for table, column, _ in failed(verdict)] == [("pairs", "relevance")], name
-        sample = next(r["samples"] for r in verdict["expectations"] if r["table"] == "pairs" and not r["success"])[0]
+        assert [(table, column) for table, column, _ in failed(verdict)] == [
+            ("pairs", "relevance")
+        ], name
+        sample = next(
+            r["samples"]
+            for r in verdict["expectations"]
+            if r["table"] == "pairs" and not r["success"]
+        )[0]
         assert (sample["query"], sample["uid"]) == (0, "train-0")
     path = tampered(
-        tiny_dataset, tmp_path / "split", "split.npy", lambda split: np.where(split == 0, 1, split).astype(np.uint8)
+        tiny_dataset,
+        tmp_path / "split",
+        "split.npy",
+        lambda split: np.where(split == 0, 1, split).astype(np.uint8),
     )
     verdict = validate_dataset(path, tmp_path / "v", docs=False)
     assert any("the train split has queries" in line for line in verdict["failed"])
@@ -235,10 +302,14 @@ def test_degenerate_data_has_a_verdict(raw_factory: Callable[..., RawData], tmp_
     verdict = validate_dataset(tmp_path / "d", tmp_path / "v", docs=False)
     assert len(verdict["expectations"]) == 26
     raw = raw_factory(2, 0, 3)
-    none = {split: csr_matrix(matrix.shape, dtype=np.float32) for split, matrix in raw.relevance.items()}
+    none = {
+        split: csr_matrix(matrix.shape, dtype=np.float32) for split, matrix in raw.relevance.items()
+    }
     write_dataset(tmp_path / "e", replace(raw, relevance=none))
     verdict = validate_dataset(tmp_path / "e", tmp_path / "v", docs=False)
-    assert not verdict["success"] and any("the table of pairs is not empty" in line for line in verdict["failed"])
+    assert not verdict["success"] and any(
+        "the table of pairs is not empty" in line for line in verdict["failed"]
+    )
 
 
 def test_a_damaged_data_set_is_not_judged(tiny_dataset: XMCDataset, tmp_path: Path) -> None:

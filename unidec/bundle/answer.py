@@ -1,4 +1,5 @@
-"""Answers requests, each with its own options: allowed or denied labels, a minimum score, ranking by a single head.
+"""Answers requests, each with its own options: allowed or denied labels, a minimum score, ranking
+by a single head.
 
 Legend: B requests, K results, N nearest training queries.
 """
@@ -38,11 +39,14 @@ class Request:
     Attributes:
         text: the query; for a model of long texts, title and content joined by a space.
         k: number of labels, at least 1.
-        allow: uids of the only labels that may be returned; None: all labels. Their scores are exact for any index.
+        allow: uids of the only labels that may be returned; None: all labels. Their scores are
+        exact for any index.
         deny: uids of labels that must not be returned.
         min_score: labels with a lower score are not returned.
-        head: "both": rank as the bundle does (also if it has one head only); "de" or "clf": rank by that head alone.
-        tail: ranks rare labels higher if positive, lower if negative; ignored by bundles without a fusion.
+        head: "both": rank as the bundle does (also if it has one head only); "de" or "clf": rank by
+        that head alone.
+        tail: ranks rare labels higher if positive, lower if negative; ignored by bundles without a
+        fusion.
     """
 
     text: str
@@ -56,8 +60,9 @@ class Request:
 
 @dataclass(frozen=True)
 class TrainingQuery:
-    """A training query similar to the query: its `cosine`, the weight of its votes (`vote`, which can be negative for
-    "ridge" and "ridge-labels"), and (uid, title) of each of its `labels`."""
+    """A training query similar to the query: its `cosine`, the weight of its votes (`vote`, which
+    can be negative for "ridge" and "ridge-labels"), and (uid, title) of each of its `labels`.
+    """
 
     uid: str
     title: str
@@ -71,10 +76,12 @@ class Explanation:
     """Why a query receives its labels.
 
     Attributes:
-        prediction: the answer; its de_scores, clf_scores and knn_scores are the unweighted parts of the score.
-        weights: weight of each part of the score, by name (de, clf, knn). The score is the sum of weight * part; for a
-            bundle with a fusion, that sum is one of its features.
-        neighbours: the most similar training queries, nearest first; None if training queries do not vote.
+        prediction: the answer; its de_scores, clf_scores and knn_scores are the unweighted parts of
+        the score.
+        weights: weight of each part of the score, by name (de, clf, knn). The score is the sum of
+            weight * part; for a bundle with a fusion, that sum is one of its features.
+        neighbours: the most similar training queries, nearest first; None if training queries do
+        not vote.
         tokens: the query's tokens, as the encoder reads them.
         cut: the query was truncated to the model's maximum length.
     """
@@ -96,45 +103,70 @@ class Answerer:
     """
 
     def __init__(self, bundle: Bundle, encoder: QueryEncoder) -> None:
-        self.bundle, self.encoder = bundle, encoder
+        self.bundle = bundle
+        self.encoder = encoder
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], runtime: Runtime = "auto", threads: int = 0) -> Answerer:
-        """Open a bundle's folder; arguments and errors as for `open_encoder`, errors also as for `Bundle.load`."""
+    def open(
+        cls, folder: str | os.PathLike[str], runtime: Runtime = "auto", threads: int = 0
+    ) -> Answerer:
+        """Open a bundle's folder; arguments and errors as for `open_encoder`, errors also as for
+        `Bundle.load`.
+        """
         bundle = Bundle.load(folder, lazy=True)
         return cls(bundle, open_encoder(bundle, runtime, threads))
 
     def check(self, request: Request, where: str = "request") -> None:
-        """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid for this bundle."""
+        """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid
+        for this bundle.
+        """
         if not isinstance(request.text, str):
             raise DataError(
-                "the text is not a string", where=f"{where}.text", got=type(request.text).__name__, expected="a string"
+                "the text is not a string",
+                where=f"{where}.text",
+                got=type(request.text).__name__,
+                expected="a string",
             )
         try:
             request.text.encode()
         except UnicodeEncodeError as error:
             fix = "replace lone surrogates"
-            raise DataError("the text is not valid Unicode", where=f"{where}.text", got=str(error), fix=fix) from error
+            raise DataError(
+                "the text is not valid Unicode", where=f"{where}.text", got=str(error), fix=fix
+            ) from error
         if is_blank(request.text):
             expected = "a text with something to read"
-            raise DataError("the text is blank", where=f"{where}.text", got=repr(request.text)[:80], expected=expected)
+            raise DataError(
+                "the text is blank",
+                where=f"{where}.text",
+                got=repr(request.text)[:80],
+                expected=expected,
+            )
         if request.k < 1:
-            raise DataError("k is out of range", where=f"{where}.k", got=request.k, expected="at least 1")
+            raise DataError(
+                "k is out of range", where=f"{where}.k", got=request.k, expected="at least 1"
+            )
         if not math.isfinite(request.tail):
-            raise DataError("not a number", where=f"{where}.tail", got=request.tail, expected="a finite number")
+            raise DataError(
+                "not a number", where=f"{where}.tail", got=request.tail, expected="a finite number"
+            )
         if request.min_score is not None and math.isnan(request.min_score):
-            got, expected = request.min_score, "a number, or none"
+            got = request.min_score
+            expected = "a number, or none"
             raise DataError("not a number", where=f"{where}.min_score", got=got, expected=expected)
         space = self.bundle.info.space
         heads = SPACES if space == "both" else ("both", space)
         if request.head not in heads:
             raise DataError(
-                "this bundle does not rank by that head", where=f"{where}.head", got=request.head,
+                "this bundle does not rank by that head",
+                where=f"{where}.head",
+                got=request.head,
                 expected=", ".join(heads),
-            )  # fmt: skip
+            )
 
     def answer(self, requests: Sequence[Request]) -> list[Prediction]:
-        """Labels of each request, best first, ties ordered by label row; raises DataError, which names the request.
+        """Labels of each request, best first, ties ordered by label row; raises DataError, which
+        names the request.
 
         Requests of more than one batch are encoded by length, so that there is little padding.
         """
@@ -152,15 +184,22 @@ class Answerer:
         return [predictions[place] for place in range(len(requests))]
 
     def table(
-        self, frame: Any, k: int = 5, *, allow: Sequence[str] = (), deny: Sequence[str] = (),
-        min_score: float | None = None, head: Space = "both",
-    ) -> pd.DataFrame:  # fmt: skip
-        """Answer a table of queries with a table, as MLflow's pyfunc does: columns query, rank (int64, from 1), label,
-        title, score (float64); queries in order, best label first.
+        self,
+        frame: Any,
+        k: int = 5,
+        *,
+        allow: Sequence[str] = (),
+        deny: Sequence[str] = (),
+        min_score: float | None = None,
+        head: Space = "both",
+    ) -> pd.DataFrame:
+        """Answer a table of queries with a table, as MLflow's pyfunc does: columns query, rank
+        (int64, from 1), label, title, score (float64); queries in order, best label first.
 
         Args:
             frame: DataFrame with a text column `query` or `text`.
-            k, deny, min_score, head: see `Request`. allow: likewise, but an empty sequence allows all labels.
+            k, deny, min_score, head: see `Request`. allow: likewise, but an empty sequence allows
+            all labels.
 
         Raises:
             DataError: the column is missing, or a request is invalid; the error names its position.
@@ -168,47 +207,65 @@ class Answerer:
         import pandas as pd
 
         texts = frame[text_column(list(getattr(frame, "columns", [])), None, "the table")].tolist()
-        answers = self.answer([Request(text, k, tuple(allow) or None, tuple(deny), min_score, head) for text in texts])
+        answers = self.answer(
+            [Request(text, k, tuple(allow) or None, tuple(deny), min_score, head) for text in texts]
+        )
         rows = [
             (text, rank, *label)
             for text, answer in zip(texts, answers, strict=True)
-            for rank, label in enumerate(zip(answer.labels, answer.titles, answer.scores, strict=True), 1)
+            for rank, label in enumerate(
+                zip(answer.labels, answer.titles, answer.scores, strict=True), 1
+            )
         ]
         table = pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
         return table.astype({"rank": "int64", "score": "float64"})
 
     def explain(self, request: Request, neighbours: int = 10) -> Explanation:
-        """The answer to a request and how it came about, with up to `neighbours` similar training queries."""
+        """The answer to a request and how it came about, with up to `neighbours` similar training
+        queries.
+        """
         self.check(request)
-        bundle, info = self.bundle, self.bundle.info
+        bundle = self.bundle
+        info = self.bundle.info
         encoded = self.encoder.encode([request.text])
         [prediction] = self._answer([request], encoded)
         weights = {"de": 1.0} if info.space != "clf" and request.head != "clf" else {}
         if info.space != "de" and request.head != "de":
-            weights["clf"] = info.clf_weight if (info.space, request.head) == ("both", "both") else 1.0
+            weights["clf"] = (
+                info.clf_weight if (info.space, request.head) == ("both", "both") else 1.0
+            )
         if info.knn is not None and request.head == "both":
             weights["knn"] = info.knn.weight
         tokens, cut = bundle.tokenizer.pieces(request.text)
         return Explanation(prediction, weights, self._nearest(encoded, neighbours), tokens, cut)
 
     def _answer(self, requests: Sequence[Request], encoded: Encoded) -> list[Prediction]:
-        """Answers to requests, one search for each group of requests with the same search options."""
+        """Answers to requests, one search for each group of requests with the same
+        search options.
+        """
         groups: dict[Any, list[int]] = defaultdict(list)
         for place, request in enumerate(requests):
             groups[_search_options(request)].append(place)
         predictions: dict[int, Prediction] = {}
         for places in groups.values():
             queries = encoded if len(groups) == 1 else encoded.take(np.asarray(places))
-            predictions |= zip(places, self._group([requests[i] for i in places], queries), strict=True)
+            predictions |= zip(
+                places, self._group([requests[i] for i in places], queries), strict=True
+            )
         return [predictions[place] for place in range(len(requests))]
 
     def _group(self, requests: Sequence[Request], encoded: Encoded) -> list[Prediction]:
         """Answers to requests with the same search options."""
-        bundle, first = self.bundle, requests[0]
+        bundle = self.bundle
+        first = requests[0]
         # depends on the search options alone, so that a request alone gets the same answer
         k = min(max(_LEAST_K, _next_power_of_two(first.k)), bundle.info.num_labels)
         denied = [self._rows(request.deny) for request in requests]
-        pairs = [query * bundle.info.num_labels + row for query, (rows, _) in enumerate(denied) for row in rows]
+        pairs = [
+            query * bundle.info.num_labels + row
+            for query, (rows, _) in enumerate(denied)
+            for row in rows
+        ]
         excluded = np.asarray(pairs, dtype=np.int64)
         allowed, unknown_allowed = self._rows(first.allow or ())
         rows = None if first.allow is None else np.asarray(allowed, dtype=np.int64)
@@ -216,7 +273,11 @@ class Answerer:
         ranked = bundle.ranker.rank(encoded, k, excluded, **options)
         count_B = []
         for request, row_K, score_K in zip(requests, ranked.rows, ranked.scores, strict=True):
-            valid_K = row_K >= 0 if request.min_score is None else (row_K >= 0) & (score_K >= request.min_score)
+            valid_K = (
+                row_K >= 0
+                if request.min_score is None
+                else (row_K >= 0) & (score_K >= request.min_score)
+            )
             count_B.append(min(int(valid_K.sum()), request.k))
         ranked = bundle.ranker.with_parts(encoded, ranked, max(request.k for request in requests))
         is_own_ranking = first.head == "both" and first.tail == 0
@@ -224,14 +285,25 @@ class Answerer:
         predictions = named_predictions(ranked, count_B, bundle.uids, bundle.titles, calibration)
         counts = zip(encoded.num_tokens_B.tolist(), encoded.unknown_B.tolist(), denied, strict=True)
         return [
-            replace(answer, num_tokens=tokens, unknown_tokens=unknown, unknown_labels=unknown_denied + unknown_allowed)
-            for answer, (tokens, unknown, (_, unknown_denied)) in zip(predictions, counts, strict=True)
+            replace(
+                answer,
+                num_tokens=tokens,
+                unknown_tokens=unknown,
+                unknown_labels=unknown_denied + unknown_allowed,
+            )
+            for answer, (tokens, unknown, (_, unknown_denied)) in zip(
+                predictions, counts, strict=True
+            )
         ]
 
     def _rows(self, uids: Sequence[str]) -> tuple[list[int], int]:
         """Rows of the given labels, ascending, and the number of unknown uids."""
         unique = set(uids)
-        rows = sorted(self.bundle.row_of[uid] for uid in unique if uid in self.bundle.row_of) if unique else []
+        rows = (
+            sorted(self.bundle.row_of[uid] for uid in unique if uid in self.bundle.row_of)
+            if unique
+            else []
+        )
         return rows, len(unique) - len(rows)
 
     def _nearest(self, encoded: Encoded, num: int) -> list[TrainingQuery] | None:
@@ -242,20 +314,29 @@ class Answerer:
         voters = voting.neighbours
         cosine_BN, row_BN = voters.nearest(voting.compared(encoded), voting.num)
         is_query_BN = row_BN < voters.num_queries  # others are labels that vote
-        parts = [part[is_query_BN] for part in (cosine_BN, voters.weights(cosine_BN, row_BN), row_BN)]
+        parts = [
+            part[is_query_BN] for part in (cosine_BN, voters.weights(cosine_BN, row_BN), row_BN)
+        ]
         queries = []
         for cosine, vote, row in zip(*(part[:num].tolist() for part in parts), strict=True):
             if row < 0:
                 break
-            labels = list(zip(*self.bundle.named(np.sort(voters.labels_ML[row].indices)), strict=True))
-            queries.append(TrainingQuery(voters.uids[row].as_py(), voters.titles[row].as_py(), cosine, vote, labels))
+            labels = list(
+                zip(*self.bundle.named(np.sort(voters.labels_ML[row].indices)), strict=True)
+            )
+            queries.append(
+                TrainingQuery(
+                    voters.uids[row].as_py(), voters.titles[row].as_py(), cosine, vote, labels
+                )
+            )
         return queries
 
 
 def _search_options(request: Request) -> Any:
     """Options by which requests are grouped for a search.
 
-    They include the number of labels, rounded up: an approximate search finds more if more labels are requested, so
+    They include the number of labels, rounded up: an approximate search finds more if more labels
+    are requested, so
     this number must not depend on the other requests.
     """
     if request.allow is not None:

@@ -1,11 +1,12 @@
-"""A bundle: one folder with everything that answers queries; it needs neither the training data nor params.yaml.
+"""A bundle: one folder with everything that answers queries; it needs neither the training data nor
+params.yaml.
 
-    bundle.json          description: space, blend, sizes, data set, metrics, parameters (`BundleInfo`)
-    model/               encoder and heads as written by the training, with their own manifest
-    vectors/*.npy        float32: de [L, D] label embeddings, clf [L, D] classifier rows, bias [L]; those that exist
-    index.faiss          label index over the searched space
-    labels.arrow         uid and title of each label
-    neighbours/          if training queries vote: their vectors float16 [M, D] or words (CSR), labels (CSR), uids and
+    bundle.json          description: space, blend, sizes, data set, metrics, parameters
+    (`BundleInfo`) model/               encoder and heads as written by the training, with their own
+    manifest vectors/*.npy        float32: de [L, D] label embeddings, clf [L, D] classifier rows,
+    bias [L]; those that exist index.faiss          label index over the searched space labels.arrow
+    uid and title of each label neighbours/          if training queries vote: their vectors float16
+    [M, D] or words (CSR), labels (CSR), uids and
                          titles; with words, optionally also the words of the label texts (CSR)
     manifest.json        size and sha256 of each file
 
@@ -62,7 +63,8 @@ class Bundle:
         uids, titles: Arrow string arrays [L].
         about: the model, or its `ModelConfig` if the model is not loaded.
         index: the label index.
-        vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that exist.
+        vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that
+        exist.
         neighbours: training queries that vote; None if none do.
         ranker: ranks labels for encoded queries.
     """
@@ -77,19 +79,31 @@ class Bundle:
         labels: pa.Table,
         neighbours: Neighbours | None = None,
     ) -> None:
-        self.path, self.info, self.about, self.index = path, info, about, index
+        self.path = path
+        self.info = info
+        self.about = about
+        self.index = index
         self.sha256 = folder_sha256(path)
-        self.vectors, self.neighbours = heads.vectors, neighbours
+        self.vectors = heads.vectors
+        self.neighbours = neighbours
         voting = None
         if (knn := info.knn) is not None and neighbours is not None:
-            voting = Voting(neighbours=neighbours, num=knn.neighbours, weight=knn.weight, head=knn.space)
+            voting = Voting(
+                neighbours=neighbours, num=knn.neighbours, weight=knn.weight, head=knn.space
+            )
         self.ranker = Ranker(heads, index, voting, info.fusion)
         self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], verify: bool = True, device: str = "cpu", lazy: bool = False) -> Bundle:
-        """Load a bundle's folder. Names, sizes and (with `verify`) hashes of all files are checked before any file is
-        parsed; sizes, dtypes and dimensions before any content is used.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        verify: bool = True,
+        device: str = "cpu",
+        lazy: bool = False,
+    ) -> Bundle:
+        """Load a bundle's folder. Names, sizes and (with `verify`) hashes of all files are checked
+        before any file is parsed; sizes, dtypes and dimensions before any content is used.
 
         Args:
             verify: check the sha256 of each file, and that all vectors are finite.
@@ -97,7 +111,8 @@ class Bundle:
             lazy: load the model (on the CPU, with torch) when it is first needed.
 
         Raises:
-            ArtifactError: a file is missing, damaged, inconsistent or of a newer version; the error names the file.
+            ArtifactError: a file is missing, damaged, inconsistent or of a newer version; the error
+            names the file.
         """
         root = Path(path)
         check_names(root, read_manifest(root, KIND, VERSION, verify=verify)["files"])
@@ -114,19 +129,31 @@ class Bundle:
         _check_model(root / "model", about, info)
         neighbours = None
         if (knn := info.knn) is not None:
-            width, folder = (info.dim, None) if knn.num_words is None else (knn.num_words, about.tokenizer_folder)
+            width, folder = (
+                (info.dim, None)
+                if knn.num_words is None
+                else (knn.num_words, about.tokenizer_folder)
+            )
             sizes = (knn.num_queries, knn.num_pairs, info.num_labels, width)
-            neighbours = read_neighbours(root, sizes, knn.vote, folder, info.has_label_words, knn.word_head)
+            neighbours = read_neighbours(
+                root, sizes, knn.vote, folder, info.has_label_words, knn.word_head
+            )
         return cls(root, info, about, index, heads, labels, neighbours)
 
     @functools.cached_property
     def model(self) -> Any:
         """The encoder with its heads, in torch."""
-        return _load_model(self.path / "model", "cpu") if isinstance(self.about, ModelConfig) else self.about
+        return (
+            _load_model(self.path / "model", "cpu")
+            if isinstance(self.about, ModelConfig)
+            else self.about
+        )
 
     @functools.cached_property
     def encoder(self) -> QueryEncoder:
-        """The encoder of queries: the model itself, unless another one was assigned (`query_encoder.open_encoder`)."""
+        """The encoder of queries: the model itself, unless another one was assigned
+        (`query_encoder.open_encoder`).
+        """
         return ModelEncoder(self.model, self.words)
 
     @property
@@ -141,37 +168,53 @@ class Bundle:
 
     @property
     def words(self) -> WordSpace | None:
-        """The word space in which training queries are compared; None if they are not compared by words."""
+        """The word space in which training queries are compared; None if they are not compared by
+        words.
+        """
         return None if self.neighbours is None else self.neighbours.words
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Encode queries for `ranker`, in one batch; raises DataError for a text that is not valid Unicode."""
+        """Encode queries for `ranker`, in one batch; raises DataError for a text that is not valid
+        Unicode.
+        """
         return self.encoder.encode(texts)
 
     def predict(
-        self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
+        self,
+        texts: Sequence[str],
+        k: int = 5,
+        exclude: Sequence[Sequence[str]] | None = None,
+        batch_size: int = 256,
     ) -> list[Prediction]:
         """The k best labels of each text, best first.
 
         Args:
             texts: queries; for a model of long texts, title and content joined by a space.
             k: at least 1; fewer labels are returned if fewer remain.
-            exclude: for each text, uids of labels that must not be returned; unknown uids are ignored.
+            exclude: for each text, uids of labels that must not be returned; unknown uids are
+            ignored.
             batch_size: texts encoded at once.
 
         Raises:
-            DataError: a text is not a string, k is below 1, or `exclude` differs in length from `texts`.
+            DataError: a text is not a string, k is below 1, or `exclude` differs in length from
+            `texts`.
         """
         ranked = self.predict_arrays(texts, k, exclude, batch_size)
         count_B = (ranked.rows >= 0).sum(axis=1).tolist()
         return named_predictions(ranked, count_B, self.uids, self.titles, self.info.calibration)
 
     def probabilities(self, scores: Floats) -> npt.NDArray[np.float64] | None:
-        """Probability that a label with each score is relevant; None if the bundle has no calibration."""
+        """Probability that a label with each score is relevant; None if the bundle has no
+        calibration.
+        """
         return None if self.info.calibration is None else self.info.calibration.of(scores)
 
     def predict_arrays(
-        self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
+        self,
+        texts: Sequence[str],
+        k: int = 5,
+        exclude: Sequence[Sequence[str]] | None = None,
+        batch_size: int = 256,
     ) -> Ranked:
         """As `predict`, but returns arrays of label rows (named by `uids` and `titles`)."""
         if isinstance(texts, str):
@@ -179,31 +222,48 @@ class Bundle:
         if k < 1:
             raise DataError("k is out of range", got=k, expected="at least 1")
         if exclude is not None and len(exclude) != len(texts):
-            raise DataError("exclude must have one entry for each text", got=len(exclude), expected=len(texts))
+            raise DataError(
+                "exclude must have one entry for each text", got=len(exclude), expected=len(texts)
+            )
         parts = []
         for start in range(0, max(1, len(texts)), batch_size):
-            excluded = None if exclude is None else self._excluded_pairs(exclude[start : start + batch_size])
+            excluded = (
+                None
+                if exclude is None
+                else self._excluded_pairs(exclude[start : start + batch_size])
+            )
             encoded = self.encode(texts[start : start + batch_size])
-            parts.append(vars(self.ranker.with_parts(encoded, self.ranker.rank(encoded, k, excluded))))
+            parts.append(
+                vars(self.ranker.with_parts(encoded, self.ranker.rank(encoded, k, excluded)))
+            )
         columns = {name: [part[name] for part in parts] for name in parts[0]}
         joined: dict[str, Any] = {
-            name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in columns.items()
+            name: None if arrays[0] is None else np.concatenate(arrays)
+            for name, arrays in columns.items()
         }
         return Ranked(**joined)
 
-    def predict_table(self, texts: Sequence[str], k: int = 5, *, first_row: int = 0, batch_size: int = 256) -> pa.Table:
-        """Arrow table `query_row` (int64, counted from `first_row`), `query`, `rank` (int64, from 1), `label`, `title`,
-        `score` (float32), `probability` (float64; null if the bundle has no calibration)."""
+    def predict_table(
+        self, texts: Sequence[str], k: int = 5, *, first_row: int = 0, batch_size: int = 256
+    ) -> pa.Table:
+        """Arrow table `query_row` (int64, counted from `first_row`), `query`, `rank` (int64, from
+        1), `label`, `title`, `score` (float32), `probability` (float64; null if the bundle has no
+        calibration).
+        """
         ranked = self.predict_arrays(texts, k, batch_size=batch_size)
         query, rank = np.nonzero(ranked.rows >= 0)
-        scores, rows = ranked.scores[query, rank], pa.array(ranked.rows[query, rank])
+        scores = ranked.scores[query, rank]
+        rows = pa.array(ranked.rows[query, rank])
         probabilities = self.probabilities(scores)
         columns = [
-            pa.array(query + first_row, pa.int64()), pa.array(list(texts), pa.string()).take(pa.array(query)),
-            pa.array(rank + 1, pa.int64()), self.uids.take(rows), self.titles.take(rows),
+            pa.array(query + first_row, pa.int64()),
+            pa.array(list(texts), pa.string()).take(pa.array(query)),
+            pa.array(rank + 1, pa.int64()),
+            self.uids.take(rows),
+            self.titles.take(rows),
             pa.array(scores, pa.float32()),
             pa.nulls(len(rows), pa.float64()) if probabilities is None else pa.array(probabilities),
-        ]  # fmt: skip
+        ]
         return pa.table(columns, schema=PREDICTION_SCHEMA)
 
     def named(self, rows: Labels) -> tuple[list[str], list[str]]:
@@ -218,31 +278,48 @@ class Bundle:
 
     def _excluded_pairs(self, exclude: Sequence[Sequence[str]]) -> Labels:
         """Keys query * L + label of the excluded pairs, unique."""
-        row_of, num = self.row_of, self.num_labels
-        pairs = {query * num + row_of[uid] for query, uids in enumerate(exclude) for uid in uids if uid in row_of}
+        row_of = self.row_of
+        num = self.num_labels
+        pairs = {
+            query * num + row_of[uid]
+            for query, uids in enumerate(exclude)
+            for uid in uids
+            if uid in row_of
+        }
         return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
 
 
-PREDICTION_SCHEMA = pa.schema({
-    "query_row": pa.int64(), "query": pa.string(), "rank": pa.int64(), "label": pa.string(), "title": pa.string(),
-    "score": pa.float32(), "probability": pa.float64(),
-})  # fmt: skip
+PREDICTION_SCHEMA = pa.schema(
+    {
+        "query_row": pa.int64(),
+        "query": pa.string(),
+        "rank": pa.int64(),
+        "label": pa.string(),
+        "title": pa.string(),
+        "score": pa.float32(),
+        "probability": pa.float64(),
+    }
+)
 
 
 def _load_model(path: Path, device: str) -> Any:
     from unidec.model.unidec import UniDEC
 
-    # not verified: the bundle's manifest has these hashes; without rows: the bundle's arrays hold the classifier's
+    # not verified: the bundle's manifest has these hashes; without rows: the bundle's arrays hold
+    # the classifier's
     return UniDEC.load(path, device=device, verify=False, rows=False)
 
 
 def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
-    """Raise ArtifactError unless number of labels, width and heads of the model are those of the bundle's vectors."""
+    """Raise ArtifactError unless number of labels, width and heads of the model are those of the
+    bundle's vectors.
+    """
     heads = {"de", "clf"} if model.heads == "both" else {model.heads}
     got = (model.num_labels, model.settings.dim, sorted(heads))
     if got != (info.num_labels, info.dim, sorted(set(info.vectors) - {"bias"})):
         raise ArtifactError(
-            "the model does not fit the bundle's vectors", where=str(path),
+            "the model does not fit the bundle's vectors",
+            where=str(path),
             got="{} labels, heads of width {}: {}".format(*got),
             expected=f"{info.num_labels} labels, heads of width {info.dim}: {sorted(info.vectors)}",
-        )  # fmt: skip
+        )

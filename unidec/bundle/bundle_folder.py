@@ -1,5 +1,5 @@
-"""The bundle's folder: what `bundle.json` holds, how the folder is written, and what is checked before any of it is
-used. `bundle.py` lists the files.
+"""The bundle's folder: what `bundle.json` holds, how the folder is written, and what is checked
+before any of it is used. `bundle.py` lists the files.
 
 Legend: L labels, D width of a head.
 """
@@ -31,16 +31,20 @@ from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.ranker import Calibration
 
 KIND = "bundle"
-# 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration; 6: no word network
+# 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration;
+# 6: no word network
 VERSION = 7
 MAX_INFO_BYTES = 16 << 20
-LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
+LABEL_SCHEMA = pa.schema(
+    [pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)]
+)
 INDEX = "index.faiss"
 
 Floats = npt.NDArray[np.float32]
 
 _FILES = {"bundle.json", "labels.arrow", INDEX}
-_OLD = {"index_rows.npy"}  # older graph index from which labels were removed: nodes' labels; the index is rebuilt
+# older graph index from which labels were removed: nodes' labels; the index is rebuilt
+_OLD = {"index_rows.npy"}
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
 _FIX = "write the bundle again: unidec index build"
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
@@ -52,10 +56,13 @@ class KnnInfo(BaseModel):
     """How similar training queries vote; see `neighbours.py`.
 
     Attributes:
-        weight: weight of the votes, relative to the heads' score. neighbours: number of training queries that vote.
-        vote: weight of a vote as a function of its cosine. space: the head in whose space queries are compared.
+        weight: weight of the votes, relative to the heads' score. neighbours: number of training
+        queries that vote.
+        vote: weight of a vote as a function of its cosine. space: the head in whose space queries
+        are compared.
         num_queries, num_pairs: number of training queries, and of their (query, label) pairs.
-        num_words: number of words and pairs of words by which queries are compared; None: compared in `space`.
+        num_words: number of words and pairs of words by which queries are compared; None: compared
+        in `space`.
         word_head: number of first tokens whose words are also compared separately; 0: none.
     """
 
@@ -72,15 +79,25 @@ class KnnInfo(BaseModel):
 
     @classmethod
     def of(
-        cls, voters: Neighbours, weight: float, neighbours: int = 100, space: Literal["de", "clf"] = "de"
+        cls,
+        voters: Neighbours,
+        weight: float,
+        neighbours: int = 100,
+        space: Literal["de", "clf"] = "de",
     ) -> KnnInfo:
         """Describe the given training queries."""
         words = voters.words
         num_words, head = (None, 0) if words is None else (words.num_features, words.head)
         return cls(
-            weight=float(weight), neighbours=neighbours, vote=voters.vote, space=space, num_queries=voters.num_queries,
-            num_pairs=int(voters.labels_ML.nnz), num_words=num_words, word_head=head,
-        )  # fmt: skip
+            weight=float(weight),
+            neighbours=neighbours,
+            vote=voters.vote,
+            space=space,
+            num_queries=voters.num_queries,
+            num_pairs=int(voters.labels_ML.nnz),
+            num_words=num_words,
+            word_head=head,
+        )
 
 
 class BundleInfo(BaseModel):
@@ -95,15 +112,17 @@ class BundleInfo(BaseModel):
         index_kind, index_search: kind of index, and efSearch of HNSW.
         index_bytes: size of index.faiss.
         index_options: build and search options of the index; None in bundles older than format 4.
-        index_nodes: unused; in older bundles, number of nodes of a graph from which labels were removed.
-        estimated: row ranges [begin, end) of labels added after the training, whose classifier rows and biases are
-            estimates (label_change.py).
+        index_nodes: unused; in older bundles, number of nodes of a graph from which labels were
+        removed.
+        estimated: row ranges [begin, end) of labels added after the training, whose classifier rows
+            and biases are estimates (label_change.py).
         knn: votes of similar training queries; None: none vote.
         fusion: ranks in place of the blend of heads and votes; None: the blend ranks.
         calibration: maps scores to probabilities; None: not fitted.
         default_k, max_k: default and maximum k of a server.
         text: text of a query on which the model was trained: "title" or "title+content".
-        dataset: name and sha256 of the data set. metrics: summary of the metrics. params: all training parameters.
+        dataset: name and sha256 of the data set. metrics: summary of the metrics. params: all
+        training parameters.
         card: further facts for readers.
     """
 
@@ -138,22 +157,34 @@ class BundleInfo(BaseModel):
         matrix = [self.num_labels, self.dim]
         shapes = {"de": matrix, "clf": matrix, "bias": [self.num_labels]}
         required = {"de", "clf"} if self.space == "both" else {self.space}
-        if any(shape != shapes[name] for name, shape in self.vectors.items()) or not required <= set(self.vectors):
-            raise ValueError(f"vectors {self.vectors}, expected {', '.join(sorted(required))} of shape {matrix}")
+        if any(
+            shape != shapes[name] for name, shape in self.vectors.items()
+        ) or not required <= set(self.vectors):
+            raise ValueError(
+                f"vectors {self.vectors}, expected {', '.join(sorted(required))} of shape {matrix}"
+            )
         if any(not begin < end <= self.num_labels for begin, end in self.estimated):
             raise ValueError(f"invalid row ranges of estimated labels: {str(self.estimated)[:80]}")
-        knn, fusion = self.knn, self.fusion
+        knn = self.knn
+        fusion = self.fusion
         if fusion is not None and (self.space != "both" or knn is None or knn.num_words is None):
-            raise ValueError("a fusion needs both heads, and training queries that are compared by words")
+            raise ValueError(
+                "a fusion needs both heads, and training queries that are compared by words"
+            )
         if knn is not None:
             if knn.space not in self.vectors:
-                raise ValueError(f"training queries are compared in the space of a missing head: {knn.space}")
+                raise ValueError(
+                    f"training queries are compared in the space of a missing head: {knn.space}"
+                )
             if knn.vote == "ridge-labels" and knn.num_words is None:
-                raise ValueError("labels vote by their words, but queries are not compared by words")
+                raise ValueError(
+                    "labels vote by their words, but queries are not compared by words"
+                )
             if not knn.weight and fusion is None:
                 raise ValueError("the votes have weight 0, and there is no fusion that uses them")
             if fusion is not None and fusion.words is not None:
-                num, expected = len(fusion.words.mean), len(WORD_FEATURES) * (2 if knn.word_head else 1)
+                num = len(fusion.words.mean)
+                expected = len(WORD_FEATURES) * (2 if knn.word_head else 1)
                 if num != expected:
                     raise ValueError(f"the word network has {num} features, expected {expected}")
         expected = width(self.dim, self.space, self.clf_normalize, "bias" in self.vectors)
@@ -173,7 +204,8 @@ class BundleLabels:
 
     Attributes:
         uids, titles: of the L labels; uids are unique.
-        vectors: float32 arrays "de" and "clf" [L, D], "bias" [L]; arrays that the model lacks are None or absent.
+        vectors: float32 arrays "de" and "clf" [L, D], "bias" [L]; arrays that the model lacks are
+        None or absent.
         estimated: see `BundleInfo`.
     """
 
@@ -230,16 +262,28 @@ def write_bundle(
         ArtifactError: the model's folder is damaged, or the bundle cannot be written.
     """
     arrays = {name: labels.vectors.get(name) for name in ("de", "clf", "bias")}
-    vectors = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items() if array is not None}
+    vectors = {
+        name: np.ascontiguousarray(array, np.float32)
+        for name, array in arrays.items()
+        if array is not None
+    }
     columns = [text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)]
     table = pa.table(columns, schema=LABEL_SCHEMA).combine_chunks()
     dim = next(array.shape[1] for array in vectors.values() if array.ndim == 2)
     shapes = {name: list(array.shape) for name, array in vectors.items()}
     info = BundleInfo(
-        num_labels=index.num_labels, dim=dim, width=index.dim, vectors=shapes, estimated=list(labels.estimated),
-        index_kind=index.kind, index_search=index.options.search, index_options=index.options, index_bytes=1,
-        **vars(scoring), **vars(facts),
-    )  # fmt: skip
+        num_labels=index.num_labels,
+        dim=dim,
+        width=index.dim,
+        vectors=shapes,
+        estimated=list(labels.estimated),
+        index_kind=index.kind,
+        index_search=index.options.search,
+        index_options=index.options,
+        index_bytes=1,
+        **vars(scoring),
+        **vars(facts),
+    )
     _check_parts(info, table, neighbours)
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
     size += neighbours.num_bytes if neighbours is not None else 0
@@ -270,7 +314,9 @@ def check_names(root: Path, files: Iterable[str]) -> None:
     for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
         raise ArtifactError("a file of a bundle is missing", where=str(root / missing), fix=_FIX)
     for name in sorted(names - _FILES - _OLD - _VECTORS - NEIGHBOURS):
-        if not name.startswith("model/") or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")):
+        if not name.startswith("model/") or name.endswith(
+            (".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")
+        ):
             raise ArtifactError(
                 "the file does not belong in a bundle",
                 where=str(root / name),
@@ -286,13 +332,19 @@ def read_info(root: Path) -> BundleInfo:
     """
     where = root / "bundle.json"
     if (size := where.stat().st_size) > MAX_INFO_BYTES:
-        raise ArtifactError("bundle.json is too large", where=str(where), got=size, expected=f"<= {MAX_INFO_BYTES}")
+        raise ArtifactError(
+            "bundle.json is too large", where=str(where), got=size, expected=f"<= {MAX_INFO_BYTES}"
+        )
     try:
         info = BundleInfo.model_validate_json(where.read_bytes())
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors()[:5]]
+        lines = [
+            f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors()[:5]
+        ]
         got = "; ".join(lines)[:500]
-        raise ArtifactError("bundle.json is damaged", where=str(where), got=got, fix=_FIX) from error
+        raise ArtifactError(
+            "bundle.json is damaged", where=str(where), got=got, fix=_FIX
+        ) from error
     index = root / INDEX
     if (size := index.stat().st_size) != info.index_bytes:
         what = "the index has another size"
@@ -309,7 +361,8 @@ def read_heads(root: Path, info: BundleInfo, verify: bool = True) -> Heads:
     """Memory-map the arrays under vectors/, and how they score.
 
     Raises:
-        ArtifactError: a file is missing, has another dtype or shape, or (with `verify`) is not finite.
+        ArtifactError: a file is missing, has another dtype or shape, or (with `verify`) is not
+        finite.
     """
     vectors: dict[str, Floats] = {}
     for name, shape in info.vectors.items():
@@ -318,21 +371,26 @@ def read_heads(root: Path, info: BundleInfo, verify: bool = True) -> Heads:
             raise ArtifactError("a file of a bundle is missing", where=str(where), fix=_FIX)
         array = load_array(where, np.float32, ndim=len(shape))
         if list(array.shape) != shape:
-            what, got = "the array has another shape", list(array.shape)
+            what = "the array has another shape"
+            got = list(array.shape)
             raise ArtifactError(what, where=str(where), got=got, expected=shape, fix=_FIX)
         step = max(1, (1 << 22) // (shape[1] if len(shape) > 1 else 1))
-        if verify and not all(np.isfinite(array[i : i + step]).all() for i in range(0, len(array), step)):
-            what, fix = "the array holds numbers that are not finite", "check the last training losses"
+        if verify and not all(
+            np.isfinite(array[i : i + step]).all() for i in range(0, len(array), step)
+        ):
+            what = "the array holds numbers that are not finite"
+            fix = "check the last training losses"
             raise ArtifactError(what, where=str(where), fix=fix)
-        vectors[name] = np.asarray(array)  # a plain view: each access to an np.memmap costs microseconds
+        # a plain view: each access to an np.memmap costs microseconds
+        vectors[name] = np.asarray(array)
     return Heads(vectors, info.space, info.clf_normalize, info.clf_weight)
 
 
 def read_index(root: Path, info: BundleInfo, heads: Heads) -> LabelIndex:
     """Load a bundle's index, memory-mapped and checked against bundle.json.
 
-    An index of an obsolete kind, or an older graph from which labels were removed, is rebuilt from the vectors, which
-    takes seconds for 100,000 labels.
+    An index of an obsolete kind, or an older graph from which labels were removed, is rebuilt from
+    the vectors, which takes seconds for 100,000 labels.
 
     Args:
         heads: from `read_heads`; a compressed index scores its candidates with them.
@@ -341,7 +399,9 @@ def read_index(root: Path, info: BundleInfo, heads: Heads) -> LabelIndex:
         ArtifactError: with the name of a file that is missing, damaged or inconsistent.
     """
     options = info.index_options or IndexOptions(search=info.index_search)
-    kind: Any = REPLACED.get(info.index_kind, "pq" if info.index_nodes is not None else info.index_kind)
+    kind: Any = REPLACED.get(
+        info.index_kind, "pq" if info.index_nodes is not None else info.index_kind
+    )
     if kind != info.index_kind:
         return LabelIndex.build(heads, kind, **options.model_dump())
     return LabelIndex.load(root / INDEX, info.num_labels, info.width, kind, options, heads)
@@ -355,7 +415,9 @@ def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) 
     if voters is not None:
         counts["neighbours"] = voters.num_labels
         if voters.words is None and voters.vectors_MD.shape[1] != info.dim:
-            raise ValueError(f"neighbours have width {voters.vectors_MD.shape[1]}, but the heads have {info.dim}")
+            raise ValueError(
+                f"neighbours have width {voters.vectors_MD.shape[1]}, but the heads have {info.dim}"
+            )
     if len(set(counts.values())) != 1:
         raise ValueError(f"parts differ in their number of labels: {counts}")
     if len(labels["uid"].unique()) != labels.num_rows:

@@ -1,8 +1,8 @@
-"""A bundle's model: encoder, heads, and ONNX graphs of the transformer, but not the rows of the classifier.
+"""A bundle's model: encoder, heads, and ONNX graphs of the transformer, but not the rows of the
+classifier.
 
-Those rows are in vectors/clf.npy and bias.npy, so that the model's large files do not change with the labels, and a
-server holds the rows only once.
-"""
+Those rows are in vectors/clf.npy and bias.npy, so that the model's large files do not change with
+the labels, and a server holds the rows only once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from unidec.errors import ArtifactError
 from unidec.model.arrays import BY_LABEL, CONFIG, GRAPH, WEIGHTS
 
 CALIBRATION_TEXTS = 128
-_TRAINING_RECORDS = (".jsonl", "train.json")  # contain wall-clock times, which differ between equal trainings
+# contain wall-clock times, which differ between equal trainings
+_TRAINING_RECORDS = (".jsonl", "train.json")
 
 
-def write_model(source: Path, target: Path, num_labels: int, texts: Sequence[str] = ()) -> dict[str, str]:
-    """Copy a model's folder without classifier rows and training records, with a manifest of its own.
+def write_model(
+    source: Path, target: Path, num_labels: int, texts: Sequence[str] = ()
+) -> dict[str, str]:
+    """Copy a model's folder without classifier rows and training records, with a manifest of its
+    own.
 
-    If the model has a transformer but no ONNX graphs, they are exported (`onnx_export.write_graphs`).
+    If the model has a transformer but no ONNX graphs, they are exported
+    (`onnx_export.write_graphs`).
 
     Args:
         source: the folder of an exported model, or of a bundle's model.
@@ -41,9 +46,12 @@ def write_model(source: Path, target: Path, num_labels: int, texts: Sequence[str
     """
     try:
         header = _read_json(source / MANIFEST)
-        kind, version = str(header["kind"]), int(header["version"])
+        kind = str(header["kind"])
+        version = int(header["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
+        raise ArtifactError(
+            "no model here", where=str(source), fix="train first: unidec train"
+        ) from error
     manifest = read_manifest(source, kind, version, verify=True)
     target.mkdir()
     hashes = {}
@@ -71,12 +79,16 @@ def typical_texts(*columns: Any) -> list[str]:
     """Evenly spaced titles of the given columns (None is ignored), to calibrate the 8-bit graph."""
     columns = tuple(column for column in columns if column is not None and len(column))
     num = CALIBRATION_TEXTS // max(len(columns), 1)
-    samples = [column.take(np.linspace(0, len(column) - 1, num).astype(np.int64)) for column in columns]
+    samples = [
+        column.take(np.linspace(0, len(column) - 1, num).astype(np.int64)) for column in columns
+    ]
     return [title for sample in samples for title in sample.to_pylist() if title]
 
 
 def _write_changed(source: Path, target: Path, name: str, num_labels: int) -> bool:
-    """Write a file whose content differs in a bundle; returns False, without writing, if it does not differ."""
+    """Write a file whose content differs in a bundle; returns False, without writing, if it does
+    not differ.
+    """
     if name == CONFIG and (config := _read_json(source / name)).get("num_labels") != num_labels:
         text = json.dumps(config | {"num_labels": num_labels}, indent=2, sort_keys=True) + "\n"
         (target / name).write_text(text, encoding="utf-8")

@@ -1,13 +1,15 @@
-"""Changes the label set of a bundle without training: new labels are found by their text, removed labels disappear.
+"""Changes the label set of a bundle without training: new labels are found by their text, removed
+labels disappear.
 
-Legend: L labels of the new set, K labels of the bundle, S labels of the new set whose text is encoded, N nearest
+Legend: L labels of the new set, K labels of the bundle, S labels of the new set whose text is
+encoded, N nearest
 trained labels, T trained labels, M training queries, D width of a head.
 
-The dual-encoder vector of a new label encodes its text, and its classifier row is an estimate (`estimated_rows`). Other
-labels keep their vectors; if the text of one changed, its dual-encoder vector is computed again, and so is its
-classifier row if that is an estimate. The index is rebuilt with the same options: a second for 10,000 labels, minutes
-for a million (hours for an HNSW graph). The arrays of the new label set must fit in memory.
-"""
+The dual-encoder vector of a new label encodes its text, and its classifier row is an estimate
+(`estimated_rows`). Other labels keep their vectors; if the text of one changed, its dual-encoder
+vector is computed again, and so is its classifier row if that is an estimate. The index is rebuilt
+with the same options: a second for 10,000 labels, minutes for a million (hours for an HNSW graph).
+The arrays of the new label set must fit in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ from unidec.ranking.neighbours import Neighbours
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
-ID_COLUMNS = ("id", "uid", "label_id")  # accepted names of the column of ids; the first one is shown
+# accepted names of the column of ids; the first one is shown
+ID_COLUMNS = ("id", "uid", "label_id")
 MOST_SHOWN = 10  # problems listed in one message
 NEAREST = 3
 TEXT_SHARE = 0.6
@@ -87,7 +90,8 @@ class LabelChange:
         uids, titles: uid and shown title of the L labels, in their new order.
         source_L: int64 [L], row of each label in the bundle; -1 for a new label.
         encoded_S: int64 [S] ascending, rows whose text is encoded. texts_S: these texts.
-        added, removed, renamed: uids of the new labels, of the removed ones, and of those whose text or title changed.
+        added, removed, renamed: uids of the new labels, of the removed ones, and of those whose
+        text or title changed.
     """
 
     uids: list[str]
@@ -101,11 +105,16 @@ class LabelChange:
 
     @classmethod
     def of(
-        cls, bundle: Bundle, uids: Sequence[str], texts: Sequence[str], titles: Sequence[str] | None = None
+        cls,
+        bundle: Bundle,
+        uids: Sequence[str],
+        texts: Sequence[str],
+        titles: Sequence[str] | None = None,
     ) -> LabelChange:
         """Compare a bundle's label set with a complete new one, in the new order.
 
-        A bundle stores the titles of its labels only: for a model of long texts, all texts are encoded again.
+        A bundle stores the titles of its labels only: for a model of long texts, all texts are
+        encoded again.
 
         Raises:
             DataError: there are no labels, a uid occurs twice, or the lists differ in length.
@@ -117,55 +126,82 @@ class LabelChange:
             raise DataError("no labels, or parts of them are missing", got=got, expected=expected)
         ((most_frequent, count),) = Counter(uids).most_common(1)
         if count > 1:
-            raise DataError("a label uid occurs twice", got=most_frequent, fix="give each label its own uid")
-        before, shown = _titles(bundle), dict(zip(uids, titles, strict=True))
+            raise DataError(
+                "a label uid occurs twice", got=most_frequent, fix="give each label its own uid"
+            )
+        before = _titles(bundle)
+        shown = dict(zip(uids, titles, strict=True))
         renamed = {uid for uid, title in shown.items() if before.get(uid, title) != title}
         long_texts = bundle.info.text != "title"
         pairs = zip(uids, texts, strict=True)
-        encoded = {uid: text for uid, text in pairs if long_texts or uid in renamed or uid not in before}
+        encoded = {
+            uid: text for uid, text in pairs if long_texts or uid in renamed or uid not in before
+        }
         return cls._between(bundle, shown, encoded, renamed)
 
     @classmethod
     def edit(
-        cls, bundle: Bundle, add: Sequence[LabelText] = (), remove: Sequence[str] = (), update: Sequence[LabelText] = ()
+        cls,
+        bundle: Bundle,
+        add: Sequence[LabelText] = (),
+        remove: Sequence[str] = (),
+        update: Sequence[LabelText] = (),
     ) -> LabelChange:
         """Add, remove and update labels. All others keep their order, and new ones come last.
 
         Raises:
-            DataError: a uid is given twice, unknown or (to add) already present, a text is empty, or no label remains;
-                lists all problems.
+            DataError: a uid is given twice, unknown or (to add) already present, a text is empty,
+                or no label remains; lists all problems.
         """
         _check_edit(bundle, add, remove, update)
-        shown, long_texts = _titles(bundle), bundle.info.text != "title"
+        shown = _titles(bundle)
+        long_texts = bundle.info.text != "title"
         # if a model of titles already has this text and title, the update changes nothing
-        changed = [label for label in update if long_texts or not label.text == label.shown == shown[label.uid]]
+        changed = [
+            label
+            for label in update
+            if long_texts or not label.text == label.shown == shown[label.uid]
+        ]
         shown |= {label.uid: label.shown for label in (*changed, *add)}
         for uid in remove:
             del shown[uid]
         if not shown:
-            raise DataError("a bundle needs a label", got="all are removed", fix="keep one, or add one")
+            raise DataError(
+                "a bundle needs a label", got="all are removed", fix="keep one, or add one"
+            )
         encoded = {label.uid: label.text for label in (*changed, *add)}
         return cls._between(bundle, shown, encoded, {label.uid for label in changed})
 
     @classmethod
     def _between(
-        cls, bundle: Bundle, shown: Mapping[str, str], encoded: Mapping[str, str], renamed: Collection[str]
+        cls,
+        bundle: Bundle,
+        shown: Mapping[str, str],
+        encoded: Mapping[str, str],
+        renamed: Collection[str],
     ) -> LabelChange:
-        """The change to the labels `shown` (uid to title), given the texts to encode and the uids of changed labels."""
+        """The change to the labels `shown` (uid to title), given the texts to encode and the uids
+        of changed labels.
+        """
         row_of = bundle.row_of
         rows = [row for row, uid in enumerate(shown) if uid in encoded]
         uids = list(shown)
         return cls(
-            uids, list(shown.values()), np.array([row_of.get(uid, -1) for uid in uids], dtype=np.int64),
-            np.array(rows, dtype=np.int64), [encoded[uids[row]] for row in rows],
+            uids,
+            list(shown.values()),
+            np.array([row_of.get(uid, -1) for uid in uids], dtype=np.int64),
+            np.array(rows, dtype=np.int64),
+            [encoded[uids[row]] for row in rows],
             added=[uid for uid in uids if uid not in row_of],
             removed=[uid for uid in row_of if uid not in shown],
             renamed=[uid for uid in uids if uid in renamed],
-        )  # fmt: skip
+        )
 
     def __bool__(self) -> bool:
         """Whether anything differs, including the order."""
-        return bool(self.added or self.removed or self.renamed or (np.diff(self.source_L) < 0).any())
+        return bool(
+            self.added or self.removed or self.renamed or (np.diff(self.source_L) < 0).any()
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -179,14 +215,18 @@ def _titles(bundle: Bundle) -> dict[str, str]:
     return dict(zip(bundle.row_of, bundle.titles.to_pylist(), strict=True))
 
 
-def _check_edit(bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str], update: Sequence[LabelText]) -> None:
+def _check_edit(
+    bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str], update: Sequence[LabelText]
+) -> None:
     """Raise a DataError that lists every problem of an edit."""
     edits = [("add", label) for label in add] + [("remove", LabelText(uid, "")) for uid in remove]
     problems: list[str] = []
     known_labels: Known | None = None
     first_edit: dict[str, str] = {}
     for kind, label in edits + [("update", label) for label in update]:
-        uid, known, problem = label.uid, label.uid in bundle.row_of, ""
+        uid = label.uid
+        known = label.uid in bundle.row_of
+        problem = ""
         if uid in first_edit:
             problem = f"{uid!r}: {first_edit[uid]} and {kind}; each label once"
         elif not uid.strip():
@@ -202,10 +242,14 @@ def _check_edit(bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str],
             problems.append(f"{label.where}: {problem}" if label.where else problem)
     if problems:
         raise DataError(
-            f"{len(problems):,} problems in a change of labels; nothing was written", where=str(bundle.path),
+            f"{len(problems):,} problems in a change of labels; nothing was written",
+            where=str(bundle.path),
             got=_listing(problems),
-            fix="correct them and run it again; `unidec export vectors` writes a table of all uids and titles",
-        )  # fmt: skip
+            fix=(
+                "correct them and run it again; `unidec export vectors` writes a table of all "
+                "uids and titles"
+            ),
+        )
 
 
 def _no_label(uid: str, known: Known) -> str:
@@ -227,33 +271,44 @@ def read_labels(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> list[LabelTex
     """Read labels from a file with the columns id, text and, if another text is to be shown, title.
 
     Args:
-        path: .csv, .tsv, .jsonl (also with .gz) or .parquet. The column of ids may also be called uid or label_id.
+        path: .csv, .tsv, .jsonl (also with .gz) or .parquet. The column of ids may also be called
+        uid or label_id.
         bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: as `read_rows`; also if rows lack an id or text, with a list of all these rows by line.
+        DataError: as `read_rows`; also if rows lack an id or text, with a list of all these rows by
+        line.
     """
-    labels, problems = [], []
-    for line, row in read_rows(path, (*ID_COLUMNS, "text", "title"), partial(_check_header, path), bounds):
+    labels = []
+    problems = []
+    for line, row in read_rows(
+        path, (*ID_COLUMNS, "text", "title"), partial(_check_header, path), bounds
+    ):
         where = f"{path}:{line}"
         name = _id_column(where, list(row))
-        uid, text, title = row.get(name or ""), row.get("text"), row.get("title") or ""
-        uid, text = str(uid) if type(uid) is int else uid, title if text is None else text
+        uid = row.get(name or "")
+        text = row.get("text")
+        title = row.get("title") or ""
+        uid = str(uid) if type(uid) is int else uid
+        text = title if text is None else text
         if uid is None:
             names = ", ".join(map(str, row))[:80] or "an empty row"
             problems.append(f"{where}: no {ID_COLUMNS[0]} in {names}")
         elif not isinstance(uid, str):
-            problems.append(f"{where}: an id that is not a text: {uid!r}"[:200] + f"; {no_text(uid)}")
+            problems.append(
+                f"{where}: an id that is not a text: {uid!r}"[:200] + f"; {no_text(uid)}"
+            )
         elif not isinstance(text, str) or not isinstance(title, str):
             problems.append(f"{where}: not a text: {(text, title)!r}"[:200])
         else:
             labels.append(LabelText(uid, text, title, f"{path.name}:{line}"))
     if problems or not labels:
         raise DataError(
-            "not a file of labels; nothing was written", where=str(path),
+            "not a file of labels; nothing was written",
+            where=str(path),
             got=_listing(problems) if problems else "no rows",
             expected="a header and the columns id and text, and title where another text is shown",
-        )  # fmt: skip
+        )
     return labels
 
 
@@ -261,7 +316,8 @@ def _id_column(where: str, names: Sequence[str]) -> str | None:
     """Name of the column of ids; None if there is none. Raises a DataError if there are two."""
     found = [name for name in ID_COLUMNS if name in names]
     if len(found) > 1:
-        got, fix = " and ".join(found), f"keep one, {ID_COLUMNS[0]}"
+        got = " and ".join(found)
+        fix = f"keep one, {ID_COLUMNS[0]}"
         raise DataError("more than one column of ids", where=where, got=got, fix=fix)
     return found[0] if found else None
 
@@ -284,10 +340,12 @@ def with_labels(
     """Write a bundle with another label set and the same model and blend, deterministically.
 
     Args:
-        bundle: the bundle from which the change was computed; it is not modified, and may serve meanwhile.
+        bundle: the bundle from which the change was computed; it is not modified, and may serve
+        meanwhile.
         path: folder of the new bundle, different from the old one.
-        neighbours: training queries with labels of the new set; None: those of the bundle, without removed labels and
-            without queries that have no other labels. New labels then get no votes.
+        neighbours: training queries with labels of the new set; None: those of the bundle, without
+            removed labels and without queries that have no other labels. New labels then get no
+            votes.
         dataset, card: for bundle.json; None: those of the old bundle. Metrics are omitted.
 
     Raises:
@@ -295,36 +353,61 @@ def with_labels(
         ValueError: the neighbours have other labels, or training queries do not vote in the bundle.
         ArtifactError: the bundle's folder is damaged, or the new one cannot be written.
     """
-    path, info = Path(path), bundle.info
+    path = Path(path)
+    info = bundle.info
     if path.resolve() == bundle.path.resolve():
-        what, fix = "a bundle is not changed in place: it may be serving", f"name another folder: {path}-new"
+        what = "a bundle is not changed in place: it may be serving"
+        fix = f"name another folder: {path}-new"
         raise ConfigError(what, where=str(path), fix=fix)
     if info.knn is None and neighbours is not None:
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     read_manifest(bundle.path, KIND, VERSION, verify=True)
-    knn, voters = None, None
+    knn = None
+    voters = None
     if info.knn is not None:
         voters = neighbours or _remapped_neighbours(bundle, change)
-        knn = None if voters is None else KnnInfo.of(voters, info.knn.weight, info.knn.neighbours, info.knn.space)
+        knn = (
+            None
+            if voters is None
+            else KnnInfo.of(voters, info.knn.weight, info.knn.neighbours, info.knn.space)
+        )
     vectors, estimated_L = _changed_vectors(bundle, change)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], estimated_L.astype(np.int8), [0]]))).tolist()
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[0], estimated_L.astype(np.int8), [0]]))
+    ).tolist()
     heads = Heads(vectors, info.space, info.clf_normalize)
     index = LabelIndex.build(heads, bundle.index.kind, **bundle.index.options.model_dump())
-    lost_votes = info.knn is not None and knn is None  # fusion and calibration were fitted to scores with votes
+    # fusion and calibration were fitted to scores with votes
+    lost_votes = info.knn is not None and knn is None
     return write_bundle(
-        path, bundle.path / "model", index,
-        BundleLabels(change.uids, change.titles, vectors, list(zip(edges[::2], edges[1::2], strict=True))),
+        path,
+        bundle.path / "model",
+        index,
+        BundleLabels(
+            change.uids, change.titles, vectors, list(zip(edges[::2], edges[1::2], strict=True))
+        ),
         Scoring(
-            info.space, info.clf_weight, info.clf_normalize, knn,
+            info.space,
+            info.clf_weight,
+            info.clf_normalize,
+            knn,
             *((None, None) if lost_votes else (info.fusion, info.calibration)),
         ),
-        Facts(info.text, dataset or info.dataset, {}, info.params, card or info.card), voters,
-    )  # fmt: skip
+        Facts(info.text, dataset or info.dataset, {}, info.params, card or info.card),
+        voters,
+    )
 
 
-def _changed_vectors(bundle: Bundle, change: LabelChange) -> tuple[dict[str, Floats], npt.NDArray[np.bool_]]:
-    """Label arrays of the new bundle by name, and a mask of the labels with estimated classifier rows, bool [L]."""
-    source_L, encoded_S, before, model = change.source_L, change.encoded_S, bundle.vectors, bundle.model
+def _changed_vectors(
+    bundle: Bundle, change: LabelChange
+) -> tuple[dict[str, Floats], npt.NDArray[np.bool_]]:
+    """Label arrays of the new bundle by name, and a mask of the labels with estimated classifier
+    rows, bool [L].
+    """
+    source_L = change.source_L
+    encoded_S = change.encoded_S
+    before = bundle.vectors
+    model = bundle.model
     tokens = encode_texts(change.texts_S, model.tokenizer_folder, model.max_length)
     desc = "labels" if len(change.texts_S) > _BATCH else None
     de_SD, clf_SD = model.vectors("labels", tokens, batch_size=_BATCH, desc=desc)
@@ -337,20 +420,26 @@ def _changed_vectors(bundle: Bundle, change: LabelChange) -> tuple[dict[str, Flo
         for begin, end in bundle.info.estimated:
             estimated_K[begin:end] = True
         estimated_L = (source_L < 0) | estimated_K[source_L]
-        estimate_S = estimated_L[encoded_S]  # other labels keep their trained rows, even if the text changed
+        # other labels keep their trained rows, even if the text changed
+        estimate_S = estimated_L[encoded_S]
         vectors["clf"][encoded_S[estimate_S]], bias = estimated_rows(
-            before, np.flatnonzero(~estimated_K), clf_SD[estimate_S], None if de_SD is None else de_SD[estimate_S],
+            before,
+            np.flatnonzero(~estimated_K),
+            clf_SD[estimate_S],
+            None if de_SD is None else de_SD[estimate_S],
             bundle.info.clf_normalize,
-        )  # fmt: skip
+        )
         if "bias" in vectors:
             vectors["bias"][encoded_S[estimate_S]] = bias
     return vectors, estimated_L
 
 
 def _remapped_neighbours(bundle: Bundle, change: LabelChange) -> Neighbours | None:
-    """The bundle's training queries with the labels of the new set, without queries that lost all their labels; None if
-    no query remains."""
-    neighbours, source_L = bundle.neighbours, change.source_L
+    """The bundle's training queries with the labels of the new set, without queries that lost all
+    their labels; None if no query remains.
+    """
+    neighbours = bundle.neighbours
+    source_L = change.source_L
     if neighbours is None:
         return None
     kept_labels = np.flatnonzero(source_L >= 0)
@@ -358,39 +447,55 @@ def _remapped_neighbours(bundle: Bundle, change: LabelChange) -> Neighbours | No
     ones = np.ones(len(kept_labels), dtype=np.float32)
     map_KL = csr_matrix((ones, (source_L[kept_labels], kept_labels)), shape=shape)
     labels_ML = csr_matrix(neighbours.labels_ML @ map_KL)
-    kept_queries = np.flatnonzero((np.diff(labels_ML.indptr) > 0) | (np.diff(neighbours.labels_ML.indptr) == 0))
+    kept_queries = np.flatnonzero(
+        (np.diff(labels_ML.indptr) > 0) | (np.diff(neighbours.labels_ML.indptr) == 0)
+    )
     if not len(kept_queries):
         return None
-    uids, titles = (column.take(pa.array(kept_queries)) for column in (neighbours.uids, neighbours.titles))
-    words, label_words = neighbours.words, neighbours.label_words_LF
+    uids, titles = (
+        column.take(pa.array(kept_queries)) for column in (neighbours.uids, neighbours.titles)
+    )
+    words = neighbours.words
+    label_words = neighbours.label_words_LF
     if words is not None and label_words is not None:
-        tokens = encode_texts(change.texts_S, bundle.about.tokenizer_folder, bundle.about.max_length)
+        tokens = encode_texts(
+            change.texts_S, bundle.about.tokenizer_folder, bundle.about.max_length
+        )
         changed_words = words.vectors(*tokens.ragged(np.arange(len(change.texts_S))))
         row_L = source_L.copy()
         row_L[change.encoded_S] = bundle.num_labels + np.arange(len(change.texts_S))
         label_words = sp.vstack([label_words, changed_words], format="csr")[row_L]
-    vectors_MD, labels_ML = neighbours.vectors_MD[kept_queries], labels_ML[kept_queries]
+    vectors_MD = neighbours.vectors_MD[kept_queries]
+    labels_ML = labels_ML[kept_queries]
     return Neighbours(vectors_MD, labels_ML, uids, titles, neighbours.vote, words, label_words)
 
 
 def estimated_rows(
-    vectors: Mapping[str, Floats], trained: Rows, clf_SD: Floats, de_SD: Floats | None, normalize: bool = False
+    vectors: Mapping[str, Floats],
+    trained: Rows,
+    clf_SD: Floats,
+    de_SD: Floats | None,
+    normalize: bool = False,
 ) -> tuple[Floats, float]:
-    """Estimate classifier rows and a bias for untrained labels, from their texts and from similar trained labels.
+    """Estimate classifier rows and a bias for untrained labels, from their texts and from similar
+    trained labels.
 
-        row(s) = 0.6 h unit(Phi_C(s)) + 0.4 mean of the rows of the 3 nearest trained labels [+ 3 mean of all rows]
+        row(s) = 0.6 h unit(Phi_C(s)) + 0.4 mean of the rows of the 3 nearest trained labels [+ 3
+        mean of all rows]
 
-    where h is the mean length of the trained rows, at most 1. The nearest labels have the largest inner product of
-    dual-encoder vectors; without a dual encoder, the largest classifier score for the text. The text alone finds new
-    labels well, but ranks them too high for other queries, which the rows of trained labels have learnt to avoid. The
-    last term is added only if scores are cosines, which ignore a row's length. Measurements:
-    benchmarks/results/label-changes.md.
+    where h is the mean length of the trained rows, at most 1. The nearest labels have the largest
+    inner product of dual-encoder vectors; without a dual encoder, the largest classifier score for
+    the text. The text alone finds new labels well, but ranks them too high for other queries, which
+    the rows of trained labels have learnt to avoid. The last term is added only if scores are
+    cosines, which ignore a row's length. Measurements: benchmarks/results/label-changes.md.
 
     Args:
-        vectors: a bundle's arrays, which may be memory-mapped: "clf" [K, D], and if the model has them "de" [K, D] and
-            "bias" [K].
-        trained: int64 ascending, rows of the trained labels; if empty, an estimated row is unit(Phi_C(s)).
-        clf_SD, de_SD: float32 [S, D], output of both heads for the texts; de_SD is None without a dual encoder.
+        vectors: a bundle's arrays, which may be memory-mapped: "clf" [K, D], and if the model has
+            them "de" [K, D] and "bias" [K].
+        trained: int64 ascending, rows of the trained labels; if empty, an estimated row is
+        unit(Phi_C(s)).
+        clf_SD, de_SD: float32 [S, D], output of both heads for the texts; de_SD is None without a
+        dual encoder.
         normalize: the classifier's score is a cosine.
 
     Returns:
@@ -407,5 +512,7 @@ def estimated_rows(
     share = np.float32(TEXT_SHARE)
     rows_SD = share * np.float32(length) * text_SD + (1 - share) * clf_TD[near_SN].mean(axis=1)
     if normalize:
-        rows_SD += np.float32(MEAN_WEIGHT) * clf_TD.mean(axis=0, dtype=np.float64).astype(np.float32)
+        rows_SD += np.float32(MEAN_WEIGHT) * clf_TD.mean(axis=0, dtype=np.float64).astype(
+            np.float32
+        )
     return rows_SD, bias

@@ -1,11 +1,12 @@
-"""Predicts files of queries in shards, so that memory does not grow with the file and a killed run can be resumed.
+"""Predicts files of queries in shards, so that memory does not grow with the file and a killed run
+can be resumed.
 
-A runner maps `run_shard` over processes or machines; `predict_file` does all the work in one process.
+A runner maps `run_shard` over processes or machines; `predict_file` does all the work in one
+process.
 
-First, the texts are copied into one record batch per encoded batch. Shards begin at batch boundaries, so the output is
-the same, byte for byte, for any number of shards. (Scores can differ in their last bits between processes with
-different numbers of threads or different processors.)
-"""
+First, the texts are copied into one record batch per encoded batch. Shards begin at batch
+boundaries, so the output is the same, byte for byte, for any number of shards. (Scores can differ
+in their last bits between processes with different numbers of threads or different processors.)"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.query_encoder import Runtime, open_encoder
 
-QUERIES_A_SHARD = 1 << 16  # seconds for a bag of tokens, a few minutes for a transformer on one core
+# seconds for a bag of tokens, a few minutes for a transformer on one core
+QUERIES_A_SHARD = 1 << 16
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")
 TEXTS = "texts.arrow"  # copy of the texts, beside the plan
 GROUP_ROWS = 1 << 16  # approximate rows of a Parquet row group; small groups are slow to read
@@ -48,13 +50,14 @@ class FileRequest:
     Attributes:
         bundle: a bundle's folder.
         input: .csv, .tsv, .jsonl (also with .gz) or .parquet file with a text column.
-        output: .parquet, .csv, .tsv or .jsonl file; columns query_row (from 0), query, rank (from 1), label, title,
-            score, probability; in the order of the input.
+        output: .parquet, .csv, .tsv or .jsonl file; columns query_row (from 0), query, rank (from
+            1), label, title, score, probability; in the order of the input.
         k: labels per query.
         column: name of the text column; None: `query`, else `text`.
         batch_size: queries encoded at once.
         device: device on which workers run the model: "cpu", "cuda" or "auto".
-        runtime: encoder of the texts, see `query_encoder.open_encoder`; "auto": the fastest on the worker's machine.
+        runtime: encoder of the texts, see `query_encoder.open_encoder`; "auto": the fastest on the
+        worker's machine.
     """
 
     bundle: str
@@ -68,9 +71,13 @@ class FileRequest:
 
 
 def predict_file(
-    bundle: Bundle, request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS
+    bundle: Bundle,
+    request: FileRequest,
+    shards: int | None = None,
+    bounds: RawBounds = DEFAULT_BOUNDS,
 ) -> int:
-    """Predict all queries of a file in this process; if it is killed, the same call resumes with the missing shards.
+    """Predict all queries of a file in this process; if it is killed, the same call resumes with
+    the missing shards.
 
     Args:
         bundle: the request's bundle, loaded.
@@ -96,36 +103,61 @@ def predict_file(
     return work.num_rows
 
 
-def begin_predictions(request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS) -> Work:
+def begin_predictions(
+    request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS
+) -> Work:
     """Copy the texts and write the plan; finished shards of the same prediction are kept.
 
     Raises:
         DataError: unknown format, missing column, unreadable or blank text, or k below 1.
-        ArtifactError: the bundle is damaged. All its hashes are checked here; workers do not check them again.
+        ArtifactError: the bundle is damaged. All its hashes are checked here; workers do not check
+        them again.
     """
-    source, target, bundle = (Path(os.path.abspath(p)) for p in (request.input, request.output, request.bundle))
+    source, target, bundle = (
+        Path(os.path.abspath(p)) for p in (request.input, request.output, request.bundle)
+    )
     if target.suffix.lower() not in ENDINGS:
-        raise DataError("the output has an unknown format", where=str(target), expected=" ".join(ENDINGS))
+        raise DataError(
+            "the output has an unknown format", where=str(target), expected=" ".join(ENDINGS)
+        )
     if target.exists() and source.exists() and os.path.samefile(source, target):
-        raise DataError("input and output are the same file", where=str(source), fix="choose another output")
+        raise DataError(
+            "input and output are the same file", where=str(source), fix="choose another output"
+        )
     if request.k < 1:
         raise DataError("k is out of range", got=request.k, expected="at least 1")
     read_manifest(bundle, KIND, VERSION)
-    folder, sha256 = shards_folder(target), folder_sha256(bundle)
+    folder = shards_folder(target)
+    sha256 = folder_sha256(bundle)
     texts = read_texts(source, request.column, bounds)
     num_rows = _copy_texts(texts, folder / TEXTS, request.batch_size)
     count = max(1, -(-num_rows // QUERIES_A_SHARD)) if shards is None else shards
-    settings = asdict(request) | {"bundle": str(bundle), "input": str(source), "output": str(target)}
+    settings = asdict(request) | {
+        "bundle": str(bundle),
+        "input": str(source),
+        "output": str(target),
+    }
     facts = {name: settings[name] for name in ("k", "runtime", "batch_size")}
-    facts |= {"texts": file_sha256(folder / TEXTS), "bundle": sha256, "columns": PREDICTION_SCHEMA.names}
+    facts |= {
+        "texts": file_sha256(folder / TEXTS),
+        "bundle": sha256,
+        "columns": PREDICTION_SCHEMA.names,
+    }
     parts = cuts(num_rows, count, request.batch_size)
     return Work.begin(folder, facts, settings | {"bundle_sha256": sha256}, parts)
 
 
 def _copy_texts(texts: Iterator[str], target: Path, batch_size: int) -> int:
-    """Copy texts into an Arrow file, one record batch per encoded batch; returns the number of texts."""
-    num_rows, schema = 0, pa.schema([("text", pa.large_string())])
-    with progress(desc="read", unit="text") as bar, write_file(target) as file, pa.ipc.new_file(file, schema) as writer:
+    """Copy texts into an Arrow file, one record batch per encoded batch; returns the number of
+    texts.
+    """
+    num_rows = 0
+    schema = pa.schema([("text", pa.large_string())])
+    with (
+        progress(desc="read", unit="text") as bar,
+        write_file(target) as file,
+        pa.ipc.new_file(file, schema) as writer,
+    ):
         while batch := list(islice(texts, batch_size)):
             writer.write_batch(pa.record_batch([pa.array(batch, pa.large_string())], schema=schema))
             num_rows += len(batch)
@@ -154,7 +186,10 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
 
 
 def write_shard(
-    work: Work, number: int, bundle: Bundle | None = None, show: Callable[[int], object] = lambda _count: None
+    work: Work,
+    number: int,
+    bundle: Bundle | None = None,
+    show: Callable[[int], object] = lambda _count: None,
 ) -> None:
     """Predict the queries of one shard.
 
@@ -168,7 +203,9 @@ def write_shard(
     settings, (first, last) = work.settings, work.rows(number)
     if bundle is None:
         with _loading:
-            bundle = _open_bundle(*(settings[key] for key in ("bundle", "bundle_sha256", "device", "runtime")))
+            bundle = _open_bundle(
+                *(settings[key] for key in ("bundle", "bundle_sha256", "device", "runtime"))
+            )
     batch_size = settings["batch_size"]
     options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is stored k times
     with (
@@ -192,30 +229,41 @@ def _open_bundle(path: str, sha256: str, device: str, runtime: Runtime) -> Bundl
 
     from unidec.training.precision import choose_device
 
-    bundle = Bundle.load(path, verify=False, device=str(choose_device(device)))  # verified by `begin_predictions`
+    # verified by `begin_predictions`
+    bundle = Bundle.load(path, verify=False, device=str(choose_device(device)))
     if bundle.sha256 != sha256:
         raise ArtifactError(
-            "the bundle differs from that of the first shards", where=path, got=bundle.sha256, expected=sha256,
+            "the bundle differs from that of the first shards",
+            where=path,
+            got=bundle.sha256,
+            expected=sha256,
             fix="run the same command again: it starts over with this bundle",
-        )  # fmt: skip
+        )
     if runtime != "torch":
-        bundle.encoder = open_encoder(bundle, runtime, torch.get_num_threads())  # the number set by `run_shard`
+        # the number set by `run_shard`
+        bundle.encoder = open_encoder(bundle, runtime, torch.get_num_threads())
     return bundle
 
 
 def merge(work: Work) -> Path:
-    """Write the output from the shards, in input order and in pieces, and delete the shards; returns the output path.
+    """Write the output from the shards, in input order and in pieces, and delete the shards;
+    returns the output path.
 
     Raises:
         ArtifactError: a shard is missing or damaged, or the output cannot be written.
     """
     if missing := work.missing():
         raise ArtifactError(
-            f"{len(missing)} of {work.num_shards} shards are missing or damaged", where=str(work.folder),
+            f"{len(missing)} of {work.num_shards} shards are missing or damaged",
+            where=str(work.folder),
             got=", ".join(work.name(number) for number in missing[:3]),
-            fix="run the same command again: it writes only the missing ones; all workers must share this folder",
-        )  # fmt: skip
-    target, shards = Path(work.settings["output"]), [work.path(number) for number in range(work.num_shards)]
+            fix=(
+                "run the same command again: it writes only the missing ones; all workers must "
+                "share this folder"
+            ),
+        )
+    target = Path(work.settings["output"])
+    shards = [work.path(number) for number in range(work.num_shards)]
     group = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))
     with write_file(target) as file:
         _write_tables(file, target.suffix.lower(), _tables(shards, group))
@@ -226,19 +274,25 @@ def merge(work: Work) -> Path:
 def _tables(shards: Sequence[Path], group: int) -> Iterator[pa.Table]:
     """Predictions as tables of `group` batches each, independent of the shards' boundaries."""
     files = (pa.ipc.open_file(pa.memory_map(str(shard / "predictions.arrow"))) for shard in shards)
-    batches = (file.get_batch(number) for file in files for number in range(file.num_record_batches))
+    batches = (
+        file.get_batch(number) for file in files for number in range(file.num_record_batches)
+    )
     while table_batches := list(islice(batches, group)):
         yield pa.Table.from_batches(table_batches).combine_chunks()
 
 
 def _write_tables(file: IO[bytes], kind: str, tables: Iterator[pa.Table]) -> None:
-    """Write tables of `PREDICTION_SCHEMA` as .parquet (one row group per table), .csv, .tsv or .jsonl."""
+    """Write tables of `PREDICTION_SCHEMA` as .parquet (one row group per table), .csv, .tsv or
+    .jsonl.
+    """
     import pyarrow.csv as pv
     import pyarrow.parquet as pq
 
     if kind == ".jsonl":
         for table in tables:
-            file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in table.to_pylist())
+            file.writelines(
+                f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in table.to_pylist()
+            )
         return
     options = pv.WriteOptions(delimiter="\t" if kind == ".tsv" else ",")
     with (

@@ -1,8 +1,11 @@
-"""Probes a bundle in a fresh process: whether it loads and answers as in a server, how fast, and its size.
+"""Probes a bundle in a fresh process: whether it loads and answers as in a server, how fast, and
+its size.
 
-A hostile or damaged bundle may crash a C++ library, exhaust memory or loop; only the fresh process is affected.
+A hostile or damaged bundle may crash a C++ library, exhaust memory or loop; only the fresh process
+is affected.
 
-    python -m unidec.bundle.probe < job.json        {"bundle": folder, "texts": [...], "k": 10, "began": time.time()}
+    python -m unidec.bundle.probe < job.json        {"bundle": folder, "texts": [...], "k": 10,
+    "began": time.time()}
 
 The last line of the output is the result as JSON, see `Probe`. Only what serving needs is imported.
 """
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
     from unidec.ranking.query_encoder import Runtime
 
 WARM_UP = 8  # queries answered before measuring
-NUM_TITLES, LONGEST_TITLE = 16, 400  # of `known_texts`; characters
+# of `known_texts`; characters
+NUM_TITLES = 16
+LONGEST_TITLE = 400
 _ODD_TEXTS = ("zzyzx ⸘ 42", "a " * 100)  # unknown words, and more tokens than a model reads
 _PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 _NICE = 5
@@ -47,7 +52,8 @@ class Probe:
     Attributes:
         sha256: hash of the folder, after each file was verified.
         load_seconds: time from the start of the process to its first answer.
-        load_cpu_seconds: the same in CPU time of all threads, which excludes other processes on the machine.
+        load_cpu_seconds: the same in CPU time of all threads, which excludes other processes on the
+        machine.
         p50_ms, p95_ms: latency percentiles over the queries, one query at a time, after a warm-up.
         p95_cpu_ms: as p95_ms, in CPU time.
         peak_megabytes: peak resident memory. megabytes: size of the folder.
@@ -78,16 +84,23 @@ def probe_bundle(
     Args:
         texts: queries; None: `known_texts`.
         runtime, threads: arguments of `open_encoder`, as set by the server.
-        max_bytes: memory that the process may allocate after importing its libraries (Linux); 0: unlimited.
+        max_bytes: memory that the process may allocate after importing its libraries (Linux); 0:
+        unlimited.
 
     Raises:
-        ArtifactError: the bundle does not load, crashes the process or does not answer in time; with the end of the
-            process's error output.
+        ArtifactError: the bundle does not load, crashes the process or does not answer in time;
+            with the end of the process's error output.
     """
     job = {
-        "bundle": str(bundle), "texts": None if texts is None else list(texts), "k": k, "began": time.time(),
-        "runtime": runtime, "threads": threads, "max_bytes": max_bytes, "parent": os.getpid(),
-    }  # fmt: skip
+        "bundle": str(bundle),
+        "texts": None if texts is None else list(texts),
+        "k": k,
+        "began": time.time(),
+        "runtime": runtime,
+        "threads": threads,
+        "max_bytes": max_bytes,
+        "parent": os.getpid(),
+    }
     fix = f"look at it with: unidec predict --bundle {bundle} TEXT"
     # as in the server: spinning threads would count as CPU time
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
@@ -95,11 +108,18 @@ def probe_bundle(
         environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "unidec.bundle.probe"], input=json.dumps(job), capture_output=True, text=True,
-            timeout=timeout, check=False, env=environment, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "unidec.bundle.probe"],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env=environment,
+            start_new_session=True,
+        )
     except subprocess.TimeoutExpired as error:
-        what, got = "no answer from a fresh process", f"nothing in {timeout:.0f} s"
+        what = "no answer from a fresh process"
+        got = f"nothing in {timeout:.0f} s"
         raise ArtifactError(what, where=str(bundle), got=got, fix=fix) from error
     with contextlib.suppress(ValueError, IndexError, TypeError):
         if done.returncode == 0:
@@ -116,7 +136,9 @@ def known_texts(bundle: Bundle) -> list[str]:
 
 
 def main() -> None:
-    """Read a job from standard input and print the result; on an error, print a message and exit with code 1."""
+    """Read a job from standard input and print the result; on an error, print a message and exit
+    with code 1.
+    """
     job = json.load(sys.stdin)
     _die_with_parent(job["parent"])
     try:
@@ -142,32 +164,45 @@ def _probe(job: dict[str, Any]) -> Probe:
 
     def ask(text: str) -> tuple[float, float]:
         """Wall-clock and CPU seconds of an answer."""
-        began, used = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        used = time.process_time()
         answerer.answer([Request(text, job["k"])])
         return time.perf_counter() - began, time.process_time() - used
 
     ask(texts[0])
-    load_seconds, load_cpu_seconds = time.time() - job["began"], time.process_time()
+    load_seconds = time.time() - job["began"]
+    load_cpu_seconds = time.process_time()
     for text in texts[:WARM_UP]:
         ask(text)
-    milliseconds = 1000 * np.sort([ask(text) for text in texts], axis=0)  # [queries, 2]: wall clock, CPU
-    (p50_ms, _), (p95_ms, p95_cpu_ms) = milliseconds[[len(texts) // 2, int(0.95 * (len(texts) - 1))]].tolist()
+    # [queries, 2]: wall clock, CPU
+    milliseconds = 1000 * np.sort([ask(text) for text in texts], axis=0)
+    (p50_ms, _), (p95_ms, p95_cpu_ms) = milliseconds[
+        [len(texts) // 2, int(0.95 * (len(texts) - 1))]
+    ].tolist()
     return Probe(
-        bundle.sha256, load_seconds, load_cpu_seconds, p50_ms, p95_ms, p95_cpu_ms, machine.host_peak() / 1e6,
+        bundle.sha256,
+        load_seconds,
+        load_cpu_seconds,
+        p50_ms,
+        p95_ms,
+        p95_cpu_ms,
+        machine.host_peak() / 1e6,
         sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
-    )  # fmt: skip
+    )
 
 
 def _die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent dies (Linux)."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent and os.name == "posix" and os.getppid() != parent:  # the parent died before the call above
+    # the parent died before the call above
+    if parent and os.name == "posix" and os.getppid() != parent:
         os._exit(1)
 
 
 def _limit_memory(more: int) -> None:
-    """Limit this process to `more` bytes of further allocations (Linux); memory-mapped files do not count.
+    """Limit this process to `more` bytes of further allocations (Linux); memory-mapped files do not
+    count.
 
     Libraries are imported and their thread pools started before, so that only the bundle counts.
     """
@@ -177,7 +212,8 @@ def _limit_memory(more: int) -> None:
     import unidec.ranking.query_encoder  # noqa: F401
 
     torch.zeros(8) @ torch.zeros(8)
-    rows, index = np.zeros((10_000, 8), dtype=np.float32), faiss.IndexFlatIP(8)
+    rows = np.zeros((10_000, 8), dtype=np.float32)
+    index = faiss.IndexFlatIP(8)
     index.add(rows)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: index.search(rows[:1], 1), range(2)))

@@ -1,4 +1,6 @@
-"""Reads the texts of a table file in any supported format, and windows of queries with their labels."""
+"""Reads the texts of a table file in any supported format, and windows of queries with their
+labels.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ def read_texts(path: Path, column: str | None, bounds: RawBounds = DEFAULT_BOUND
         bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: as `read_rows`; also if the column is missing or a value is not text. After the last text: some texts
-            are blank; the error names the first of them.
+        DataError: as `read_rows`; also if the column is missing or a value is not text. After the
+            last text: some texts are blank; the error names the first of them.
     """
     check = partial(text_column, column=column, where=str(path))
     accepted = (column,) if column else TEXT_COLUMNS
@@ -48,7 +50,9 @@ def _texts(
         text = row[name]
         if not isinstance(text, str):
             fix = no_text(text)
-            raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(text)[:80], fix=fix)
+            raise DataError(
+                "not text", where=f"{path}:{line}, {name}", got=repr(text)[:80], fix=fix
+            )
         if is_blank(text):
             blank.append(line)
         yield text, row
@@ -62,27 +66,37 @@ def _blank_texts(path: Path, lines: Sequence[int]) -> DataError:
     more = len(lines) - MOST_PLACES
     got = f"{len(lines):,} blank: {places}" + (f" and {more:,} more" if more > 0 else "")
     return DataError(
-        "texts without anything to read", where=f"{path}:{lines[0]}", got=got,
-        expected="a text in every row", fix="remove these rows, or fill in their texts",
-    )  # fmt: skip
+        "texts without anything to read",
+        where=f"{path}:{lines[0]}",
+        got=got,
+        expected="a text in every row",
+        fix="remove these rows, or fill in their texts",
+    )
 
 
 def text_column(names: Sequence[str], column: str | None, where: str) -> str:
-    """Name of the text column: `column` if given, else `query`, else `text`; raises DataError if it is missing."""
+    """Name of the text column: `column` if given, else `query`, else `text`; raises DataError if it
+    is missing.
+    """
     accepted = (column,) if column else TEXT_COLUMNS
     for name in accepted:
         if name in names:
             return name
     fix = names_like(names, accepted) or "rename the column, or name it: --column NAME"
     raise DataError(
-        "the file has no column of queries", where=where, got=", ".join(map(str, names[:50]))[:300] or "no columns",
-        expected=" or ".join(accepted), fix=fix,
-    )  # fmt: skip
+        "the file has no column of queries",
+        where=where,
+        got=", ".join(map(str, names[:50]))[:300] or "no columns",
+        expected=" or ".join(accepted),
+        fix=fix,
+    )
 
 
 @dataclass(frozen=True)
 class Window:
-    """Queries in file order, and the uids of the correct labels of each; labels is None if the file has none."""
+    """Queries in file order, and the uids of the correct labels of each; labels is None if the file
+    has none.
+    """
 
     texts: list[str]
     labels: list[list[str]] | None = None
@@ -93,19 +107,21 @@ class Window:
         return Window([self.texts[row] for row in rows], labels)
 
 
-def read_window(path: Path, column: str | None = None, bounds: RawBounds = DEFAULT_BOUNDS) -> Window:
+def read_window(
+    path: Path, column: str | None = None, bounds: RawBounds = DEFAULT_BOUNDS
+) -> Window:
     """Read a file of queries and their correct labels.
 
     Args:
-        column: name of the text column; None: `query`, else `text`. Labels are in the column `labels`, if it exists: a
-            list of uids, or (always in .csv and .tsv) uids separated by white space. In a file of `serve.feedback`,
-            each row has a "label" and whether it is "relevant"; rows of one query are merged, and the last judgement
-            of a label counts.
+        column: name of the text column; None: `query`, else `text`. Labels are in the column
+            `labels`, if it exists: a list of uids, or (always in .csv and .tsv) uids separated by
+            white space. In a file of `serve.feedback`, each row has a "label" and whether it is
+            "relevant"; rows of one query are merged, and the last judgement of a label counts.
         bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: the file or column is missing, or a value is neither text nor labels. Lines of a .jsonl file that
-            were cut off are skipped with a warning.
+        DataError: the file or column is missing, or a value is neither text nor labels. Lines of a
+            .jsonl file that were cut off are skipped with a warning.
     """
     check = partial(text_column, column=column, where=str(path))
     accepted = (column,) if column else TEXT_COLUMNS
@@ -115,11 +131,16 @@ def read_window(path: Path, column: str | None = None, bounds: RawBounds = DEFAU
     for text, row in _texts(numbered, path, column):
         texts.append(text)
         rows.append({key: row[key] for key in LABEL_COLUMNS if key in row})
-    if rows and all(isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows):
+    if rows and all(
+        isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows
+    ):
         judgements: dict[str, dict[str, bool]] = {}
         for text, row in zip(texts, rows, strict=True):
             judgements.setdefault(text, {})[row["label"]] = row["relevant"]
-        relevant = [[uid for uid, is_relevant in labels.items() if is_relevant] for labels in judgements.values()]
+        relevant = [
+            [uid for uid, is_relevant in labels.items() if is_relevant]
+            for labels in judgements.values()
+        ]
         return Window(list(judgements), relevant)
     if not any("labels" in row for row in rows):
         return Window(texts)
@@ -127,7 +148,13 @@ def read_window(path: Path, column: str | None = None, bounds: RawBounds = DEFAU
     for place, value in enumerate(row.get("labels") for row in rows):
         uids = value.split() if isinstance(value, str) else [] if value is None else value
         if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
-            where, expected = f"{path}, row {place}", "a list of uids, or uids as text"
-            raise DataError("the labels have an invalid type", where=where, got=repr(uids)[:80], expected=expected)
+            where = f"{path}, row {place}"
+            expected = "a list of uids, or uids as text"
+            raise DataError(
+                "the labels have an invalid type",
+                where=where,
+                got=repr(uids)[:80],
+                expected=expected,
+            )
         uids_of_rows.append(uids)
     return Window(texts, uids_of_rows)

@@ -1,11 +1,13 @@
-"""The command line: every stage of the pipeline, prediction, serving, and inspection of the parameters.
+"""The command line: every stage of the pipeline, prediction, serving, and inspection of the
+parameters.
 
-Parameters are read and checked before anything heavy is imported, so that a mistake in them is reported at once.
-"""
+Parameters are read and checked before anything heavy is imported, so that a mistake in them is
+reported at once."""
 
 from __future__ import annotations
 
-from unidec import interrupt, surroundings  # first, before slow imports: from here on Ctrl-C prints one line
+# first, before slow imports: from here on Ctrl-C prints one line
+from unidec import interrupt, surroundings
 
 if interrupt.IS_PROGRAM:
     surroundings.settle()
@@ -62,7 +64,9 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, Option("--debug", help="show tracebacks (anywhere on the command line)")] = False,
+    debug: Annotated[
+        bool, Option("--debug", help="show tracebacks (anywhere on the command line)")
+    ] = False,
     version: Annotated[
         bool, Option("--version", help="print the version", is_eager=True, callback=_print_version)
     ] = False,
@@ -72,53 +76,84 @@ def _options(
     name_user()
 
 
-@command(app, "--set optim.epochs=3", "--resume", "--resume 3f2a --accept optim.lr_clf --accept code")
+@command(
+    app, "--set optim.epochs=3", "--resume", "--resume 3f2a --accept optim.lr_clf --accept code"
+)
 def train(
     params: Params,
     run: Annotated[
-        str | None, Argument(metavar="[RUN]", help="with --resume: a run's name, or its first letters")
+        str | None,
+        Argument(metavar="[RUN]", help="with --resume: a run's name, or its first letters"),
     ] = None,
-    resume: Annotated[bool, Option("--resume", help="resume RUN, or the newest unfinished run")] = False,
+    resume: Annotated[
+        bool, Option("--resume", help="resume RUN, or the newest unfinished run")
+    ] = False,
     accept: Annotated[
         list[str] | None,
-        Option(metavar="KEY", help="resume although KEY has changed since the run began; repeatable"),
+        Option(
+            metavar="KEY", help="resume although KEY has changed since the run began; repeatable"
+        ),
     ] = None,
 ) -> Any:
-    """Train in this process, without Prefect; re-run the command to resume a training that was stopped or killed."""
+    """Train in this process, without Prefect; re-run the command to resume a training that was
+    stopped or killed.
+    """
     if run is not None and not resume:
-        raise ConfigError("a run to resume needs --resume", where="unidec train", fix=f"unidec train --resume {run}")
+        raise ConfigError(
+            "a run to resume needs --resume",
+            where="unidec train",
+            fix=f"unidec train --resume {run}",
+        )
     return pipeline.train(params, (run or "") if resume else None, tuple(accept or ()))
 
 
 add_stage(
-    app, "evaluate", "evaluate", "Compute every metric on the test split; write report and plots to outputs/.",
+    app,
+    "evaluate",
+    "evaluate",
+    "Compute every metric on the test split; write report and plots to outputs/.",
     "--json",
-)  # fmt: skip
+)
 
 
 @app.command(
-    epilog="Examples: unidec compare comparison/small.yaml  |  unidec compare comparison/small.yaml --report-only  |  "
+    epilog="Examples: unidec compare comparison/small.yaml  |  "
+    "unidec compare comparison/small.yaml --report-only  |  "
     'unidec compare comparison/fair.yaml --only "lf-debian titles/unidec/0" --jobs 2'
 )
 def compare(
     file: Annotated[str, Argument(metavar="FILE", help="the comparison file")],
     only: Annotated[
-        list[str] | None, Option(metavar="NAME", help="cell, data/cell or data/cell/seed, with wildcards; repeatable")
+        list[str] | None,
+        Option(
+            metavar="NAME", help="cell, data/cell or data/cell/seed, with wildcards; repeatable"
+        ),
     ] = None,
     assignments: Assignments = None,
     jobs: Annotated[int, Option(help="parallel runs; times are comparable only with 1")] = 1,
-    folder: Annotated[str | None, Option(help="folder of the results; default: runs/compare/<name>")] = None,
-    metrics: Annotated[str | None, Option(help="JSON file to write the last run's metrics to")] = None,
-    tune: Annotated[bool, Option("--tune", help="search the ranges of section `tuning`, and write the best")] = False,
+    folder: Annotated[
+        str | None, Option(help="folder of the results; default: runs/compare/<name>")
+    ] = None,
+    metrics: Annotated[
+        str | None, Option(help="JSON file to write the last run's metrics to")
+    ] = None,
+    tune: Annotated[
+        bool, Option("--tune", help="search the ranges of section `tuning`, and write the best")
+    ] = False,
     keep_results: Annotated[
-        bool, Option("--keep-results", help="do not rebuild results that another version of the code made")
+        bool,
+        Option(
+            "--keep-results", help="do not rebuild results that another version of the code made"
+        ),
     ] = False,
     as_json: AsJson = False,
     report_only: Annotated[
         bool, Option("--report-only", help="run nothing; write the report of the results so far")
     ] = False,
 ) -> None:
-    """Run every system of a comparison file on the same data and seeds, and report; finished runs are not repeated."""
+    """Run every system of a comparison file on the same data and seeds, and report; finished runs
+    are not repeated.
+    """
     if not report_only:
         # replaces this process, so that signals and the exit code are the flow's
         words = [word for word in sys.argv[1:] if word != "--debug"]
@@ -137,37 +172,51 @@ def compare(
 )
 def tune(
     params: Params,
-    space: Annotated[str, Argument(metavar="SPACE", help="YAML file: {low, high, log} or [choices] per key path")],
-    trials: Annotated[int, Option(min=1, help="total number of trials, including those of earlier calls")] = 20,
-    metric: Annotated[str, Option(help="metric on the validation split after the last epoch")] = "nDCG@5",
+    space: Annotated[
+        str, Argument(metavar="SPACE", help="YAML file: {low, high, log} or [choices] per key path")
+    ],
+    trials: Annotated[
+        int, Option(min=1, help="total number of trials, including those of earlier calls")
+    ] = 20,
+    metric: Annotated[
+        str, Option(help="metric on the validation split after the last epoch")
+    ] = "nDCG@5",
     out: Annotated[
-        str | None, Option(metavar="FOLDER", help="folder of the search; default: runs/tune/<name of SPACE>")
+        str | None,
+        Option(metavar="FOLDER", help="folder of the search; default: runs/tune/<name of SPACE>"),
     ] = None,
 ) -> Any:
-    """Search parameters by a validation metric; each trial is a training, and bad trials are pruned after a round.
+    """Search parameters by a validation metric; each trial is a training, and bad trials are pruned
+    after a round.
 
-    The best parameters are written to best.yaml. Re-run the command to resume a search that was stopped or killed. The
-    test split is not used.
-    """
+    The best parameters are written to best.yaml. Re-run the command to resume a search that was
+    stopped or killed. The test split is not used."""
     from unidec.comparison import tune as tuning
 
     return tuning.tune(params, space, trials, metric, out)
 
 
 @command(
-    app, "", "--set run.table_place=host --json",
+    app,
+    "",
+    "--set run.table_place=host --json",
     "--set recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB",
-)  # fmt: skip
+)
 def plan(
     params: Params,
-    labels: Annotated[int | None, Option(min=1, help="number of labels, instead of data/dataset's")] = None,
+    labels: Annotated[
+        int | None, Option(min=1, help="number of labels, instead of data/dataset's")
+    ] = None,
     queries: Annotated[int | None, Option(min=1, help="number of training queries")] = None,
     tokens: Annotated[int | None, Option(min=1, help="tokens per text")] = None,
     device_memory: Annotated[
-        str | None, Option(metavar="SIZE", help="compare only with a GPU of this memory size, such as 16GiB")
+        str | None,
+        Option(metavar="SIZE", help="compare only with a GPU of this memory size, such as 16GiB"),
     ] = None,
 ) -> Shown:
-    """Estimate the memory of a training, and suggest settings that fit; exit code 1: it does not fit."""
+    """Estimate the memory of a training, and suggest settings that fit; exit code 1: it does not
+    fit.
+    """
     from unidec.pipeline.plan import plan_command
 
     planned = plan_command(params, labels, queries, tokens, device_memory)
@@ -186,10 +235,16 @@ def list_runs() -> Shown:
 
 @command(runs_app, "", "--fix", "--deep --json")
 def doctor(
-    fix: Annotated[bool, Option("--fix", help="apply the fixes that cannot lose data, and print them")] = False,
-    deep: Annotated[bool, Option("--deep", help="also hash models, bundles and checkpoints")] = False,
+    fix: Annotated[
+        bool, Option("--fix", help="apply the fixes that cannot lose data, and print them")
+    ] = False,
+    deep: Annotated[
+        bool, Option("--deep", help="also hash models, bundles and checkpoints")
+    ] = False,
 ) -> Shown:
-    """Check for what a crash or a full disk leaves behind; exit code 0: healthy, 1: warnings, 4: broken."""
+    """Check for what a crash or a full disk leaves behind; exit code 0: healthy, 1: warnings, 4:
+    broken.
+    """
     from unidec.pipeline.doctor import examine, exit_code, rows_of
 
     found = examine(deep=deep, fix=fix)
@@ -204,16 +259,20 @@ def config_show(params: Params) -> Shown:
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")
 def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None) -> None:
-    """Check the parameters, and whether paths, encoder, device and packages exist; every problem is listed.
+    """Check the parameters, and whether paths, encoder, device and packages exist; every problem is
+    listed.
 
-    Exit code 2 for the parameters, otherwise that of the first problem."""
+    Exit code 2 for the parameters, otherwise that of the first problem.
+    """
     pipeline.check_before_work(load(params, assignments))
     print(f"{params}: ok")
 
 
 @command(config_app, "| grep pool", name="keys")
 def config_keys() -> None:
-    """List every parameter with its default, description, valid values and the results that it decides."""
+    """List every parameter with its default, description, valid values and the results that it
+    decides.
+    """
     decides = what_decides()
     for key, default, takes, about in describe():
         print(f"{key} = {default}\n    {about} ({takes}); decides: {', '.join(decides[key])}")
@@ -226,32 +285,56 @@ def version() -> None:
     from importlib import metadata
 
     print(f"unidec-xmc {__version__}\npython {sys.version.split()[0]}")
-    for name in ("torch", "transformers", "tokenizers", "faiss-cpu", "faiss-gpu", "numpy", "mlflow", "prefect", "dvc"):
+    for name in (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "faiss-cpu",
+        "faiss-gpu",
+        "numpy",
+        "mlflow",
+        "prefect",
+        "dvc",
+    ):
         with contextlib.suppress(metadata.PackageNotFoundError):
             print(f"{name} {metadata.version(name)}")
 
 
 for _group in (
-    data.data_app, models.models_app, labels.labels_app, bundles.index_app, bundles.export_app, runs_app, config_app,
-):  # fmt: skip
+    data.data_app,
+    models.models_app,
+    labels.labels_app,
+    bundles.index_app,
+    bundles.export_app,
+    runs_app,
+    config_app,
+):
     app.add_typer(_group)
 
 
 def _run(arguments: list[str]) -> None:
-    """Run a command. Output that cannot be written is an error only if it was all that the command had to do."""
+    """Run a command. Output that cannot be written is an error only if it was all that the command
+    had to do.
+    """
     code: Any = 0
     try:
         app(args=arguments, prog_name="unidec")
     except SystemExit as end:
         code = end.code
     if failure := surroundings.output_failure():
-        print(f"error: the output could not be written: {failure.strerror}", file=sys.stderr, flush=True)
+        print(
+            f"error: the output could not be written: {failure.strerror}",
+            file=sys.stderr,
+            flush=True,
+        )
         code = code or (0 if commands.has_finished_work else 1)
     sys.exit(code)
 
 
 def main() -> None:
-    """Entry point: an error that a user can fix is printed as a message, with an exit code and no traceback."""
+    """Entry point: an error that a user can fix is printed as a message, with an exit code and no
+    traceback.
+    """
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     mask_logs()
@@ -262,8 +345,12 @@ def main() -> None:
     except UnidecError as error:
         if debug:
             raise
-        print(error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr, flush=True)
-        if isinstance(error, Stopped) and any(not thread.daemon for thread in threading.enumerate()[1:]):
+        print(
+            error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr, flush=True
+        )
+        if isinstance(error, Stopped) and any(
+            not thread.daemon for thread in threading.enumerate()[1:]
+        ):
             os._exit(error.exit_code)  # a second Ctrl-C came while a checkpoint was being written
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:

@@ -1,4 +1,6 @@
-"""Shared by all commands: options, loading of parameters, and output: plain lines, or JSON with --json."""
+"""Shared by all commands: options, loading of parameters, and output: plain lines, or JSON with
+--json.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 app = Typer(
     name="unidec",
-    help="Extreme multi-label classification with a dual encoder and a classifier trained together.",
+    help=(
+        "Extreme multi-label classification with a dual encoder and a classifier trained together."
+    ),
     epilog="In a checkout, `make train` runs every stage that is out of date.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -32,20 +36,27 @@ app = Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 has_finished_work = False
-"""Whether the command's result is kept elsewhere than in its output, as files or in the registry."""
+"""Whether the command's result is kept elsewhere than in its output, as files or in the
+registry.
+"""
 DEFAULT_PARAMS = Path("params.yaml")
 ParamsFile = Annotated[Path, Option("--params", metavar="FILE", help="parameter file")]
 Assignments = Annotated[
-    list[str] | None, Option("--set", metavar="KEY=VALUE", help="override one parameter; repeatable")
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="override one parameter; repeatable"),
 ]
 AsJson = Annotated[bool, Option("--json", help="print the result as JSON")]
 DEFAULT_BUNDLE = "outputs/bundle"
-BundleAddress = Annotated[str, Option(metavar="WHERE", help="a folder, models:/name@alias or models:/name/version")]
+BundleAddress = Annotated[
+    str, Option(metavar="WHERE", help="a folder, models:/name@alias or models:/name/version")
+]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A command's result: printed as JSON with --json, else as lines; then the program exits with `exit_code`."""
+    """A command's result: printed as JSON with --json, else as lines; then the program exits with
+    `exit_code`.
+    """
 
     found: Any
     lines: Sequence[str]
@@ -57,13 +68,17 @@ def load(path: Path, assignments: list[str] | None) -> Params:
 
 
 def load_if_there(path: Path, assignments: list[str] | None) -> Params:
-    """Like `load`, for commands that need only a bundle: without params.yaml all parameters have their defaults."""
+    """Like `load`, for commands that need only a bundle: without params.yaml all parameters have
+    their defaults.
+    """
     missing = path == DEFAULT_PARAMS and not path.exists()
     return load_params(None if missing else path, parse_overrides(assignments or []))
 
 
 def bundle_folder(address: str) -> Path:
-    """The folder of a bundle: the path itself, or the local copy of a registered bundle, fetched if missing."""
+    """The folder of a bundle: the path itself, or the local copy of a registered bundle, fetched if
+    missing.
+    """
     if not address.startswith("models:"):
         return Path(address)
     from unidec.tracking import fetch
@@ -85,7 +100,8 @@ def command(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: add a function as a command of `group`, with the options that it needs.
 
-    If the function has an argument `params: Params`, it receives the loaded parameters, and the command has --params
+    If the function has an argument `params: Params`, it receives the loaded parameters, and the
+    command has --params
     and --set. If it returns a result, the result is printed, and the command has --json.
 
     Args:
@@ -98,13 +114,19 @@ def command(
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
-        prints, called = signature.return_annotation is not None, name or function.__name__.replace("_", "-")
+        prints = signature.return_annotation is not None
+        called = name or function.__name__.replace("_", "-")
         own = [
-            p.replace(kind=Parameter.KEYWORD_ONLY) for p in signature.parameters.values() if p.annotation is not Params
+            p.replace(kind=Parameter.KEYWORD_ONLY)
+            for p in signature.parameters.values()
+            if p.annotation is not Params
         ]
         needs_params = len(own) < len(signature.parameters)
         if needs_params:
-            own += [_option("params", ParamsFile, DEFAULT_PARAMS), _option("assignments", Assignments, None)]
+            own += [
+                _option("params", ParamsFile, DEFAULT_PARAMS),
+                _option("assignments", Assignments, None),
+            ]
         own += [_option("as_json", AsJson, False)] if prints else []
 
         @functools.wraps(function)
@@ -140,11 +162,17 @@ def add_stage(group: Typer, name: str, stage: str, about: str, example: str = ""
 
 
 def show(title: str, result: Any, as_json: bool) -> None:
-    """Print a result (`plain`) as JSON, or as one line per value, including nested ones; long lists as their length."""
+    """Print a result (`plain`) as JSON, or as one line per value, including nested ones; long lists
+    as their length.
+    """
     global has_finished_work
     has_finished_work = not isinstance(result, Shown)
     shown = result if isinstance(result, Shown) else Shown(result, lines_of(title, result))
-    print(json.dumps(pipeline.plain(shown.found), indent=2, default=str) if as_json else "\n".join(shown.lines))
+    print(
+        json.dumps(pipeline.plain(shown.found), indent=2, default=str)
+        if as_json
+        else "\n".join(shown.lines)
+    )
     if shown.exit_code:
         sys.exit(shown.exit_code)
 
@@ -162,7 +190,11 @@ def _lines(title: str, result: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, list) and len(value) > 5:
             lines.append(f"{title}: {key} = {len(value)} entries")
         else:
-            lines.append(f"{title}: {key} = {value:.4g}" if isinstance(value, float) else f"{title}: {key} = {value}")
+            lines.append(
+                f"{title}: {key} = {value:.4g}"
+                if isinstance(value, float)
+                else f"{title}: {key} = {value}"
+            )
     return lines
 
 
@@ -171,7 +203,10 @@ def table(columns: Sequence[str], rows: list[list[str]]) -> list[str]:
     if not sys.stdout.isatty():
         return ["\t".join(line) for line in (columns, *rows)]
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    padded = ([cell.ljust(width + 1) for cell, width in zip(line, widths, strict=True)] for line in (columns, *rows))
+    padded = (
+        [cell.ljust(width + 1) for cell, width in zip(line, widths, strict=True)]
+        for line in (columns, *rows)
+    )
     return [" ".join(line).rstrip() for line in padded]
 
 
@@ -180,13 +215,21 @@ def _percent(share: float) -> str:
 
 
 def show_predictions(frame: pd.DataFrame) -> None:
-    """Print a block per query on a terminal: rank, score, probability, label, title; tab-separated lines otherwise."""
+    """Print a block per query on a terminal: rank, score, probability, label, title; tab-separated
+    lines otherwise.
+    """
     if not sys.stdout.isatty():
         print(frame.to_csv(sep="\t", index=False), end="")
         return
     for query, rows in frame.groupby("query", sort=False):
         cells = [
-            [str(row.rank), f"{row.score:.4f}", _percent(row.probability), str(row.label), str(row.title)]
+            [
+                str(row.rank),
+                f"{row.score:.4f}",
+                _percent(row.probability),
+                str(row.label),
+                str(row.title),
+            ]
             for row in rows.itertuples()
         ]
         print(query, *table(["rank", "score", "probability", "label", "title"], cells), sep="\n")

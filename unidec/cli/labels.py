@@ -18,24 +18,31 @@ if TYPE_CHECKING:
     from unidec.pipeline.labels import ChangedLabels
 
 labels_app = group(
-    "labels", "Add, remove and update the labels of a bundle without training; the result is a new bundle."
+    "labels",
+    "Add, remove and update the labels of a bundle without training; the result is a new bundle.",
 )
 
 _ABOUT_FILE = "labels: .csv, .tsv, .jsonl or .parquet with the columns id, text [, title]"
 _ABOUT_UIDS = "labels: .csv, .tsv, .jsonl or .parquet with the column id"
 File = Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_FILE)]
 Register = Annotated[bool, Option("--register", help="register the new bundle as challenger")]
-Out = Annotated[Path | None, Option(metavar="FOLDER", help="the new bundle; default outputs/refreshed")]
+Out = Annotated[
+    Path | None, Option(metavar="FOLDER", help="the new bundle; default outputs/refreshed")
+]
 DryRun = Annotated[bool, Option("--dry-run", help="print what would change, write nothing")]
 
 
 def _add_texts_command(name: str, about: str, *examples: str) -> None:
-    """`unidec labels add` and `update`: texts of labels, one on the command line or many from a file."""
+    """`unidec labels add` and `update`: texts of labels, one on the command line or many from a
+    file.
+    """
 
     def run(
         params: Params,
         uid: Annotated[str | None, Argument(metavar="[UID]", help="uid of the label")] = None,
-        text: Annotated[str | None, Argument(metavar="[TEXT]", help="its text, which is encoded and shown")] = None,
+        text: Annotated[
+            str | None, Argument(metavar="[TEXT]", help="its text, which is encoded and shown")
+        ] = None,
         title: Annotated[str | None, Option(help="shown instead of the text")] = None,
         file: File = None,
         bundle: BundleAddress = DEFAULT_BUNDLE,
@@ -44,26 +51,37 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
         dry_run: DryRun = False,
     ) -> Any:
         if (uid is None or text is None) == (file is None) or (file and (uid or title)):
-            fix = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update likewise'
-            raise ConfigError("requires either a uid and a text, or --file", where="unidec labels", fix=fix)
+            fix = (
+                'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update '
+                "likewise"
+            )
+            raise ConfigError(
+                "requires either a uid and a text, or --file", where="unidec labels", fix=fix
+            )
         from unidec.bundle.label_change import LabelText
         from unidec.pipeline.labels import change_labels
 
         texts: Any = {name: _read(file, params) or [LabelText(str(uid), str(text), title or "")]}
-        return _flat(change_labels(params, bundle, **texts, out=out, register=register, dry_run=dry_run))
+        return _flat(
+            change_labels(params, bundle, **texts, out=out, register=register, dry_run=dry_run)
+        )
 
     run.__doc__ = about
     command(labels_app, *examples, name=name, loads=load_if_there)(run)
 
 
 _add_texts_command(
-    "add", "Add labels, which are ranked by their text; other labels keep their vectors.",
-    'zed "editor for code, shared"', "--file new.csv --bundle models:/unidec@champion --register",
-)  # fmt: skip
+    "add",
+    "Add labels, which are ranked by their text; other labels keep their vectors.",
+    'zed "editor for code, shared"',
+    "--file new.csv --bundle models:/unidec@champion --register",
+)
 _add_texts_command(
-    "update", "Change the texts of labels; the texts are re-encoded, trained classifier rows are kept.",
-    'kate "editor for KDE"', "--file changed.csv",
-)  # fmt: skip
+    "update",
+    "Change the texts of labels; the texts are re-encoded, trained classifier rows are kept.",
+    'kate "editor for KDE"',
+    "--file changed.csv",
+)
 
 
 @command(labels_app, "kate gedit", "--file gone.csv --dry-run", loads=load_if_there)
@@ -83,7 +101,9 @@ def remove(
     from unidec.pipeline.labels import change_labels
 
     uids = uids or [label.uid for label in _read(file, params)]
-    return _flat(change_labels(params, bundle, remove=uids, out=out, register=register, dry_run=dry_run))
+    return _flat(
+        change_labels(params, bundle, remove=uids, out=out, register=register, dry_run=dry_run)
+    )
 
 
 @command(labels_app, "", "--version 7 --register")
@@ -92,7 +112,9 @@ def refresh(
     version: Annotated[str, Option(metavar="VERSION", help="number or alias")] = "champion",
     register: Register = False,
 ) -> Any:
-    """Give a registered model the labels of data/dataset, without training; writes outputs/refreshed."""
+    """Give a registered model the labels of data/dataset, without training; writes
+    outputs/refreshed.
+    """
     result = pipeline.refresh_labels(params, version)
     registered = pipeline.register(params, result.bundle) if register and result.bundle else None
     return _flat(replace(result, registered=registered))

@@ -31,10 +31,13 @@ def list_models(params: Params) -> Shown:
 
 @command(models_app, "", "7 --set gate.margin=0.2 --json")
 def gate(params: Params, version: Which = "challenger") -> Shown:
-    """Compare a version with the champion, and check that it can be served; writes outputs/gate.html; exit code 6:
-    refused."""
+    """Compare a version with the champion, and check that it can be served; writes
+    outputs/gate.html; exit code 6: refused.
+    """
     result = pipeline.gate(params, version)
-    against = f"against version {result.champion}" if result.champion else "(no champion to compare with)"
+    against = (
+        f"against version {result.champion}" if result.champion else "(no champion to compare with)"
+    )
     outcome = "passed" if result.passed else "refused"
     checks = [[one.check, "pass" if one.passed else "FAIL", one.words] for one in result.reasons]
     last = f"version {result.challenger} {against}: {outcome}; page: {result.page}"
@@ -46,7 +49,9 @@ def gate(params: Params, version: Which = "challenger") -> Shown:
 def promote(
     params: Params,
     version: Which = "challenger",
-    force: Annotated[bool, Option("--force", help="promote although the gate refused it; recorded in a tag")] = False,
+    force: Annotated[
+        bool, Option("--force", help="promote although the gate refused it; recorded in a tag")
+    ] = False,
     reason: Reason = "",
 ) -> Any:
     """Make a version that passed the gate the champion, and the champion the previous one."""
@@ -55,7 +60,9 @@ def promote(
 
 @command(models_app, '--reason "answers to short queries are odd"')
 def rollback(params: Params, reason: Reason = "") -> Any:
-    """Swap champion and previous; the version that was champion is refused until it is promoted with --force."""
+    """Swap champion and previous; the version that was champion is refused until it is promoted
+    with --force.
+    """
     from unidec.tracking import promotion
 
     return promotion.rollback(params.tracking.model_name, reason=reason)
@@ -65,11 +72,18 @@ def rollback(params: Params, reason: Reason = "") -> Any:
 def lineage(
     params: Params,
     model: Annotated[
-        str | None, Argument(metavar="[MODEL]", help="champion (default), models:/unidec/7, bundle:HASH, a folder")
+        str | None,
+        Argument(
+            metavar="[MODEL]", help="champion (default), models:/unidec/7, bundle:HASH, a folder"
+        ),
     ] = None,
-    data: Annotated[str | None, Option(metavar="HASH", help="list the versions made from this data instead")] = None,
+    data: Annotated[
+        str | None, Option(metavar="HASH", help="list the versions made from this data instead")
+    ] = None,
 ) -> Shown:
-    """Trace a model back to its first ancestor, or list the models that were made from some data."""
+    """Trace a model back to its first ancestor, or list the models that were made from
+    some data.
+    """
     if data is not None and model is not None:
         fix = "unidec models lineage --data HASH"
         raise ConfigError("either a model or --data", where="unidec models lineage", fix=fix)
@@ -78,14 +92,18 @@ def lineage(
     name = params.tracking.model_name
     if data is None:
         versions = registry.lineage(model or f"models:/{name}@champion", model_name=name)
-        start, about = versions[-1].start, None
+        start = versions[-1].start
+        about = None
         if sha256 := start.get("bundle.sha256"):  # of a version that was deleted
             about = {"version": start.get("version"), "bundle_sha256": sha256, "missing": True}
         for version in reversed(versions):
             about = pipeline.plain(version) | {"parent": about}
         return Shown(about, registry.as_lines(versions))
     found = registry.models_of_data(data, model_name=name)
-    rows = [[one.version, ", ".join(one.aliases), ", ".join(one.what), one.through or ""] for one in found]
+    rows = [
+        [one.version, ", ".join(one.aliases), ", ".join(one.what), one.through or ""]
+        for one in found
+    ]
     lines = table(["version", "aliases", "made from it", "through version"], rows)
     return Shown(found, lines if found else [f"no version of {name} was made from it"])
 
@@ -93,7 +111,9 @@ def lineage(
 @command(models_app, "", "--bundle outputs/refreshed")
 def register(
     params: Params,
-    bundle: Annotated[Path | None, Option(metavar="FOLDER", help="outputs/bundle, or outputs/refreshed")] = None,
+    bundle: Annotated[
+        Path | None, Option(metavar="FOLDER", help="outputs/bundle, or outputs/refreshed")
+    ] = None,
 ) -> Any:
     """Register a bundle in MLflow under the alias `challenger`; default: outputs/bundle."""
     return pipeline.register(params) if bundle is None else pipeline.register(params, bundle)
@@ -102,10 +122,13 @@ def register(
 @command(models_app, "queries.parquet", "log.jsonl --column text --json")
 def monitor(
     params: Params,
-    queries: Annotated[str, Argument(metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")],
+    queries: Annotated[
+        str, Argument(metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")
+    ],
     column: Column = None,
     bundle: Annotated[
-        str | None, Option(metavar="SOURCE", help="folder or models:/ address; default: the champion")
+        str | None,
+        Option(metavar="SOURCE", help="folder or models:/ address; default: the champion"),
     ] = None,
 ) -> Shown:
     """Compare a window of live queries with a model's training data; exit code 1: drift."""
@@ -113,7 +136,12 @@ def monitor(
 
 
 add_stage(
-    models_app, "start", "choose_start",
-    "Choose whether the next training starts from the champion or from scratch; writes data/start.json.",
+    models_app,
+    "start",
+    "choose_start",
+    (
+        "Choose whether the next training starts from the champion or from scratch; writes "
+        "data/start.json."
+    ),
     "--set retrain.start=cold",
-)  # fmt: skip
+)

@@ -1,1 +1,3 @@
-"""Comparisons: many systems on the same data, split, encoder and seeds, each in its own child process and folder."""
+"""Comparisons: many systems on the same data, split, encoder and seeds, each in its own child
+process and folder.
+"""

@@ -1,7 +1,8 @@
 """One step of a comparison, in a separate process: `python -m unidec.comparison.cell FOLDER`.
 
-The folder is the working folder and holds cell.json. Re-run the command after a kill or a stop: training resumes from
-its checkpoint, everything else starts again. result.json is written last; errors are in failure.json.
+The folder is the working folder and holds cell.json. Re-run the command after a kill or a stop:
+training resumes from its checkpoint, everything else starts again. result.json is written last;
+errors are in failure.json.
 
 Legend: n test queries, K labels per query.
 """
@@ -36,8 +37,12 @@ from unidec.pipeline import paths
 
 PARENT = "UNIDEC_COMPARE_PARENT"  # environment variable: the process that must be alive
 COMMAND = (sys.executable, "-m", "unidec.comparison.cell")
-POLL_S, GRACE_S = 0.1, 120.0  # the latter: time for a stopped child to write its checkpoint
-TIMED_QUERIES, TIMED_K = 512, 10  # queries whose prediction is timed
+# the latter: time for a stopped child to write its checkpoint
+POLL_S = 0.1
+GRACE_S = 120.0
+# queries whose prediction is timed
+TIMED_QUERIES = 512
+TIMED_K = 10
 
 
 def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Event) -> None:
@@ -48,21 +53,30 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     """
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
-        raise TrainingError("the comparison is being stopped", where=step.name, fix="run it again to resume")
+        raise TrainingError(
+            "the comparison is being stopped", where=step.name, fix="run it again to resume"
+        )
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
         write_json(step.folder / SPEC, dict(step.spec))
         with open(step.folder / LOG, "ab") as log:
             process = subprocess.Popen(
-                [*COMMAND, str(step.folder.resolve())], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, env=variables, process_group=0,
-            )  # fmt: skip
+                [*COMMAND, str(step.folder.resolve())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                process_group=0,
+            )
     except OSError as error:
         fix = "make its folder writable, free memory or disk space, then run it again"
-        raise TrainingError("the process of this run cannot be started", where=step.name, got=error, fix=fix) from error
+        raise TrainingError(
+            "the process of this run cannot be started", where=step.name, got=error, fix=fix
+        ) from error
     while (code := process.poll()) is None:
         if stopping.wait(POLL_S):
-            for number in (signal.SIGTERM, signal.SIGKILL):  # the latter also for the child's own children
+            # the latter also for the child's own children
+            for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -102,13 +116,17 @@ def main(folder: str) -> int:
 
 
 def _make(step: Step) -> None:
-    """Make a step's data set, model or peer, and its result; then delete what only an unfinished run needs."""
+    """Make a step's data set, model or peer, and its result; then delete what only an unfinished
+    run needs.
+    """
     Path(FAILURE).unlink(missing_ok=True)
     if step.result() is not None:  # a result of other code
         _remove(path for path in Path().iterdir() if path.name not in (SPEC, LOG, ".lock"))
-    spec, begin = step.spec, time.time()
+    spec = step.spec
+    begin = time.time()
     _link(spec["links"])
-    params, result = Params.model_validate(spec["params"]), {"name": spec["name"], "code": spec["code"]}
+    params = Params.model_validate(spec["params"])
+    result = {"name": spec["name"], "code": spec["code"]}
     if spec["kind"] == "data":
         _prepare_data(params, spec["train"], spec["test"])
     else:
@@ -117,12 +135,21 @@ def _make(step: Step) -> None:
         if spec["kind"] == "trial":
             result |= _trained(params)
         else:
-            result |= _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
-        result["dataset"], result["lineage"] = data_card(params), _lineage() | result.get("lineage", {})
+            result |= (
+                _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
+            )
+        result["dataset"], result["lineage"] = (
+            data_card(params),
+            _lineage() | result.get("lineage", {}),
+        )
         # of an interrupted earlier attempt, only the seconds of its training are known
-        recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
+        recorded = sum(
+            line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0)
+            for line in result["curve"]
+        )
         result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
-        result["costs"]["cpu_seconds"] = time.process_time()  # comparable on a machine that others use too
+        # comparable on a machine that others use too
+        result["costs"]["cpu_seconds"] = time.process_time()
     write_json(RESULT, result)
     _remove([] if spec["keep"] else [Path(MODEL), Path("outputs/bundle")])
     remove_checkpoints(Path())
@@ -141,9 +168,12 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
     from unidec.data.raw import make_slice
 
     if train or test:
-        data, everything = params.data, 2**62
+        data = params.data
+        everything = 2**62
         raw = make_slice(read_section(data, params.raw), train or everything, test or everything)
-        write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
+        write_dataset(
+            paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed
+        )
     else:
         pipeline.ingest(params)
     pipeline.tokens(params)
@@ -161,20 +191,33 @@ def _trained(params: Params) -> dict[str, Any]:
     assert trained is not None  # one process trains it
     curve = read_json_lines(Path(trained.run_dir) / "rounds.jsonl")
     costs = {
-        "peak_memory_bytes": float(host_peak()), "train_seconds": sum(line["train_seconds"] for line in curve),
-        "refresh_seconds": sum(line.get("refresh", {}).get("refresh_seconds", 0.0) for line in curve),
-    }  # fmt: skip
-    return {"costs": costs, "curve": curve, "mlflow_run": tracking_state(Path(trained.run_dir)).get("run_id")}
+        "peak_memory_bytes": float(host_peak()),
+        "train_seconds": sum(line["train_seconds"] for line in curve),
+        "refresh_seconds": sum(
+            line.get("refresh", {}).get("refresh_seconds", 0.0) for line in curve
+        ),
+    }
+    return {
+        "costs": costs,
+        "curve": curve,
+        "mlflow_run": tracking_state(Path(trained.run_dir)).get("run_id"),
+    }
 
 
 def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """Train (or take another cell's model), index, evaluate; metrics, costs and curve of the bundle in outputs/."""
+    """Train (or take another cell's model), index, evaluate; metrics, costs and curve of the bundle
+    in outputs/.
+    """
     import pyarrow.parquet as pq
 
     from unidec import pipeline
     from unidec.bundle.bundle import Bundle
 
-    trained = _trained(params) if spec["kind"] == "recipe" else {"costs": {}, "curve": [], "mlflow_run": None}
+    trained = (
+        _trained(params)
+        if spec["kind"] == "recipe"
+        else {"costs": {}, "curve": [], "mlflow_run": None}
+    )
     pipeline.index(params)
     pipeline.evaluate(params)
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8"))
@@ -185,48 +228,75 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     np.save(PREDICTIONS, labels, allow_pickle=False)
     bundle = Bundle.load(paths.BUNDLE, verify=False)
     heads = [head for head in (bundle.model.head_de, bundle.model.head_clf) if head is not None]
-    weights = [parameter for part in (bundle.model.encoder, *heads) for parameter in part.parameters()]
+    weights = [
+        parameter for part in (bundle.model.encoder, *heads) for parameter in part.parameters()
+    ]
     classifier = [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
     costs = trained["costs"] | {
         "search_ms": _search_ms(bundle, params),
         "parameters": float(sum(weight.numel() for weight in weights) + sum(classifier)),
-        "bundle_bytes": float(sum(file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file())),
+        "bundle_bytes": float(
+            sum(file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file())
+        ),
     }
     return trained | {
-        "metrics": metrics["test"], "validation": metrics.get("validation", {}), "costs": costs,
+        "metrics": metrics["test"],
+        "validation": metrics.get("validation", {}),
+        "costs": costs,
         # results are shared: without folders of this machine
-        "params": {key: value for key, value in flatten(params).items() if not Path(str(value)).is_absolute()},
-    }  # fmt: skip
+        "params": {
+            key: value
+            for key, value in flatten(params).items()
+            if not Path(str(value)).is_absolute()
+        },
+    }
 
 
 def _search_ms(bundle: Any, params: Params) -> float:
     """Milliseconds per test query, from its text to its labels."""
     dataset = paths.open_dataset()
     texts = dataset.query_texts(dataset.rows("test")[:TIMED_QUERIES], params.tokens.text)
-    bundle.predict_arrays(texts[:8], k=TIMED_K)  # warm-up: loading at the first call is not search time
+    # warm-up: loading at the first call is not search time
+    bundle.predict_arrays(texts[:8], k=TIMED_K)
     begin = time.perf_counter()
     bundle.predict_arrays(texts, k=TIMED_K)
     return 1000 * (time.perf_counter() - begin) / max(len(texts), 1)
 
 
 def _peer(name: str, params: Params) -> dict[str, Any]:
-    """Run a peer, remove filtered pairs, measure its labels as we measure ours, and log an MLflow run."""
+    """Run a peer, remove filtered pairs, measure its labels as we measure ours, and log an MLflow
+    run.
+    """
     from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
     from unidec.model.sources import resolve_encoder
     from unidec.tracking.run import Tracker
 
-    dataset, propensity = paths.open_dataset(), paths.open_propensity()
-    labels, facts = run_peer(name, dataset, {
-        "text": params.tokens.text, "max_length": params.tokens.max_length, "pooling": params.encoder.pooling,
-        "encoder": str(resolve_encoder(params.encoder.name)) if PEERS[name].script == "sentence.py" else "",
-        "epochs": params.optim.epochs, "batch_size": params.pool.batch_size, "seed": params.seed,
-        "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
-    }, _vectors(params, dataset) if PEERS[name].reads_vectors else None)  # fmt: skip
+    dataset = paths.open_dataset()
+    propensity = paths.open_propensity()
+    labels, facts = run_peer(
+        name,
+        dataset,
+        {
+            "text": params.tokens.text,
+            "max_length": params.tokens.max_length,
+            "pooling": params.encoder.pooling,
+            "encoder": str(resolve_encoder(params.encoder.name))
+            if PEERS[name].script == "sentence.py"
+            else "",
+            "epochs": params.optim.epochs,
+            "batch_size": params.pool.batch_size,
+            "seed": params.seed,
+            "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
+        },
+        _vectors(params, dataset) if PEERS[name].reads_vectors else None,
+    )
     rows = dataset.rows("test")
     filters = dataset.filter_pairs[rows]
-    truth, labels = filtered_truth(dataset.relevance[rows], filters), remove_filtered(labels, filters, K)
+    truth = filtered_truth(dataset.relevance[rows], filters)
+    labels = remove_filtered(labels, filters, K)
     np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
-    metrics, version = evaluate(labels, truth, propensity.inverse_L, propensity.group_L), facts.pop("version")
+    metrics = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
+    version = facts.pop("version")
     costs = {"peak_memory_bytes": float(host_peak()), **facts}
     tracker = Tracker(params.tracking.experiment)
     about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
@@ -234,8 +304,14 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
     figures = {f"test/{metric}": value for metric, value in metrics.items()}
     tracker.log_final(figures | {f"cost/{cost}": value for cost, value in costs.items()})
     tracker.finish("FINISHED")
-    return {"metrics": metrics, "validation": {}, "costs": costs, "curve": [], "mlflow_run": tracker.run_id,
-            "lineage": {name: version}}  # fmt: skip
+    return {
+        "metrics": metrics,
+        "validation": {},
+        "costs": costs,
+        "curve": [],
+        "mlflow_run": tracker.run_id,
+        "lineage": {name: version},
+    }
 
 
 def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
@@ -244,24 +320,35 @@ def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
     from unidec.pipeline.ranking import Ranking
 
     model = load_model(START)
-    ranking = Ranking.of_model(model, dataset, np.arange(dataset.num_queries), params.optim.precision)
+    ranking = Ranking.of_model(
+        model, dataset, np.arange(dataset.num_queries), params.optim.precision
+    )
     if ranking.encoded.de_BD is None:
-        raise ConfigError("the model has no vectors of label texts", fix="name a cell with a dual encoder in `after`")
+        raise ConfigError(
+            "the model has no vectors of label texts",
+            fix="name a cell with a dual encoder in `after`",
+        )
     return {"queries": ranking.encoded.de_BD, "labels": ranking.vectors["de"]}
 
 
 def _lineage() -> dict[str, str]:
-    """What the figures were measured with and on: versions, commit, machine; no user or host names."""
+    """What the figures were measured with and on: versions, commit, machine; no user or
+    host names.
+    """
     import torch
 
     from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, code_tags
 
-    tags, names = code_tags(), {COMMIT_TAG: "commit", DIRTY_TAG: "edited", "unidec.version": "unidec"}
+    tags = code_tags()
+    names = {COMMIT_TAG: "commit", DIRTY_TAG: "edited", "unidec.version": "unidec"}
     found = {short: tags[name] for name, short in names.items() if name in tags}
     found |= {
-        "system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()), "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 

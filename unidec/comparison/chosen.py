@@ -1,11 +1,12 @@
-"""The settings that a comparison's tuning chose: the best trial of each recipe cell, in a file kept in git.
+"""The settings that a comparison's tuning chose: the best trial of each recipe cell, in a file kept
+in git.
 
     UniDEC:
       set: {lr: 2}
       trials: {lr=0.5: 29.3, as it is: 30.1, lr=2: 30.8}
 
-Figures are nDCG@5 on the validation split of the tuning's data; null: the trial failed, or was stopped early.
-"""
+Figures are nDCG@5 on the validation split of the tuning's data; null: the trial failed, or was
+stopped early."""
 
 from __future__ import annotations
 
@@ -31,25 +32,37 @@ HEAD = """\
 """
 
 
-def read_chosen(path: str | Path, file: ComparisonFile, systems: Mapping[str, System]) -> dict[str, Overrides]:
+def read_chosen(
+    path: str | Path, file: ComparisonFile, systems: Mapping[str, System]
+) -> dict[str, Overrides]:
     """The chosen settings of each recipe cell of a comparison file.
 
     Raises:
-        ConfigError: the file is missing or damaged, a cell is not in it, or was tuned with other ranges.
+        ConfigError: the file is missing or damaged, a cell is not in it, or was tuned with other
+        ranges.
     """
     assert file.tuning is not None
-    where, fix = file.tuning.file, f"unidec compare {path} --tune"
+    where = file.tuning.file
+    fix = f"unidec compare {path} --tune"
     if not Path(where).is_file():
         raise ConfigError("the systems have not been tuned", where=where, fix=fix)
-    found, chosen = read_yaml(Path(where))[0], dict[str, Any]()
+    found = read_yaml(Path(where))[0]
+    chosen = dict[str, Any]()
     for name, system in systems.items():
         if system.kind == "recipe":
             entry = found.get(name)
             settings = entry.get("set") if isinstance(entry, dict) else None
             if not isinstance(settings, dict) or not _within(settings, system.ranges):
-                expected = "values within " + "; ".join(f"{key}: {short(one)}" for key, one in system.ranges.items())
-                raise ConfigError("not tuned with these ranges", where=f"{where}: {name}", got=short(settings),
-                                  expected=expected, fix=f'{fix} --only "{name}"')  # fmt: skip
+                expected = "values within " + "; ".join(
+                    f"{key}: {short(one)}" for key, one in system.ranges.items()
+                )
+                raise ConfigError(
+                    "not tuned with these ranges",
+                    where=f"{where}: {name}",
+                    got=short(settings),
+                    expected=expected,
+                    fix=f'{fix} --only "{name}"',
+                )
             chosen[name] = settings
     return chosen
 
@@ -76,7 +89,9 @@ def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Tr
         entries[cell] = {"set": best, "trials": figures}
     ordered = {cell: entries[cell] for cell in file.cells if cell in entries}
     head = HEAD.format(path=path, metric=METRIC, data=file.tuning.data, seed=file.seeds[0])
-    text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, default_flow_style=None, width=118)
+    text = yaml.safe_dump(
+        ordered, sort_keys=False, allow_unicode=True, default_flow_style=None, width=118
+    )
     place.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(place, (head + text).encode())
     return place

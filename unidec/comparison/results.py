@@ -1,5 +1,5 @@
-"""Results of a comparison's cells: collected from their folders, tested for significance, and formatted for page and
-terminal.
+"""Results of a comparison's cells: collected from their folders, tested for significance, and
+formatted for page and terminal.
 
 Legend: n test queries, K labels per query.
 """
@@ -37,8 +37,8 @@ ENDS = ("above", "below")  # of the fraction whose sums over the queries are a m
 TABLE = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100")
 Results = dict[str, dict[str, Any]]  # result.json of each job that has one, by the job's key
 NOTE = (
-    "Paired randomisation test over the test queries, scores of a system averaged over its seeds, Holm's "
-    "correction over all tests of a table at 5 %."
+    "Paired randomisation test over the test queries, scores of a system averaged over its "
+    "seeds, Holm's correction over all tests of a table at 5 %."
 )
 
 
@@ -59,7 +59,9 @@ def write_report(comparison: Comparison) -> Path:
 
 
 def in_lines(found: Mapping[str, Any]) -> bytes:
-    """Figures as JSON with a line per cell and per test: short, and a diff shows which of them changed."""
+    """Figures as JSON with a line per cell and per test: short, and a diff shows which of them
+    changed.
+    """
     parts = []
     for name, value in found.items():
         text = json.dumps(value, ensure_ascii=False)
@@ -71,42 +73,70 @@ def in_lines(found: Mapping[str, Any]) -> bytes:
 
 
 def figures(page: ComparisonInput) -> dict[str, Any]:
-    """The figures of a page as plain values, rounded to 3 decimals: small enough for git, and for other programs.
+    """The figures of a page as plain values, rounded to 3 decimals: small enough for git, and for
+    other programs.
 
     Returns:
-        "cells": metrics and costs as [mean, standard deviation over seeds or None], and a curve: the validation metric
-        after each round of the first seed, as [processor minutes, percent]. "tests": paired tests, p-values after
-        Holm's correction. "failures": runs without a result. "title", "lineage": as on the page.
+        "cells": metrics and costs as [mean, standard deviation over seeds or None], and a curve:
+        the validation metric after each round of the first seed, as [processor minutes, percent].
+        "tests": paired tests, p-values after Holm's correction. "failures": runs without a result.
+        "title", "lineage": as on the page.
     """
 
     def curve(run: Run) -> list[list[float | None]]:
-        measured = [line for line in run.curve if "work_seconds" in line and METRIC in line.get("validation", ())]
-        return [[_rounded(line["work_seconds"] / 60), _rounded(line["validation"][METRIC])] for line in measured]
+        measured = [
+            line
+            for line in run.curve
+            if "work_seconds" in line and METRIC in line.get("validation", ())
+        ]
+        return [
+            [_rounded(line["work_seconds"] / 60), _rounded(line["validation"][METRIC])]
+            for line in measured
+        ]
 
     def summaries(cell: Cell, of: Literal["metrics", "costs"]) -> dict[str, list[float | None]]:
         names = dict.fromkeys(name for run in cell.runs for name in getattr(run, of))
         values = {name: cell.summary(name, of) for name in names}
-        return {name: [_rounded(value.mean), _rounded(value.spread)] for name, value in values.items()}
+        return {
+            name: [_rounded(value.mean), _rounded(value.spread)] for name, value in values.items()
+        }
 
     cells = [
         {
-            "data": cell.task, "cell": cell.name, "kind": cell.kind, "recipe": cell.recipe, "settings": cell.settings,
-            "seeds": [run.seed for run in cell.runs], "metrics": summaries(cell, "metrics"),
-            "costs": summaries(cell, "costs"), "curve": curve(cell.runs[0]),
+            "data": cell.task,
+            "cell": cell.name,
+            "kind": cell.kind,
+            "recipe": cell.recipe,
+            "settings": cell.settings,
+            "seeds": [run.seed for run in cell.runs],
+            "metrics": summaries(cell, "metrics"),
+            "costs": summaries(cell, "costs"),
+            "curve": curve(cell.runs[0]),
         }
         for cell in page.cells
         if cell.runs
-    ]  # fmt: skip
+    ]
     tests = [
         {
-            "data": data, "cell": test.system, "against": test.against, "metric": test.metric,
-            "difference": _rounded(test.difference), "low": _rounded(test.low), "high": _rounded(test.high),
+            "data": data,
+            "cell": test.system,
+            "against": test.against,
+            "metric": test.metric,
+            "difference": _rounded(test.difference),
+            "low": _rounded(test.low),
+            "high": _rounded(test.high),
             "p": _rounded(test.p_adjusted, 5),
         }
         for data, tests in page.contrasts.items()
         for test in tests
-    ]  # fmt: skip
-    return {"title": page.title, "lineage": page.lineage, "cells": cells, "tests": tests, "failures": page.failures}
+    ]
+    return {
+        "title": page.title,
+        "lineage": page.lineage,
+        "cells": cells,
+        "tests": tests,
+        "failures": page.failures,
+    }
 
 
 def _rounded(value: float, digits: int = 3) -> float | None:
@@ -114,12 +144,17 @@ def _rounded(value: float, digits: int = 3) -> float | None:
 
 
 def table(comparison: Comparison) -> list[list[str]]:
-    """The results so far, for a terminal: column heads, then a row per cell, mean ± spread over seeds."""
+    """The results so far, for a terminal: column heads, then a row per cell, mean ± spread over
+    seeds.
+    """
     rows = [["data", "cell", "seeds", *TABLE]]
     for cell in _cells(comparison, gather(comparison)):
         if cell.runs:
             found = [cell.summary(name) for name in TABLE]
-            figures = [f"{one.mean:.1f}" + (f" ± {one.spread:.1f}" if one.count > 1 else "") for one in found]
+            figures = [
+                f"{one.mean:.1f}" + (f" ± {one.spread:.1f}" if one.count > 1 else "")
+                for one in found
+            ]
             rows.append([cell.task, cell.name, str(len(cell.runs)), *figures])
     return rows
 
@@ -135,26 +170,39 @@ def write_metrics(path: Path, step: Step) -> None:
 
 def gather(comparison: Comparison) -> Results:
     """The results that exist for these inputs."""
-    return {key: result for key in comparison.jobs if (result := comparison.steps[key].result()) is not None}
+    return {
+        key: result
+        for key in comparison.jobs
+        if (result := comparison.steps[key].result()) is not None
+    }
 
 
 def page_input(
     comparison: Comparison, found: Results, contrasts: Mapping[str, Sequence[PairedTest]]
-) -> ComparisonInput:  # fmt: skip
-    """Everything that the page shows: the data sets on which something ran, or all if nothing did."""
+) -> ComparisonInput:
+    """Everything that the page shows: the data sets on which something ran, or all if
+    nothing did.
+    """
     file = comparison.file
     old = sum(result["code"] != comparison.steps[key].spec["code"] for key, result in found.items())
-    notes = [f"{old} of {len(found)} results were made by another version of the code."] if old else []
+    notes = (
+        [f"{old} of {len(found)} results were made by another version of the code."] if old else []
+    )
     if (tuning := file.tuning) is not None:
         notes.append(
             f"Each recipe had {tuning.trials} trials on {tuning.data}; the best by {METRIC} of its "
-            f"validation split is its setting here (Settings, tuned). Figures of all trials: {tuning.file}."
+            "validation split is its setting here (Settings, tuned). Figures of all trials: "
+            f"{tuning.file}."
         )
     jobs = comparison.jobs
-    if started := {job.data for key, job in jobs.items() if key in found or comparison.steps[key].failure()}:
+    if started := {
+        job.data for key, job in jobs.items() if key in found or comparison.steps[key].failure()
+    }:
         if later := dict.fromkeys(job.data for job in jobs.values() if job.data not in started):
             notes.append(f"Not run yet: {', '.join(later)}.")
-        comparison = replace(comparison, jobs={key: job for key, job in jobs.items() if job.data in started})
+        comparison = replace(
+            comparison, jobs={key: job for key, job in jobs.items() if job.data in started}
+        )
     shown = {job.data for job in comparison.jobs.values()}
     cards = {comparison.jobs[key].data: found[key]["dataset"] for key in reversed(found)}
     # what the figures were made with; several values if they differ between cells
@@ -167,23 +215,34 @@ def page_input(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         about=file.about,
         notes=notes,
-        tasks=[Task(name, entry.about, cards.get(name, {})) for name, entry in file.data.items() if name in shown],
+        tasks=[
+            Task(name, entry.about, cards.get(name, {}))
+            for name, entry in file.data.items()
+            if name in shown
+        ],
         cells=_cells(comparison, found),
         contrasts=contrasts,
         contrast_note=NOTE,
         groups=[{"title": title, **group.model_dump()} for title, group in file.groups.items()],
-        failures=[_failure(job, comparison.steps[key]) for key, job in comparison.jobs.items() if key not in found],
+        failures=[
+            _failure(job, comparison.steps[key])
+            for key, job in comparison.jobs.items()
+            if key not in found
+        ],
         common=comparison.common,
         lineage={name: ", ".join(list(values)[:5]) for name, values in made.items()},
     )
 
 
 def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTest]]:
-    """Every system against the best peer of each metric, and the cells of each group against its base."""
+    """Every system against the best peer of each metric, and the cells of each group against its
+    base.
+    """
     done: dict[str, list[PairedTest]] = {}
     for data in comparison.file.data:
         jobs = [job for key, job in comparison.jobs.items() if job.data == data and key in found]
-        scores, tests = _scores(comparison, jobs), done.setdefault(data, [])
+        scores = _scores(comparison, jobs)
+        tests = done.setdefault(data, [])
         peers = [name for name in scores if comparison.file.cells[name].peer]
         if peers and len(scores) > 1:
             tests += compare_systems(scores, best_systems(scores, peers, TESTED), TESTED)
@@ -210,7 +269,8 @@ def _cells(comparison: Comparison, found: Results) -> list[Cell]:
 def _run(comparison: Comparison, job: Job, found: Results) -> Run:
     """The run of one seed; its seconds include those of the trainings that it builds on."""
     result = found[job.key]
-    costs, curve = dict(result["costs"]), [dict(line) for line in result["curve"]]
+    costs = dict(result["costs"])
+    curve = [dict(line) for line in result["curve"]]
     if curve and "work_seconds" in curve[-1]:
         costs["work_seconds"] = curve[-1]["work_seconds"]
     if job.needs in found:
@@ -219,26 +279,36 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
             if name in costs or name in earlier:
                 costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
         if curve:
-            curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get("refresh_seconds", 0.0)
+            curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get(
+                "refresh_seconds", 0.0
+            )
         for line in curve if "work_seconds" in costs else ():
             line["work_seconds"] += earlier.get("work_seconds", 0.0)
     return Run(job.seed, result["metrics"], result["validation"], costs, curve)
 
 
 def _failure(job: Job, step: Step) -> dict[str, Any]:
-    reason, log = step.failure(), step.folder / LOG
+    reason = step.failure()
+    log = step.folder / LOG
     place = Path(*log.parts[-5:]).as_posix() if log.is_file() else ""
-    return {"task": job.data, "cell": job.cell, "seed": job.seed, "state": "failed" if reason else "not run",
-            "reason": reason, "log": place}  # fmt: skip
+    return {
+        "task": job.data,
+        "cell": job.cell,
+        "seed": job.seed,
+        "state": "failed" if reason else "not run",
+        "reason": reason,
+        "log": place,
+    }
 
 
 def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[QueryParts]]:
     """Scores of each query by each system on one data set, a list over seeds.
 
-    They are read from a run's scores.npz; if it is missing, they are computed from the run's predictions and written.
-    """
+    They are read from a run's scores.npz; if it is missing, they are computed from the run's
+    predictions and written."""
     scores: dict[str, list[QueryParts]] = {}
-    truth: tuple[csr_matrix, np.ndarray] | None = None  # of the test split, with inverse propensities float64 [L]
+    # of the test split, with inverse propensities float64 [L]
+    truth: tuple[csr_matrix, np.ndarray] | None = None
     for job in jobs:
         step = comparison.steps[job.key]
         if not (step.folder / SCORES).is_file():
@@ -259,7 +329,9 @@ def _truth(data: Path) -> tuple[csr_matrix, np.ndarray]:
 
 
 def _write_scores(path: Path, parts: QueryParts) -> None:
-    """Write scores as compressed float32 [n] arrays: "P@1/above", "P@1/below", ... (see `metrics.by_query`)."""
+    """Write scores as compressed float32 [n] arrays: "P@1/above", "P@1/below", ... (see
+    `metrics.by_query`).
+    """
     arrays = {
         f"{metric}/{end}": values_N.astype(np.float32)
         for metric, both in parts.items()
@@ -273,7 +345,10 @@ def _write_scores(path: Path, parts: QueryParts) -> None:
 def _read_scores(path: Path) -> QueryParts:
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = {metric: [arrays[f"{metric}/{end}"].astype(np.float64) for end in ENDS] for metric in TESTED}
+            found = {
+                metric: [arrays[f"{metric}/{end}"].astype(np.float64) for end in ENDS]
+                for metric in TESTED
+            }
     except (OSError, ValueError, KeyError, BadZipFile) as error:
         fix = "remove it: it is computed again from the predictions beside it"
         raise ArtifactError("scores cannot be read", where=str(path), got=error, fix=fix) from error

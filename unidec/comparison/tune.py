@@ -1,16 +1,18 @@
-"""A search by a validation metric: Optuna draws trials, each is a training in its own process and folder.
+"""A search by a validation metric: Optuna draws trials, each is a training in its own process and
+folder.
 
     <folder>/
       study.db                   Optuna's records: trials, and their metric after each round
       trials.md                  all trials; written after each
       best.yaml                  the best parameters (`unidec tune`)
-    <workspace>/                 the same folder (`unidec tune`), or the comparison's (`unidec compare --tune`)
+    <workspace>/                 the same folder (`unidec tune`), or the comparison's (`unidec
+    compare --tune`)
       shared/                    data set, tokens and vectors of frozen encoders, computed once
       cells/<data>/<cell>/       a folder per training, named by its parameters
 
-Re-run the command to resume after a kill or a stop. Finished trials are kept. The interrupted one is drawn again: seed
-and earlier trials determine it, so it has the same folder, where its training resumes.
-"""
+Re-run the command to resume after a kill or a stop. Finished trials are kept. The interrupted one
+is drawn again: seed and earlier trials determine it, so it has the same folder, where its training
+resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from typing import Any
 from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step
 from unidec.comparison.chosen import Trials
 from unidec.comparison.plan import DataEntry, Job, in_words, slug
-from unidec.comparison.tuning_space import applied, distributions, import_optuna, read_space, unchanged
+from unidec.comparison.tuning_space import (
+    applied,
+    distributions,
+    import_optuna,
+    read_space,
+    unchanged,
+)
 from unidec.comparison.workspace import Comparison, Step, steps_of, with_needed
 from unidec.config import (
     Params,
@@ -52,8 +60,11 @@ from unidec.tracking.run import RUN_TAGS, Tracker, run_tags
 from unidec.tracking.store import tracking_uri
 from unidec.training.stopping import METRIC
 
-ROOT, EXPERIMENT = Path("runs/tune"), "unidec-tune"
-STUDY, TABLE, BEST = "study.db", "trials.md", "best.yaml"
+ROOT = Path("runs/tune")
+EXPERIMENT = "unidec-tune"
+STUDY = "study.db"
+TABLE = "trials.md"
+BEST = "best.yaml"
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,8 @@ class Tuned:
     """The best trial.
 
     Attributes:
-        trial: its number. metric: in percent, on the validation split, after the last epoch. settings: its values.
+        trial: its number. metric: in percent, on the validation split, after the last epoch.
+        settings: its values.
         trials: number of trials. best, table: files with its parameters and with all trials.
     """
 
@@ -79,7 +91,8 @@ class Subject:
 
     Attributes:
         job: the training as it is. ranges: see `unidec.comparison.tuning_space`.
-        root: folder of the search. workspace: folder of data sets and trainings. name: of its MLflow runs.
+        root: folder of the search. workspace: folder of data sets and trainings. name: of its
+        MLflow runs.
         jobs: trainings by key that `job` may start from. kept: keys that no trial changes.
         environment: variables of the trainings' processes. tags: of its MLflow runs.
         asked: what best.yaml starts from; None: none is written.
@@ -99,9 +112,14 @@ class Subject:
 
 
 def tune(
-    params: Params, file: str | Path, trials: int = 20, metric: str = METRIC, folder: str | Path | None = None
+    params: Params,
+    file: str | Path,
+    trials: int = 20,
+    metric: str = METRIC,
+    folder: str | Path | None = None,
 ) -> Tuned:
-    """Search the parameters that a file gives ranges for, with Optuna's TPE; its median rule prunes bad trials.
+    """Search the parameters that a file gives ranges for, with Optuna's TPE; its median rule prunes
+    bad trials.
 
     The first trial uses the unchanged parameters, if these lie in the ranges.
 
@@ -114,19 +132,42 @@ def tune(
 
     Raises:
         Stopped: by SIGINT or SIGTERM, after the running trial's checkpoint was written.
-        ConfigError: wrong file or metric, no validation split, a folder of another search, Optuna is missing.
-        TrainingError: another process works on it, the first trial fails with unchanged parameters, or all fail.
+        ConfigError: wrong file or metric, no validation split, a folder of another search, Optuna
+        is missing.
+        TrainingError: another process works on it, the first trial fails with unchanged parameters,
+        or all fail.
     """
     if metric not in metric_names():
         near = nearest(metric, metric_names())
-        raise ConfigError("no such metric", where="--metric", got=metric, expected="nDCG@5, PSP@5, tail/R@100, ...",
-                          fix=near and f"--metric {near}")  # fmt: skip
-    ranges, root = read_space(file, params), Path(folder or ROOT / Path(file).stem)
-    if root.is_dir() and not (root / STUDY).exists() and any(path.name[0] != "." for path in root.iterdir()):
-        raise ConfigError("not the folder of a search", where=str(root), fix="another folder with --out")
+        raise ConfigError(
+            "no such metric",
+            where="--metric",
+            got=metric,
+            expected="nDCG@5, PSP@5, tail/R@100, ...",
+            fix=near and f"--metric {near}",
+        )
+    ranges = read_space(file, params)
+    root = Path(folder or ROOT / Path(file).stem)
+    if (
+        root.is_dir()
+        and not (root / STUDY).exists()
+        and any(path.name[0] != "." for path in root.iterdir())
+    ):
+        raise ConfigError(
+            "not the folder of a search", where=str(root), fix="another folder with --out"
+        )
     job = _job_of(params)
-    subject = Subject(job=job, ranges=ranges, metric=metric, root=root, workspace=root, name=root.name, asked=params)
-    again, farewell = "re-run the command to resume", "stopped at once; finished trials are kept"
+    subject = Subject(
+        job=job,
+        ranges=ranges,
+        metric=metric,
+        root=root,
+        workspace=root,
+        name=root.name,
+        asked=params,
+    )
+    again = "re-run the command to resume"
+    farewell = "stopped at once; finished trials are kept"
     with (
         signals_raise(again, farewell),
         one_at_a_time(root),
@@ -140,8 +181,12 @@ def _job_of(params: Params) -> Job:
     """The training of these parameters, for a process in another folder."""
     start = params.encoder.start
     values = dict(leaves(params)) | {"tracking.experiment": EXPERIMENT}
-    params = build_params(values | {"encoder.start": start and str(Path(start).resolve())}, {}, "trial")
-    data = DataEntry(path=params.data.path, text=params.tokens.text, max_length=params.tokens.max_length)
+    params = build_params(
+        values | {"encoder.start": start and str(Path(start).resolve())}, {}, "trial"
+    )
+    data = DataEntry(
+        path=params.data.path, text=params.tokens.text, max_length=params.tokens.max_length
+    )
     return Job(Path(data.path).name, "trial", params.seed, "trial", params, data, {})
 
 
@@ -176,25 +221,31 @@ def tune_cell(subject: Subject, trials: int, stopping: threading.Event) -> Trial
         TrainingError: all trials failed, or the search is being stopped.
     """
     root = subject.root
-    with one_at_a_time(root), contextlib.closing(Search(subject, stopping)) as search, tracked(root):
+    with (
+        one_at_a_time(root),
+        contextlib.closing(Search(subject, stopping)) as search,
+        tracked(root),
+    ):
         search.run(trials)
         search.best()
         return search.figures()
 
 
 class Search:
-    """A search in its folder. Optuna draws and prunes; the comparison's engine trains (`unidec.comparison.cell`).
+    """A search in its folder. Optuna draws and prunes; the comparison's engine trains
+    (`unidec.comparison.cell`).
 
-    Optuna's records are read and written within `stop_signals`: a signal in the middle of a transaction would leave
-    them locked.
-    """
+    Optuna's records are read and written within `stop_signals`: a signal in the middle of a
+    transaction would leave them locked."""
 
     def __init__(self, subject: Subject, stopping: threading.Event | None = None) -> None:
         self.optuna = import_optuna()
         self.states = self.optuna.trial.TrialState
         self.subject = subject
         self.stopping = stopping or threading.Event()
-        self.params, self.root, self.metric = subject.job.params, subject.root, subject.metric
+        self.params = subject.job.params
+        self.root = subject.root
+        self.metric = subject.metric
         self.space = distributions(subject.ranges)
         self.unchanged = unchanged(subject.ranges, self.params)
         self.needed, self.first = self._steps(self.unchanged)
@@ -203,7 +254,9 @@ class Search:
             "metric": self.metric,
             "data": self._data.key,
             "code": self.first.spec["code"],
-            "parameters": fingerprint(self.params, *keys_deciding("tokens", "label_graph", "training", "index")),
+            "parameters": fingerprint(
+                self.params, *keys_deciding("tokens", "label_graph", "training", "index")
+            ),
         }
         self._open(about)
         self.tracker = Tracker(self.params.tracking.experiment)
@@ -231,12 +284,18 @@ class Search:
             )
         except (DatabaseError, RuntimeError, self.optuna.exceptions.OptunaError) as error:
             fix = "remove the folder, or name another with --out"
-            raise ArtifactError("the search's records cannot be read", where=place, got=error, fix=fix) from error
+            raise ArtifactError(
+                "the search's records cannot be read", where=place, got=error, fix=fix
+            ) from error
         known = self.study.user_attrs.get("about", about)
         if others := [name for name in about if known.get(name) != about[name]]:
             self.close()
-            raise ConfigError("folder of another search", where=str(self.root), got=f"other {', '.join(others)}",
-                              fix="another folder with --out, or remove this one")  # fmt: skip
+            raise ConfigError(
+                "folder of another search",
+                where=str(self.root),
+                got=f"other {', '.join(others)}",
+                fix="another folder with --out, or remove this one",
+            )
         self.study.set_user_attr("about", about)
 
     def close(self) -> None:
@@ -249,7 +308,11 @@ class Search:
         """Trials that count: trained, pruned, or failed by themselves; oldest first."""
         with stop_signals():
             trials = self.study.get_trials(deepcopy=False)
-        return [trial for trial in trials if trial.state.name in ("COMPLETE", "PRUNED") or "failed" in trial.user_attrs]
+        return [
+            trial
+            for trial in trials
+            if trial.state.name in ("COMPLETE", "PRUNED") or "failed" in trial.user_attrs
+        ]
 
     def run(self, trials: int) -> Tuned | None:
         """Run trials until there are `trials` in total.
@@ -263,35 +326,50 @@ class Search:
         dataset = XMCDataset.open(self._data.folder / "data" / "dataset", verify=False)
         if not len(dataset.rows("validation")):
             share = self.params.data.validation_share
-            raise ConfigError("there is no validation split to tune on", where="data.validation_share", got=share,
-                              fix="--set data.validation_share=0.05")  # fmt: skip
+            raise ConfigError(
+                "there is no validation split to tune on",
+                where="data.validation_share",
+                got=share,
+                fix="--set data.validation_share=0.05",
+            )
         with stop_signals():
             for trial in self.study.get_trials(deepcopy=False):
                 if trial.state.name == "RUNNING":  # interrupted: it is drawn again
                     self.study.tell(trial.number, state=self.states.FAIL)
-        left, epochs = range(len(self.ended), trials), self.params.optim.epochs
+        left = range(len(self.ended), trials)
+        epochs = self.params.optim.epochs
         best: Tuned | None = None
         with progress(total=len(left) * epochs, desc="tune", unit="epoch") as bar:
             for number in left:
                 done = self._try(number, bar)
-                bar.total = (bar.total or 0) + done - epochs  # it was pruned, or its epochs are tuned
+                # it was pruned, or its epochs are tuned
+                bar.total = (bar.total or 0) + done - epochs
                 best = self._record()
         return best
 
     def _try(self, number: int, bar: Progress[Any]) -> int:
-        """Draw a trial and train it to its end, or to the round after which it is pruned; returns its epochs."""
-        trial, line, state = self._draw(number), dict[str, Any](), self.states.COMPLETE
-        seconds, failed = 0.0, ""
+        """Draw a trial and train it to its end, or to the round after which it is pruned; returns
+        its epochs.
+        """
+        trial = self._draw(number)
+        line = dict[str, Any]()
+        state = self.states.COMPLETE
+        seconds = 0.0
+        failed = ""
         try:
             _, step = self._steps(trial.params)
             with contextlib.closing(self._rounds(step, f"trial {number}")) as rounds:
                 for new in rounds:
-                    value, epoch = new["validation"][self.metric], new["epoch"]
+                    value = new["validation"][self.metric]
+                    epoch = new["epoch"]
                     seconds += new["seconds"] + new.get("refresh", {}).get("refresh_seconds", 0.0)
                     with stop_signals():
                         trial.report(value, epoch)
                         prune = not new["finished"] and trial.should_prune()
-                    bar.note(f"{self.subject.name}, trial {number}: {self.metric} {value:.2f} after epoch {epoch}")
+                    bar.note(
+                        f"{self.subject.name}, trial {number}: {self.metric} {value:.2f} "
+                        f"after epoch {epoch}"
+                    )
                     bar.update(epoch - line.get("epoch", 0))
                     line = new
                     if prune:
@@ -302,17 +380,24 @@ class Search:
         except UnidecError as error:
             if self.stopping.is_set() or (number == 0 and len(self.unchanged) == len(self.space)):
                 raise  # not caused by the tuned values: repeated when the search is resumed
-            state, failed = self.states.FAIL, str(error)
+            state = self.states.FAIL
+            failed = str(error)
         with stop_signals():
             trial.set_user_attr("seconds", seconds)
             trial.set_user_attr("rounds", line.get("round", 0))
             if failed:
                 trial.set_user_attr("failed", failed)
-            self.study.tell(trial, line["validation"][self.metric] if state == self.states.COMPLETE else None, state)
+            self.study.tell(
+                trial,
+                line["validation"][self.metric] if state == self.states.COMPLETE else None,
+                state,
+            )
         return line.get("epoch", 0)
 
     def _draw(self, number: int) -> Any:
-        """Draw the trial with this number; the same in every attempt, given the same trials before it."""
+        """Draw the trial with this number; the same in every attempt, given the same trials before
+        it.
+        """
         seed = random.Random(f"{self.params.seed}/{number}").getrandbits(32)
         with stop_signals():
             self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
@@ -323,7 +408,9 @@ class Search:
 
     def changed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that differ from the training as it is."""
-        return {key: value for key, value in settings.items() if self.unchanged.get(key, ...) != value}
+        return {
+            key: value for key, value in settings.items() if self.unchanged.get(key, ...) != value
+        }
 
     def _steps(self, settings: Mapping[str, Any]) -> tuple[list[Step], Step]:
         """What the training with these settings needs, in order, and that training.
@@ -335,24 +422,33 @@ class Search:
         if changed := self.changed(settings):
             params = applied(self.params, settings, self.subject.kept)
             job = replace(job, params=params, settings=changed, trial=in_words(changed))
-        steps = with_needed(steps_of({**self.subject.jobs, job.key: job}, self.subject.workspace), [job.key])
+        steps = with_needed(
+            steps_of({**self.subject.jobs, job.key: job}, self.subject.workspace), [job.key]
+        )
         return steps[:-1], steps[-1]
 
     def _rounds(self, step: Step, name: str) -> Generator[dict[str, Any], None, None]:
-        """Run a step in a child process, and yield the record of each round as soon as it is written; those of an
-        interrupted attempt first. Closing the generator early stops the child, which writes a checkpoint."""
+        """Run a step in a child process, and yield the record of each round as soon as it is
+        written; those of an interrupted attempt first. Closing the generator early stops the child,
+        which writes a checkpoint.
+        """
         parent = {"mlflow.parentRunId": self.tracker.run_id} if self.tracker.run_id else {}
         own = {"tuning": self.subject.name, "mlflow.runName": f"{self.subject.name} {name}"}
         tags = {**run_tags(), **parent, **own, **self.subject.tags}
         uri = {"MLFLOW_TRACKING_URI": tracking_uri(".")}
         environment = {**uri, **self.subject.environment, RUN_TAGS: json.dumps(tags)}
-        ending, seen = threading.Event(), 0
+        ending = threading.Event()
+        seen = 0
         with ThreadPoolExecutor(1) as pool:
             try:
                 work = None if step.is_done() else pool.submit(run_step, step, environment, ending)
                 while True:
                     ended = work is None or work.done()  # before the last look at the records
-                    lines = [line for file in step.folder.glob("runs/*/rounds.jsonl") for line in read_json_lines(file)]
+                    lines = [
+                        line
+                        for file in step.folder.glob("runs/*/rounds.jsonl")
+                        for line in read_json_lines(file)
+                    ]
                     yield from lines[seen:]
                     seen = max(seen, len(lines))
                     if self.stopping.is_set():
@@ -375,20 +471,28 @@ class Search:
         remove_checkpoints(step.folder)
 
     def _record(self) -> Tuned | None:
-        """After a trial: write trials.md and best.yaml (None: not asked for, or no trial has finished), and log the
-        metric to the parent's MLflow run."""
+        """After a trial: write trials.md and best.yaml (None: not asked for, or no trial has
+        finished), and log the metric to the parent's MLflow run.
+        """
         rows = [["trial", "state", self.metric, "seconds", *self.space]]
         rows.append(["---"] * len(rows[0]))
         ended = self.ended
         for number, trial in enumerate(ended):
-            noted, value = trial.user_attrs, "" if trial.value is None else f"{trial.value:.2f}"
-            state = f"pruned after round {noted['rounds']}" if trial.state == self.states.PRUNED else "trained"
+            noted = trial.user_attrs
+            value = "" if trial.value is None else f"{trial.value:.2f}"
+            state = (
+                f"pruned after round {noted['rounds']}"
+                if trial.state == self.states.PRUNED
+                else "trained"
+            )
             if "failed" in noted:
                 state = f"failed: {noted['failed'].splitlines()[0]}".replace("|", "/")
             chosen = [trial.params[key] for key in self.space]
             settings = [f"{one:.4g}" if isinstance(one, float) else str(one) for one in chosen]
             rows.append([str(number), state, value, f"{noted['seconds']:.0f}", *settings])
-        write_bytes_atomic(self.root / TABLE, "".join(f"| {' | '.join(row)} |\n" for row in rows).encode())
+        write_bytes_atomic(
+            self.root / TABLE, "".join(f"| {' | '.join(row)} |\n" for row in rows).encode()
+        )
         if ended[-1].value is not None:
             self.tracker.log(len(ended), {f"validation/{self.metric}": ended[-1].value})
         has_finished = any(trial.state == self.states.COMPLETE for trial in ended)
@@ -400,16 +504,23 @@ class Search:
         Raises:
             TrainingError: no trial has finished.
         """
-        trained = [(n, trial) for n, trial in enumerate(self.ended) if trial.state == self.states.COMPLETE]
+        trained = [
+            (n, trial) for n, trial in enumerate(self.ended) if trial.state == self.states.COMPLETE
+        ]
         if not trained:
             table = str(self.root / TABLE)
-            raise TrainingError("no trial has finished", where=table, fix="narrower ranges, or more trials")
+            raise TrainingError(
+                "no trial has finished", where=table, fix="narrower ranges, or more trials"
+            )
         return max(trained, key=lambda one: (one[1].value, -one[0]))
 
     def figures(self) -> Trials:
         """Its trials that ended."""
         finished = self.states.COMPLETE
-        return [(self.changed(one.params), one.value if one.state == finished else None) for one in self.ended]
+        return [
+            (self.changed(one.params), one.value if one.state == finished else None)
+            for one in self.ended
+        ]
 
     def write_best(self, params: Params) -> Tuned:
         """best.yaml: `params` with the values of the best trial.
@@ -417,14 +528,18 @@ class Search:
         Raises:
             TrainingError: no trial has finished.
         """
-        path, table = self.root / BEST, self.root / TABLE
+        path = self.root / BEST
+        table = self.root / TABLE
         number, trial = self.best()
         settings = {key: trial.params[key] for key in self.space}
         best = applied(params, settings, source=str(path))
         words = " ".join(f"--set {key}={json.dumps(chosen)}" for key, chosen in settings.items())
         count = len(self.ended)
         head = [
-            f"trial {number} of {count}, the best by {self.metric} of the validation split: {trial.value:.2f}",
+            (
+                f"trial {number} of {count}, the best by {self.metric} of the validation split: "
+                f"{trial.value:.2f}"
+            ),
             f"unidec train --params {path}",
             f"make train ARGS='{words}'",
         ]

@@ -1,4 +1,5 @@
-"""The space of a search: a range or choices for each key path, and `lr`, which multiplies all learning rates.
+"""The space of a search: a range or choices for each key path, and `lr`, which multiplies all
+learning rates.
 
     optim.lr_bag: {low: 0.0003, high: 0.003, log: true}
     pool.beta: [1, 2, 3]
@@ -46,24 +47,33 @@ def import_optuna() -> Any:
 
 
 def read_space(path: str | Path, params: Params) -> dict[str, Any]:
-    """Read a search space file, and check each bound and each choice with all other parameters unchanged.
+    """Read a search space file, and check each bound and each choice with all other parameters
+    unchanged.
 
     Raises:
-        ConfigError: no such file, not YAML, or an empty file. ParamsError: every problem, with its line.
+        ConfigError: no such file, not YAML, or an empty file. ParamsError: every problem, with its
+        line.
     """
     if not Path(path).is_file():
-        raise ConfigError("no such search space file", where=str(path), fix="comparison/tune.yaml is an example")
+        raise ConfigError(
+            "no such search space file", where=str(path), fix="comparison/tune.yaml is an example"
+        )
     raw, lines = read_yaml(Path(path))
     if not raw:
-        raise ConfigError("nothing to tune", where=str(path), expected="optim.lr_bag: {low: 0.0003, high: 0.003}")
+        raise ConfigError(
+            "nothing to tune", where=str(path), expected="optim.lr_bag: {low: 0.0003, high: 0.003}"
+        )
     origin = {".".join(key): f"line {line}" for key, line in lines.items()}
     if problems := problems_of(raw, params, origin, str(path)):
         raise ParamsError(problems, str(path), "search space")
     return raw
 
 
-def problems_of(ranges: Ranges, params: Params, origin: Mapping[str, str], source: str) -> list[str]:
-    """What is wrong with the ranges: unknown keys, values out of bounds or in conflict with the other parameters.
+def problems_of(
+    ranges: Ranges, params: Params, origin: Mapping[str, str], source: str
+) -> list[str]:
+    """What is wrong with the ranges: unknown keys, values out of bounds or in conflict with the
+    other parameters.
 
     Args:
         origin: line of each key path. source: the file, or the part of it.
@@ -73,14 +83,18 @@ def problems_of(ranges: Ranges, params: Params, origin: Mapping[str, str], sourc
     for key, entry in ranges.items():
         try:
             if isinstance(entry, dict) and key in Params.model_fields:
-                raise ValueError(f"key paths, not sections: {key}.<key>: {{low: 0.001, high: 0.01}}")
+                raise ValueError(
+                    f"key paths, not sections: {key}.<key>: {{low: 0.001, high: 0.01}}"
+                )
             for value in _values(entry) if key in takes else [entry]:
                 applied(params, {key: value}, origin=origin, source=source)
             _check_form(key, entry, takes[key])
         except ParamsError as error:
             problems += error.problems
         except ValueError as error:
-            problems.append(problem(key, "cannot be tuned like this", short(entry), str(error), dict(origin)))
+            problems.append(
+                problem(key, "cannot be tuned like this", short(entry), str(error), dict(origin))
+            )
     return problems
 
 
@@ -88,7 +102,9 @@ def _values(entry: Any) -> list[Any]:
     """All choices, or both ends of a range."""
     if isinstance(entry, list):
         return entry
-    return [entry[end] for end in ("low", "high") if end in entry] if isinstance(entry, dict) else []
+    return (
+        [entry[end] for end in ("low", "high") if end in entry] if isinstance(entry, dict) else []
+    )
 
 
 def _check_form(key: str, entry: Any, takes: str) -> None:
@@ -103,7 +119,11 @@ def _check_form(key: str, entry: Any, takes: str) -> None:
             raise ValueError("one or more choices")
         return
     is_number = not {"number", "integer"}.isdisjoint(takes.split())
-    if not is_number or not isinstance(entry, dict) or not {"low", "high"} <= entry.keys() <= {"low", "high", "log"}:
+    if (
+        not is_number
+        or not isinstance(entry, dict)
+        or not {"low", "high"} <= entry.keys() <= {"low", "high", "log"}
+    ):
         raise ValueError("{low: 0.001, high: 0.01, log: true} for a number, or choices: [1, 2, 4]")
     log = entry.get("log", False)
     if not isinstance(log, bool):
@@ -132,7 +152,9 @@ def applied(
     if type(factor) not in (int, float) or factor <= 0:
         raise ValueError("lr multiplies all learning rates: a number above 0")
     if factor != 1:
-        values |= {key: rate * factor for key, rate in values.items() if key.startswith("optim.lr_")}
+        values |= {
+            key: rate * factor for key, rate in values.items() if key.startswith("optim.lr_")
+        }
     values |= {key: value for key, value in leaves(params) if key in kept}
     return build_params(values, dict(origin or {}), source)
 

@@ -1,14 +1,15 @@
-"""A comparison, its steps and their folders: derived data is shared by all cells, and each run has its own folder.
+"""A comparison, its steps and their folders: derived data is shared by all cells, and each run has
+its own folder.
 
     runs/compare/<name>/
       shared/data-<key>/data/{dataset,tokens,propensity}   one per data set, text and tokenizer
       shared/cache                                         vectors of frozen encoders
-      cells/<data>/<cell>/<seed>-<key>/                    working folder of one run; result.json is written last
-      report.html
+      cells/<data>/<cell>/<seed>-<key>/                    working folder of one run; result.json is
+      written last report.html
 
-A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get another folder.
-A result names the code that made it; if the code has changed, it is rebuilt (not with `keep_results`).
-"""
+A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get
+another folder. A result names the code that made it; if the code has changed, it is rebuilt (not
+with `keep_results`)."""
 
 from __future__ import annotations
 
@@ -31,8 +32,13 @@ from unidec.errors import ConfigError
 
 ROOT = Path("runs/compare")
 EXAMPLE = "comparison/fair.yaml is an example"
-RESULT, FAILURE, LOG, SPEC = "result.json", "failure.json", "log.txt", "cell.json"
-MODEL, PREDICTIONS, SCORES = "outputs/model", "labels.npy", "scores.npz"
+RESULT = "result.json"
+FAILURE = "failure.json"
+LOG = "log.txt"
+SPEC = "cell.json"
+MODEL = "outputs/model"
+PREDICTIONS = "labels.npy"
+SCORES = "scores.npz"
 
 # results of the code that makes a peer's or another run's result; a page's look changes none
 PEER_CODE = ("peers", "metrics")
@@ -46,7 +52,8 @@ class Step:
     """A data set or a run, made by a child process in its own folder; result.json is written last.
 
     Attributes:
-        name: the job's key, or the data set's. key: sha256 (hex) of its inputs. folder: its working folder.
+        name: the job's key, or the data set's. key: sha256 (hex) of its inputs. folder: its working
+        folder.
         spec: cell.json, all inputs of the child. needs: names of the steps that it depends on.
     """
 
@@ -74,10 +81,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A checked comparison file, its jobs by key, and their steps by name; each after the steps that it needs.
+    """A checked comparison file, its jobs by key, and their steps by name; each after the steps
+    that it needs.
 
-    `common` are the parameters that the file sets for all cells; `overrides` those of `--set`, over everything.
-    """
+    `common` are the parameters that the file sets for all cells; `overrides` those of `--set`, over
+    everything."""
 
     path: Path
     file: ComparisonFile
@@ -99,18 +107,22 @@ def load_comparison(
 
     Args:
         path: the file.
-        overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
+        overrides: parameters by key path over everything that the file sets, for all cells
+        (`--set`).
         folder: of the results, instead of runs/compare/<name>.
         tune: the jobs are the first trials of the searches of the file's `tuning`.
         keep_results: results that another version of the code made count as done.
 
     Raises:
-        ParamsError: every problem at once, with key path, line, what was expected and the nearest name.
+        ParamsError: every problem at once, with key path, line, what was expected and the nearest
+        name.
         ConfigError: the file has no section `tuning` to run, or has not been tuned yet.
     """
     file, origin, problems = read_file(path)
     if tune and file.tuning is None and not problems:
-        raise ConfigError("nothing to tune", where=str(path), expected="a section `tuning`", fix=EXAMPLE)
+        raise ConfigError(
+            "nothing to tune", where=str(path), expected="a section `tuning`", fix=EXAMPLE
+        )
     choose = None if tune else partial(read_chosen, path, file)
     jobs = Planner(file, origin, overrides or {}, problems).jobs(path, choose)
     root = Path(folder or ROOT / file.name)
@@ -122,7 +134,9 @@ def load_comparison(
 
 
 def _with_kept_result(step: Step) -> Step:
-    """The step with the code version of its result; unchanged if that result is missing or lacks its model."""
+    """The step with the code version of its result; unchanged if that result is missing or lacks
+    its model.
+    """
     kept = replace(step, spec={**step.spec, "code": (step.result() or {}).get("code")})
     return kept if kept.is_done() else step
 
@@ -131,12 +145,15 @@ def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
     """The steps that match the patterns, and the steps that they need; without patterns, all.
 
     Args:
-        only: "cell", "data/cell" or "data/cell/seed", as in the file or as folders; `*` and `?` match anything.
+        only: "cell", "data/cell" or "data/cell/seed", as in the file or as folders; `*` and `?`
+        match anything.
 
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    return with_needed(comparison.steps, matching(comparison, only) if only else set(comparison.steps))
+    return with_needed(
+        comparison.steps, matching(comparison, only) if only else set(comparison.steps)
+    )
 
 
 def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
@@ -169,7 +186,10 @@ def with_needed(steps: Mapping[str, Step], names: Iterable[str]) -> list[Step]:
 def _matches(job: Job, pattern: str) -> bool:
     names = (job.data, job.cell, str(job.seed))
     for data, cell, seed in (names, tuple(map(slug, names))):
-        if any(fnmatch.fnmatchcase(name, pattern) for name in (cell, f"{data}/{cell}", f"{data}/{cell}/{seed}")):
+        if any(
+            fnmatch.fnmatchcase(name, pattern)
+            for name in (cell, f"{data}/{cell}", f"{data}/{cell}/{seed}")
+        ):
             return True
     return False
 
@@ -179,21 +199,34 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
     steps: dict[str, Step] = {}
     needed = {job.needs for job in jobs.values()}
     for job in jobs.values():
-        data, before = _data_step(job, root), steps.get(job.needs)
+        data = _data_step(job, root)
+        before = steps.get(job.needs)
         # the data set has a key of its own
-        keys = _PEERS_TAKE if job.kind == "peer" else keys_deciding("label_graph", "training", "index", "evaluation")
-        key = _digest([fingerprint(job.params, *keys), job.kind, job.peer, data.key, before and before.key])
+        keys = (
+            _PEERS_TAKE
+            if job.kind == "peer"
+            else keys_deciding("label_graph", "training", "index", "evaluation")
+        )
+        key = _digest(
+            [fingerprint(job.params, *keys), job.kind, job.peer, data.key, before and before.key]
+        )
         folder = root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{key[:8]}"
-        links = {f"data/{name}": data.folder / "data" / name for name in ("dataset", "tokens", "propensity")}
+        links = {
+            f"data/{name}": data.folder / "data" / name
+            for name in ("dataset", "tokens", "propensity")
+        }
         links["data/cache"] = root / "shared" / "cache"
         if before is not None:
             links[MODEL if job.kind == "model_of" else START] = before.folder / MODEL
         spec = {
-            "kind": job.kind, "name": job.key, "params": _placed(job.params), "peer": job.peer,
+            "kind": job.kind,
+            "name": job.key,
+            "params": _placed(job.params),
+            "peer": job.peer,
             "code": code_sha256(*(PEER_CODE if job.kind == "peer" else RUN_CODE)),
             "keep": job.key in needed,
             "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
-        }  # fmt: skip
+        }
         steps[data.name] = data
         steps[job.key] = Step(job.key, key, folder, spec, (data.name, *filter(None, [job.needs])))
     return steps
@@ -202,14 +235,22 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
 def _data_step(job: Job, root: Path) -> Step:
     """The step that makes a job's data set, token cache and propensities, in the folder `data`.
 
-    Its key hashes raw files, slice, split, texts and tokenizer. Like a run, it is rebuilt if the code has changed.
-    """
+    Its key hashes raw files, slice, split, texts and tokenizer. Like a run, it is rebuilt if the
+    code has changed."""
     params = fingerprint(job.params, *keys_deciding("data", "tokens", "propensity"))
-    key = _digest([params, job.entry.train, job.entry.test, raw_sha256(str(Path(job.entry.path).resolve()))])
+    key = _digest(
+        [params, job.entry.train, job.entry.test, raw_sha256(str(Path(job.entry.path).resolve()))]
+    )
     spec = {
-        "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,
-        "test": job.entry.test, "code": code_sha256("data"), "keep": False, "links": {},
-    }  # fmt: skip
+        "kind": "data",
+        "name": f"data {job.data}",
+        "params": _placed(job.params),
+        "train": job.entry.train,
+        "test": job.entry.test,
+        "code": code_sha256("data"),
+        "keep": False,
+        "links": {},
+    }
     return Step(f"data {job.data} ({key[:8]})", key, root / "shared" / f"data-{key[:16]}", spec)
 
 

@@ -1,7 +1,8 @@
-"""Parameters: `load_params` reads params.yaml into `Params`, frozen sections whose keys say which results they decide.
+"""Parameters: `load_params` reads params.yaml into `Params`, frozen sections whose keys say which
+results they decide.
 
-`load_params` is called by the command line and the flows only; everything else takes one section or plain arguments.
-"""
+`load_params` is called by the command line and the flows only; everything else takes one section or
+plain arguments."""
 
 from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
 from unidec.config.load import (

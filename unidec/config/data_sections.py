@@ -1,4 +1,6 @@
-"""Sections of params.yaml: where data comes from, how it is read, checked and split, and what texts become."""
+"""Sections of params.yaml: where data comes from, how it is read, checked and split, and what texts
+become.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from unidec.config.section import Conflict, Count, CountOrZero, NonNegative, Positive, Result, Section, Seed, Share, key
+from unidec.config.section import (
+    Conflict,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    Result,
+    Section,
+    Seed,
+    Share,
+    key,
+)
 
 Severity = Literal["error", "warn", "off"]
 
@@ -17,22 +30,33 @@ class Data(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("data",)
 
-    path: str = key("data/raw/lf-debian", "folder with the raw files", "operation")  # the files decide, not their place
+    # the files decide, not their place
+    path: str = key("data/raw/lf-debian", "folder with the raw files", "operation")
     format: Literal["auto", "xmc-json", "xmc-text", "pecos", "beir", "tables"] = key(
         "auto", "layout of the raw files (docs/data.md); auto: recognised by the file names"
     )
     validation_share: Annotated[float, Field(ge=0, lt=0.5)] = key(
-        0.05, "share of the training queries held out for validation, if the data has no validation split"
+        0.05,
+        (
+            "share of the training queries held out for validation, if the data has no "
+            "validation split"
+        ),
     )
     validation_sample: CountOrZero = key(
         0, "training queries to compute metrics on if there is no validation split", "evaluation"
     )
-    test_share: Annotated[float, Field(ge=0, lt=0.9)] = key(0.2, "share of queries to test on, if no split is given")
+    test_share: Annotated[float, Field(ge=0, lt=0.9)] = key(
+        0.2, "share of queries to test on, if no split is given"
+    )
     split_seed: Seed = key(0, "random seed of the validation and test splits")
     propensity_a: Positive = key(
-        0.55, "constant A of the inverse propensities (Jain et al. 2016), set per data set", "propensity"
+        0.55,
+        "constant A of the inverse propensities (Jain et al. 2016), set per data set",
+        "propensity",
     )
-    propensity_b: NonNegative = key(1.5, "constant B of the inverse propensities, set per data set", "propensity")
+    propensity_b: NonNegative = key(
+        1.5, "constant B of the inverse propensities, set per data set", "propensity"
+    )
 
 
 class RawBounds(Section):
@@ -41,27 +65,41 @@ class RawBounds(Section):
     quotes: Literal["auto", "yes", "no"] = key(
         "auto", "quotes enclose fields of .csv and .tsv files (docs/data.md)", "data"
     )
-    max_row_bytes: Annotated[int, Field(ge=1000, le=2**30)] = key(16 << 20, "maximum bytes per line or CSV row")
+    max_row_bytes: Annotated[int, Field(ge=1000, le=2**30)] = key(
+        16 << 20, "maximum bytes per line or CSV row"
+    )
     max_text_chars: Count = key(1_000_000, "maximum characters per title or content")
-    max_unpack_ratio: Count = key(50, "maximum unpacked size as a multiple of the file's size; 64 MB always allowed")
+    max_unpack_ratio: Count = key(
+        50, "maximum unpacked size as a multiple of the file's size; 64 MB always allowed"
+    )
 
 
 class Validation(Section):
-    """Checks of the data: the allowed share of such rows; a larger one is an error (no training), a warning, or off."""
+    """Checks of the data: the allowed share of such rows; a larger one is an error (no training), a
+    warning, or off.
+    """
 
     decides: ClassVar[tuple[Result, ...]] = ("checks",)
 
     empty_texts: Share = key(0.01, "allowed share of queries, and of labels, with an empty text")
     empty_texts_severity: Severity = key("error", "severity of a larger share")
-    test_texts_in_train: Share = key(0.01, "allowed share of test queries whose text is also a training query's")
+    test_texts_in_train: Share = key(
+        0.01, "allowed share of test queries whose text is also a training query's"
+    )
     test_texts_in_train_severity: Severity = key("error", "severity of a larger share")
     queries_without_positives: Share = key(0.5, "allowed share of queries without positives")
     queries_without_positives_severity: Severity = key("error", "severity of a larger share")
-    labels_without_training_points: Share = key(0.5, "allowed share of labels without training queries")
+    labels_without_training_points: Share = key(
+        0.5, "allowed share of labels without training queries"
+    )
     labels_without_training_points_severity: Severity = key("error", "severity of a larger share")
-    label_texts_given_twice: Share = key(0.2, "allowed share of labels with the text, or the tokens, of another label")
+    label_texts_given_twice: Share = key(
+        0.2, "allowed share of labels with the text, or the tokens, of another label"
+    )
     label_texts_given_twice_severity: Severity = key("error", "severity of a larger share")
-    unknown_tokens: Share = key(0.1, "allowed share of a text's tokens that the tokenizer does not know, on average")
+    unknown_tokens: Share = key(
+        0.1, "allowed share of a text's tokens that the tokenizer does not know, on average"
+    )
     unknown_tokens_severity: Severity = key("error", "severity of a larger share")
     filtered_positives: Share = key(0.01, "allowed share of positives that are also filter pairs")
     filtered_positives_severity: Severity = key("warn", "severity of a larger share")
@@ -72,8 +110,12 @@ class Tokens(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("checks", "tokens")
 
-    text: Literal["title", "title+content"] = key("title", "fields of each query and label that the model reads")
-    max_length: Annotated[int, Field(ge=3, le=512)] = key(32, "maximum tokens per text, including special tokens")
+    text: Literal["title", "title+content"] = key(
+        "title", "fields of each query and label that the model reads"
+    )
+    max_length: Annotated[int, Field(ge=3, le=512)] = key(
+        32, "maximum tokens per text, including special tokens"
+    )
 
 
 class LabelGraph(Section):
@@ -82,23 +124,45 @@ class LabelGraph(Section):
     decides: ClassVar[tuple[Result, ...]] = ("label_graph",)
 
     kind: Literal["cooccurrence", "random-walk", "glas", "self"] = key(
-        "cooccurrence", "soft targets by shared queries, by random walks, symmetric (GLaS), or the label itself only"
+        "cooccurrence",
+        (
+            "soft targets by shared queries, by random walks, symmetric (GLaS), or the label "
+            "itself only"
+        ),
     )
     threshold: Share = key(0.1, "delta: soft targets below this value are set to 0")
-    share: Annotated[float, Field(gt=0, le=1)] = key(1.0, "share of the labels whose text is used as a query")
-    tail_first: bool = key(False, "if label_graph.share is below 1: use the rarest labels instead of random ones")
+    share: Annotated[float, Field(gt=0, le=1)] = key(
+        1.0, "share of the labels whose text is used as a query"
+    )
+    tail_first: bool = key(
+        False, "if label_graph.share is below 1: use the rarest labels instead of random ones"
+    )
 
 
 class Source(Section):
-    """The source of new raw data, which a retraining copies to `data.path`. Secrets are named here, never stored."""
+    """The source of new raw data, which a retraining copies to `data.path`. Secrets are named here,
+    never stored.
+    """
 
-    kind: Literal["none", "folder", "files", "dvc"] = key("none", "origin of new raw data; none: keep what is there")
-    path: str = key("", "kind folder: its path; kind dvc: the DVC target, such as data/raw/mine or data/raw/mine.dvc")
+    kind: Literal["none", "folder", "files", "dvc"] = key(
+        "none", "origin of new raw data; none: keep what is there"
+    )
+    path: str = key(
+        "",
+        (
+            "kind folder: its path; kind dvc: the DVC target, such as data/raw/mine or "
+            "data/raw/mine.dvc"
+        ),
+    )
     queries: str = key("", "kind files: path of the table of queries (csv, tsv, parquet, jsonl)")
     labels: str = key("", "kind files: path of the table of labels")
     pairs: str = key("", "kind files: path of the table of pairs")
-    revision: str = key("", "kind dvc: git revision of an imported target; empty: the one that the import names")
-    secrets: dict[str, str] = key({}, "Prefect Secret block for each environment variable of DVC's processes")
+    revision: str = key(
+        "", "kind dvc: git revision of an imported target; empty: the one that the import names"
+    )
+    secrets: dict[str, str] = key(
+        {}, "Prefect Secret block for each environment variable of DVC's processes"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.kind in ("folder", "dvc") and not self.path:
@@ -106,4 +170,8 @@ class Source(Section):
             yield Conflict("source.path source.kind", "the source has no path", fix)
         if self.kind == "files" and not (self.queries and self.labels and self.pairs):
             keys = "source.queries source.labels source.pairs source.kind"
-            yield Conflict(keys, "a data set consists of three tables", "all three tables, or source.kind: none")
+            yield Conflict(
+                keys,
+                "a data set consists of three tables",
+                "all three tables, or source.kind: none",
+            )

@@ -1,7 +1,8 @@
-"""params.yaml as frozen, typed sections: unknown keys are rejected, all errors reported together; recipes, fingerprint.
+"""params.yaml as frozen, typed sections: unknown keys are rejected, all errors reported together;
+recipes, fingerprint.
 
-The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, with the line of every key.
-"""
+The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, with the line of every
+key."""
 
 from __future__ import annotations
 
@@ -26,16 +27,22 @@ from unidec.errors import ConfigError
 
 _PATTERNS = {  # of the sections, in words
     r"^\S(.*\S)?$": "one line that neither begins nor ends with a blank",
-    r"^\w([\w. -]*\w)?$": "letters, digits and _, between them also . - and blanks, as in team-unidec",
+    r"^\w([\w. -]*\w)?$": (
+        "letters, digits and _, between them also . - and blanks, as in team-unidec"
+    ),
 }
 MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "parquet")}
-"""The value that was probably meant, by key and given value, where names do not resemble each other."""
+"""The value that was probably meant, by key and given value, where names do not resemble each
+other.
+"""
 
 KeyPath = tuple[str, ...]
 
 
 class ParamsError(ConfigError):
-    """Every problem in the parameters or in another file, reported together; `problems` holds one text per problem."""
+    """Every problem in the parameters or in another file, reported together; `problems` holds one
+    text per problem.
+    """
 
     def __init__(self, problems: list[str], where: str, what: str = "parameters") -> None:
         self.problems = problems
@@ -44,23 +51,30 @@ class ParamsError(ConfigError):
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Read a YAML file with one mapping. Returns the mapping, and the line (1-based) of each key path.
+    """Read a YAML file with one mapping. Returns the mapping, and the line (1-based) of each key
+    path.
 
     Raises:
-        ConfigError: the file does not exist or is not UTF-8 or YAML, a key is given twice, or the top level is not a
-            mapping; with `file:line`.
+        ConfigError: the file does not exist or is not UTF-8 or YAML, a key is given twice, or the
+            top level is not a mapping; with `file:line`.
     """
-    yaml, where = YAML(typ="safe", pure=True), str(path)
+    yaml = YAML(typ="safe", pure=True)
+    where = str(path)
     try:
         node = yaml.compose(path.read_bytes().decode("utf-8"))
         lines = dict(_lines(node, ()))
         value = {} if node is None else yaml.constructor.construct_document(node)
     except OSError as error:
-        fix = "run in the folder that holds params.yaml, name one with --params, or write one: unidec init DIR"
+        fix = (
+            "run in the folder that holds params.yaml, name one with --params, or write one: "
+            "unidec init DIR"
+        )
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, fix=fix) from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError("not UTF-8", where=f"{where}:{line}", fix="save the file as UTF-8") from error
+        raise ConfigError(
+            "not UTF-8", where=f"{where}:{line}", fix="save the file as UTF-8"
+        ) from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where += f":{mark.line + 1}" if mark else ""
@@ -69,7 +83,12 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except (YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"invalid YAML: {error}", where=where, expected="key: value") from error
     if not isinstance(value or {}, dict):
-        raise ConfigError("top level is not a mapping", where=where, got=type(value).__name__, expected="key: value")
+        raise ConfigError(
+            "top level is not a mapping",
+            where=where,
+            got=type(value).__name__,
+            expected="key: value",
+        )
     return value or {}, lines
 
 
@@ -89,10 +108,17 @@ def valid_values(detail: ErrorDetails) -> str:
 
 
 def problem(
-    key: str, what: str, got: str, expected: str | None, origin: dict[str, str], near: str | None = None,
+    key: str,
+    what: str,
+    got: str,
+    expected: str | None,
+    origin: dict[str, str],
+    near: str | None = None,
     fix: str | None = None,
-) -> str:  # fmt: skip
-    """A problem as text: key and origin, what is wrong, got, expected, the nearest valid name and the fix."""
+) -> str:
+    """A problem as text: key and origin, what is wrong, got, expected, the nearest valid name and
+    the fix.
+    """
     where = f" ({origin[key]})" if key in origin else ""
     facts = {"got": got, "expected": expected, "nearest": near, "fix": fix}
     lines = [f"    {name}: {fact}" for name, fact in facts.items() if fact or name == "got"]
@@ -120,25 +146,36 @@ def known_keys() -> list[str]:
 def recipe_names() -> list[str]:
     """Names of the shipped recipes."""
     folder = resources.files("unidec") / "recipes"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    )
 
 
-def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Params:
-    """Read a parameter file. `overrides` take precedence over the file, and the file over its recipe.
+def load_params(
+    path: str | Path | None = "params.yaml", overrides: Mapping[str, Any] | None = None
+) -> Params:
+    """Read a parameter file. `overrides` take precedence over the file, and the file over its
+    recipe.
 
     Args:
-        path: YAML file with the sections of `Params`; a key that is missing or has no value takes the value of the
-            recipe, or else the default. None: no file, only `overrides`, as from Python.
+        path: YAML file with the sections of `Params`; a key that is missing or has no value takes
+            the value of the recipe, or else the default. None: no file, only `overrides`, as from
+            Python.
         overrides: values by key path, such as `{"pool.beta": 2}`.
 
     Raises:
-        ConfigError: reports all problems together, each with key path, value, expected values and the nearest name.
+        ConfigError: reports all problems together, each with key path, value, expected values and
+        the nearest name.
     """
     raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
     values = _given(raw) | dict(overrides or {})
     if path is None:
         return build_params(values, {}, "")
-    origin = {".".join(key): f"line {line}" for key, line in lines.items()} | dict.fromkeys(overrides or {}, "--set")
+    origin = {".".join(key): f"line {line}" for key, line in lines.items()} | dict.fromkeys(
+        overrides or {}, "--set"
+    )
     return build_params(values, origin, str(path))
 
 
@@ -152,18 +189,25 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     Raises:
         ConfigError: see `load_params`.
     """
-    problems, known = [], known_keys()
-    recipe, names = values.get("recipe"), recipe_names()
+    problems = []
+    known = known_keys()
+    recipe = values.get("recipe")
+    names = recipe_names()
     if recipe in names:
         with resources.as_file(resources.files("unidec") / "recipes" / f"{recipe}.yaml") as path:
             values = _given(read_yaml(path)[0]) | dict(values)
     elif isinstance(recipe, str):
-        expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
+        expected = f"one of {', '.join(names)}"
+        near = nearest(recipe, names)
         problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
     for key, value in values.items():
         if any(without_credentials(text) != text for text in _texts(value)):
-            what, expected = "a password or token in a parameter", "an address without credentials"
-            fix = "set it in the environment; source.secrets names Prefect secrets for DVC's processes"
+            what = "a password or token in a parameter"
+            expected = "an address without credentials"
+            fix = (
+                "set it in the environment; source.secrets names Prefect secrets for DVC's "
+                "processes"
+            )
             problems.append(problem(key, what, short(value), expected, origin, fix=fix))
         if key not in known:
             problems.append(_no_such_key(key, value, origin))
@@ -174,7 +218,9 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     except ValidationError as error:
         wrong = _wrong_values(error, origin)
         # with the defaults in place of wrong values, the other values can be checked for conflicts
-        params = Params.model_validate(nested({key: value for key, value in known_values.items() if key not in wrong}))
+        params = Params.model_validate(
+            nested({key: value for key, value in known_values.items() if key not in wrong})
+        )
     problems += wrong.values()
     valid = dict(leaves(params))
     for conflict in params.conflicts():
@@ -188,8 +234,16 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts in a value, without the keys of a mapping: those of `source.secrets` are names of variables."""
-    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    """The texts in a value, without the keys of a mapping: those of `source.secrets` are names of
+    variables.
+    """
+    parts = (
+        list(value.values())
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else [value]
+    )
     return [str(part) for part in parts]
 
 
@@ -203,13 +257,22 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
-            raise ConfigError("not an assignment", where="--set", got=assignment, expected="section.key=value")
+            raise ConfigError(
+                "not an assignment", where="--set", got=assignment, expected="section.key=value"
+            )
         if key.strip() in overrides:
-            raise ConfigError(f"{key.strip()} is set twice", where="--set", got=assignment, fix="keep one of the two")
+            raise ConfigError(
+                f"{key.strip()} is set twice",
+                where="--set",
+                got=assignment,
+                fix="keep one of the two",
+            )
         try:
             overrides[key.strip()] = YAML(typ="safe", pure=True).load(text)
         except (YAMLError, ValueError) as error:
-            raise ConfigError("not a YAML value", got=text, expected="a number, a word, true or false") from error
+            raise ConfigError(
+                "not a YAML value", got=text, expected="a number, a word, true or false"
+            ) from error
     return overrides
 
 
@@ -220,7 +283,9 @@ def with_settings(params: Params, settings: Mapping[str, Any]) -> Params | None:
 
 
 def flatten(params: Params) -> dict[str, str | int | float]:
-    """All parameters by key path, for a tracking server: booleans, lists and dicts as JSON, None as an empty string."""
+    """All parameters by key path, for a tracking server: booleans, lists and dicts as JSON, None as
+    an empty string.
+    """
 
     def plain(value: Any) -> str | int | float:
         if isinstance(value, bool | dict | list):
@@ -238,18 +303,23 @@ def fingerprint(params: Params, *keys: str) -> str:
     values = dict(leaves(params))
     del values["recipe"]
     chosen = {key: values[key] for key in keys or values}
-    text = json.dumps(chosen, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        chosen, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _section(name: str) -> type[Section] | None:
-    """Class of the section with this name; None for a parameter outside sections or an unknown name."""
+    """Class of the section with this name; None for a parameter outside sections or an unknown
+    name.
+    """
     field = Params.model_fields.get(name)
     return type(field.default) if field is not None and isinstance(field.default, Section) else None
 
 
 def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's values by key path, without keys and sections that have no value; unknown keys are kept.
+    """A file's values by key path, without keys and sections that have no value; unknown keys are
+    kept.
 
     params.yaml lists keys without a value so that `dvc exp run --set-param` finds them.
     """
@@ -260,7 +330,11 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
             given[str(name)] = value
         elif isinstance(value, dict):
             known = section.model_fields
-            given |= {f"{name}.{key}": leaf for key, leaf in value.items() if leaf is not None or key not in known}
+            given |= {
+                f"{name}.{key}": leaf
+                for key, leaf in value.items()
+                if leaf is not None or key not in known
+            }
         elif value is not None:
             given[name] = value
     return given
@@ -270,13 +344,19 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
     """All problems with the values of known keys as text, by key."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        names = [str(part) for part in detail["loc"]]  # further parts are added by pydantic (the member of a union)
+        # further parts are added by pydantic (the member of a union)
+        names = [str(part) for part in detail["loc"]]
         wrong.setdefault(".".join(names[: 2 if _section(names[0]) else 1]), []).append(detail)
     problems = {}
     for key, group in wrong.items():
-        got, expected = group[0]["input"], " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
+        got = group[0]["input"]
+        expected = " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
         choices = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
-        near = MEANT.get((key, got)) or nearest(got, choices.split("'")[1::2]) if isinstance(got, str) else None
+        near = (
+            MEANT.get((key, got)) or nearest(got, choices.split("'")[1::2])
+            if isinstance(got, str)
+            else None
+        )
         problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
     return problems
 
@@ -290,7 +370,11 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
         return problem(key, "not a section", short(value), f"keys under it: {listed}", origin)
     same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
     near = same_name[-1] if same_name else nearest(key, [*Params.model_fields, *known_keys()])
-    fix = "a Prefect automation on unidec.* events and failed runs" if key == "retrain.notify" else None
+    fix = (
+        "a Prefect automation on unidec.* events and failed runs"
+        if key == "retrain.notify"
+        else None
+    )
     return problem(key, "unknown key", short(value), f"one of {listed}", origin, near, fix)
 
 
@@ -298,7 +382,9 @@ def to_yaml(params: Params) -> str:
     """All parameters as YAML that loads to the same values."""
     import yaml
 
-    return yaml.safe_dump(params.model_dump(exclude={"recipe"}), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(
+        params.model_dump(exclude={"recipe"}), sort_keys=False, allow_unicode=True
+    )
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
@@ -306,7 +392,11 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
     schema = Params.model_json_schema()
     for key, default in leaves(Params()):
         section, _, name = key.rpartition(".")
-        group = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]] if section else schema
+        group = (
+            schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
+            if section
+            else schema
+        )
         entry = group["properties"][name or key]
         yield key, json.dumps(default), _takes(entry), entry.get("description", "")
 

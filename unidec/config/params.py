@@ -1,4 +1,6 @@
-"""`Params`, all parameters of params.yaml: conflicts between its sections, and which key decides which result."""
+"""`Params`, all parameters of params.yaml: conflicts between its sections, and which key decides
+which result.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from unidec.config.section import Conflict, Result, Section, Seed, key
 from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
 from unidec.config.training_sections import Encoder, Loss, Model, Optim, Pool, Run, Warm
 
-_NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}  # no hard negatives, no propensities
+# no hard negatives, no propensities
+_NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class TrainingSettings:
     Attributes:
         propensity: constants A and B of the inverse propensities.
         keep: `warm.keep`.
-        everything: all parameters that decide a result, as `recorded` for the model's file and the run's identity.
+        everything: all parameters that decide a result, as `recorded` for the model's file and the
+        run's identity.
     """
 
     seed: int
@@ -44,9 +48,13 @@ class TrainingSettings:
 class Params(Section):
     """All of params.yaml."""
 
-    recipe: str | None = key(None, "name of a shipped recipe (unidec/recipes); keys set here override it")
+    recipe: str | None = key(
+        None, "name of a shipped recipe (unidec/recipes); keys set here override it"
+    )
     seed: Seed = key(0, "random seed of training", "training", "index")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "where to train; auto: a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "where to train; auto: a GPU if there is one"
+    )
     data: Data = Data()
     raw: RawBounds = RawBounds()
     validation: Validation = Validation()
@@ -80,7 +88,9 @@ class Params(Section):
 
     @property
     def reads_label_graph(self) -> bool:
-        """Whether training reads the label graph: as targets of label texts, or for the texts of related labels."""
+        """Whether training reads the label graph: as targets of label texts, or for the texts of
+        related labels.
+        """
         return self.pool.gandalf or (self.model.clf_graph and self.model.heads != "de")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -93,8 +103,16 @@ class Params(Section):
             yield from self._classifier()
         yield from self._losses()
         if self.pool.simcse:
-            what = "SimCSE ignores relevance: it trains a dual encoder alone, against the batch's other texts"
-            needed = {"model.heads": "de", "pool.de_labels": "pool", "pool.gandalf": False, "loss.mixup": "none"}
+            what = (
+                "SimCSE ignores relevance: it trains a dual encoder alone, against the batch's "
+                "other texts"
+            )
+            needed = {
+                "model.heads": "de",
+                "pool.de_labels": "pool",
+                "pool.gandalf": False,
+                "loss.mixup": "none",
+            }
             yield from self._needed("pool.simcse: false", what, needed | _NO_DRAWS)
         if self.model.surrogate:
             what = "surrogate clusters require a classifier without a dual encoder, on one device"
@@ -102,7 +120,12 @@ class Params(Section):
             yield from self._needed("model.surrogate: 0", what, needed | _NO_DRAWS)
         if self.model.levels:
             what = "a label tree requires a classifier without a dual encoder, on one device"
-            needed = {"model.heads": "clf", "model.surrogate": 0, "run.devices": 1, "loss.mixup": "none"}
+            needed = {
+                "model.heads": "clf",
+                "model.surrogate": 0,
+                "run.devices": 1,
+                "loss.mixup": "none",
+            }
             yield from self._needed("model.levels: []", what, needed)
         elif self.pool.shortlist:
             fix = "model.levels: [32, 4], or pool.shortlist: 0"
@@ -114,67 +137,126 @@ class Params(Section):
         yield from self._operations()
 
     def _heads(self) -> Iterator[Conflict]:
-        heads, space = self.model.heads, self.index.space
+        heads = self.model.heads
+        space = self.index.space
         if heads == "clf" and self.model.auxiliary:
             what = "auxiliary vectors require a dual encoder"
-            yield Conflict("model.auxiliary model.heads", what, "model.auxiliary: 0, or model.heads: de")
+            yield Conflict(
+                "model.auxiliary model.heads", what, "model.auxiliary: 0, or model.heads: de"
+            )
         if heads not in ("both", space):
             what = "the index searches a head that the model does not have"
-            yield Conflict("index.space model.heads", what, "set index.space to the same value as model.heads")
+            yield Conflict(
+                "index.space model.heads", what, "set index.space to the same value as model.heads"
+            )
         idle = {0.0: "de", 1.0: "clf"}.get(self.loss.balance)
         if idle == "de" and not self.model.projection:
             idle = None  # this head is the encoder itself, loaded from `encoder.start`
         if heads == "both" and idle is not None and space in ("both", idle):
-            fix = "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for 1) or clf (for 0)"
-            yield Conflict("loss.balance model.heads index.space", "one head gets no loss but is searched", fix)
-        if "auto" in (self.index.clf_weight, self.index.knn_weight) and self.data.validation_share == 0:
-            what, fix = "there is no validation split to tune a weight on", "data.validation_share above 0, or a number"
-            yield Conflict("data.validation_share index.clf_weight index.knn_weight", what, f"{fix} as the weight")
+            fix = (
+                "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for "
+                "1) or clf (for 0)"
+            )
+            yield Conflict(
+                "loss.balance model.heads index.space", "one head gets no loss but is searched", fix
+            )
+        if (
+            "auto" in (self.index.clf_weight, self.index.knn_weight)
+            and self.data.validation_share == 0
+        ):
+            what = "there is no validation split to tune a weight on"
+            fix = "data.validation_share above 0, or a number"
+            yield Conflict(
+                "data.validation_share index.clf_weight index.knn_weight",
+                what,
+                f"{fix} as the weight",
+            )
 
     def _classifier(self) -> Iterator[Conflict]:
-        all_labels, all_rows = self.pool.clf_labels == "all", self.optim.clf_state == "adamw"
+        all_labels = self.pool.clf_labels == "all"
+        all_rows = self.optim.clf_state == "adamw"
         if self.loss.clf == "bce" and self.loss.clf_bce > 0:
             what = "the classifier's loss is already BCE: the auxiliary BCE would count it twice"
             yield Conflict("loss.clf_bce loss.clf model.heads", what, "loss.clf_bce: 0")
         if all_labels and self.run.table_place != "device":
-            what = "a classifier over all labels uses all rows in each step: they cannot be fetched per step"
+            what = (
+                "a classifier over all labels uses all rows in each step: they cannot be fetched "
+                "per step"
+            )
             fix = "run.table_place: device, or pool.clf_labels: pool"
             yield Conflict("run.table_place pool.clf_labels model.heads", what, fix)
         if all_rows and self.run.table_place != "device":
-            fix = "run.table_place: device, or optim.clf_state: adam, which updates the rows of a step only"
-            yield Conflict("run.table_place optim.clf_state model.heads", "AdamW updates all rows in each step", fix)
+            fix = (
+                "run.table_place: device, or optim.clf_state: adam, which updates the rows of a "
+                "step only"
+            )
+            yield Conflict(
+                "run.table_place optim.clf_state model.heads",
+                "AdamW updates all rows in each step",
+                fix,
+            )
         if not self.model.clf_residual:
             for name in ("clf_gates", "clf_graph", "clf_queries"):
                 if getattr(self.model, name):
                     off = "0" if name == "clf_queries" else "false"
-                    keys, fix = f"model.{name} model.clf_residual model.heads", f"or model.{name}: {off}"
-                    yield Conflict(keys, "requires residual classifier rows", f"model.clf_residual: true, {fix}")
+                    keys = f"model.{name} model.clf_residual model.heads"
+                    fix = f"or model.{name}: {off}"
+                    yield Conflict(
+                        keys,
+                        "requires residual classifier rows",
+                        f"model.clf_residual: true, {fix}",
+                    )
             return
         or_none = "or model.clf_residual: false"
         if self.model.clf_queries and (self.model.clf_graph or self.model.heads == "both"):
-            what = "queries in classifier rows require a classifier without a dual encoder and without a label graph"
+            what = (
+                "queries in classifier rows require a classifier without a dual encoder and "
+                "without a label graph"
+            )
             fix = "model.heads: clf, or model.clf_queries: 0"
             yield Conflict("model.clf_queries model.clf_graph model.heads", what, fix)
         if self.model.clf_init != "label_embedding":
-            what, fix = "a residual classifier starts from its labels' embeddings", "model.clf_init: label_embedding"
-            yield Conflict("model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}")
+            what = "a residual classifier starts from its labels' embeddings"
+            fix = "model.clf_init: label_embedding"
+            yield Conflict(
+                "model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}"
+            )
         if self.pool.clf_labels != "pool":
-            what = "a residual classifier would encode the texts of all labels outside the pool in each step"
-            yield Conflict("model.clf_residual pool.clf_labels model.heads", what, f"pool.clf_labels: pool, {or_none}")
+            what = (
+                "a residual classifier would encode the texts of all labels outside the pool in "
+                "each step"
+            )
+            yield Conflict(
+                "model.clf_residual pool.clf_labels model.heads",
+                what,
+                f"pool.clf_labels: pool, {or_none}",
+            )
         if self.run.devices > 1:
             what = "a residual classifier trains on one device"
-            yield Conflict("model.clf_residual run.devices model.heads", what, f"run.devices: 1, {or_none}")
+            yield Conflict(
+                "model.clf_residual run.devices model.heads", what, f"run.devices: 1, {or_none}"
+            )
 
     def _losses(self) -> Iterator[Conflict]:
         loss = self.loss
-        used = {head: getattr(loss, head) for head in ("de", "clf") if self.model.heads in ("both", head)}
+        used = {
+            head: getattr(loss, head)
+            for head in ("de", "clf")
+            if self.model.heads in ("both", head)
+        }
         keys = "loss.de loss.clf model.heads"
         if "infonce" in used.values() and loss.reduction != "pol":
             fix = "loss.reduction: pol, or supcon as the loss"
-            yield Conflict(f"loss.reduction {keys}", "InfoNCE is defined for one positive per query", fix)
+            yield Conflict(
+                f"loss.reduction {keys}", "InfoNCE is defined for one positive per query", fix
+            )
         if "hinge" in used.values() and loss.margin == 0:
             fix = "loss.margin: 1 for the classifier's scores, below 1 for cosines"
-            yield Conflict(f"loss.margin {keys}", "the squared hinge without a margin is 0 if all scores are 0", fix)
+            yield Conflict(
+                f"loss.margin {keys}",
+                "the squared hinge without a margin is 0 if all scores are 0",
+                fix,
+            )
         for head, name in used.items():
             if name == "softtopk" and getattr(loss, f"{head}_forward") < 1:
                 what = "soft top-k ranks the labels of a query: it has no label-to-query loss"
@@ -191,32 +273,59 @@ class Params(Section):
         for path, value in needed.items():
             section, name = path.split(".")
             if getattr(getattr(self, section), name) != value:
-                yield Conflict(f"{path} {off.partition(':')[0]}", what, f"{path}: {json.dumps(value)}, or {off}")
+                yield Conflict(
+                    f"{path} {off.partition(':')[0]}",
+                    what,
+                    f"{path}: {json.dumps(value)}, or {off}",
+                )
 
     def _mixup(self) -> Iterator[Conflict]:
         off = 'loss.mixup: "none"'
         if self.run.devices > 1:
-            yield Conflict("loss.mixup run.devices", "MixUp requires a single device", f"run.devices: 1, or {off}")
+            yield Conflict(
+                "loss.mixup run.devices",
+                "MixUp requires a single device",
+                f"run.devices: 1, or {off}",
+            )
         if self.loss.mixup == "labels" and self.model.heads == "clf":
             what = "a classifier alone encodes no label texts to mix with"
             yield Conflict("loss.mixup model.heads", what, f"model.heads: both, or {off}")
         if self.model.heads != "de" and self.loss.clf == "bce" and self.pool.clf_labels != "pool":
             what = "the chunked loss over all labels does not support MixUp"
-            yield Conflict("loss.mixup loss.clf pool.clf_labels", what, f"pool.clf_labels: pool, or {off}")
+            yield Conflict(
+                "loss.mixup loss.clf pool.clf_labels", what, f"pool.clf_labels: pool, or {off}"
+            )
 
     def _operations(self) -> Iterator[Conflict]:
         source = self.source
-        copied = {"folder": [source.path], "files": [source.queries, source.labels, source.pairs]}.get(source.kind, [])
-        places, own = [Path(os.path.abspath(path)) for path in copied if path], Path(os.path.abspath(self.data.path))
+        copied = {
+            "folder": [source.path],
+            "files": [source.queries, source.labels, source.pairs],
+        }.get(source.kind, [])
+        places = [Path(os.path.abspath(path)) for path in copied if path]
+        own = Path(os.path.abspath(self.data.path))
         if any(place.is_relative_to(own) or own.is_relative_to(place) for place in places):
-            what, fix = "the fetched data would overwrite its own source", "data.path: a different folder"
+            what = "the fetched data would overwrite its own source"
+            fix = "data.path: a different folder"
             yield Conflict("source.kind source.path data.path", what, fix)
         if self.retrain.start == "warm" and self.encoder.start:
             what = "training cannot start from two models, the champion and encoder.start"
-            yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')
+            yield Conflict(
+                "retrain.start encoder.start",
+                what,
+                'retrain.start: auto or cold, or encoder.start: ""',
+            )
 
 
-RESULTS: tuple[Result, ...] = ("data", "tokens", "propensity", "label_graph", "training", "index", "evaluation")
+RESULTS: tuple[Result, ...] = (
+    "data",
+    "tokens",
+    "propensity",
+    "label_graph",
+    "training",
+    "index",
+    "evaluation",
+)
 """Results that a model and its figures consist of; their parameters are stored with them."""
 
 
@@ -230,7 +339,8 @@ def keys_deciding(*results: Result, warm: bool = False) -> list[str]:
     """Key paths of the parameters that decide at least one of these results.
 
     Args:
-        warm: include those of section `warm`, which apply only if training starts from an earlier model.
+        warm: include those of section `warm`, which apply only if training starts from an earlier
+        model.
     """
     found = [key for key, decided in what_decides().items() if not set(decided).isdisjoint(results)]
     return [key for key in found if warm or not key.startswith("warm.")]
@@ -260,13 +370,17 @@ def _defaults() -> dict[str, Any]:
 
 
 def value_at(values: Mapping[str, Any], path: str) -> Any:
-    """The value at a key path in plain values by section; its default if an older version wrote no such key."""
+    """The value at a key path in plain values by section; its default if an older version wrote no
+    such key.
+    """
     section, _, name = path.rpartition(".")
     place = values.get(section, {}) if section else values
     return place.get(name, _defaults()[path])
 
 
 def recorded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all parameters, as plain values by section, the recipe's name and those that decide a result."""
+    """Of all parameters, as plain values by section, the recipe's name and those that decide a
+    result.
+    """
     keys = ["recipe", *keys_deciding(*RESULTS, warm=True)]
     return nested({key: value_at(values, key) for key in keys})

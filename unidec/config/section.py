@@ -1,6 +1,5 @@
-"""What a section of params.yaml consists of: keys with type, bounds, default, description and the results that they
-decide, and conflicts of values.
-"""
+"""What a section of params.yaml consists of: keys with type, bounds, default, description and the
+results that they decide, and conflicts of values."""
 
 from __future__ import annotations
 
@@ -17,16 +16,30 @@ NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Result = Literal[
-    "data", "checks", "tokens", "propensity", "label_graph", "training", "index", "evaluation", "operation"
-]  # fmt: skip
-"""What a parameter decides, in the order of the pipeline: the data set, whether its checks pass, the token caches,
-propensities of labels, label graph, trained model, bundle, metrics; or only where and how something runs ("operation").
-"""
+    "data",
+    "checks",
+    "tokens",
+    "propensity",
+    "label_graph",
+    "training",
+    "index",
+    "evaluation",
+    "operation",
+]
+"""What a parameter decides, in the order of the pipeline: the data set, whether its checks pass,
+the token caches, propensities of labels, label graph, trained model, bundle, metrics; or only where
+and how something runs ("operation"). """
 
 
 def key(default: Any, description: str, *decides: Result) -> Any:
-    """A parameter's default, its description and the results that it decides, if not those of its section."""
-    return Field(default, description=description, json_schema_extra={"decides": list(decides)} if decides else None)
+    """A parameter's default, its description and the results that it decides, if not those of its
+    section.
+    """
+    return Field(
+        default,
+        description=description,
+        json_schema_extra={"decides": list(decides)} if decides else None,
+    )
 
 
 class Conflict(NamedTuple):
@@ -46,14 +59,17 @@ class Section(BaseModel):
     """A frozen group of parameters that rejects unknown keys.
 
     Attributes:
-        decides: the first results that these parameters decide, unless a key says otherwise; what is made from them
-            follows.
+        decides: the first results that these parameters decide, unless a key says otherwise; what
+            is made from them follows.
     """
 
     decides: ClassVar[tuple[Result, ...]] = ("operation",)
 
-    # strict: "3" is not accepted as a number, nor true as a count, so that a typing error is reported
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+    # strict: "3" is not accepted as a number, nor true as a count, so that a typing error is
+    # reported
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+    )
 
     @classmethod
     def decided(cls, prefix: str = "") -> dict[str, tuple[Result, ...]]:

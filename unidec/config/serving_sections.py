@@ -39,7 +39,9 @@ def _not_removed(kind: object) -> object:
     """Raises an error that names the replacement of a removed index kind."""
     replacement = {"sq8": "pq", "hnsw-sq8": "pq or hnsw", "ivf-sq8": "ivf-pq"}.get(str(kind))
     if replacement:
-        raise PydanticCustomError("index_kind", "{text}", {"text": f"{replacement}, which replaces it"})
+        raise PydanticCustomError(
+            "index_kind", "{text}", {"text": f"{replacement}, which replaces it"}
+        )
     return kind
 
 
@@ -51,33 +53,56 @@ class Index(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("index",)
 
-    kind: IndexKind = key("flat", "kind of faiss index (flat: exact); `unidec index tune` measures recall and speed")
+    kind: IndexKind = key(
+        "flat", "kind of faiss index (flat: exact); `unidec index tune` measures recall and speed"
+    )
     space: Literal["both", "de", "clf"] = key("both", "which head's vectors are searched")
     hnsw_links: Count = key(32, "hnsw: links per label (M)")
     hnsw_build: Count = key(200, "hnsw: candidates when the index is built (efConstruction)")
     hnsw_search: Count = key(200, "hnsw: candidates per search (efSearch)")
-    ivf_lists: CountOrZero = key(0, "ivf-pq: number of lists; 0: 16 x sqrt(labels), of at least 64 labels each")
+    ivf_lists: CountOrZero = key(
+        0, "ivf-pq: number of lists; 0: 16 x sqrt(labels), of at least 64 labels each"
+    )
     ivf_probes: CountOrZero = key(0, "ivf-pq: lists probed per search; 0: a 12th of them")
     pq_dims: Count = key(4, "pq, ivf-pq: dimensions per 4-bit code")
     rescore: Count = key(8, "pq, ivf-pq: candidates per requested label that are rescored exactly")
-    clf_weight: Positive | Literal["auto"] = key(1.0, "weight of the classifier's score; auto: tuned on validation")
-    clf_normalize: bool = key(True, "true: the classifier's cosine (the paper); false: its raw score")
-    knn_weight: NonNegative | Literal["auto"] = key(0.0, "weight of votes of similar training queries; 0: no votes")
+    clf_weight: Positive | Literal["auto"] = key(
+        1.0, "weight of the classifier's score; auto: tuned on validation"
+    )
+    clf_normalize: bool = key(
+        True, "true: the classifier's cosine (the paper); false: its raw score"
+    )
+    knn_weight: NonNegative | Literal["auto"] = key(
+        0.0, "weight of votes of similar training queries; 0: no votes"
+    )
     knn_neighbours: Count = key(100, "number of most similar training queries that vote")
-    knn_by: Literal["model", "words"] = key("model", "similarity of queries: model vectors, or TF-IDF of words")
-    knn_head: CountOrZero = key(0, "with fusion: first tokens of a text (title) also compared separately; 0: none")
+    knn_by: Literal["model", "words"] = key(
+        "model", "similarity of queries: model vectors, or TF-IDF of words"
+    )
+    knn_head: CountOrZero = key(
+        0, "with fusion: first tokens of a text (title) also compared separately; 0: none"
+    )
     fusion: bool = key(
         False,
-        "rank by a small network, trained on the validation split and used if better; requires both heads",
+        (
+            "rank by a small network, trained on the validation split and used if better; "
+            "requires both heads"
+        ),
     )
-    objective: Literal["nDCG@5", "P@1", "PSP@5", "R@100"] = key("nDCG@5", "validation metric that tuning maximises")
+    objective: Literal["nDCG@5", "P@1", "PSP@5", "R@100"] = key(
+        "nDCG@5", "validation metric that tuning maximises"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.fuses and self.knn_by != "words":
             what = "the fusion requires the votes by words"
-            yield Conflict("index.fusion index.knn_by", what, "index.knn_by: words, or index.fusion: false")
+            yield Conflict(
+                "index.fusion index.knn_by", what, "index.knn_by: words, or index.fusion: false"
+            )
         if self.knn_head and not self.fuses:
-            yield Conflict("index.knn_head index.fusion", "only the fusion uses it", "index.knn_head: 0")
+            yield Conflict(
+                "index.knn_head index.fusion", "only the fusion uses it", "index.knn_head: 0"
+            )
 
     @property
     def fuses(self) -> bool:
@@ -88,11 +113,17 @@ class Index(Section):
 class Retrain(Section):
     """Which model a retraining starts from, and what it does after training."""
 
-    start: Literal["auto", "warm", "cold"] = key("auto", "warm: the champion; cold: from scratch; auto: see cold_every")
-    cold_every: CountOrZero = key(10, "start auto: warm starts in a row before a cold one; 0: only the first is cold")
+    start: Literal["auto", "warm", "cold"] = key(
+        "auto", "warm: the champion; cold: from scratch; auto: see cold_every"
+    )
+    cold_every: CountOrZero = key(
+        10, "start auto: warm starts in a row before a cold one; 0: only the first is cold"
+    )
     promote: bool = key(True, "promote a challenger that passes the gate")
     push: bool = key(False, "run `dvc push` at the end")
-    commit: Literal["none", "commit", "tag"] = key("none", "commit dvc.lock and metrics to git; tag: also tag them")
+    commit: Literal["none", "commit", "tag"] = key(
+        "none", "commit dvc.lock and metrics to git; tag: also tag them"
+    )
 
 
 class Gate(Section):
@@ -100,17 +131,35 @@ class Gate(Section):
 
     metric: Metric = key("nDCG@5", "metric in which the challenger must lead")
     margin: float = key(0.0, "required lead over the champion, in percentage points")
-    confidence: BelowOne = key(0.9, "required confidence of that lead, by a paired bootstrap; 0: not required")
-    tolerance: NonNegative = key(0.5, "maximum loss in each metric of gate.guarded, in percentage points")
-    guarded: list[Metric] = key(["P@1", "PSP@5", "tail/R@10", "coverage@5"], "metrics to which gate.tolerance applies")
-    max_latency_ms: NonNegative = key(0.0, "maximum p95 latency of single queries, in a fresh process; 0: no limit")
-    max_latency_ratio: NonNegative = key(2.0, "maximum p95 processor time, relative to the champion's; 0: no limit")
+    confidence: BelowOne = key(
+        0.9, "required confidence of that lead, by a paired bootstrap; 0: not required"
+    )
+    tolerance: NonNegative = key(
+        0.5, "maximum loss in each metric of gate.guarded, in percentage points"
+    )
+    guarded: list[Metric] = key(
+        ["P@1", "PSP@5", "tail/R@10", "coverage@5"], "metrics to which gate.tolerance applies"
+    )
+    max_latency_ms: NonNegative = key(
+        0.0, "maximum p95 latency of single queries, in a fresh process; 0: no limit"
+    )
+    max_latency_ratio: NonNegative = key(
+        2.0, "maximum p95 processor time, relative to the champion's; 0: no limit"
+    )
     max_megabytes: NonNegative = key(0.0, "maximum size of the bundle; 0: no limit")
-    max_size_ratio: NonNegative = key(1.5, "maximum size of the bundle, as a multiple of the champion's; 0: no limit")
-    max_load_seconds: NonNegative = key(0.0, "maximum time until a fresh process answers; 0: no limit")
-    max_load_ratio: NonNegative = key(2.0, "maximum processor time to load, relative to the champion's; 0: no limit")
+    max_size_ratio: NonNegative = key(
+        1.5, "maximum size of the bundle, as a multiple of the champion's; 0: no limit"
+    )
+    max_load_seconds: NonNegative = key(
+        0.0, "maximum time until a fresh process answers; 0: no limit"
+    )
+    max_load_ratio: NonNegative = key(
+        2.0, "maximum processor time to load, relative to the champion's; 0: no limit"
+    )
     probes: Count = key(64, "number of queries that a fresh process must answer")
-    allow_dirty: bool = key(False, "also promote versions of which git does not say that all changes were committed")
+    allow_dirty: bool = key(
+        False, "also promote versions of which git does not say that all changes were committed"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.confidence > 0 and "coverage@" in self.metric:
@@ -120,18 +169,31 @@ class Gate(Section):
 
 
 class Drift(Section):
-    """How far data, or a window of served queries, may drift from the data that the champion was trained on."""
+    """How far data, or a window of served queries, may drift from the data that the champion was
+    trained on.
+    """
 
-    warn_change: NonNegative = key(0.1, "relative change of a count, a length or a share that triggers a warning")
-    stop_change: NonNegative = key(0.5, "relative change that stops a retraining")
-    warn_distance: Share = key(0.1, "Jensen-Shannon distance between two distributions that triggers a warning")
-    stop_distance: Share = key(0.5, "Jensen-Shannon distance that stops a retraining")
-    warn_shift: NonNegative = key(0.2, "shift of a window's mean embedding that warns, in deviations of single queries")
-    warn_low_score: Share = key(0.2, "share of a window's queries with a low top score that triggers a warning")
-    low_score_quantile: Annotated[float, Field(gt=0, lt=1)] = key(
-        0.05, "a top score is low if it is below this quantile of the validation queries' top scores"
+    warn_change: NonNegative = key(
+        0.1, "relative change of a count, a length or a share that triggers a warning"
     )
-    min_window: Count = key(200, "minimum number of queries in a window; smaller windows are not checked")
+    stop_change: NonNegative = key(0.5, "relative change that stops a retraining")
+    warn_distance: Share = key(
+        0.1, "Jensen-Shannon distance between two distributions that triggers a warning"
+    )
+    stop_distance: Share = key(0.5, "Jensen-Shannon distance that stops a retraining")
+    warn_shift: NonNegative = key(
+        0.2, "shift of a window's mean embedding that warns, in deviations of single queries"
+    )
+    warn_low_score: Share = key(
+        0.2, "share of a window's queries with a low top score that triggers a warning"
+    )
+    low_score_quantile: Annotated[float, Field(gt=0, lt=1)] = key(
+        0.05,
+        "a top score is low if it is below this quantile of the validation queries' top scores",
+    )
+    min_window: Count = key(
+        200, "minimum number of queries in a window; smaller windows are not checked"
+    )
 
 
 class Serve(Section):
@@ -141,39 +203,70 @@ class Serve(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = key(8080, "port to listen on; 0: any free one")
     hosts: list[str] = key(
         [],
-        "accepted names in the Host header, besides IP addresses and localhost; empty: no further names when "
-        "listening on 127.0.0.1 without an API key, otherwise any",
+        "accepted names in the Host header, besides IP addresses and localhost; empty: no "
+        "further names when listening on 127.0.0.1 without an API key, otherwise any",
     )
     max_body_bytes: Count = key(1_000_000, "maximum size of a request body, in bytes")
     max_queries: Count = key(256, "maximum queries per request")
     max_query_chars: Count = key(8000, "maximum characters per query")
     max_k: Count = key(100, "maximum labels per query")
-    max_filter_labels: Count = key(10_000, "maximum length of a request's list of allowed or denied labels")
-    max_connections: Count = key(1024, "maximum open connections; beyond it the longest idle one is closed")
-    queue_queries: Count = key(1024, "maximum queries in the queue; further ones are answered with 503 and Retry-After")
-    timeout_seconds: Positive = key(5.0, "maximum time that a request waits; then it is answered with 503")
+    max_filter_labels: Count = key(
+        10_000, "maximum length of a request's list of allowed or denied labels"
+    )
+    max_connections: Count = key(
+        1024, "maximum open connections; beyond it the longest idle one is closed"
+    )
+    queue_queries: Count = key(
+        1024, "maximum queries in the queue; further ones are answered with 503 and Retry-After"
+    )
+    timeout_seconds: Positive = key(
+        5.0, "maximum time that a request waits; then it is answered with 503"
+    )
     batch_queries: Count = key(32, "maximum queries that the model answers in one batch")
     batch_wait_ms: NonNegative = key(
         0.0,
-        "how long an idle model waits for more queries after a batch of several; a single query never waits. With 0, "
-        "queries gather only while the model is busy, which is as fast on a CPU; on a GPU 1 or 2 may be faster",
+        "how long an idle model waits for more queries after a batch of several; a single "
+        "query never waits. With 0, "
+        "queries gather only while the model is busy, which is as fast on a CPU; on a GPU 1 "
+        "or 2 may be faster",
     )
     runtime: Literal["auto", "torch", "onnx", "onnx-int8"] = key(
-        "auto", "runtime of the query encoder; auto: the fastest without loss of quality (docs/serving.md)"
+        "auto",
+        "runtime of the query encoder; auto: the fastest without loss of quality (docs/serving.md)",
     )
     threads: CountOrZero = key(0, "threads of encoder and search; 0: all of the machine")
-    cache_queries: CountOrZero = key(10_000, "number of answers cached for repeated queries; 0: none")
-    follow_seconds: NonNegative = key(10.0, "seconds between polls of the model alias in the registry; 0: no polling")
-    keep_previous: bool = key(True, "keep the previous model in memory, so that a rollback takes effect at once")
-    api_key_env: str = key("UNIDEC_API_KEY", "environment variable that holds the API key; unset: no key required")
-    feedback: Annotated[str, Field(pattern=r"(^|\.jsonl)$")] = key(
-        "", "file (.jsonl) to which the page's buttons `relevant` and `not relevant` append; empty: no buttons"
+    cache_queries: CountOrZero = key(
+        10_000, "number of answers cached for repeated queries; 0: none"
     )
-    feedback_bytes: Count = key(10_000_000, "maximum size of that file in bytes; beyond it, feedback is rejected")
+    follow_seconds: NonNegative = key(
+        10.0, "seconds between polls of the model alias in the registry; 0: no polling"
+    )
+    keep_previous: bool = key(
+        True, "keep the previous model in memory, so that a rollback takes effect at once"
+    )
+    api_key_env: str = key(
+        "UNIDEC_API_KEY", "environment variable that holds the API key; unset: no key required"
+    )
+    feedback: Annotated[str, Field(pattern=r"(^|\.jsonl)$")] = key(
+        "",
+        (
+            "file (.jsonl) to which the page's buttons `relevant` and `not relevant` append; "
+            "empty: no buttons"
+        ),
+    )
+    feedback_bytes: Count = key(
+        10_000_000, "maximum size of that file in bytes; beyond it, feedback is rejected"
+    )
 
 
 class Tracking(Section):
-    """Names of runs and models in MLflow; the environment variable MLFLOW_TRACKING_URI sets the tracking server."""
+    """Names of runs and models in MLflow; the environment variable MLFLOW_TRACKING_URI sets the
+    tracking server.
+    """
 
-    experiment: Annotated[str, Field(pattern=r"^\S(.*\S)?$")] = key("unidec", "name of the MLflow experiment")
-    model_name: Annotated[str, Field(pattern=r"^\w([\w. -]*\w)?$")] = key("unidec", "name of the registered model")
+    experiment: Annotated[str, Field(pattern=r"^\S(.*\S)?$")] = key(
+        "unidec", "name of the MLflow experiment"
+    )
+    model_name: Annotated[str, Field(pattern=r"^\w([\w. -]*\w)?$")] = key(
+        "unidec", "name of the registered model"
+    )

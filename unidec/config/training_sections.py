@@ -25,8 +25,9 @@ LossName = Literal["ds", "supcon", "infonce", "triplet", "bce", "hinge", "softto
 
 
 class Encoder(Section):
-    """Text -> vector: a transformer, a bag of tokens (a weighted sum of their embeddings), both concatenated, or
-    convolutions over token embeddings (InceptionXML)."""
+    """Text -> vector: a transformer, a bag of tokens (a weighted sum of their embeddings), both
+    concatenated, or convolutions over token embeddings (InceptionXML).
+    """
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
@@ -39,22 +40,40 @@ class Encoder(Section):
     )
     kind: Literal["transformer", "bag", "both", "inception"] = key(
         "both",
-        "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's convolutions",
+        (
+            "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's "
+            "convolutions"
+        ),
         "checks",
         "training",
     )
     pooling: Literal["mean", "cls"] = key("mean", "pooling of the transformer's token vectors")
-    trainable_layers: Annotated[int, Field(ge=-1)] = key(0, "top transformer layers to train; 0: none; -1: everything")
-    bag_dropout: Share = key(0.0, "share of a text's tokens dropped from the bag during training")
-    bag_words: Annotated[int, Field(ge=0, le=2**24)] = key(0, "embedding rows for hashed multi-token words; 0: none")
-    bag_head: CountOrZero = key(0, "first tokens of a text (its title) that are also summed separately; 0: none")
-    transformer_tokens: CountOrZero = key(
-        0, "number of first tokens of a text that the transformer reads; 0: all", "checks", "training"
+    trainable_layers: Annotated[int, Field(ge=-1)] = key(
+        0, "top transformer layers to train; 0: none; -1: everything"
     )
-    inception_tokens: Annotated[int, Field(ge=1, le=512)] = key(16, "first tokens of a text that inception reads")
+    bag_dropout: Share = key(0.0, "share of a text's tokens dropped from the bag during training")
+    bag_words: Annotated[int, Field(ge=0, le=2**24)] = key(
+        0, "embedding rows for hashed multi-token words; 0: none"
+    )
+    bag_head: CountOrZero = key(
+        0, "first tokens of a text (its title) that are also summed separately; 0: none"
+    )
+    transformer_tokens: CountOrZero = key(
+        0,
+        "number of first tokens of a text that the transformer reads; 0: all",
+        "checks",
+        "training",
+    )
+    inception_tokens: Annotated[int, Field(ge=1, le=512)] = key(
+        16, "first tokens of a text that inception reads"
+    )
     dropout: BelowOne = key(0.0, "dropout of the encoder's output")
-    residual: bool = key(False, "add a trained residual network on top of a bag or a frozen transformer")
-    start: str = key("", "folder of an exported model whose encoder and heads are loaded first; empty: none")
+    residual: bool = key(
+        False, "add a trained residual network on top of a bag or a frozen transformer"
+    )
+    start: str = key(
+        "", "folder of an exported model whose encoder and heads are loaded first; empty: none"
+    )
     frozen: bool = key(False, "do not train the encoder; each text is then encoded only once")
 
     @property
@@ -64,13 +83,15 @@ class Encoder(Section):
 
     @property
     def unit_vectors(self) -> bool:
-        """Whether the transformer's vectors are normalised to unit length: not if it is trained and there is no bag.
-        Beside a bag both parts have unit length, so that neither dominates."""
+        """Whether the transformer's vectors are normalised to unit length: not if it is trained and
+        there is no bag. Beside a bag both parts have unit length, so that neither dominates.
+        """
         return self.trainable_layers == 0 or self.kind != "transformer"
 
     def conflicts(self) -> Iterator[Conflict]:
         if not self.has_transformer and (self.trainable_layers != 0 or self.pooling == "cls"):
-            what, keys = "there is no transformer", "encoder.trainable_layers encoder.pooling encoder.kind"
+            what = "there is no transformer"
+            keys = "encoder.trainable_layers encoder.pooling encoder.kind"
             fix = "encoder.kind: both, or encoder.trainable_layers: 0 and encoder.pooling: mean"
             yield Conflict(keys, f"{what}: trainable layers and pooling have no effect", fix)
         if self.kind != "both" and self.transformer_tokens:
@@ -78,11 +99,20 @@ class Encoder(Section):
             fix = "tokens.max_length, which limits every encoder, or encoder.kind: both"
             yield Conflict("encoder.transformer_tokens encoder.kind", what, fix)
         if self.kind == "inception" and (self.bag_words or self.bag_head):
-            what, fix = "inception reads tokens only", "encoder.bag_words: 0 and encoder.bag_head: 0"
-            yield Conflict("encoder.bag_words encoder.bag_head encoder.kind", what, f"{fix}, or encoder.kind: bag")
+            what = "inception reads tokens only"
+            fix = "encoder.bag_words: 0 and encoder.bag_head: 0"
+            yield Conflict(
+                "encoder.bag_words encoder.bag_head encoder.kind",
+                what,
+                f"{fix}, or encoder.kind: bag",
+            )
         if self.frozen and self.trainable_layers != 0:
             fix = "encoder.trainable_layers: 0, or encoder.frozen: false"
-            yield Conflict("encoder.frozen encoder.trainable_layers", "a frozen encoder has no layers to train", fix)
+            yield Conflict(
+                "encoder.frozen encoder.trainable_layers",
+                "a frozen encoder has no layers to train",
+                fix,
+            )
 
 
 class Model(Section):
@@ -90,38 +120,70 @@ class Model(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    heads: Literal["both", "de", "clf"] = key("both", "heads to train: dual encoder, classifier, or both (UniDEC)")
-    projection: bool = key(True, "each head is a trained layer over the encoder's vector; false: that vector itself")
+    heads: Literal["both", "de", "clf"] = key(
+        "both", "heads to train: dual encoder, classifier, or both (UniDEC)"
+    )
+    projection: bool = key(
+        True, "each head is a trained layer over the encoder's vector; false: that vector itself"
+    )
     normalize: bool = key(True, "normalise the dual encoder's vectors to unit length")
-    dim: Count = key(384, "dimension of each head's vectors; without projection it must be the encoder's dimension")
+    dim: Count = key(
+        384,
+        "dimension of each head's vectors; without projection it must be the encoder's dimension",
+    )
     dropout: BelowOne = key(0.1, "dropout of both heads")
-    auxiliary: CountOrZero = key(0, "labels per cluster that share an added learnt vector (DEXA); 0: no such vector")
-    surrogate: CountOrZero = key(0, "labels per cluster that share a classifier row (Astec); 0: one row per label")
+    auxiliary: CountOrZero = key(
+        0, "labels per cluster that share an added learnt vector (DEXA); 0: no such vector"
+    )
+    surrogate: CountOrZero = key(
+        0, "labels per cluster that share a classifier row (Astec); 0: one row per label"
+    )
     levels: list[Count] = key(
-        [], "labels per cluster at each level of a label tree, coarse to fine (CascadeXML); empty: no label tree"
+        [],
+        (
+            "labels per cluster at each level of a label tree, coarse to fine (CascadeXML); "
+            "empty: no label tree"
+        ),
     )
     clf_init: Literal["xavier", "normal", "label_embedding"] = key(
-        "label_embedding", "initial values of the classifier's rows: random, or the embeddings of the label texts"
+        "label_embedding",
+        "initial values of the classifier's rows: random, or the embeddings of the label texts",
     )
-    clf_residual: bool = key(False, "a classifier row is its label text's embedding plus a learnt vector (SiameseXML)")
-    clf_gates: bool = key(False, "with clf_residual: learnt gates scale text embedding and learnt vector (DECAF)")
-    clf_graph: bool = key(False, "with clf_residual: add texts of related labels, from the label graph (ECLARE)")
-    clf_queries: CountOrZero = key(0, "with clf_residual: training queries whose mean joins a row (GraphSAGE); 0: none")
+    clf_residual: bool = key(
+        False, "a classifier row is its label text's embedding plus a learnt vector (SiameseXML)"
+    )
+    clf_gates: bool = key(
+        False, "with clf_residual: learnt gates scale text embedding and learnt vector (DECAF)"
+    )
+    clf_graph: bool = key(
+        False, "with clf_residual: add texts of related labels, from the label graph (ECLARE)"
+    )
+    clf_queries: CountOrZero = key(
+        0, "with clf_residual: training queries whose mean joins a row (GraphSAGE); 0: none"
+    )
     clf_bias: bool = key(False, "add a learnt bias per label to the classifier's scores")
     clf_dropout: BelowOne = key(0.0, "dropout of the classifier's rows during training")
-    clf_dtype: Literal["fp32", "bf16"] = key("fp32", "type of the classifier's rows; bf16: with stochastic rounding")
-    temperature: Positive = key(1 / 18, "tau: the scores of both heads are divided by it in the loss")
+    clf_dtype: Literal["fp32", "bf16"] = key(
+        "fp32", "type of the classifier's rows; bf16: with stochastic rounding"
+    )
+    temperature: Positive = key(
+        1 / 18, "tau: the scores of both heads are divided by it in the loss"
+    )
     learn_temperature: bool = key(False, "train the temperature, one per head")
 
     @property
     def labels_a_cluster(self) -> int:
-        """Number of labels per cluster (with a label tree, at the finest level); 0: labels are not clustered."""
+        """Number of labels per cluster (with a label tree, at the finest level); 0: labels are not
+        clustered.
+        """
         return self.auxiliary or self.surrogate or min(self.levels, default=0)
 
     def conflicts(self) -> Iterator[Conflict]:
         if sorted(set(self.levels), reverse=True) != self.levels:
             fix = "fewer labels per cluster at each next level, as in [32, 4]"
-            yield Conflict("model.levels", "the levels of a label tree must go from coarse to fine", fix)
+            yield Conflict(
+                "model.levels", "the levels of a label tree must go from coarse to fine", fix
+            )
 
 
 class Pool(Section):
@@ -129,32 +191,68 @@ class Pool(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    batches: Literal["clustered", "random"] = key("clustered", "batches of similar queries, or of random ones")
-    batch_size: Count = key(512, "queries per batch; clustered batches have N / 2^depth of the N training queries")
-    batch_fit: Literal["most", "least"] = key("most", "pool.batch_size is an upper or (published code) a lower limit")
-    cluster_start: CountOrZero = key(0, "queries per cluster at first, later doubled (NGAME); 0: the batch size")
-    cluster_doublings: list[CountOrZero] = key([], "epochs at which the cluster size doubles; empty: at each refresh")
+    batches: Literal["clustered", "random"] = key(
+        "clustered", "batches of similar queries, or of random ones"
+    )
+    batch_size: Count = key(
+        512, "queries per batch; clustered batches have N / 2^depth of the N training queries"
+    )
+    batch_fit: Literal["most", "least"] = key(
+        "most", "pool.batch_size is an upper or (published code) a lower limit"
+    )
+    cluster_start: CountOrZero = key(
+        0, "queries per cluster at first, later doubled (NGAME); 0: the batch size"
+    )
+    cluster_doublings: list[CountOrZero] = key(
+        [], "epochs at which the cluster size doubles; empty: at each refresh"
+    )
     beta: Count = key(3, "positives sampled per query for the pool")
-    positives: Literal["uniform", "tail"] = key("uniform", "how they are sampled: uniformly, or by inverse propensity")
+    positives: Literal["uniform", "tail"] = key(
+        "uniform", "how they are sampled: uniformly, or by inverse propensity"
+    )
     eta: CountOrZero = key(6, "hard negatives sampled per query for the pool")
     shortlist: CountOrZero = key(
-        0, "with model.levels: best clusters per level whose labels are a query's hard negatives; 0: the nearest labels"
+        0,
+        (
+            "with model.levels: best clusters per level whose labels are a query's hard "
+            "negatives; 0: the nearest labels"
+        ),
     )
-    mining: Mining = key("exact", "search for hard negatives; faiss: approximate, for millions of labels without a GPU")
+    mining: Mining = key(
+        "exact",
+        "search for hard negatives; faiss: approximate, for millions of labels without a GPU",
+    )
     size: CountOrZero = key(3000, "maximum number of labels in a pool; 0: no limit")
-    fill: bool = key(False, "fill the pool up to pool.size (0: with all) with further positives of its queries")
-    de_labels: Literal["pool", "all"] = key("pool", "labels in the dual encoder's loss; all: as in DEXML")
+    fill: bool = key(
+        False, "fill the pool up to pool.size (0: with all) with further positives of its queries"
+    )
+    de_labels: Literal["pool", "all"] = key(
+        "pool", "labels in the dual encoder's loss; all: as in DEXML"
+    )
     clf_labels: Literal["pool", "all"] | Count = key(
         "pool",
-        "labels in the classifier's loss; N: the pool filled up to N with random labels (all if at most 2 N)",
+        (
+            "labels in the classifier's loss; N: the pool filled up to N with random labels (all "
+            "if at most 2 N)"
+        ),
     )
-    gandalf: bool = key(False, "also train on label texts as queries, with soft targets of the label graph (Gandalf)")
-    simcse: bool = key(False, "a text's only positive is itself, under another dropout mask (SimCSE)")
-    refresh: Count = key(5, "T: epochs between refreshes (clustering the queries and mining hard negatives)")
+    gandalf: bool = key(
+        False,
+        "also train on label texts as queries, with soft targets of the label graph (Gandalf)",
+    )
+    simcse: bool = key(
+        False, "a text's only positive is itself, under another dropout mask (SimCSE)"
+    )
+    refresh: Count = key(
+        5, "T: epochs between refreshes (clustering the queries and mining hard negatives)"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         if 0 < self.size < self.batch_size:
-            what = "the pool is smaller than the batch: queries without a positive in the pool are left out of the loss"
+            what = (
+                "the pool is smaller than the batch: queries without a positive in the pool are "
+                "left out of the loss"
+            )
             fix = "pool.size at least pool.batch_size (the papers: 2 to 5 times), or 0 for no limit"
             yield Conflict("pool.size pool.batch_size", what, fix)
 
@@ -166,27 +264,49 @@ class Loss(Section):
 
     reduction: Literal["psl", "psl-sum", "pal-n", "pol"] = key(
         "psl",
-        "how the losses of a query's positives combine: mean over those in the pool, their sum, sum divided by the "
-        "number of all its positives, or one positive only",
+        "how the losses of a query's positives combine: mean over those in the pool, their sum, "
+        "sum divided by the number of all its positives, or one positive only",
     )
     de: LossName = key("ds", "the dual encoder's loss (docs/training.md)")
     clf: LossName = key("ds", "the classifier's loss (docs/training.md)")
     clf_bce: NonNegative = key(1.0, "weight of an additional BCE loss on the classifier; 0: none")
     bce_normalise: Literal["rows", "entries"] = key(
-        "entries", "BCE and hinge: sum over the labels of a query's pool, or mean over all query-label entries"
+        "entries",
+        (
+            "BCE and hinge: sum over the labels of a query's pool, or mean over all query-label "
+            "entries"
+        ),
     )
-    balance: Share = key(0.5, "lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda")
-    de_forward: Share = key(0.5, "lambda_D: the dual encoder's query-to-label weight; label-to-query has the rest")
-    clf_forward: Share = key(0.5, "lambda_C: the classifier's query-to-label weight; label-to-query has the rest")
-    margin: NonNegative = key(0.3, "gamma: margin of the triplet loss (in cosine units) and of the squared hinge")
+    balance: Share = key(
+        0.5, "lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda"
+    )
+    de_forward: Share = key(
+        0.5, "lambda_D: the dual encoder's query-to-label weight; label-to-query has the rest"
+    )
+    clf_forward: Share = key(
+        0.5, "lambda_C: the classifier's query-to-label weight; label-to-query has the rest"
+    )
+    margin: NonNegative = key(
+        0.3, "gamma: margin of the triplet loss (in cosine units) and of the squared hinge"
+    )
     triplet_negatives: Literal["all", "hardest", "softmax"] = key(
-        "all", "negatives of the triplet loss: all, the hardest, or the hardest weighted by a softmax (NGAME)"
+        "all",
+        (
+            "negatives of the triplet loss: all, the hardest, or the hardest weighted by a "
+            "softmax (NGAME)"
+        ),
     )
     triplet_top: Count = key(1, "number of hardest negatives that the triplet loss uses")
     topk: Count = key(5, "k of the soft top-k loss")
-    weights: Literal["none", "propensity"] = key("none", "weights of positives: 1, or their inverse propensity")
-    mixup: Literal["none", "queries", "labels"] = key("none", "mix queries with others, or with a label's text (MixUp)")
-    mixup_alpha: Positive = key(0.4, "alpha of the Beta distribution of mixing weights; small values mix little")
+    weights: Literal["none", "propensity"] = key(
+        "none", "weights of positives: 1, or their inverse propensity"
+    )
+    mixup: Literal["none", "queries", "labels"] = key(
+        "none", "mix queries with others, or with a label's text (MixUp)"
+    )
+    mixup_alpha: Positive = key(
+        0.4, "alpha of the Beta distribution of mixing weights; small values mix little"
+    )
 
 
 class Optim(Section):
@@ -198,27 +318,53 @@ class Optim(Section):
     lr_encoder: Positive = key(1e-4, "learning rate of the transformer")
     lr_bag: Positive = key(1e-3, "learning rate of the bag of tokens")
     lr_heads: Positive = key(2e-4, "learning rate of both heads")
-    lr_clf: NonNegative = key(1e-3, "learning rate of the classifier's rows; 0: they are not trained")
+    lr_clf: NonNegative = key(
+        1e-3, "learning rate of the classifier's rows; 0: they are not trained"
+    )
     clf_state: Literal["adam", "adagrad", "sgd", "momentum", "adamw"] = key(
-        "adam", "optimiser of the classifier's rows; adamw updates all rows in each step, the others only the pool's"
+        "adam",
+        (
+            "optimiser of the classifier's rows; adamw updates all rows in each step, the others "
+            "only the pool's"
+        ),
     )
-    clf_decay: NonNegative = key(0.0, "weight decay of the classifier's rows; with adamw and momentum only")
-    warmup_epochs: NonNegative = key(1.0, "epochs of linear warm-up of the learning rates, before their cosine decay")
+    clf_decay: NonNegative = key(
+        0.0, "weight decay of the classifier's rows; with adamw and momentum only"
+    )
+    warmup_epochs: NonNegative = key(
+        1.0, "epochs of linear warm-up of the learning rates, before their cosine decay"
+    )
     patience: CountOrZero = key(
-        0, "early stopping: rounds without a better validation nDCG@5 before one last round; 0: train all epochs"
+        0,
+        (
+            "early stopping: rounds without a better validation nDCG@5 before one last round; 0: "
+            "train all epochs"
+        ),
     )
-    budget_minutes: NonNegative = key(0.0, "with patience: time limit in processor minutes (GPU: wall-clock); 0: none")
-    weight_decay: NonNegative = key(0.05, "weight decay of the weight matrices of the transformer and the heads")
-    clip_norm: NonNegative = key(1.0, "maximum gradient norm; larger gradients are scaled down to it; 0: no limit")
-    encode_chunk: CountOrZero = key(0, "texts encoded at once, with cached gradients to save memory; 0: all texts")
-    precision: Literal["auto", "fp32", "bf16"] = key("auto", "number type of training; auto: bf16 where it is faster")
+    budget_minutes: NonNegative = key(
+        0.0, "with patience: time limit in processor minutes (GPU: wall-clock); 0: none"
+    )
+    weight_decay: NonNegative = key(
+        0.05, "weight decay of the weight matrices of the transformer and the heads"
+    )
+    clip_norm: NonNegative = key(
+        1.0, "maximum gradient norm; larger gradients are scaled down to it; 0: no limit"
+    )
+    encode_chunk: CountOrZero = key(
+        0, "texts encoded at once, with cached gradients to save memory; 0: all texts"
+    )
+    precision: Literal["auto", "fp32", "bf16"] = key(
+        "auto", "number type of training; auto: bf16 where it is faster"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.warmup_epochs > self.epochs:
-            what, fix = "the warm-up is longer than the training", "optim.warmup_epochs well below optim.epochs"
+            what = "the warm-up is longer than the training"
+            fix = "optim.warmup_epochs well below optim.epochs"
             yield Conflict("optim.warmup_epochs optim.epochs", what, fix)
         if self.budget_minutes > 0 and self.patience == 0:
-            what, fix = "a time limit requires patience", "optim.patience: 2, or optim.budget_minutes: 0"
+            what = "a time limit requires patience"
+            fix = "optim.patience: 2, or optim.budget_minutes: 0"
             yield Conflict("optim.budget_minutes optim.patience", what, fix)
         if self.clf_decay > 0 and self.clf_state not in ("adamw", "momentum"):
             what = "this optimiser has no weight decay"
@@ -233,23 +379,46 @@ class Warm(Section):
 
     epochs: Count = key(4, "passes over the training queries, instead of optim.epochs")
     lr_scale: Positive = key(0.7, "factor for every learning rate")
-    warmup_epochs: NonNegative = key(0.25, "epochs of linear warm-up, instead of optim.warmup_epochs")
-    keep: Share = key(0.25, "weight of the earlier model's classifier row; the label text's embedding has the rest")
+    warmup_epochs: NonNegative = key(
+        0.25, "epochs of linear warm-up, instead of optim.warmup_epochs"
+    )
+    keep: Share = key(
+        0.25,
+        "weight of the earlier model's classifier row; the label text's embedding has the rest",
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.warmup_epochs > self.epochs:
-            what, fix = "the warm-up is longer than the training", "warm.warmup_epochs well below warm.epochs"
+            what = "the warm-up is longer than the training"
+            fix = "warm.warmup_epochs well below warm.epochs"
             yield Conflict("warm.warmup_epochs warm.epochs", what, fix)
 
 
 class Run(Section):
     """Where training runs and how often it writes checkpoints; nothing here affects the model."""
 
-    devices: Count = key(1, "number of training processes, one per GPU (more than 1: started by torchrun)")
-    restarts: CountOrZero = key(0, "how often training restarts from the newest checkpoint after a process died")
-    table_place: Literal["device", "host", "disk"] = key("device", "where classifier rows and optimiser state are kept")
-    checkpoint_minutes: NonNegative = key(5.0, "minutes between checkpoints in a round; 0: only at its end")
-    checkpoint_steps: CountOrZero = key(0, "steps between checkpoints within a round; 0: by time only")
-    recompute: bool = key(False, "recompute activations in the backward pass: less memory, a third more computation")
-    compile: bool = key(False, "torch.compile of the transformer: a minute or two at the start, faster steps on a GPU")
-    check_memory: bool = key(True, "refuse to start a training that needs too much memory (`unidec plan`)")
+    devices: Count = key(
+        1, "number of training processes, one per GPU (more than 1: started by torchrun)"
+    )
+    restarts: CountOrZero = key(
+        0, "how often training restarts from the newest checkpoint after a process died"
+    )
+    table_place: Literal["device", "host", "disk"] = key(
+        "device", "where classifier rows and optimiser state are kept"
+    )
+    checkpoint_minutes: NonNegative = key(
+        5.0, "minutes between checkpoints in a round; 0: only at its end"
+    )
+    checkpoint_steps: CountOrZero = key(
+        0, "steps between checkpoints within a round; 0: by time only"
+    )
+    recompute: bool = key(
+        False, "recompute activations in the backward pass: less memory, a third more computation"
+    )
+    compile: bool = key(
+        False,
+        "torch.compile of the transformer: a minute or two at the start, faster steps on a GPU",
+    )
+    check_memory: bool = key(
+        True, "refuse to start a training that needs too much memory (`unidec plan`)"
+    )

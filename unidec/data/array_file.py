@@ -1,4 +1,6 @@
-"""Writes `.npy` files in pieces, byte for byte like `np.save`, and reads and checks sparse matrices in such files."""
+"""Writes `.npy` files in pieces, byte for byte like `np.save`, and reads and checks sparse matrices
+in such files.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,21 @@ from unidec.errors import ArtifactError
 
 
 @contextlib.contextmanager
-def growing_array(path: str | os.PathLike[str], dtype: npt.DTypeLike) -> Iterator[Callable[[npt.NDArray[Any]], None]]:
-    """Write a one-dimensional array: `with growing_array(path, np.int32) as add: add(piece)`; pieces are cast."""
+def growing_array(
+    path: str | os.PathLike[str], dtype: npt.DTypeLike
+) -> Iterator[Callable[[npt.NDArray[Any]], None]]:
+    """Write a one-dimensional array: `with growing_array(path, np.int32) as add: add(piece)`;
+    pieces are cast.
+    """
     size = 0
 
     def write_header() -> None:
         """Write the header, which numpy pads so that it can be overwritten with a larger size."""
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (size,)}
+        header = {
+            "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
+            "fortran_order": False,
+            "shape": (size,),
+        }
         np.lib.format.write_array_header_1_0(file, header)
 
     def add(piece: npt.NDArray[Any]) -> None:
@@ -38,27 +48,45 @@ def growing_array(path: str | os.PathLike[str], dtype: npt.DTypeLike) -> Iterato
         write_header()
 
 
-def load_csr(root: Path, prefix: str, shape: tuple[int, int], dtype: Any, check: bool) -> csr_matrix:
-    """CSR matrix from `{prefix}indptr.npy` (int64), `{prefix}indices.npy` (int32) and `{prefix}data.npy`.
+def load_csr(
+    root: Path, prefix: str, shape: tuple[int, int], dtype: Any, check: bool
+) -> csr_matrix:
+    """CSR matrix from `{prefix}indptr.npy` (int64), `{prefix}indices.npy` (int32) and
+    `{prefix}data.npy`.
 
     Args:
         dtype: of the values; bool: there is no data.npy, and all values are True.
-        check: also check every index, which reads the whole arrays; False: check their lengths only.
+        check: also check every index, which reads the whole arrays; False: check their lengths
+        only.
 
     Raises:
         ArtifactError: an unreadable array, or arrays that do not match each other or the shape.
     """
-    starts, columns = root / f"{prefix}indptr.npy", root / f"{prefix}indices.npy"
-    indptr, indices = load_array(starts, np.int64), load_array(columns, np.int32)
+    starts = root / f"{prefix}indptr.npy"
+    columns = root / f"{prefix}indices.npy"
+    indptr = load_array(starts, np.int64)
+    indices = load_array(columns, np.int32)
     is_bool = np.dtype(dtype) == bool
-    data = np.ones(len(indices), dtype=bool) if is_bool else load_array(root / f"{prefix}data.npy", dtype)
-    where, got, expected = None, "", ""
+    data = (
+        np.ones(len(indices), dtype=bool)
+        if is_bool
+        else load_array(root / f"{prefix}data.npy", dtype)
+    )
+    where = None
+    got = ""
+    expected = ""
     if len(indptr) != shape[0] + 1 or indptr[0] != 0 or (check and (np.diff(indptr) < 0).any()):
-        where, got, expected = starts, f"{len(indptr)} row starts", f"{shape[0] + 1}, ascending from 0"
+        where = starts
+        got = f"{len(indptr)} row starts"
+        expected = f"{shape[0] + 1}, ascending from 0"
     elif not indptr[-1] == len(indices) == len(data):
-        where, got, expected = starts, f"{len(indices)} columns, {len(data)} values", f"{int(indptr[-1])} of each"
+        where = starts
+        got = f"{len(indices)} columns, {len(data)} values"
+        expected = f"{int(indptr[-1])} of each"
     elif check and len(indices) and not (indices.min() >= 0 and indices.max() < shape[1]):
-        where, got, expected = columns, f"column {indices.max()}", f"0 to {shape[1] - 1}"
+        where = columns
+        got = f"column {indices.max()}"
+        expected = f"0 to {shape[1] - 1}"
     if where is not None:
         what = f"the arrays of the {prefix.replace('_', ' ')}pairs do not match"
         raise ArtifactError(what, where=str(where), got=got, expected=expected, fix=REBUILD)

@@ -1,4 +1,5 @@
-"""The stored data set: texts (Arrow), relevance and filter pairs (CSR), all memory-mapped, with a manifest.
+"""The stored data set: texts (Arrow), relevance and filter pairs (CSR), all memory-mapped, with a
+manifest.
 
 Shape suffixes: N queries of all splits, L labels.
 """
@@ -16,7 +17,14 @@ import pyarrow.compute as pc
 
 from unidec.data.array_file import load_csr
 from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out, stack
-from unidec.data.storage import files_sha256, load_array, manifest_sha256, read_manifest, verify_once, write_folder
+from unidec.data.storage import (
+    files_sha256,
+    load_array,
+    manifest_sha256,
+    read_manifest,
+    verify_once,
+    write_folder,
+)
 from unidec.errors import ArtifactError
 
 KIND = "dataset"
@@ -30,15 +38,18 @@ Rows = Sequence[int] | np.ndarray | None
 class XMCDataset:
     """A data set opened from its folder; texts and pairs stay on disk until they are read.
 
-    Queries of all splits are one table: training and validation queries in raw order, then test queries.
+    Queries of all splits are one table: training and validation queries in raw order, then test
+    queries.
 
     Attributes:
-        path, manifest: the folder and its manifest; "meta" holds name, format, sizes and the hash of the raw files.
+        path, manifest: the folder and its manifest; "meta" holds name, format, sizes and the hash
+        of the raw files.
         name: of the data set.
         num_queries, num_labels: N and L.
         queries, labels: tables with columns uid, title, content.
         split_N: uint8 [N], 0 train, 1 validation, 2 test.
-        relevance: float32 CSR [N, L], positive, sorted indices; the arrays are memory-mapped and read-only.
+        relevance: float32 CSR [N, L], positive, sorted indices; the arrays are memory-mapped and
+        read-only.
         filter_pairs: bool CSR [N, L]: pairs that are neither positives nor negatives.
         sha256: of the contents, computed from the manifest's file hashes.
 
@@ -60,14 +71,27 @@ class XMCDataset:
         self.num_labels = self.labels.num_rows
         for name, num_rows in (("queries", self.num_queries), ("labels", self.num_labels)):
             if (expected := meta.get(f"num_{name}")) != num_rows:
-                _refuse(path / f"{name}.arrow", "number of rows differs from the manifest", num_rows, expected)
+                _refuse(
+                    path / f"{name}.arrow",
+                    "number of rows differs from the manifest",
+                    num_rows,
+                    expected,
+                )
         self.split_N = load_array(path / "split.npy", np.uint8)
         if self.split_N.shape[0] != self.num_queries:
             _refuse(
-                path / "split.npy", "number of rows differs from the queries", self.split_N.shape[0], self.num_queries
+                path / "split.npy",
+                "number of rows differs from the queries",
+                self.split_N.shape[0],
+                self.num_queries,
             )
         if check and self.num_queries and self.split_N.max() >= len(SPLITS):
-            _refuse(path / "split.npy", "an unknown split", int(self.split_N.max()), f"at most {len(SPLITS) - 1}")
+            _refuse(
+                path / "split.npy",
+                "an unknown split",
+                int(self.split_N.max()),
+                f"at most {len(SPLITS) - 1}",
+            )
         shape = (self.num_queries, self.num_labels)
         self.relevance = load_csr(path, "relevance_", shape, np.float32, check)
         self.filter_pairs = load_csr(path, "filter_", shape, bool, check)
@@ -77,7 +101,8 @@ class XMCDataset:
         """Open a folder written by `write_dataset`.
 
         Args:
-            verify: also check every file's sha256 and every index, once per process unless the files change.
+            verify: also check every file's sha256 and every index, once per process unless the
+            files change.
 
         Raises:
             ArtifactError: the data set is missing, damaged, or of a newer version.
@@ -93,8 +118,8 @@ class XMCDataset:
     def query_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
         """Texts of the queries at these rows (None: all).
 
-        "title+content" joins the non-empty parts with a space. "title" is the content where the title is blank.
-        """
+        "title+content" joins the non-empty parts with a space. "title" is the content where the
+        title is blank."""
         return texts_read(_take(self.queries, rows), text).to_pylist()
 
     def label_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
@@ -119,18 +144,25 @@ class XMCDataset:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]
-        return f"XMCDataset({self.name!r}: {sizes}; {self.num_labels:,} labels; {self.relevance.nnz:,} pairs)"
+        return (
+            f"XMCDataset({self.name!r}: {sizes}; {self.num_labels:,} labels; "
+            f"{self.relevance.nnz:,} pairs)"
+        )
 
 
 def write_dataset(
-    path: str | os.PathLike[str], raw: RawData, *, validation_share: float = 0.05, split_seed: int = 0
+    path: str | os.PathLike[str],
+    raw: RawData,
+    *,
+    validation_share: float = 0.05,
+    split_seed: int = 0,
 ) -> XMCDataset:
     """Store raw data as an `XMCDataset`; the same data and arguments give the same bytes.
 
     Args:
         path: folder to write; an existing one is replaced once everything is written.
-        validation_share, split_seed: share of the training queries held out for validation (`hold_out`), and its seed;
-            not used if the raw data has a validation split.
+        validation_share, split_seed: share of the training queries held out for validation
+            (`hold_out`), and its seed; not used if the raw data has a validation split.
 
     Raises:
         ArtifactError: the folder cannot be written.
@@ -139,9 +171,13 @@ def write_dataset(
     queries = pa.concat_tables([raw.queries[split] for split in order])
     relevance = stack([raw.relevance[split] for split in order])
     filter_pairs = stack([raw.filter_pairs[split] for split in order])
-    split_N = np.concatenate([np.full(raw.queries[s].num_rows, SPLITS.index(s), dtype=np.uint8) for s in order])
+    split_N = np.concatenate(
+        [np.full(raw.queries[s].num_rows, SPLITS.index(s), dtype=np.uint8) for s in order]
+    )
     if "validation" not in raw.queries:
-        held = hold_out(raw.queries["train"], raw.filter_pairs["train"], validation_share, split_seed)
+        held = hold_out(
+            raw.queries["train"], raw.filter_pairs["train"], validation_share, split_seed
+        )
         split_N[: held.size][held] = SPLITS.index("validation")
     meta = {
         "name": raw.name,
@@ -154,24 +190,42 @@ def write_dataset(
         "raw_sha256": files_sha256(raw.files),
         "raw_files": raw.files,
     }
-    num_bytes = queries.nbytes + raw.labels.nbytes + 8 * relevance.nnz + 4 * filter_pairs.nnz + 17 * queries.num_rows
+    num_bytes = (
+        queries.nbytes
+        + raw.labels.nbytes
+        + 8 * relevance.nnz
+        + 4 * filter_pairs.nnz
+        + 17 * queries.num_rows
+    )
     with write_folder(path, KIND, VERSION, meta, num_bytes=num_bytes) as out:
         write_texts_table(out.path / "queries.arrow", queries)
         write_texts_table(out.path / "labels.arrow", raw.labels)
         np.save(out.path / "split.npy", split_N, allow_pickle=False)
         for name, matrix in (("relevance", relevance), ("filter", filter_pairs)):
-            np.save(out.path / f"{name}_indptr.npy", matrix.indptr.astype(np.int64), allow_pickle=False)
-            np.save(out.path / f"{name}_indices.npy", matrix.indices.astype(np.int32), allow_pickle=False)
-        np.save(out.path / "relevance_data.npy", relevance.data.astype(np.float32), allow_pickle=False)
+            np.save(
+                out.path / f"{name}_indptr.npy", matrix.indptr.astype(np.int64), allow_pickle=False
+            )
+            np.save(
+                out.path / f"{name}_indices.npy",
+                matrix.indices.astype(np.int32),
+                allow_pickle=False,
+            )
+        np.save(
+            out.path / "relevance_data.npy", relevance.data.astype(np.float32), allow_pickle=False
+        )
     return XMCDataset.open(path, verify=False)
 
 
 def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
-    raise ArtifactError(what, where=str(path), got=got, expected=expected, fix="run `unidec data ingest` again")
+    raise ArtifactError(
+        what, where=str(path), got=got, expected=expected, fix="run `unidec data ingest` again"
+    )
 
 
 def write_texts_table(path: Path, table: pa.Table) -> None:
-    """Write an uncompressed Arrow IPC file in batches of a fixed size, so that its bytes depend on the texts only."""
+    """Write an uncompressed Arrow IPC file in batches of a fixed size, so that its bytes depend on
+    the texts only.
+    """
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         for start in range(0, table.num_rows, BATCH_ROWS):
             writer.write_table(table.slice(start, BATCH_ROWS).combine_chunks())
@@ -193,7 +247,8 @@ def _take(table: pa.Table, rows: Rows) -> pa.Table:
 
 def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:
     """What a model reads of texts with title and content."""
-    title, content = table["title"], table["content"]
+    title = table["title"]
+    content = table["content"]
     if text == "title":
         without_title = are_blank(title)
         return pc.if_else(without_title, content, title) if pc.any(without_title).as_py() else title

@@ -1,10 +1,12 @@
 """The label graph: soft targets for label texts that serve as extra training queries (Gandalf).
 
-Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` with label j's text as a query, values below delta set to
-0; variants of sections 1.3 (one-hot targets, GLaS) and 1.5 (random walks: ECLARE, Mittal et al. 2021; number of hops
-and restart probability are our choice).
+Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` with label j's text as a query, values
+below delta set to
+0; variants of sections 1.3 (one-hot targets, GLaS) and 1.5 (random walks: ECLARE, Mittal et al.
+2021; number of hops and restart probability are our choice).
 
-Shape legend: N training queries, L labels, J labels of one block, H hops, Q entries of a sparse block.
+Shape legend: N training queries, L labels, J labels of one block, H hops, Q entries of a sparse
+block.
 """
 
 from __future__ import annotations
@@ -26,40 +28,52 @@ from unidec.progress import progress
 KIND = "label_graph"
 VERSION = 1
 
-_PAIRS_AT_ONCE = 1 << 20  # co-occurrences counted in one block, which limits its memory to about 40 MB
-_LABELS_AT_ONCE = 1 << 20  # maximum labels of one block, since labels without queries need memory, too
+# co-occurrences counted in one block, which limits its memory to about 40 MB
+_PAIRS_AT_ONCE = 1 << 20
+# maximum labels of one block, since labels without queries need memory, too
+_LABELS_AT_ONCE = 1 << 20
 _SEED = 1707  # of the random choice of labels
 _HOPS = 400  # length of each label's walk
 _RESTART = 0.8  # probability after each hop to restart from the label itself
-_WALKS_AT_ONCE = 1024  # labels of a block; random numbers are drawn per block, so changing this changes the walks
+# labels of a block; random numbers are drawn per block, so changing this changes the walks
+_WALKS_AT_ONCE = 1024
 _WALK_SEED = 20210  # of the random walks
 
 Kind = Literal["cooccurrence", "random-walk", "glas", "self"]
 
 
 def target_blocks(
-    relevance: csr_matrix, threshold: float, *, kind: Kind = "cooccurrence", share: float = 1.0,
+    relevance: csr_matrix,
+    threshold: float,
+    *,
+    kind: Kind = "cooccurrence",
+    share: float = 1.0,
     tail_first: bool = False,
-) -> Iterator[csr_matrix]:  # fmt: skip
-    """Soft targets of all label texts in blocks of rows, in the order of the labels: float32 CSR [J, L], sorted.
+) -> Iterator[csr_matrix]:
+    """Soft targets of all label texts in blocks of rows, in the order of the labels: float32 CSR
+    [J, L], sorted.
 
-    Row j holds the targets of label j's text that are at least the threshold and not 0. By kind, entry (j, i) is
+    Row j holds the targets of label j's text that are at least the threshold and not 0. By kind,
+    entry (j, i) is
 
-    - "cooccurrence": the share of label j's queries that also have label i, P(i | j) (Gandalf, equation 1.6);
+    - "cooccurrence": the share of label j's queries that also have label i, P(i | j) (Gandalf,
+      equation 1.6);
     - "random-walk": visits of i divided by visits of j, at most 1, in a random walk from j;
-    - "glas": sigmoid(S_ji) with S_ji = (P(i | j) + P(j | i)) / 2, if S_ji is at least the threshold (section 1.3.2);
+    - "glas": sigmoid(S_ji) with S_ji = (P(i | j) + P(j | i)) / 2, if S_ji is at least the threshold
+      (section 1.3.2);
     - "self": 1 for the label itself and 0 otherwise (Z' of table 1.2).
 
-    A label's own target is 1 (for "glas" sigmoid(1), from its formula), also if it has no training query.
-    No L x L matrix is held in memory: only a block and two copies of the pairs' columns (three with a share below 1 or
-    random walks).
+    A label's own target is 1 (for "glas" sigmoid(1), from its formula), also if it has no training
+    query. No L x L matrix is held in memory: only a block and two copies of the pairs' columns
+    (three with a share below 1 or random walks).
 
     Args:
         relevance: CSR [N, L] of the training queries; a label is relevant if its value is > 0.
         threshold: delta, 0 to 1.
-        share: share of the labels that have targets, > 0 and <= 1; the rows of the other labels are empty.
-        tail_first: choose the labels with the fewest training queries (ties at random) instead of random labels. The
-            labels of a smaller share are a subset of those of a larger share.
+        share: share of the labels that have targets, > 0 and <= 1; the rows of the other labels are
+        empty.
+        tail_first: choose the labels with the fewest training queries (ties at random) instead of
+            random labels. The labels of a smaller share are a subset of those of a larger share.
     """
     positive_NL = (relevance > 0).astype(np.int32)  # without duplicates, rows sorted
     label_LN = csr_matrix(positive_NL.T)
@@ -67,19 +81,27 @@ def target_blocks(
     chosen_L = chosen_labels(count_L, share, tail_first)
     if not chosen_L.all():
         chosen = np.flatnonzero(chosen_L)
-        selection_LL = csr_matrix((np.ones(len(chosen), np.int32), (chosen, chosen)), shape=(len(chosen_L),) * 2)
+        selection_LL = csr_matrix(
+            (np.ones(len(chosen), np.int32), (chosen, chosen)), shape=(len(chosen_L),) * 2
+        )
         label_LN = csr_matrix(selection_LL @ label_LN)
     with progress(total=len(count_L), desc="label graph", unit="label") as bar:
         for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
             stop = start + graph_JL.shape[0]
-            graph_JL.data = np.where(graph_JL.data >= threshold, graph_JL.data, 0).astype(np.float32)
+            graph_JL.data = np.where(graph_JL.data >= threshold, graph_JL.data, 0).astype(
+                np.float32
+            )
             graph_JL.eliminate_zeros()
-            empty = np.flatnonzero(chosen_L[start:stop] & ((count_L[start:stop] == 0) | (kind == "self")))
+            empty = np.flatnonzero(
+                chosen_L[start:stop] & ((count_L[start:stop] == 0) | (kind == "self"))
+            )
             if len(empty):  # a label whose row is empty has itself as its only target
                 entries = (np.ones(len(empty), np.float32), (empty, start + empty))
                 graph_JL = csr_matrix(graph_JL + csr_matrix(entries, shape=graph_JL.shape))
             if kind == "glas":
-                graph_JL.data = (1 / (1 + np.exp(-graph_JL.data.astype(np.float64)))).astype(np.float32)
+                graph_JL.data = (1 / (1 + np.exp(-graph_JL.data.astype(np.float64)))).astype(
+                    np.float32
+                )
             graph_JL.sort_indices()
             yield graph_JL
             bar.update(stop - start)
@@ -98,12 +120,16 @@ def chosen_labels(count_L: np.ndarray, share: float, tail_first: bool) -> np.nda
 def _graph_blocks(
     positive_NL: csr_matrix, label_LN: csr_matrix, count_L: np.ndarray, kind: Kind
 ) -> Iterator[tuple[int, csr_matrix]]:
-    """Blocks (first label, float64 CSR [J, L]) of targets before the threshold; rows without queries are empty."""
+    """Blocks (first label, float64 CSR [J, L]) of targets before the threshold; rows without
+    queries are empty.
+    """
     if kind == "random-walk":
         for start, visits_JL in _visit_blocks(label_LN, positive_NL):
             row_Q = np.repeat(np.arange(visits_JL.shape[0]), np.diff(visits_JL.indptr))
             self_Q = np.maximum(visits_JL.diagonal(start)[row_Q], 1)
-            visits_JL.data = np.where(visits_JL.indices == start + row_Q, 1.0, np.minimum(visits_JL.data / self_Q, 1.0))
+            visits_JL.data = np.where(
+                visits_JL.indices == start + row_Q, 1.0, np.minimum(visits_JL.data / self_Q, 1.0)
+            )
             yield start, visits_JL
         return
     for start, stop in _blocks(positive_NL, label_LN):
@@ -119,10 +145,14 @@ def _graph_blocks(
 
 
 def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, int]]:
-    """Ranges of labels with at most `_PAIRS_AT_ONCE` co-occurrences each (a single label may exceed the limit)."""
+    """Ranges of labels with at most `_PAIRS_AT_ONCE` co-occurrences each (a single label may exceed
+    the limit).
+    """
     width_N = np.diff(positive_NL.indptr).astype(np.int64)
     cost = np.concatenate([np.zeros(1, np.int64), np.cumsum(label_LN @ width_N, dtype=np.int64)])
-    blocks, start, num_labels = [], 0, len(label_LN.indptr) - 1
+    blocks = []
+    start = 0
+    num_labels = len(label_LN.indptr) - 1
     while start < num_labels:
         stop = int(np.searchsorted(cost, cost[start] + _PAIRS_AT_ONCE, side="right")) - 1
         stop = min(max(stop, start + 1), start + _LABELS_AT_ONCE, num_labels)
@@ -131,7 +161,9 @@ def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, in
     return blocks
 
 
-def build_label_graph(dataset: XMCDataset, settings: LabelGraph, out: str | os.PathLike[str]) -> Path:
+def build_label_graph(
+    dataset: XMCDataset, settings: LabelGraph, out: str | os.PathLike[str]
+) -> Path:
     """Store the `target_blocks` of the training queries in a folder, and return its path.
 
     The files are indptr.npy (int64), indices.npy (int32) and data.npy (float32).
@@ -162,7 +194,8 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
     """Read a folder written by `build_label_graph`: float32 CSR [L, L], memory-mapped.
 
     Raises:
-        ArtifactError: the folder is missing, damaged, of another kind or a newer version, or its arrays do not match.
+        ArtifactError: the folder is missing, damaged, of another kind or a newer version, or its
+        arrays do not match.
     """
     root = Path(path)
     with verify_once(root, verify) as needed:
@@ -170,19 +203,25 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
         return load_csr(root, "", (num_labels, num_labels), np.float32, needed)
 
 
-def _visit_blocks(label_LN: csr_matrix, positive_NL: csr_matrix) -> Iterator[tuple[int, csr_matrix]]:
-    """How often a walk from each label visits each label: blocks (first label, int64 CSR [J, L]), rows sorted.
+def _visit_blocks(
+    label_LN: csr_matrix, positive_NL: csr_matrix
+) -> Iterator[tuple[int, csr_matrix]]:
+    """How often a walk from each label visits each label: blocks (first label, int64 CSR [J, L]),
+    rows sorted.
 
-    A hop goes to a random query of the label and from there to a random label of that query. The seeds are fixed, so
-    the same data gives the same visits. There is no walk from a label whose row of `label_LN` is empty.
-    """
+    A hop goes to a random query of the label and from there to a random label of that query. The
+    seeds are fixed, so the same data gives the same visits. There is no walk from a label whose row
+    of `label_LN` is empty."""
     num_labels = label_LN.shape[0]
-    queries_L = csr_matrix(positive_NL.T)  # includes labels from which no walk starts, but which walks may visit
+    # includes labels from which no walk starts, but which walks may visit
+    queries_L = csr_matrix(positive_NL.T)
     for number, start in enumerate(range(0, num_labels, _WALKS_AT_ONCE)):
         stop = min(start + _WALKS_AT_ONCE, num_labels)
         generator = np.random.default_rng([_WALK_SEED, number])
         walking_J = np.flatnonzero(np.diff(label_LN.indptr[start : stop + 1]))
-        visited_HJ = _walk(queries_L, positive_NL, start + walking_J, walking_J, stop - start, generator)
+        visited_HJ = _walk(
+            queries_L, positive_NL, start + walking_J, walking_J, stop - start, generator
+        )
         key, count = np.unique(walking_J * num_labels + visited_HJ, return_counts=True)
         row, column = np.divmod(key, num_labels)
         indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=stop - start))])
@@ -190,13 +229,17 @@ def _visit_blocks(label_LN: csr_matrix, positive_NL: csr_matrix) -> Iterator[tup
 
 
 def _walk(
-    queries_L: csr_matrix, labels_N: csr_matrix, start_J: np.ndarray, row_J: np.ndarray, block_size: int,
+    queries_L: csr_matrix,
+    labels_N: csr_matrix,
+    start_J: np.ndarray,
+    row_J: np.ndarray,
+    block_size: int,
     generator: np.random.Generator,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Labels visited by the walks from `start_J` at each hop, int64 [H, J].
 
-    Random numbers are drawn for all `block_size` labels of a block; the walks use those at their rows `row_J`.
-    """
+    Random numbers are drawn for all `block_size` labels of a block; the walks use those at their
+    rows `row_J`."""
     visited_HJ = np.empty((_HOPS, len(start_J)), dtype=np.int64)
     current_J = start_J
     for hop in range(_HOPS):

@@ -1,8 +1,7 @@
 """Files to which lines are appended while others read them: a line is whole, or it is not there.
 
-A disk that is full, or a kill, may leave a part of a line. The next line begins on a line of its own, and readers skip
-the part and name it.
-"""
+A disk that is full, or a kill, may leave a part of a line. The next line begins on a line of its
+own, and readers skip the part and name it."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def append_line(path: str | os.PathLike[str], line: bytes, max_bytes: int) -> bool:
-    """Append a line that ends in a line feed, durably; several processes may do so. A new file is only its owner's.
+    """Append a line that ends in a line feed, durably; several processes may do so. A new file is
+    only its owner's.
 
     Returns:
         False: the file would exceed `max_bytes`, and is unchanged.
@@ -62,8 +62,8 @@ def readable_rows(
     check: Callable[[list[str]], object] = lambda _names: None,
     bounds: RawBounds = DEFAULT_BOUNDS,
 ) -> list[tuple[int, dict[str, Any]]]:
-    """All rows of a table file, as `read_rows`. Lines of a .jsonl file that were cut off, so that they are no JSON
-    object, are skipped with a warning.
+    """All rows of a table file, as `read_rows`. Lines of a .jsonl file that were cut off, so that
+    they are no JSON object, are skipped with a warning.
 
     Raises:
         DataError: as `read_rows`; no line can be read.
@@ -80,7 +80,11 @@ def readable_rows(
             skipped.setdefault(line, error)
 
     # a row is reported, if at all, before it is yielded
-    rows = [(line, row) for line, row in read_rows(path, columns, check, bounds, skip) if line not in skipped]
+    rows = [
+        (line, row)
+        for line, row in read_rows(path, columns, check, bounds, skip)
+        if line not in skipped
+    ]
     if skipped and not rows:
         raise next(iter(skipped.values()))
     for line, error in skipped.items():

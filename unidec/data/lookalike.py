@@ -1,4 +1,6 @@
-"""Ids and column names that are not equal but look alike: how they differ, in words, and how to correct it."""
+"""Ids and column names that are not equal but look alike: how they differ, in words, and how to
+correct it.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,21 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 
 _NUMBER = re.compile(r"[+-]?\d{1,300}(\.\d{1,300})?(e[+-]?\d{1,2})?")
-_AS_TEXT = "read the ids as text: pandas.read_csv(..., dtype=str), or convert them: column.astype('Int64').astype(str)"
+_AS_TEXT = (
+    "read the ids as text: pandas.read_csv(..., dtype=str), or convert them: "
+    "column.astype('Int64').astype(str)"
+)
 _TRIM = "remove them: column.str.strip()"
-_INVISIBLE = "Cc", "Cf"  # control characters, and formats such as a byte order mark or a zero-width blank
+# control characters, and formats such as a byte order mark or a zero-width blank
+_INVISIBLE = "Cc", "Cf"
 
 
 def _without_invisible(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
-    return "".join(char for char in text if char.isspace() or unicodedata.category(char) not in _INVISIBLE)
+    return "".join(
+        char for char in text if char.isspace() or unicodedata.category(char) not in _INVISIBLE
+    )
 
 
 def _whole(text: str) -> str:
@@ -32,15 +40,30 @@ def _normalised(form: str) -> Callable[[str], str]:
 
 _STEPS: tuple[tuple[Callable[[str], str], str, str], ...] = (
     (lambda text: text.strip(" "), "blanks at the beginning or end", _TRIM),
-    (lambda text: " ".join(text.split()), "other kinds or numbers of blanks", "replace them by single, normal blanks"),
+    (
+        lambda text: " ".join(text.split()),
+        "other kinds or numbers of blanks",
+        "replace them by single, normal blanks",
+    ),
     (lambda text: _without_invisible(text).strip(), "invisible characters", "remove them"),
-    (_normalised("NFC"), "accents written as characters of their own", "column.str.normalize('NFC') in both files"),
-    (_normalised("NFKC"), "other forms of the same characters", "column.str.normalize('NFKC') in both files"),
+    (
+        _normalised("NFC"),
+        "accents written as characters of their own",
+        "column.str.normalize('NFC') in both files",
+    ),
+    (
+        _normalised("NFKC"),
+        "other forms of the same characters",
+        "column.str.normalize('NFKC') in both files",
+    ),
     (str.casefold, "upper and lower case", "write both alike"),
     (_whole, "a decimal point: the ids became floating-point numbers", _AS_TEXT),
-    (lambda text: text.lstrip("0") or "0" if text.isdecimal() else text, "zeros in front: the ids became numbers",
-     _AS_TEXT),
-)  # fmt: skip
+    (
+        lambda text: text.lstrip("0") or "0" if text.isdecimal() else text,
+        "zeros in front: the ids became numbers",
+        _AS_TEXT,
+    ),
+)
 
 
 def canonical(text: str) -> str:
@@ -53,14 +76,17 @@ def canonical(text: str) -> str:
 def difference(text: str, other: str) -> tuple[str, str]:
     """How two texts with the same `canonical` differ, in words, and how to correct it."""
     for step, what, fix in _STEPS:
-        text, other = step(text), step(other)
+        text = step(text)
+        other = step(other)
         if text == other:
             return what, fix
     raise ValueError("these texts do not look alike")
 
 
 def visible(text: str, most: int = 40) -> str:
-    """A text in quotes, with escapes for characters that cannot be seen; cut to about `most` characters."""
+    """A text in quotes, with escapes for characters that cannot be seen; cut to about `most`
+    characters.
+    """
     cut = text if len(text) <= most else f"{text[:most]}..."
     shown = "".join(char if _can_be_seen(char) else f"\\u{ord(char):04x}" for char in cut)
     return f"'{shown}'"
@@ -72,7 +98,9 @@ def _can_be_seen(char: str) -> bool:
 
 def plain(text: str) -> str:
     """The text itself; as `visible` if a part of it cannot be seen."""
-    return text if text == text.strip() and all(map(_can_be_seen, text)) else visible(text, len(text))
+    return (
+        text if text == text.strip() and all(map(_can_be_seen, text)) else visible(text, len(text))
+    )
 
 
 class Known:
@@ -91,12 +119,16 @@ class Known:
 
 
 def names_like(names: Sequence[str], missing: Iterable[str]) -> str | None:
-    """A sentence for each missing column name that one of `names` looks like; None if there is none."""
-    known, found = Known(map(str, names)), []
+    """A sentence for each missing column name that one of `names` looks like; None if there is
+    none.
+    """
+    known = Known(map(str, names))
+    found = []
     for name in missing:
         other = known.like(name)
         if other is not None:
             found.append(
-                f"rename the column {visible(other)} to {visible(name)}: they differ in {difference(other, name)[0]}"
+                f"rename the column {visible(other)} to {visible(name)}: they differ in "
+                f"{difference(other, name)[0]}"
             )
     return "; ".join(found) or None

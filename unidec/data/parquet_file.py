@@ -1,8 +1,8 @@
 """Reads rows of Parquet files in little memory.
 
-A Parquet file can hold a value once and repeat it in millions of rows, so its decoded size is counted while it is read:
-texts that are stored in a dictionary are counted before they are copied into rows.
-"""
+A Parquet file can hold a value once and repeat it in millions of rows, so its decoded size is
+counted while it is read: texts that are stored in a dictionary are counted before they are copied
+into rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from unidec.errors import DataError
 
 _BUFFER = 1 << 20  # bytes of a column that are read at once; without a buffer, whole row groups are
 _BATCH_BYTES = 32 << 20  # encoded bytes in memory
-_BATCH_ROWS, _FEWEST_ROWS = 1 << 16, 16
-_PIECE_BYTES, _PIECE_ROWS = 16 << 20, 4096  # decoded bytes and rows that become Python objects at once
+_BATCH_ROWS = 1 << 16
+_FEWEST_ROWS = 16
+# decoded bytes and rows that become Python objects at once
+_PIECE_BYTES = 16 << 20
+_PIECE_ROWS = 4096
 _VALUE_BYTES = 8  # a number, or the place of a text
 _DICTIONARY = {"PLAIN", "RLE", "BIT_PACKED", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
 _PREFIXES = "DELTA_BYTE_ARRAY"  # each text is stored as its difference from the one before
@@ -38,7 +41,8 @@ def read_parquet(
         check: called with the names of all columns.
 
     Raises:
-        DataError: the file is damaged, its decoded size exceeds `max_unpack_ratio`, or a column holds bytes.
+        DataError: the file is damaged, its decoded size exceeds `max_unpack_ratio`, or a column
+        holds bytes.
     """
     import pyarrow.parquet as pq
 
@@ -51,7 +55,8 @@ def read_parquet(
         _check_no_bytes(path, schema, wanted)
         stored = _Stored.of(metadata, wanted)
         check_unpacked(path, max(stored.encoded, stored.values * _VALUE_BYTES), bounds)
-        number, decoded = 1, stored.values * _VALUE_BYTES
+        number = 1
+        decoded = stored.values * _VALUE_BYTES
         for batch in _batches(path, stored, wanted):
             size = sum(_text_bytes(column) for column in batch.columns)
             decoded += size
@@ -64,16 +69,17 @@ def read_parquet(
 def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """All rows, with the texts of `stored.dictionaries` as dictionaries.
 
-    Arrow cannot read a list as dictionaries where its dictionary ends within a batch; from there on, few rows are read
-    at once.
-    """
+    Arrow cannot read a list as dictionaries where its dictionary ends within a batch; from there
+    on, few rows are read at once."""
     import pyarrow.parquet as pq
 
     done = 0
     with pq.ParquetFile(path, buffer_size=_BUFFER, read_dictionary=stored.dictionaries) as file:
         try:
             for group in range(file.num_row_groups):
-                for batch in file.iter_batches(stored.batch_rows(), row_groups=[group], columns=wanted):
+                for batch in file.iter_batches(
+                    stored.batch_rows(), row_groups=[group], columns=wanted
+                ):
                     done += batch.num_rows
                     yield batch
             return
@@ -94,7 +100,8 @@ class _Stored:
         rows: number of rows.
         values: number of values, at least one per row.
         encoded: bytes of all columns, uncompressed but encoded.
-        largest: the same of the largest column chunk whose texts are stored as differences; 0: there is none.
+        largest: the same of the largest column chunk whose texts are stored as differences; 0:
+        there is none.
         dictionaries: paths of the text columns that can be read as dictionaries.
     """
 
@@ -107,8 +114,13 @@ class _Stored:
     @classmethod
     def of(cls, metadata: Any, wanted: Sequence[str]) -> _Stored:
         """The facts in a file's metadata."""
-        schema, names = metadata.schema, set(wanted)
-        leaves = [index for index in range(len(schema)) if schema.column(index).path.split(".")[0] in names]
+        schema = metadata.schema
+        names = set(wanted)
+        leaves = [
+            index
+            for index in range(len(schema))
+            if schema.column(index).path.split(".")[0] in names
+        ]
         texts = {index for index in leaves if schema.column(index).physical_type == "BYTE_ARRAY"}
         values = encoded = largest = 0
         plain = set(texts)
@@ -134,15 +146,21 @@ class _Stored:
 
 
 def _check_no_bytes(path: Path, schema: pa.Schema, wanted: Sequence[str]) -> None:
-    """Raise a DataError if a wanted column holds bytes, as pandas writes them for Python's bytes."""
+    """Raise a DataError if a wanted column holds bytes, as pandas writes them for
+    Python's bytes.
+    """
     is_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
     for field in schema:
-        name, kind = field.name, field.type
+        name = field.name
+        kind = field.type
         if name in wanted and any(test(kind) for test in is_bytes):
             raise DataError(
-                "a column of bytes instead of text", where=f"{path}, column {name}", got=str(kind),
-                expected="strings", fix=f"decode it: table[{name!r}] = table[{name!r}].str.decode('utf-8')",
-            )  # fmt: skip
+                "a column of bytes instead of text",
+                where=f"{path}, column {name}",
+                got=str(kind),
+                expected="strings",
+                fix=f"decode it: table[{name!r}] = table[{name!r}].str.decode('utf-8')",
+            )
 
 
 def _text_bytes(column: pa.Array) -> int:
@@ -174,7 +192,10 @@ def _rows(batch: pa.RecordBatch, size: int) -> Iterator[dict[str, Any]]:
     rows = min(max(_PIECE_BYTES // a_row, 1), _PIECE_ROWS)
     for first in range(0, batch.num_rows, rows):
         piece = batch.slice(first, rows)
-        columns = {name: _plain(column).to_pylist() for name, column in zip(batch.schema.names, piece, strict=True)}
+        columns = {
+            name: _plain(column).to_pylist()
+            for name, column in zip(batch.schema.names, piece, strict=True)
+        }
         for row in range(piece.num_rows):
             yield {name: values[row] for name, values in columns.items()}
 
@@ -191,4 +212,6 @@ def _errors(path: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         fix = "write or copy the file again"
-        raise DataError("not a readable Parquet file", where=str(path), got=str(error)[:200], fix=fix) from error
+        raise DataError(
+            "not a readable Parquet file", where=str(path), got=str(error)[:200], fix=fix
+        ) from error

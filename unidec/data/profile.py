@@ -1,7 +1,8 @@
-"""The profile of a data set or of a window of queries: statistics that are small enough to be stored with a model.
+"""The profile of a data set or of a window of queries: statistics that are small enough to be
+stored with a model.
 
-`unidec.evaluation.drift` compares a profile with a later one. A profile holds counts, shares, histograms, the most
-frequent words and a Bloom filter of the vocabulary, but no texts.
+`unidec.evaluation.drift` compares a profile with a later one. A profile holds counts, shares,
+histograms, the most frequent words and a Bloom filter of the vocabulary, but no texts.
 
 Shape suffixes: N texts, W words of all texts in sequence, L labels.
 """
@@ -27,10 +28,14 @@ PROFILE_KEY = "profile"
 """Key of the training profile in the model card in bundle.json."""
 SAMPLE = 100_000  # number of evenly spaced texts that are measured, enough for all statistics here
 BUCKETS = 256  # hash buckets of token ids
-LENGTH_EDGES = (0, *sorted({round(1.2**i) for i in range(50)}))  # edges of length bins in characters, each 20% wider
+# edges of length bins in characters, each 20% wider
+LENGTH_EDGES = (0, *sorted({round(1.2**i) for i in range(50)}))
 TOP_WORDS = 200
-MAX_WORDS = 100_000  # size of the vocabulary; rarer words always count as unseen, also in the reference
-BITS_A_WORD, PROBES = 10, 7  # of the Bloom filter: about 1 in 120 unseen words is taken for a known one
+# size of the vocabulary; rarer words always count as unseen, also in the reference
+MAX_WORDS = 100_000
+# of the Bloom filter: about 1 in 120 unseen words is taken for a known one
+BITS_A_WORD = 10
+PROBES = 7
 
 Share = dict[str, float | int]
 """{"share": from 0 to 1, "of": the number of which it is a share}."""
@@ -62,14 +67,20 @@ def is_known(hash_W: np.ndarray, vocabulary: Mapping[str, Any]) -> np.ndarray:
 
 
 def _bit_positions(hash_W: np.ndarray, bits: np.ndarray) -> list[np.ndarray]:
-    """Bit positions of each word, one array per probe, by double hashing (Kirsch and Mitzenmacher, 2006)."""
-    first, step = hash_W & np.uint64(0xFFFFFFFF), (hash_W >> np.uint64(32)) | np.uint64(1)
+    """Bit positions of each word, one array per probe, by double hashing (Kirsch and Mitzenmacher,
+    2006).
+    """
+    first = hash_W & np.uint64(0xFFFFFFFF)
+    step = (hash_W >> np.uint64(32)) | np.uint64(1)
     total = np.uint64(8 * len(bits))
     return [((first + np.uint64(i) * step) % total).astype(np.int64) for i in range(PROBES)]
 
 
 def measure_texts(
-    texts: Sequence[str], tokenizer_folder: str | os.PathLike[str], max_length: int, vocabulary: Mapping[str, Any]
+    texts: Sequence[str],
+    tokenizer_folder: str | os.PathLike[str],
+    max_length: int,
+    vocabulary: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Statistics of texts as the model reads them, as JSON-serialisable values.
 
@@ -79,20 +90,27 @@ def measure_texts(
         vocabulary: the known words (`vocabulary_of`).
 
     Returns:
-        {"count", "length": {"mean", "histogram"} (characters without surrounding white space, binned by
-        `LENGTH_EDGES`), "tokens": {"mean", "buckets"} (without special tokens; tokens per hash bucket), "words":
-        {"count", "top"}, and the shares "unknown_tokens" (unknown to the tokenizer), "unseen_words" (not in the
-        vocabulary) and "cut" (texts of `max_length` tokens)}.
+        {"count", "length": {"mean", "histogram"} (characters without surrounding white space,
+        binned by `LENGTH_EDGES`), "tokens": {"mean", "buckets"} (without special tokens; tokens per
+        hash bucket), "words": {"count", "top"}, and the shares "unknown_tokens" (unknown to the
+        tokenizer), "unseen_words" (not in the vocabulary) and "cut" (texts of `max_length`
+        tokens)}.
 
     Raises:
         DataError: an item of `texts` is not a string.
     """
-    count, tokens = len(texts), encode_texts(texts, tokenizer_folder, max_length)
-    special_ids = encode_texts([""], tokenizer_folder, max_length).ids  # an empty text has special tokens only
+    count = len(texts)
+    tokens = encode_texts(texts, tokenizer_folder, max_length)
+    # an empty text has special tokens only
+    special_ids = encode_texts([""], tokenizer_folder, max_length).ids
     ids = tokens.ids[~np.isin(tokens.ids, special_ids)].astype(np.int64)
     array = pa.array(texts, pa.large_string())
     hash_W, top = split_words(array)
-    length_N = pc.utf8_length(pc.utf8_trim_whitespace(array)).to_numpy(zero_copy_only=False).astype(np.int64)
+    length_N = (
+        pc.utf8_length(pc.utf8_trim_whitespace(array))
+        .to_numpy(zero_copy_only=False)
+        .astype(np.int64)
+    )
     bin_N = np.searchsorted(LENGTH_EDGES, length_N, side="right") - 1
     # Fibonacci hashing spreads neighbouring ids over the buckets
     bucket = (ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 8)
@@ -107,21 +125,25 @@ def measure_texts(
             "buckets": np.bincount(bucket.astype(np.int64), minlength=BUCKETS).tolist(),
         },
         "words": {"count": len(hash_W), "top": top},
-        "unknown_tokens": share((ids == load_tokenizer(tokenizer_folder, max_length).unknown_id).sum(), len(ids)),
+        "unknown_tokens": share(
+            (ids == load_tokenizer(tokenizer_folder, max_length).unknown_id).sum(), len(ids)
+        ),
         "unseen_words": share((~is_known(hash_W, vocabulary)).sum(), len(hash_W)),
         "cut": share((tokens.lengths() >= max_length).sum(), count),
     }
 
 
 def split_words(texts: Any) -> tuple[np.ndarray, dict[str, int]]:
-    """Hashes of all words of texts (a list or an Arrow array), uint64 [W], and counts of the `TOP_WORDS` most frequent.
+    """Hashes of all words of texts (a list or an Arrow array), uint64 [W], and counts of the
+    `TOP_WORDS` most frequent.
 
     A word is a lower-cased run of letters, digits and "_".
     """
     array = pa.array(texts, pa.large_string())
     flat = pc.list_flatten(pc.split_pattern_regex(pc.utf8_lower(array), r"[^\p{L}\p{N}_]+"))
     encoded = flat.filter(pc.not_equal(flat, "")).dictionary_encode()
-    index_W, named = encoded.indices.to_numpy(zero_copy_only=False), encoded.dictionary.to_pylist()
+    index_W = encoded.indices.to_numpy(zero_copy_only=False)
+    named = encoded.dictionary.to_pylist()
     counts = np.bincount(index_W, minlength=len(named))
     order = sorted(range(len(named)), key=lambda i: (-counts[i], named[i]))[:TOP_WORDS]
     return text_hashes(encoded.dictionary)[index_W], {named[i]: int(counts[i]) for i in order}
@@ -145,17 +167,24 @@ def spaced(rows: np.ndarray, most: int = SAMPLE) -> np.ndarray:
 
 
 def profile_dataset(
-    dataset: XMCDataset, tokenizer_folder: str | os.PathLike[str], max_length: int, text: Text = "title"
+    dataset: XMCDataset,
+    tokenizer_folder: str | os.PathLike[str],
+    max_length: int,
+    text: Text = "title",
 ) -> dict[str, Any]:
-    """The profile of a data set as JSON-serialisable values, from at most `SAMPLE` texts of each kind.
+    """The profile of a data set as JSON-serialisable values, from at most `SAMPLE` texts of each
+    kind.
 
-    "queries" describes the training queries; "held_out" the validation queries, or the test queries if there are none
-    (None if there are neither). The same data gives the same profile.
-    """
+    "queries" describes the training queries; "held_out" the validation queries, or the test queries
+    if there are none (None if there are neither). The same data gives the same profile."""
     rows = {split: dataset.rows(split) for split in ("train", "validation", "test")}
-    texts, validation, test = (dataset.query_texts(spaced(split_rows), text) for split_rows in rows.values())
+    texts, validation, test = (
+        dataset.query_texts(spaced(split_rows), text) for split_rows in rows.values()
+    )
     label_texts = dataset.label_texts(spaced(np.arange(dataset.num_labels)), text)
-    vocabulary = vocabulary_of(np.concatenate([split_words(each)[0] for each in (texts, label_texts)]))
+    vocabulary = vocabulary_of(
+        np.concatenate([split_words(each)[0] for each in (texts, label_texts)])
+    )
     queries, labels, held_out = (
         measure_texts(each, tokenizer_folder, max_length, vocabulary)
         for each in (texts, label_texts, validation or test)
@@ -170,10 +199,13 @@ def profile_dataset(
         "rows": {split: len(split_rows) for split, split_rows in rows.items()}
         | {"labels": dataset.num_labels, "pairs": int(dataset.relevance.nnz)},
         "positives": dataset.relevance.nnz / max(dataset.num_queries, 1),
-        "shares": _shares(dataset, rows, text) | {"unseen_words": share(unseen_W.sum(), len(unseen_W))},
+        "shares": _shares(dataset, rows, text)
+        | {"unseen_words": share(unseen_W.sum(), len(unseen_W))},
         "queries": queries,
         "labels": labels,
-        "held_out": {key: held_out[key] for key in ("unknown_tokens", "unseen_words")} if held_out["count"] else None,
+        "held_out": {key: held_out[key] for key in ("unknown_tokens", "unseen_words")}
+        if held_out["count"]
+        else None,
         "vocabulary": vocabulary,
     }
 
@@ -192,7 +224,9 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     train = hash_N[rows["train"]]
     tested_N, leaked_N = tested_in_training(dataset, hash_N, length_N)
     points_L = training_counts(dataset)
-    held_out_L = label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
+    held_out_L = (
+        label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
+    )
     flags = {
         "empty_queries": length_N == 0,
         "empty_labels": length_L == 0,
@@ -206,8 +240,11 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     return {name: share(flag.sum(), len(flag)) for name, flag in flags.items()}
 
 
-def tested_in_training(dataset: XMCDataset, hash_N: np.ndarray, length_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Test queries that are counted, those with a text, and which of these have a training query's text: bool [N] both.
+def tested_in_training(
+    dataset: XMCDataset, hash_N: np.ndarray, length_N: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Test queries that are counted, those with a text, and which of these have a training query's
+    text: bool [N] both.
 
     Args:
         hash_N, length_N: `text_facts` of the queries.
@@ -218,10 +255,14 @@ def tested_in_training(dataset: XMCDataset, hash_N: np.ndarray, length_N: np.nda
     return tested_N, tested_N & np.isin(hash_N, hash_N[dataset.rows("train")])
 
 
-def text_facts(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
-    """Hash (uint64) and number of characters (int64) of each text, both without surrounding white space; a blank text
-    (`tokens.is_blank`) has no characters."""
-    hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+def text_facts(
+    dataset: XMCDataset, which: Literal["queries", "labels"], text: Text
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hash (uint64) and number of characters (int64) of each text, both without surrounding white
+    space; a blank text (`tokens.is_blank`) has no characters.
+    """
+    hashes = [np.zeros(0, np.uint64)]
+    lengths = [np.zeros(0, np.int64)]
     for batch in dataset.text_batches(which, text, 65_536):
         array = pc.utf8_trim_whitespace(pa.array(batch, pa.large_string()))
         hashes.append(text_hashes(array))

@@ -21,7 +21,9 @@ from unidec.errors import ArtifactError, DataError
 KIND = "propensity"
 VERSION = 1
 
-_TORSO_FROM, _HEAD_ABOVE = 10, 100  # training queries of a label
+# training queries of a label
+_TORSO_FROM = 10
+_HEAD_ABOVE = 100
 _ROWS_AT_ONCE = 1 << 18  # rows whose pairs are copied at once
 
 
@@ -43,25 +45,31 @@ class Propensity:
     b: float
 
 
-def inverse_propensity(label_counts_L: Any, num_train: int, a: float, b: float) -> NDArray[np.float64]:
+def inverse_propensity(
+    label_counts_L: Any, num_train: int, a: float, b: float
+) -> NDArray[np.float64]:
     """Inverse propensities `1 + C (N_l + B)^(-A)` with `C = (log N - 1)(B + 1)^A`, float64 [L].
 
-    Every value is finite and at least 1: with fewer than three training queries C would be negative, and 0 is used;
+    Every value is finite and at least 1: with fewer than three training queries C would be
+    negative, and 0 is used;
     with B = 0 a label without training queries is treated as if it had one.
 
     Args:
         label_counts_L: N_l, number of training queries of each label [L], at least 0.
         num_train: N, number of training queries.
-        a, b: A > 0 and B >= 0, properties of the data set (0.6, 2.6 Amazon; 0.5, 0.4 Wikipedia; 0.55, 1.5 otherwise).
+        a, b: A > 0 and B >= 0, properties of the data set (0.6, 2.6 Amazon; 0.5, 0.4 Wikipedia;
+        0.55, 1.5 otherwise).
 
     Raises:
         DataError: a negative count, A <= 0 or B < 0.
 
-    Source: Jain, Prabhu and Varma 2016, equation 2, as the extreme classification repository uses it.
+    Source: Jain, Prabhu and Varma 2016, equation 2, as the extreme classification repository uses
+    it.
     """
     count_L = np.asarray(label_counts_L, dtype=np.float64)
     if not (count_L >= 0).all() or not a > 0 or not b >= 0:
-        got, expected = f"A = {a}, B = {b}", "label counts >= 0, A > 0 and B >= 0"
+        got = f"A = {a}, B = {b}"
+        expected = "label counts >= 0, A > 0 and B >= 0"
         raise DataError("propensities cannot be computed", got=got, expected=expected)
     if b == 0:
         count_L = np.maximum(count_L, 1.0)
@@ -70,13 +78,17 @@ def inverse_propensity(label_counts_L: Any, num_train: int, a: float, b: float) 
 
 
 def frequency_group(label_counts_L: Any) -> NDArray[np.int8]:
-    """Frequency group of each label, int8 [L]: 0 tail (below 10 training queries), 1 torso (10 to 100), 2 head."""
+    """Frequency group of each label, int8 [L]: 0 tail (below 10 training queries), 1 torso (10 to
+    100), 2 head.
+    """
     count_L = np.asarray(label_counts_L)
     return ((count_L >= _TORSO_FROM).astype(np.int8) + (count_L > _HEAD_ABOVE)).astype(np.int8)
 
 
 def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number of the given rows of a CSR matrix [N, L] in which each label has a relevance above 0, int64 [L]."""
+    """Number of the given rows of a CSR matrix [N, L] in which each label has a relevance above 0,
+    int64 [L].
+    """
     count_L = np.zeros(relevance.shape[1], dtype=np.int64)
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         block = relevance[rows[start : start + _ROWS_AT_ONCE]]
@@ -85,15 +97,18 @@ def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def training_counts(dataset: XMCDataset) -> NDArray[np.int64]:
-    """Number of queries of the training split with each label, int64 [L]; validation queries are not counted."""
+    """Number of queries of the training split with each label, int64 [L]; validation queries are
+    not counted.
+    """
     return label_counts(dataset.relevance, dataset.rows("train"))
 
 
 def build_propensity(dataset: XMCDataset, a: float, b: float, out: str | os.PathLike[str]) -> Path:
-    """Store label counts, inverse propensities and frequency groups in a folder, and return its path.
+    """Store label counts, inverse propensities and frequency groups in a folder, and return its
+    path.
 
-    Queries held out for validation are counted, so that figures are comparable with published ones; test queries are
-    not.
+    Queries held out for validation are counted, so that figures are comparable with published ones;
+    test queries are not.
 
     Raises:
         DataError: A or B is out of range (`inverse_propensity`).
@@ -123,6 +138,9 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
     count_L = load_array(root / "label_counts.npy", np.int64, mmap=False)
     group_L = load_array(root / "group.npy", np.int8, mmap=False)
     if not (len(inverse_L) == len(count_L) == len(group_L) == meta.get("num_labels")):
-        got, expected = f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}", meta.get("num_labels")
-        raise ArtifactError("arrays of different lengths", where=str(root), got=got, expected=expected, fix=REBUILD)
+        got = f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}"
+        expected = meta.get("num_labels")
+        raise ArtifactError(
+            "arrays of different lengths", where=str(root), got=got, expected=expected, fix=REBUILD
+        )
     return Propensity(inverse_L, count_L, group_L, float(meta["a"]), float(meta["b"]))

@@ -1,8 +1,9 @@
-"""Rows of .csv and .tsv files, and whether quotes in such a file enclose fields or are part of the texts.
+"""Rows of .csv and .tsv files, and whether quotes in such a file enclose fields or are part of the
+texts.
 
-In .csv files quotes enclose fields. In .tsv files they do only if every field that begins with a quote ends with one in
-the same line; otherwise they are text. `raw.quotes` overrides this. A file that can be read in both ways is refused.
-"""
+In .csv files quotes enclose fields. In .tsv files they do only if every field that begins with a
+quote ends with one in the same line; otherwise they are text. `raw.quotes` overrides this. A file
+that can be read in both ways is refused."""
 
 from __future__ import annotations
 
@@ -16,19 +17,28 @@ from unidec.data.raw_lines import Report, decode, read_lines, row_too_long
 from unidec.errors import DataError
 from unidec.progress import say
 
-_EITHER = "set raw.quotes: yes if quotes enclose fields, or raw.quotes: no if they are part of the texts"
-_DOUBLE = 'double each quote within quoted text (""), or set raw.quotes: no if quotes are part of the texts'
-_DIGITS, _LETTERS = re.compile(r"\d+"), re.compile(r"[^\W\d_]+")
+_EITHER = (
+    "set raw.quotes: yes if quotes enclose fields, or raw.quotes: no if they are part of the texts"
+)
+_DOUBLE = (
+    'double each quote within quoted text (""), or set raw.quotes: no if quotes are part of the '
+    "texts"
+)
+_DIGITS = re.compile(r"\d+")
+_LETTERS = re.compile(r"[^\W\d_]+")
 
 
-def read_cells(path: Path, delimiter: str, bounds: RawBounds, report: Report) -> Iterator[tuple[int, list[str]]]:
-    """Number of the first line and cells of each row, including the header; blank lines are skipped.
+def read_cells(
+    path: Path, delimiter: str, bounds: RawBounds, report: Report
+) -> Iterator[tuple[int, list[str]]]:
+    """Number of the first line and cells of each row, including the header; blank lines are
+    skipped.
 
     Says on stderr how quotes were read where this matters, and how many rows span several lines.
 
     Raises:
-        DataError: an unclosed quote, text after a closing quote, a bare carriage return, or quotes that can be read in
-            two ways.
+        DataError: an unclosed quote, text after a closing quote, a bare carriage return, or quotes
+            that can be read in two ways.
     """
     quoted = bounds.quotes == "yes" or (bounds.quotes == "auto" and delimiter == ",")
     if bounds.quotes == "auto" and delimiter == "\t":
@@ -42,8 +52,13 @@ class _Rows:
     """The rows of a file, in one pass over its lines."""
 
     def __init__(self, path: Path, delimiter: str, bounds: RawBounds, report: Report) -> None:
-        self.path, self.delimiter, self.bounds, self.report = path, delimiter, bounds, report
-        self.start, self.number, self.size = 1, 0, 0
+        self.path = path
+        self.delimiter = delimiter
+        self.bounds = bounds
+        self.report = report
+        self.start = 1
+        self.number = 0
+        self.size = 0
         self.lines_of_row: list[str] = []
 
     def unquoted(self) -> Iterator[tuple[int, list[str]]]:
@@ -58,16 +73,21 @@ class _Rows:
 
     def quoted(self) -> Iterator[tuple[int, list[str]]]:
         """Rows in which quotes enclose fields, which may span lines."""
-        num_columns, spanning, first = 0, 0, ""
+        num_columns = 0
+        spanning = 0
+        first = ""
         try:
             for cells in csv.reader(self._lines(), delimiter=self.delimiter, strict=True):
                 if cells:
                     num_columns = num_columns or len(cells)
                     if len(self.lines_of_row) > 1:
                         self._check_span(num_columns)
-                        spanning, first = spanning + 1, first or f"lines {self.start} to {self.number}"
+                        spanning = spanning + 1
+                        first = first or f"lines {self.start} to {self.number}"
                     yield self.start, cells
-                self.start, self.size, self.lines_of_row = self.number + 1, 0, []
+                self.start = self.number + 1
+                self.size = 0
+                self.lines_of_row = []
         except csv.Error as error:
             raise self._wrong(error) from error
         if spanning:
@@ -85,17 +105,26 @@ class _Rows:
             yield text + "\n"
 
     def _check_span(self, num_columns: int) -> None:
-        """Raise a DataError if each line of this row looks like a row of its own, as if quotes were text."""
+        """Raise a DataError if each line of this row looks like a row of its own, as if quotes were
+        text.
+        """
         if self.bounds.quotes != "auto" or num_columns < 2:
             return
         rows = [line.split(self.delimiter) for line in self.lines_of_row]
         shapes = {_shape(row[0]) for row in rows}
-        if len(shapes) > 1 or "9" not in shapes.pop() or any(len(row) != num_columns for row in rows):
+        if (
+            len(shapes) > 1
+            or "9" not in shapes.pop()
+            or any(len(row) != num_columns for row in rows)
+        ):
             return
         raise DataError(
             "a quote merges lines that look like rows of their own",
             where=f"{self.path}:{self.start}",
-            got=f"a quote opens in line {self.start} and closes in line {self.number}: {self.lines_of_row[0][:60]!r}",
+            got=(
+                f"a quote opens in line {self.start} and closes in line {self.number}: "
+                f"{self.lines_of_row[0][:60]!r}"
+            ),
             fix=_EITHER,
         )
 
@@ -105,19 +134,29 @@ class _Rows:
         if "end of data" in str(error):
             row = self.lines_of_row[0][:100] if self.lines_of_row else ""
             return DataError(
-                "a quote that is never closed", where=where, got=repr(row), fix=f"close the quote, and {_DOUBLE}"
+                "a quote that is never closed",
+                where=where,
+                got=repr(row),
+                fix=f"close the quote, and {_DOUBLE}",
             )
         last = self.lines_of_row[-1][:100]
         if "expected after" in str(error):
             opens = "" if self.start == self.number else f"; the row begins in line {self.start}"
             got = f"{last!r}{opens}"
-            return DataError("text after a closing quote", where=f"{self.path}:{self.number}", got=got, fix=_DOUBLE)
+            return DataError(
+                "text after a closing quote",
+                where=f"{self.path}:{self.number}",
+                got=got,
+                fix=_DOUBLE,
+            )
         return self._bare_return(last)
 
     def _bare_return(self, text: str) -> DataError:
         fix = "save the file with line ends LF or CRLF"
         where = f"{self.path}:{self.number}"
-        return DataError("a bare carriage return (CR) outside quotes", where=where, got=repr(text[:100]), fix=fix)
+        return DataError(
+            "a bare carriage return (CR) outside quotes", where=where, got=repr(text[:100]), fix=fix
+        )
 
 
 def _shape(text: str) -> str:
@@ -126,10 +165,12 @@ def _shape(text: str) -> str:
 
 
 def _quotes_enclose(path: Path, bounds: RawBounds) -> bool:
-    """Whether quotes enclose fields in a .tsv file, by its lines; says so if a field begins with a quote.
+    """Whether quotes enclose fields in a .tsv file, by its lines; says so if a field begins with a
+    quote.
 
     Raises:
-        DataError: some fields are valid only if quotes enclose fields, others only if quotes are text.
+        DataError: some fields are valid only if quotes enclose fields, others only if quotes are
+        text.
     """
     seen = _Quotes()
     for number, line in read_lines(path, bounds):
@@ -137,28 +178,42 @@ def _quotes_enclose(path: Path, bounds: RawBounds) -> bool:
         if text:
             seen.add(number, text)
     if seen.as_text and seen.spans:
-        what, places = "quotes that can be read in two ways", (seen.as_text, seen.spans)
-        ends = f"and line {seen.spans} does not have {seen.num_columns} columns: the text may span lines"
+        what = "quotes that can be read in two ways"
+        places = (seen.as_text, seen.spans)
+        ends = (
+            f"and line {seen.spans} does not have {seen.num_columns} columns: the text may span "
+            "lines"
+        )
     elif seen.as_text and seen.as_quotes:
-        what, places = "quotes that can be read in two ways", (seen.as_text, seen.as_quotes)
+        what = "quotes that can be read in two ways"
+        places = (seen.as_text, seen.as_quotes)
         ends = f"but in line {seen.as_quotes} quotes enclose a field"
     else:
         _say_what_was_decided(path, seen)
         return not seen.as_text and bool(seen.as_quotes or seen.encloses)
     raise DataError(
-        what, where=f"{path}:{min(places)}",
-        got=f"a field in line {seen.as_text} begins with a quote and does not end with one, {ends}", fix=_EITHER,
-    )  # fmt: skip
+        what,
+        where=f"{path}:{min(places)}",
+        got=f"a field in line {seen.as_text} begins with a quote and does not end with one, {ends}",
+        fix=_EITHER,
+    )
 
 
 def _say_what_was_decided(path: Path, seen: _Quotes) -> None:
-    name, line = path.name, seen.as_quotes or seen.encloses
+    name = path.name
+    line = seen.as_quotes or seen.encloses
     if seen.as_text:
         why = f"a field in line {seen.as_text} begins with a quote and does not end with one"
-        say(f"{name}: quotes are part of the texts, since {why} (raw.quotes: yes reads them as enclosing fields)")
+        say(
+            f"{name}: quotes are part of the texts, since {why} (raw.quotes: yes reads them "
+            "as enclosing fields)"
+        )
     elif line:
         why = f"each field that begins with a quote ends with one, first in line {line}"
-        say(f"{name}: quotes enclose fields and are removed, since {why} (raw.quotes: no keeps them)")
+        say(
+            f"{name}: quotes enclose fields and are removed, since {why} (raw.quotes: no "
+            "keeps them)"
+        )
 
 
 class _Quotes:
@@ -166,7 +221,8 @@ class _Quotes:
 
     Attributes:
         as_text: first line with a field that begins with a quote and cannot be a quoted field.
-        as_quotes: first line with a field that must be a quoted one: it has doubled quotes or a tab in quotes.
+        as_quotes: first line with a field that must be a quoted one: it has doubled quotes or a tab
+        in quotes.
         encloses: first line with a field in quotes.
         spans: first line from `as_text` on with another number of columns than the header.
     """
@@ -191,7 +247,8 @@ class _Quotes:
         except csv.Error:
             self.as_text = self.as_text or number
             return
-        fits, fits_quoted = len(cells) == self.num_columns, len(quoted) == self.num_columns
+        fits = len(cells) == self.num_columns
+        fits_quoted = len(quoted) == self.num_columns
         if fits and not fits_quoted:
             self.as_text = self.as_text or number
         elif (fits_quoted and not fits) or any('""' in cell[1:-1] for cell in opening):

@@ -1,4 +1,5 @@
-"""Reads the lines of an input file, plain or packed with gzip, within bounds; refuses whatever is not a file.
+"""Reads the lines of an input file, plain or packed with gzip, within bounds; refuses whatever is
+not a file.
 
 An error in a line is passed to a `Report`, which records it or raises.
 """
@@ -16,16 +17,21 @@ from unidec.config import RawBounds
 from unidec.errors import DataError
 
 Report = Callable[[str, int, object], None]
-"""Called for each error in a file with a description, the line (1-based) and the offending value."""
+"""Called for each error in a file with a description, the line (1-based) and the
+offending value.
+"""
 
 ALWAYS_UNPACKED = 64 << 20  # unpacked bytes that are allowed for every compressed file
 BOM = b"\xef\xbb\xbf"
 DEFAULT_BOUNDS = RawBounds()
 NOT_UTF8 = "text that is not UTF-8"
 _KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-}  # fmt: skip
+}
 
 
 def check_file(path: Path) -> None:
@@ -37,13 +43,21 @@ def check_file(path: Path) -> None:
         if not path.is_symlink():
             raise DataError("no such file", where=where, fix="check the path") from error
         fix = "correct the link, or remove it"
-        raise DataError("a link to a missing file", where=where, got=f"-> {os.readlink(path)}", fix=fix) from error
+        raise DataError(
+            "a link to a missing file", where=where, got=f"-> {os.readlink(path)}", fix=fix
+        ) from error
     except OSError as error:
         fix = "correct or remove it, or grant the permission to read it"
-        raise DataError("the file cannot be read", where=where, got=error.strerror, fix=fix) from error
+        raise DataError(
+            "the file cannot be read", where=where, got=error.strerror, fix=fix
+        ) from error
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
-        raise DataError(f"{kind} instead of a file", where=where, fix="replace it by a regular file, or remove it")
+        raise DataError(
+            f"{kind} instead of a file",
+            where=where,
+            fix="replace it by a regular file, or remove it",
+        )
     if not os.access(path, os.R_OK):
         raise DataError("no permission to read the file", where=where, fix=f"chmod u+r {path}")
 
@@ -68,7 +82,9 @@ def decode(line: bytes, number: int, report: Report) -> str:
 
 
 def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
-    """Raise a DataError if `num_bytes`, the unpacked size of a file, exceeds `max_unpack_ratio` times its size."""
+    """Raise a DataError if `num_bytes`, the unpacked size of a file, exceeds `max_unpack_ratio`
+    times its size.
+    """
     size = path.stat().st_size
     if num_bytes > max(ALWAYS_UNPACKED, bounds.max_unpack_ratio * size):
         raise DataError(
@@ -81,11 +97,12 @@ def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
 
 
 def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple[int, bytes]]:
-    """Number (1-based) and bytes of each line, without line feed and byte order mark; .gz files are unpacked.
+    """Number (1-based) and bytes of each line, without line feed and byte order mark; .gz files are
+    unpacked.
 
     Raises:
-        DataError: a line is longer than `bounds.max_row_bytes`, or the file cannot be read, is a damaged gzip file, or
-            exceeds the allowed unpacked size.
+        DataError: a line is longer than `bounds.max_row_bytes`, or the file cannot be read, is a
+            damaged gzip file, or exceeds the allowed unpacked size.
     """
     packed = path.suffix.lower() == ".gz"
     total = number = 0
@@ -94,7 +111,8 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
             if file.read(len(BOM)) != BOM:
                 file.seek(0)
             while line := file.readline(bounds.max_row_bytes + 2):
-                total, number = total + len(line), number + 1
+                total = total + len(line)
+                number = number + 1
                 if packed and total > ALWAYS_UNPACKED:
                     check_unpacked(path, total, bounds)
                 line = line.removesuffix(b"\n")
@@ -102,10 +120,14 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
                     raise row_too_long(path, number, bounds)
                 yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError("damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
+        raise DataError(
+            "damaged gzip file", where=str(path), got=str(error), fix="fetch it again"
+        ) from error
     except OSError as error:
         fix = "check the file and its permissions"
-        raise DataError("the file cannot be read", where=str(path), got=error.strerror or error, fix=fix) from error
+        raise DataError(
+            "the file cannot be read", where=str(path), got=error.strerror or error, fix=fix
+        ) from error
 
 
 def row_too_long(path: Path, number: int, bounds: RawBounds, hint: str = "") -> DataError:

@@ -1,8 +1,10 @@
-"""Work on many rows, divided into shards. A shard is a folder that is either complete or absent: a killed run resumes
-with the missing shards, and any process with access to the folder can compute one.
+"""Work on many rows, divided into shards. A shard is a folder that is either complete or absent: a
+killed run resumes with the missing shards, and any process with access to the folder can compute
+one.
 
     <folder>/plan.json           the work and the bounds of the shards (`Work`)
-    <folder>/00003-of-00008/     one shard; its manifest (sizes, sha256) contains the key of the plan
+    <folder>/00003-of-00008/     one shard; its manifest (sizes, sha256) contains the key of the
+    plan
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Work:
 
     Attributes:
         folder: absolute path of the folder with the plan and the shards.
-        key: sha256 over everything that determines the result, and the bounds; shards with another key are not used.
+        key: sha256 over everything that determines the result, and the bounds; shards with another
+        key are not used.
         bounds: shard i has the rows bounds[i] to bounds[i + 1] - 1.
         settings: input of a worker as JSON-serialisable values (absolute paths and plain values).
     """
@@ -44,11 +47,15 @@ class Work:
     settings: dict[str, Any]
 
     @classmethod
-    def begin(cls, folder: Path, facts: dict[str, Any], settings: dict[str, Any], bounds: tuple[int, ...]) -> Work:
-        """Write the plan. Shards of an earlier plan are reused if `facts`, bounds and the version of unidec are equal.
+    def begin(
+        cls, folder: Path, facts: dict[str, Any], settings: dict[str, Any], bounds: tuple[int, ...]
+    ) -> Work:
+        """Write the plan. Shards of an earlier plan are reused if `facts`, bounds and the version
+        of unidec are equal.
 
         Args:
-            facts: hashes and settings that determine the result, JSON-serialisable and without paths.
+            facts: hashes and settings that determine the result, JSON-serialisable and without
+            paths.
 
         Raises:
             ArtifactError: the folder cannot be written.
@@ -67,7 +74,9 @@ class Work:
             return cls(path.parent, plan["key"], tuple(plan["bounds"]), plan["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             fix = "run the command that wrote it again"
-            raise ArtifactError("no readable plan of shards", where=str(path), got=str(error)[:200], fix=fix) from error
+            raise ArtifactError(
+                "no readable plan of shards", where=str(path), got=str(error)[:200], fix=fix
+            ) from error
 
     @property
     def num_shards(self) -> int:
@@ -123,15 +132,18 @@ def shards_folder(output: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder of shards, from before the plan is written until the shards are merged. The operating
-    system releases the lock if the process dies.
+    """Hold the lock of a folder of shards, from before the plan is written until the shards are
+    merged. The operating system releases the lock if the process dies.
 
     Raises:
-        ArtifactError: another process holds the lock, or the folder has other files or cannot be created.
+        ArtifactError: another process holds the lock, or the folder has other files or cannot be
+        created.
     """
     from filelock import Timeout
 
-    foreign = sorted(path.name for path in folder.glob("*") if not _KNOWN_NAMES.fullmatch(path.name))
+    foreign = sorted(
+        path.name for path in folder.glob("*") if not _KNOWN_NAMES.fullmatch(path.name)
+    )
     if foreign:
         what = "the folder for shards contains other files"
         raise ArtifactError(what, where=str(folder), got=foreign[0], fix="move the folder away")
@@ -144,12 +156,14 @@ def alone(folder: Path) -> Iterator[None]:
                     shutil.rmtree(folder, ignore_errors=True)
     except Timeout as error:
         fix = "wait until it has finished, or end it"
-        raise ArtifactError("another process is working in this folder", where=str(folder), fix=fix) from error
+        raise ArtifactError(
+            "another process is working in this folder", where=str(folder), fix=fix
+        ) from error
 
 
 def cuts(num_rows: int, shards: int, batch_size: int) -> tuple[int, ...]:
-    """Bounds of contiguous shards of nearly equal size, which begin at multiples of `batch_size`; at most one shard per
-    batch.
+    """Bounds of contiguous shards of nearly equal size, which begin at multiples of `batch_size`;
+    at most one shard per batch.
 
     Raises:
         ConfigError: `shards` is out of range.
@@ -158,4 +172,6 @@ def cuts(num_rows: int, shards: int, batch_size: int) -> tuple[int, ...]:
         raise ConfigError("out of range", where="shards", got=shards, expected=f"1 to {MAX_SHARDS}")
     batches = -(-num_rows // batch_size)
     shards = max(1, min(shards, batches))
-    return tuple(min(num_rows, batches * number // shards * batch_size) for number in range(shards + 1))
+    return tuple(
+        min(num_rows, batches * number // shards * batch_size) for number in range(shards + 1)
+    )

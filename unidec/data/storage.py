@@ -1,9 +1,9 @@
 """Folders and files on disk that are either complete or absent.
 
-Each output of the pipeline is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file). It
-is written under a temporary name, flushed and renamed, and checked before any file in it is parsed. A rebuilt folder is
-byte-identical. A manifest ends with the sha256 of its preceding bytes; older manifests without it can be read, too.
-"""
+Each output of the pipeline is a folder with a `manifest.json` (kind, version, meta, size and sha256
+of every file). It is written under a temporary name, flushed and renamed, and checked before any
+file in it is parsed. A rebuilt folder is byte-identical. A manifest ends with the sha256 of its
+preceding bytes; older manifests without it can be read, too."""
 
 from __future__ import annotations
 
@@ -35,18 +35,33 @@ from unidec.errors import ArtifactError
 from unidec.version import __version__
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 20  # enough for about 7,000 files; parsing JSON needs ten times its size in memory
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-_SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # the end of a manifest: the sha256 of the bytes before it
+# enough for about 7,000 files; parsing JSON needs ten times its size in memory
+MAX_MANIFEST_BYTES = 1 << 20
+_DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+}
+# the end of a manifest: the sha256 of the bytes before it
+_SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')
 _HASHED_AT_ONCE = 4  # files
 _STALE_S = 24 * 3600.0
 _SETTLED_S = 1.0  # a file that changed more recently may change again without a new time stamp
-_verified: set[tuple[Any, ...]] = set()  # folders that this process has verified, with the state of their files
+# folders that this process has verified, with the state of their files
+_verified: set[tuple[Any, ...]] = set()
 _written_names: set[str] = set()  # temporary names used by this process
 _WRITERS = {  # commands, by the kind of what they write
-    "dataset": "unidec data ingest", "tokens": "unidec data tokens", "propensity": "unidec data propensity",
-    "label_graph": "unidec data label-graph", "model": "unidec train", "bundle": "unidec index build",
-}  # fmt: skip
+    "dataset": "unidec data ingest",
+    "tokens": "unidec data tokens",
+    "propensity": "unidec data propensity",
+    "label_graph": "unidec data label-graph",
+    "model": "unidec train",
+    "bundle": "unidec index build",
+}
 REBUILD = "delete the folder and run the stage that writes it again"
 
 
@@ -56,7 +71,8 @@ class _File(BaseModel):
 
 
 class _Manifest(BaseModel):
-    model_config = ConfigDict(extra="allow")  # keys of a newer version, or a sha256 that is not at the end
+    # keys of a newer version, or a sha256 that is not at the end
+    model_config = ConfigDict(extra="allow")
     kind: str
     version: StrictInt
     unidec: str
@@ -79,7 +95,8 @@ class Folder:
     Attributes:
         path: the temporary folder, in which the files are written.
         meta: facts for the manifest.
-        hashes: sha256 of files that were hashed while they were written, so that they need not be read again.
+        hashes: sha256 of files that were hashed while they were written, so that they need not be
+        read again.
     """
 
     path: Path
@@ -89,16 +106,24 @@ class Folder:
 
 @contextlib.contextmanager
 def write_folder(
-    path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any] | None = None, *, num_bytes: int = 0,
+    path: str | os.PathLike[str],
+    kind: str,
+    version: int,
+    meta: Mapping[str, Any] | None = None,
+    *,
+    num_bytes: int = 0,
     beside: str | None = None,
-) -> Iterator[Folder]:  # fmt: skip
-    """Write a folder atomically: `with write_folder(...) as out: np.save(out.path / "x.npy", x); out.meta["rows"] = 3`.
+) -> Iterator[Folder]:
+    """Write a folder atomically: `with write_folder(...) as out: np.save(out.path / "x.npy", x);
+    out.meta["rows"] = 3`.
 
     Args:
         path: final path; an existing folder is replaced once everything is written.
         kind, version: type of the folder and version of its layout, which `read_manifest` checks.
-        meta: JSON-serialisable facts for the manifest, the same in every run (no times, no absolute paths).
-        num_bytes: size of the files, if known; it is compared with the free space before anything is written.
+        meta: JSON-serialisable facts for the manifest, the same in every run (no times, no absolute
+        paths).
+        num_bytes: size of the files, if known; it is compared with the free space before anything
+        is written.
         beside: name of the temporary folder, if several processes write into it.
 
     Raises:
@@ -110,8 +135,12 @@ def write_folder(
 
 
 @contextlib.contextmanager
-def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None) -> Iterator[Path]:
-    """Like `write_folder` without a manifest, for folders that other programs read; yields the temporary folder."""
+def swap_folder(
+    path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None
+) -> Iterator[Path]:
+    """Like `write_folder` without a manifest, for folders that other programs read; yields the
+    temporary folder.
+    """
     final = Path(os.path.abspath(path))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -140,8 +169,8 @@ def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str
 
 @contextlib.contextmanager
 def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock file, in a folder that is created. The system releases it if its process dies, so it never becomes
-    stale.
+    """Hold a lock file, in a folder that is created. The system releases it if its process dies, so
+    it never becomes stale.
 
     Args:
         timeout: seconds to wait for another process; below 0: without limit.
@@ -162,7 +191,9 @@ def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
         raise _storage_error(path, error, 0) from error
     except NotImplementedError as error:  # of filelock
         fix = "use a folder on another file system"
-        raise ArtifactError("the file system has no locks", where=str(path), got=str(error)[:200], fix=fix) from error
+        raise ArtifactError(
+            "the file system has no locks", where=str(path), got=str(error)[:200], fix=fix
+        ) from error
     try:
         yield
     finally:
@@ -170,18 +201,32 @@ def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
 
 
 def write_manifest(
-    path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    kind: str,
+    version: int,
+    meta: Mapping[str, Any],
     hashes: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
-    """Write `manifest.json` with all files in the folder, flushed to disk; `hashes` are known sha256 by name."""
-    root, files = Path(path), {}
+) -> None:
+    """Write `manifest.json` with all files in the folder, flushed to disk; `hashes` are known
+    sha256 by name.
+    """
+    root = Path(path)
+    files = {}
     for name in _files(root):
         if name != MANIFEST:
             digest = (hashes or {}).get(name) or file_sha256(root / name)
             files[name] = {"size": (root / name).stat().st_size, "sha256": digest}
-    manifest = {"kind": kind, "version": version, "unidec": __version__, "meta": dict(meta), "files": files}
+    manifest = {
+        "kind": kind,
+        "version": version,
+        "unidec": __version__,
+        "meta": dict(meta),
+        "files": files,
+    }
     body = _json(manifest).removesuffix(b"\n}\n")
-    write_bytes_atomic(root / MANIFEST, _json(manifest | {"sha256": hashlib.sha256(body).hexdigest()}))
+    write_bytes_atomic(
+        root / MANIFEST, _json(manifest | {"sha256": hashlib.sha256(body).hexdigest()})
+    )
 
 
 def read_manifest(
@@ -189,14 +234,15 @@ def read_manifest(
 ) -> dict[str, Any]:
     """Check a folder against its manifest and return the manifest; no other file is parsed.
 
-    File names, file types and sizes are always checked, the sha256 of every file only with `verify`.
+    File names, file types and sizes are always checked, the sha256 of every file only with
+    `verify`.
 
     Args:
         max_version: the newest version of the layout that the caller can read; None: any.
 
     Raises:
-        ArtifactError: the folder or a file is missing or damaged, the folder is of another kind, or it has a link or a
-            file that the manifest does not list.
+        ArtifactError: the folder or a file is missing or damaged, the folder is of another kind, or
+            it has a link or a file that the manifest does not list.
         NewerFormatError: the version is newer than `max_version`.
     """
     root = Path(path)
@@ -206,8 +252,11 @@ def read_manifest(
         raise ArtifactError(f"no {kind} here", where=str(root), fix=fix)
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
-        raise ArtifactError("folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind)
-    version, highest = manifest["version"], max_version or manifest["version"]
+        raise ArtifactError(
+            "folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind
+        )
+    version = manifest["version"]
+    highest = max_version or manifest["version"]
     if not 1 <= version <= highest:
         raise (NewerFormatError if version > highest else ArtifactError)(
             f"version {version} of {kind} cannot be read by unidec {__version__}",
@@ -222,9 +271,13 @@ def read_manifest(
             raise _damaged("a file is missing", root / name)
         size = (root / name).stat().st_size
         if size != entry["size"]:
-            raise _damaged("a file is damaged", root / name, f"{size} bytes", f"{entry['size']} bytes")
+            raise _damaged(
+                "a file is damaged", root / name, f"{size} bytes", f"{entry['size']} bytes"
+            )
     if extra := sorted(found - set(manifest["files"])):
-        raise ArtifactError("a file that the manifest does not list", where=str(root / extra[0]), fix="remove it")
+        raise ArtifactError(
+            "a file that the manifest does not list", where=str(root / extra[0]), fix="remove it"
+        )
     if manifest.keys() - _Manifest.model_fields.keys():
         raise _damaged("a damaged manifest", root / MANIFEST, "changed after it was written")
     if verify:
@@ -232,18 +285,22 @@ def read_manifest(
             digests = pool.map(file_sha256, [root / name for name in manifest["files"]])
             for (name, entry), digest in zip(manifest["files"].items(), digests, strict=True):
                 if digest != entry["sha256"]:
-                    raise _damaged("a file is damaged", root / name, f"sha256 {digest}", entry["sha256"])
+                    raise _damaged(
+                        "a file is damaged", root / name, f"sha256 {digest}", entry["sha256"]
+                    )
     return manifest
 
 
 @contextlib.contextmanager
 def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[bool]:
-    """Yields whether hashes and contents must be checked: `with verify_once(folder) as needed: open(folder, needed)`.
+    """Yields whether hashes and contents must be checked: `with verify_once(folder) as needed:
+    open(folder, needed)`.
 
-    They need no check if `verify` is False, or if this process has already checked the same files (by inode, size and
-    times of change). So a folder that is opened in every round of a training is verified once.
-    """
-    root, now = Path(os.path.abspath(path)), time.time()
+    They need no check if `verify` is False, or if this process has already checked the same files
+    (by inode, size and times of change). So a folder that is opened in every round of a training is
+    verified once."""
+    root = Path(os.path.abspath(path))
+    now = time.time()
     files = [(name, (root / name).stat()) for name in _files(root)] if verify else []
     seen = (root, *((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files))
     needed = verify and seen not in _verified
@@ -253,7 +310,8 @@ def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[b
 
 
 def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> None:
-    """Write a JSON file atomically (UTF-8, keys in the given order); NaN and infinite numbers become null.
+    """Write a JSON file atomically (UTF-8, keys in the given order); NaN and infinite numbers
+    become null.
 
     Args:
         mode: permissions of the file, as in `write_file`.
@@ -262,7 +320,8 @@ def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> Non
 
 
 def _json(obj: Any) -> bytes:
-    plain = to_jsonable_python(obj, inf_nan_mode="null", fallback=lambda value: value.tolist())  # numpy
+    # numpy
+    plain = to_jsonable_python(obj, inf_nan_mode="null", fallback=lambda value: value.tolist())
     return json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n"
 
 
@@ -273,9 +332,11 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o
 
 
 @contextlib.contextmanager
-def write_file(path: str | os.PathLike[str], mode: int = 0o666, num_bytes: int = 0) -> Iterator[IO[bytes]]:
-    """Write a file under a temporary name, which is flushed and renamed at the end; after an error an existing file is
-    unchanged.
+def write_file(
+    path: str | os.PathLike[str], mode: int = 0o666, num_bytes: int = 0
+) -> Iterator[IO[bytes]]:
+    """Write a file under a temporary name, which is flushed and renamed at the end; after an error
+    an existing file is unchanged.
 
     Args:
         mode: permissions of the new file, before the process's umask is applied.
@@ -316,12 +377,17 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             records.append(json.loads(line.decode("utf-8")))
         except ValueError as error:
             if number < len(lines):
-                where, fix = f"{path}:{number}", "remove this line: it is a record of a past event, not an input"
-                raise ArtifactError("a damaged line", where=where, got=repr(line[:200]), fix=fix) from error
+                where = f"{path}:{number}"
+                fix = "remove this line: it is a record of a past event, not an input"
+                raise ArtifactError(
+                    "a damaged line", where=where, got=repr(line[:200]), fix=fix
+                ) from error
     return records
 
 
-def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, mmap: bool = True) -> np.ndarray:
+def load_array(
+    path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, mmap: bool = True
+) -> np.ndarray:
     """Load a `.npy` file without pickle, by default memory-mapped.
 
     Raises:
@@ -334,7 +400,9 @@ def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, m
     wanted = array.dtype if dtype is None else np.dtype(dtype)
     if not isinstance(array, np.ndarray) or array.dtype != wanted or array.ndim != ndim:
         got = f"{getattr(array, 'dtype', type(array))} {getattr(array, 'shape', '')}"
-        raise _damaged("array of another type", Path(path), got, f"{wanted} with {ndim} dimension(s)")
+        raise _damaged(
+            "array of another type", Path(path), got, f"{wanted} with {ndim} dimension(s)"
+        )
     return array
 
 
@@ -345,7 +413,9 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
 
 
 def files_sha256(hashes: Mapping[str, str]) -> str:
-    """One sha256 for a set of files given as {relative path: sha256}, independent of their order."""
+    """One sha256 for a set of files given as {relative path: sha256}, independent of
+    their order.
+    """
     digest = hashlib.sha256()
     for name in sorted(hashes):
         digest.update(f"{name}\0{hashes[name]}\n".encode())
@@ -358,13 +428,17 @@ def manifest_sha256(manifest: Mapping[str, Any]) -> str:
 
 
 def folder_sha256(path: str | os.PathLike[str]) -> str:
-    """One sha256 for a folder: over the file hashes in its manifest, or else over all files that are not hidden."""
+    """One sha256 for a folder: over the file hashes in its manifest, or else over all files that
+    are not hidden.
+    """
     root = Path(path)
     if not root.is_dir():
         raise ArtifactError("no such folder", where=str(root), fix="check the path")
     with contextlib.suppress(ArtifactError):
         return manifest_sha256(_parse_manifest(root))
-    return files_sha256({name: file_sha256(root / name) for name in _files(root) if "/." not in f"/{name}"})
+    return files_sha256(
+        {name: file_sha256(root / name) for name in _files(root) if "/." not in f"/{name}"}
+    )
 
 
 def _parse_manifest(root: Path) -> dict[str, Any]:
@@ -372,20 +446,25 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
     if where.is_symlink() or not where.is_file():
         raise _damaged("no manifest: the folder was not written by unidec, or is incomplete", where)
     if where.stat().st_size > MAX_MANIFEST_BYTES:
-        got, expected = f"{where.stat().st_size:,} bytes", f"at most {MAX_MANIFEST_BYTES:,} bytes"
+        got = f"{where.stat().st_size:,} bytes"
+        expected = f"at most {MAX_MANIFEST_BYTES:,} bytes"
         raise _damaged("a manifest of impossible size", where, got, expected)
     data = where.read_bytes()
     seal = _SEAL.search(data)
     try:
         if seal and hashlib.sha256(data[: seal.start()]).hexdigest().encode() != seal[1]:
             raise ValueError("its sha256 does not match its content")
-        return _Manifest.model_validate_json(data[: seal.start()] + b"}" if seal else data).model_dump()
+        return _Manifest.model_validate_json(
+            data[: seal.start()] + b"}" if seal else data
+        ).model_dump()
     except ValueError as error:
         raise _damaged("a damaged manifest", where, repr(error)[:200]) from error
 
 
 def _files(root: Path) -> list[str]:
-    """Sorted relative paths of all regular files. Raises ArtifactError for a link or a special file."""
+    """Sorted relative paths of all regular files. Raises ArtifactError for a link or a special
+    file.
+    """
     names = []
     for path in root.rglob("*"):
         mode = path.lstat().st_mode
@@ -409,12 +488,15 @@ def _replace(temporary: Path, final: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two folders atomically (Linux renameat2), so that both names always exist; False if that is not possible."""
+    """Swap two folders atomically (Linux renameat2), so that both names always exist; False if that
+    is not possible.
+    """
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError, TypeError):
         return False
-    at_cwd, exchange = -100, 2
+    at_cwd = -100
+    exchange = 2
     return renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0
 
 
@@ -427,15 +509,22 @@ def _remove(path: Path) -> None:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder; it is renamed first, so that it never exists in part. Raises OSError: no permission."""
+    """Remove a folder; it is renamed first, so that it never exists in part. Raises OSError: no
+    permission.
+    """
     temporary = _temporary(Path(os.path.abspath(path)))
     os.rename(path, temporary)
     _remove(temporary)
 
 
 def _temporary(final: Path) -> Path:
-    """Temporary path for writing a folder or file, with host name, process id and a random number."""
-    path = final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    """Temporary path for writing a folder or file, with host name, process id and a
+    random number.
+    """
+    path = (
+        final.parent
+        / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    )
     _written_names.add(path.name)
     return path
 
@@ -453,14 +542,16 @@ def remove_stale(folder: str | os.PathLike[str], name: str = "*") -> None:
 
 
 def is_stale(temporary: Path) -> bool:
-    """Whether the process that writes a temporary folder or file has ended; on another machine: whether it has not
-    changed for a day."""
+    """Whether the process that writes a temporary folder or file has ended; on another machine:
+    whether it has not changed for a day.
+    """
     suffix = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", temporary.name)
     if suffix is None:
         return False
     if not temporary.name[: suffix.start()].endswith(f".{socket.gethostname()}"):
         return time.time() - temporary.lstat().st_mtime > _STALE_S
-    if int(suffix[1]) == os.getpid():  # in a container a killed process often had the same id as the running one
+    # in a container a killed process often had the same id as the running one
+    if int(suffix[1]) == os.getpid():
         return temporary.name not in _written_names
     return not psutil.pid_exists(int(suffix[1]))
 
@@ -476,9 +567,13 @@ def _fsync(path: Path) -> None:
 def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
     got = str(error.strerror or error)
     with contextlib.suppress(OSError):
-        got += f", {shutil.disk_usage(path.parent if path.parent.is_dir() else '/').free:,} bytes free"
-    what, fix = "cannot be written", "check the folder's permissions"
+        got += (
+            f", {shutil.disk_usage(path.parent if path.parent.is_dir() else '/').free:,} bytes free"
+        )
+    what = "cannot be written"
+    fix = "check the folder's permissions"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, fix = "no space left on the disk", "free some space, or choose another folder"
+        what = "no space left on the disk"
+        fix = "free some space, or choose another folder"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
     return ArtifactError(what, where=str(path), got=got, expected=expected, fix=fix)

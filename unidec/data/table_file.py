@@ -1,8 +1,8 @@
-"""Reads tables: .csv, .tsv, .jsonl (each also with .gz) and .parquet. Every table that a user gives is read here.
+"""Reads tables: .csv, .tsv, .jsonl (each also with .gz) and .parquet. Every table that a user gives
+is read here.
 
-Files are read from start to end, and only a block of rows is in memory. An error in a row is passed to a `Report`,
-which records it or raises.
-"""
+Files are read from start to end, and only a block of rows is in memory. An error in a row is passed
+to a `Report`, which records it or raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from unidec.config import RawBounds
 from unidec.data.lookalike import names_like, visible
 from unidec.data.parquet_file import read_parquet
 from unidec.data.quoting import read_cells
-from unidec.data.raw_lines import DEFAULT_BOUNDS, NOT_UTF8, Report, check_file, decode, read_lines, refuse
+from unidec.data.raw_lines import (
+    DEFAULT_BOUNDS,
+    NOT_UTF8,
+    Report,
+    check_file,
+    decode,
+    read_lines,
+    refuse,
+)
 from unidec.errors import DataError
 
 T = TypeVar("T")
@@ -41,27 +49,39 @@ def in_blocks(rows: Iterable[T]) -> Iterator[list[T]]:
 
 
 def read_rows(
-    path: Path, columns: Sequence[str], check: Check = lambda _names: None,
-    bounds: RawBounds = DEFAULT_BOUNDS, report: Report | None = None,
-) -> Iterator[tuple[int, dict[str, Any]]]:  # fmt: skip
-    """Line number (for Parquet the row number; 1-based) and cells of each row; blank lines are skipped.
+    path: Path,
+    columns: Sequence[str],
+    check: Check = lambda _names: None,
+    bounds: RawBounds = DEFAULT_BOUNDS,
+    report: Report | None = None,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number (for Parquet the row number; 1-based) and cells of each row; blank lines are
+    skipped.
 
     Args:
         columns: columns that the caller needs; no others are read from a Parquet file.
-        check: called with the column names in the header; not called for .jsonl, which has no header.
-        report: called for rows that cannot be read. If it does not raise, such a row is skipped, or empty (JSON).
+        check: called with the column names in the header; not called for .jsonl, which has no
+        header.
+        report: called for rows that cannot be read. If it does not raise, such a row is skipped, or
+        empty (JSON).
 
     Raises:
-        DataError: unknown file type, a needed column is given twice, or a file or row that cannot be read.
+        DataError: unknown file type, a needed column is given twice, or a file or row that cannot
+        be read.
     """
-    kind, report = ending(path), report or refuse(path)
+    kind = ending(path)
+    report = report or refuse(path)
     if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
-        raise DataError("unknown file type of a table", where=str(path), expected=".csv .tsv .jsonl .parquet")
+        raise DataError(
+            "unknown file type of a table", where=str(path), expected=".csv .tsv .jsonl .parquet"
+        )
     check_file(path)
     check_names = partial(_check_names, path, columns, check)
     if kind in (".jsonl", ".json"):
         lines = read_lines(path, bounds)
-        yield from ((number, _json_object(line, number, report)) for number, line in lines if line.strip())
+        yield from (
+            (number, _json_object(line, number, report)) for number, line in lines if line.strip()
+        )
     elif kind == ".parquet":
         yield from read_parquet(path, columns, check_names, bounds)
     else:
@@ -77,12 +97,16 @@ def read_rows(
                 report(f"not {len(names)} columns", line, f"{len(cells)}: {cells[0][:40]!r}")
 
 
-def columns_missing(where: str, names: Sequence[str], missing: Sequence[str], expected: str) -> DataError:
+def columns_missing(
+    where: str, names: Sequence[str], missing: Sequence[str], expected: str
+) -> DataError:
     """The error for a table without these columns."""
     return DataError(
         f"columns missing: {', '.join(missing)}",
         where=where,
-        got=", ".join(visible(name) if name != name.strip() else name for name in map(str, names[:50]))[:300],
+        got=", ".join(
+            visible(name) if name != name.strip() else name for name in map(str, names[:50])
+        )[:300],
         expected=expected,
         fix=names_like(names, missing),
     )
@@ -101,8 +125,13 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
         raise DataError("an empty file", where=str(path), expected="a header and rows")
     for other, called in _DELIMITERS.items():
         if len(names) == 1 and other in names[0]:
-            fix = f"the columns are separated by {called}: save the file with {_DELIMITERS[delimiter]} between them"
-            raise DataError("a header of one column", where=f"{path}:1", got=names[0][:300], fix=fix)
+            fix = (
+                f"the columns are separated by {called}: save the file with "
+                f"{_DELIMITERS[delimiter]} between them"
+            )
+            raise DataError(
+                "a header of one column", where=f"{path}:1", got=names[0][:300], fix=fix
+            )
 
 
 def _check_names(path: Path, columns: Sequence[str], check: Check, names: list[str]) -> None:
@@ -111,12 +140,15 @@ def _check_names(path: Path, columns: Sequence[str], check: Check, names: list[s
     count = Counter(names)
     twice = [name for name in columns if count[name] > 1]
     if twice:
-        what, fix = f"columns given twice: {', '.join(twice)}", "remove or rename one of them"
+        what = f"columns given twice: {', '.join(twice)}"
+        fix = "remove or rename one of them"
         raise DataError(what, where=f"{path}:1", got=", ".join(names[:50])[:300], fix=fix)
 
 
 def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:
-    """The JSON object in a line; {} (and a report) if the line is not an object in valid Unicode."""
+    """The JSON object in a line; {} (and a report) if the line is not an object in
+    valid Unicode.
+    """
     try:
         item = json.loads(decode(line, number, report))
         if isinstance(item, dict):

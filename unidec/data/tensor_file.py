@@ -21,11 +21,15 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write a safetensors file and return its sha256 (hex); contiguous tensors on the CPU are not copied.
+    """Write a safetensors file and return its sha256 (hex); contiguous tensors on the CPU are not
+    copied.
 
-    Unlike `safetensors.torch.save_file` it accepts views and tensors that share memory; each is written in full.
+    Unlike `safetensors.torch.save_file` it accepts views and tensors that share memory; each is
+    written in full.
 
     Args:
         tensors: tensors by name, of any shape and on any device.
@@ -37,16 +41,21 @@ def write_tensors(
     """
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
-    on_cpu, specs = [], {}
+    on_cpu = []
+    specs = {}
     try:
         for name, tensor in tensors.items():
-            on_cpu.append(tensor.detach().cpu().contiguous())  # a reference until the memory is written
+            # a reference until the memory is written
+            on_cpu.append(tensor.detach().cpu().contiguous())
             specs[name] = TensorSpec(
-                dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape),
-                data_ptr=on_cpu[-1].data_ptr(), data_len=tensor.numel() * tensor.element_size(),
-            )  # fmt: skip
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                data_ptr=on_cpu[-1].data_ptr(),
+                data_len=tensor.numel() * tensor.element_size(),
+            )
         serialize_file(specs, os.fspath(path), metadata=dict(metadata or {}) or None)
-        default = Path(f"{os.fspath(path)}.mode")  # safetensors makes its files readable by the owner only
+        # safetensors makes its files readable by the owner only
+        default = Path(f"{os.fspath(path)}.mode")
         default.touch()
         os.chmod(path, default.stat().st_mode)
         default.unlink()
@@ -61,7 +70,8 @@ class TensorFile:
     """An open safetensors file: names, shapes, metadata, and tensors or some of their rows."""
 
     def __init__(self, path: str, handle: Any):
-        self._path, self._handle = path, handle
+        self._path = path
+        self._handle = handle
         self.names: list[str] = sorted(handle.keys())
         self.metadata: dict[str, str] = handle.metadata() or {}
 
@@ -69,16 +79,24 @@ class TensorFile:
         return tuple(self._handle.get_slice(name).get_shape())
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> Tensor:
-        """A tensor on the CPU, or its rows from `begin` to `end` (exclusive); no other bytes are read."""
+        """A tensor on the CPU, or its rows from `begin` to `end` (exclusive); no other bytes are
+        read.
+        """
         try:
-            return self._handle.get_tensor(name) if begin is None else self._handle.get_slice(name)[begin:end]
+            return (
+                self._handle.get_tensor(name)
+                if begin is None
+                else self._handle.get_slice(name)[begin:end]
+            )
         except Exception as error:  # SafetensorError, or RuntimeError of torch
             raise _damaged(self._path, error) from error
 
 
 @contextlib.contextmanager
 def open_tensors(path: str | os.PathLike[str]) -> Iterator[TensorFile]:
-    """Open a safetensors file for reading. Raises ArtifactError: not a safetensors file, or a damaged one."""
+    """Open a safetensors file for reading. Raises ArtifactError: not a safetensors file, or a
+    damaged one.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -97,4 +115,6 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def _damaged(path: str | os.PathLike[str], error: Exception) -> ArtifactError:
     fix = "restore the file, or run the stage that writes it again"
-    return ArtifactError("not a readable safetensors file", where=os.fspath(path), got=str(error)[:200], fix=fix)
+    return ArtifactError(
+        "not a readable safetensors file", where=os.fspath(path), got=str(error)[:200], fix=fix
+    )

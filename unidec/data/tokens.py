@@ -1,9 +1,10 @@
 """Texts as token ids: in a cache on disk, or in memory for serving.
 
-All ids are in one flat array, those of text i from `offsets[i]` to `offsets[i + 1]`, special tokens included. They are
-padded only when a batch is built.
+All ids are in one flat array, those of text i from `offsets[i]` to `offsets[i + 1]`, special tokens
+included. They are padded only when a batch is built.
 
-Shape legend: N texts, B rows of one batch, T tokens of the batch's longest text, F total tokens of the batch.
+Shape legend: N texts, B rows of one batch, T tokens of the batch's longest text, F total tokens of
+the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unidec.data.array_file import growing_array
-from unidec.data.storage import REBUILD, file_sha256, load_array, read_manifest, verify_once, write_folder
+from unidec.data.storage import (
+    REBUILD,
+    file_sha256,
+    load_array,
+    read_manifest,
+    verify_once,
+    write_folder,
+)
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
 
@@ -31,15 +39,19 @@ VERSION = 1
 CHUNK_TEXTS = 256
 """Number of texts that are padded together in training."""
 GPU_CHUNK_TOKENS = CHUNK_TEXTS * 32
-"""On a GPU more short texts are padded together, up to this number of tokens with padding: otherwise the GPU waits for
-the host to launch kernels. Measured: benchmarks/results/gpu.md."""
+"""On a GPU more short texts are padded together, up to this number of tokens with padding:
+otherwise the GPU waits for the host to launch kernels. Measured: benchmarks/results/gpu.md.
+"""
 
-_INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # Unicode categories: separators, control and format characters
+# Unicode categories: separators, control and format characters
+_INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}
 _ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists and padded arrays
 
 
 def is_blank(text: str) -> bool:
-    """Whether a text has nothing to read: it is empty, or has only white space and invisible characters."""
+    """Whether a text has nothing to read: it is empty, or has only white space and invisible
+    characters.
+    """
     return all(unicodedata.category(character) in _INVISIBLE for character in text)
 
 
@@ -54,9 +66,20 @@ class Tokens:
         max_length: maximum number of tokens of a text.
     """
 
-    def __init__(self, ids: NDArray[Any], offsets: NDArray[np.int64], vocab_size: int, pad_id: int, max_length: int):
-        self.ids, self.offsets = np.asarray(ids), np.asarray(offsets)  # asarray: indexing plain arrays is faster
-        self.vocab_size, self.pad_id, self.max_length = vocab_size, pad_id, max_length
+    def __init__(
+        self,
+        ids: NDArray[Any],
+        offsets: NDArray[np.int64],
+        vocab_size: int,
+        pad_id: int,
+        max_length: int,
+    ):
+        # asarray: indexing plain arrays is faster
+        self.ids = np.asarray(ids)
+        self.offsets = np.asarray(offsets)
+        self.vocab_size = vocab_size
+        self.pad_id = pad_id
+        self.max_length = max_length
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -75,8 +98,11 @@ class Tokens:
         shift_B = self.offsets[rows_B] - (np.cumsum(length_B) - length_B)
         return np.arange(length_B.sum()) + np.repeat(shift_B, length_B)
 
-    def ragged(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Flat ids int64 [F] and offsets int64 [B + 1] of these texts, in the format of `torch.nn.EmbeddingBag`.
+    def ragged(
+        self, rows: Sequence[int] | NDArray[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Flat ids int64 [F] and offsets int64 [B + 1] of these texts, in the format of
+        `torch.nn.EmbeddingBag`.
 
         Raises:
             IndexError: a row is negative or beyond the last text.
@@ -87,8 +113,11 @@ class Tokens:
         offsets = _offsets([self.lengths(rows_B)])
         return self.ids[self.places(rows_B)].astype(np.int64), offsets
 
-    def batch(self, rows: Sequence[int] | NDArray[Any], most: int = 0) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Ids int64 [B, T], padded on the right to the longest text, and mask bool [B, T] (True for tokens).
+    def batch(
+        self, rows: Sequence[int] | NDArray[Any], most: int = 0
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Ids int64 [B, T], padded on the right to the longest text, and mask bool [B, T] (True for
+        tokens).
 
         Args:
             most: use only the first `most` tokens of each text; 0: all.
@@ -106,25 +135,29 @@ class Tokens:
 
 def length_chunks(
     lengths_B: NDArray[np.int64], size: int = CHUNK_TEXTS, tokens: int = 0
-) -> Iterator[NDArray[np.int64]]:  # fmt: skip
+) -> Iterator[NDArray[np.int64]]:
     """Indices of the texts, sorted by length, in chunks of at most `size`: so padding is short.
 
     Args:
-        tokens: a chunk of more than `size` texts is allowed if it has at most this number of tokens with padding.
+        tokens: a chunk of more than `size` texts is allowed if it has at most this number of tokens
+        with padding.
     """
-    order_B, start = np.argsort(lengths_B, kind="stable"), 0
+    order_B = np.argsort(lengths_B, kind="stable")
+    start = 0
     sorted_B = lengths_B[order_B]
     while start < len(order_B):
         count = size
         if tokens:
-            padded_B = np.arange(1, len(order_B) - start + 1) * sorted_B[start:]  # tokens of the chunk up to each text
+            # tokens of the chunk up to each text
+            padded_B = np.arange(1, len(order_B) - start + 1) * sorted_B[start:]
             count = max(size, int(np.searchsorted(padded_B, tokens, side="right")))
         yield order_B[start : start + count]
         start += count
 
 
 def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int64]:
-    """For each text the row of a text in `others` with the same tokens, -1 if there is none: int64 [N].
+    """For each text the row of a text in `others` with the same tokens, -1 if there is none: int64
+    [N].
 
     Args:
         most: compare only the first `most` tokens; 0: all.
@@ -132,14 +165,20 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
     out_N = np.full(len(tokens), -1, dtype=np.int64)
     if not len(others):
         return out_N
-    hash_N, hash_M = token_hashes(tokens, most), token_hashes(others, most)
+    hash_N = token_hashes(tokens, most)
+    hash_M = token_hashes(others, most)
     order_M = np.argsort(hash_M, kind="stable")
     other_N = order_M[np.minimum(np.searchsorted(hash_M[order_M], hash_N), len(others) - 1)]
-    length_N, length_M = (np.minimum(each.lengths(), most or each.max_length) for each in (tokens, others))
+    length_N, length_M = (
+        np.minimum(each.lengths(), most or each.max_length) for each in (tokens, others)
+    )
     candidates = np.flatnonzero((hash_M[other_N] == hash_N) & (length_M[other_N] == length_N))
     for start in range(0, len(candidates), _ENCODE_AT_ONCE):
         rows = candidates[start : start + _ENCODE_AT_ONCE]
-        (ids_BT, mask_BT), (other_BT, _) = tokens.batch(rows, most), others.batch(other_N[rows], most)
+        (ids_BT, mask_BT), (other_BT, _) = (
+            tokens.batch(rows, most),
+            others.batch(other_N[rows], most),
+        )
         same = rows[((ids_BT == other_BT) | ~mask_BT).all(axis=1)]
         out_N[same] = other_N[same]
     return out_N
@@ -147,13 +186,17 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
 
 def token_hashes(tokens: Tokens, most: int = 0) -> NDArray[np.uint64]:
     """Hash of each text's first `most` tokens (0: of all), uint64 [N]."""
-    factor_T = np.random.default_rng(0).integers(2**64, size=tokens.max_length, dtype=np.uint64) | np.uint64(1)
+    factor_T = np.random.default_rng(0).integers(
+        2**64, size=tokens.max_length, dtype=np.uint64
+    ) | np.uint64(1)
     factor_T[most or len(factor_T) :] = 0
     out_N = np.empty(len(tokens), dtype=np.uint64)
     for start in range(0, len(tokens), _ENCODE_AT_ONCE):
         rows = np.arange(start, min(start + _ENCODE_AT_ONCE, len(tokens)))
         ids, mask = tokens.batch(rows)
-        out_N[rows] = (np.where(mask, ids + 1, 0).astype(np.uint64) * factor_T[: ids.shape[1]]).sum(axis=1)
+        out_N[rows] = (np.where(mask, ids + 1, 0).astype(np.uint64) * factor_T[: ids.shape[1]]).sum(
+            axis=1
+        )
     return out_N
 
 
@@ -162,8 +205,8 @@ class TokenCache(Tokens):
 
     Attributes:
         path: the folder.
-        meta: vocab_size, pad_id, max_length, tokenizer_sha256, num_texts, num_tokens, and the `meta` argument of
-            `build_token_cache`.
+        meta: vocab_size, pad_id, max_length, tokenizer_sha256, num_texts, num_tokens, and the
+            `meta` argument of `build_token_cache`.
     """
 
     path: Path
@@ -174,10 +217,12 @@ class TokenCache(Tokens):
         """Open a cache.
 
         Args:
-            verify: also check the sha256 of the files and all ids, once per process (`verify_once`).
+            verify: also check the sha256 of the files and all ids, once per process
+            (`verify_once`).
 
         Raises:
-            ArtifactError: the cache is missing, damaged or of a newer version, or its arrays do not match.
+            ArtifactError: the cache is missing, damaged or of a newer version, or its arrays do not
+            match.
         """
         root = Path(path)
         with verify_once(root, verify) as needed:
@@ -192,13 +237,20 @@ class TokenCache(Tokens):
             valid = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
             if valid and needed and len(ids):
                 lengths = np.diff(offsets)
-                valid = lengths.min() >= 0 and lengths.max() <= max_length and ids.max() < vocab_size
+                valid = (
+                    lengths.min() >= 0 and lengths.max() <= max_length and ids.max() < vocab_size
+                )
             if not valid:
                 what = "offsets and ids do not match, or an id is not in the vocabulary"
-                expected = f"{num_texts} texts of at most {max_length} tokens, ids below {vocab_size}"
-                raise ArtifactError(what, where=str(root), got=f"{len(ids)} ids", expected=expected, fix=REBUILD)
+                expected = (
+                    f"{num_texts} texts of at most {max_length} tokens, ids below {vocab_size}"
+                )
+                raise ArtifactError(
+                    what, where=str(root), got=f"{len(ids)} ids", expected=expected, fix=REBUILD
+                )
         cache = cls(ids, offsets, vocab_size, pad_id, max_length)
-        cache.path, cache.meta = root, meta
+        cache.path = root
+        cache.meta = meta
         return cache
 
 
@@ -218,7 +270,8 @@ class Piece:
 
 
 class TextTokenizer:
-    """A tokenizer read from `tokenizer.json`, which cuts texts on the right, keeps special tokens and does not pad.
+    """A tokenizer read from `tokenizer.json`, which cuts texts on the right, keeps special tokens
+    and does not pad.
 
     The truncation and padding settings in the file are ignored.
 
@@ -231,7 +284,8 @@ class TextTokenizer:
         unknown_id: id of the token for unknown words; -1 if there is none.
 
     Raises:
-        ArtifactError: there is no tokenizer, it cannot be read, or max_length leaves no room beside the special tokens.
+        ArtifactError: there is no tokenizer, it cannot be read, or max_length leaves no room beside
+        the special tokens.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_length: int):
@@ -242,23 +296,36 @@ class TextTokenizer:
             raise ArtifactError(
                 "no tokenizer",
                 where=str(self.file),
-                fix="save the tokenizer in its fast form: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
+                fix=(
+                    "save the tokenizer in its fast form: "
+                    "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+                ),
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(self.file))
         except Exception as error:  # the Rust library raises plain Exception
             fix = "save it again: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             what = "not a readable tokenizer"
-            raise ArtifactError(what, where=str(self.file), got=str(error)[:200], fix=fix) from error
+            raise ArtifactError(
+                what, where=str(self.file), got=str(error)[:200], fix=fix
+            ) from error
         specials = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= specials:
-            got, expected = f"max_length {max_length}", f"> {specials}"
+            got = f"max_length {max_length}"
+            expected = f"> {specials}"
             raise ArtifactError(
-                "no room for text beside the special tokens", where=str(self.file), got=got, expected=expected
+                "no room for text beside the special tokens",
+                where=str(self.file),
+                got=got,
+                expected=expected,
             )
-        self.max_length, self.num_specials = max_length, specials
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        padding, named = self._tokenizer.padding, map(self._tokenizer.token_to_id, ("[PAD]", "<pad>"))
+        self.max_length = max_length
+        self.num_specials = specials
+        self.vocab_size = 1 + max(
+            self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0
+        )
+        padding = self._tokenizer.padding
+        named = map(self._tokenizer.token_to_id, ("[PAD]", "<pad>"))
         # without a padding token 0 is used, which is always masked
         self.pad_id = int(padding["pad_id"]) if padding else next(filter(None, named), 0)
         model = json.loads(self.file.read_text(encoding="utf-8"))["model"]
@@ -267,7 +334,9 @@ class TextTokenizer:
             unknown = self._tokenizer.token_to_id(model["unk_token"])
         self.unknown_id = -1 if unknown is None else int(unknown)
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
+        self._tokenizer.enable_truncation(
+            max_length, stride=0, strategy="longest_first", direction="right"
+        )
 
     def pieces(self, text: str) -> tuple[list[Piece], bool]:
         """The tokens of a text, and whether it was cut. Raises the same errors as `encode`."""
@@ -276,7 +345,10 @@ class TextTokenizer:
         except (TypeError, ValueError) as error:
             raise _not_text([text], error) from error
         rows = zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)
-        pieces = [Piece(token, number == self.unknown_id, bool(special)) for token, number, special in rows]
+        pieces = [
+            Piece(token, number == self.unknown_id, bool(special))
+            for token, number, special in rows
+        ]
         return pieces, bool(encoding.overflowing)
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -292,15 +364,22 @@ class TextTokenizer:
         except (TypeError, ValueError) as error:
             raise _not_text(texts, error) from error
         length = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-        flat = np.fromiter(chain.from_iterable(encoded), dtype=_id_dtype(self.vocab_size), count=int(length.sum()))
+        flat = np.fromiter(
+            chain.from_iterable(encoded), dtype=_id_dtype(self.vocab_size), count=int(length.sum())
+        )
         return flat, length
 
 
 def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
     """An error that names the first item that is not a string of valid Unicode."""
-    faulty = (i for i, t in enumerate(texts) if not isinstance(t, str) or any(0xD800 <= ord(c) < 0xE000 for c in t))
+    faulty = (
+        i
+        for i, t in enumerate(texts)
+        if not isinstance(t, str) or any(0xD800 <= ord(c) < 0xE000 for c in t)
+    )
     where = f"text {next(faulty, -1)} of {len(texts)}"
-    what, expected = "the text cannot be tokenised", "valid Unicode strings"
+    what = "the text cannot be tokenised"
+    expected = "valid Unicode strings"
     return DataError(what, where=where, got=str(error)[:200], expected=expected)
 
 
@@ -314,37 +393,54 @@ def _cached_tokenizer(folder: str, max_length: int, _changed: tuple[int, int]) -
 
 
 def load_tokenizer(folder: str | os.PathLike[str], max_length: int) -> TextTokenizer:
-    """A `TextTokenizer` that is cached until its file changes, because reading it takes longer than a small batch."""
+    """A `TextTokenizer` that is cached until its file changes, because reading it takes longer than
+    a small batch.
+    """
     file = Path(os.path.abspath(folder)) / "tokenizer.json"
     changed = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else (0, 0)
     return _cached_tokenizer(str(file.parent), max_length, changed)
 
 
-def encode_texts(texts: Sequence[str], tokenizer_folder: str | os.PathLike[str], max_length: int) -> Tokens:
-    """Tokenise texts in memory, for serving. Raises the errors of `TextTokenizer` and its `encode`."""
+def encode_texts(
+    texts: Sequence[str], tokenizer_folder: str | os.PathLike[str], max_length: int
+) -> Tokens:
+    """Tokenise texts in memory, for serving. Raises the errors of `TextTokenizer` and
+    its `encode`.
+    """
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("texts must be a list", got="one string", fix="pass [text]")
     starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
-    flat, lengths = zip(*(tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts), strict=True)
-    return Tokens(np.concatenate(flat), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length)
+    flat, lengths = zip(
+        *(tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts), strict=True
+    )
+    return Tokens(
+        np.concatenate(flat), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
+    )
 
 
 def _offsets(lengths: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.concatenate([*lengths, np.zeros(0, np.int64)]))])
+    return np.concatenate(
+        [np.zeros(1, dtype=np.int64), np.cumsum(np.concatenate([*lengths, np.zeros(0, np.int64)]))]
+    )
 
 
 def build_token_cache(
-    texts: Iterable[list[str]], tokenizer_folder: str | os.PathLike[str], max_length: int, out: str | os.PathLike[str],
-    num_texts: int, meta: Mapping[str, Any] | None = None,
-) -> Path:  # fmt: skip
-    """Tokenise batches of texts into a folder, and return its path; needs memory for one batch and 8 bytes per text.
+    texts: Iterable[list[str]],
+    tokenizer_folder: str | os.PathLike[str],
+    max_length: int,
+    out: str | os.PathLike[str],
+    num_texts: int,
+    meta: Mapping[str, Any] | None = None,
+) -> Path:
+    """Tokenise batches of texts into a folder, and return its path; needs memory for one batch and
+    8 bytes per text.
 
     Args:
         texts: batches of texts in the order of the rows (`XMCDataset.text_batches`).
         tokenizer_folder, max_length: see `TextTokenizer`.
-        out: folder for ids.npy (uint16 if the vocabulary is below 65,536, otherwise uint32) and offsets.npy (int64
-            [N + 1]).
+        out: folder for ids.npy (uint16 if the vocabulary is below 65,536, otherwise uint32) and
+            offsets.npy (int64 [N + 1]).
         num_texts: total number of texts, for the progress bar.
         meta: further facts for the manifest, such as {"text": "title"}.
 

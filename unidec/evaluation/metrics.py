@@ -1,33 +1,40 @@
-"""Ranking metrics of extreme multi-label classification, overall and by label frequency; vectorised over CSR matrices,
-in blocks of queries.
+"""Ranking metrics of extreme multi-label classification, overall and by label frequency; vectorised
+over CSR matrices, in blocks of queries.
 
-Shape legend: B queries of one block, N all queries, K predicted labels per query, L labels, E positive (query, label)
+Shape legend: B queries of one block, N all queries, K predicted labels per query, L labels, E
+positive (query, label)
 pairs.
 
-Definitions. Relevance above 0 counts as relevant; predictions are label ids, best first, -1 = none (a miss at that
-rank). Every metric is a percentage, 100 * sum(above) / sum(below), where above and below are each query's contributions
-to numerator and denominator (`by_query`). With P_i = the relevant labels of query i, y_ij = 1 if the label predicted at
-rank j is in P_i, w_l = inverse propensity, d_j = 1 / log2(j + 1), D(n) = d_1 + ... + d_n:
+Definitions. Relevance above 0 counts as relevant; predictions are label ids, best first, -1 = none
+(a miss at that rank). Every metric is a percentage, 100 * sum(above) / sum(below), where above and
+below are each query's contributions to numerator and denominator (`by_query`). With P_i = the
+relevant labels of query i, y_ij = 1 if the label predicted at rank j is in P_i, w_l = inverse
+propensity, d_j = 1 / log2(j + 1), D(n) = d_1 + ... + d_n:
 
 - P@k      mean over all queries of sum_{j<=k} y_ij / k
 - R@k      mean of sum_{j<=k} y_ij / |P_i|
 - nDCG@k   mean of sum_{j<=k} d_j y_ij / D(min(k, |P_i|))
 - MRR      mean of 1 / rank of the first relevant label among the first 100, 0 if there is none
-- PSP@k    sum_i sum_{j<=k} w y_ij, divided by the largest sum that any prediction could reach (ratio of data-set sums)
-- PSnDCG@k sum_i sum_{j<=k} d_j w y_ij / D(min(k, |P_i|)), divided by the largest value that any prediction could reach
-- coverage@k  share of the labels relevant to any query that are predicted correctly within k at least once
+- PSP@k    sum_i sum_{j<=k} w y_ij, divided by the largest sum that any prediction could reach
+  (ratio of data-set sums)
+- PSnDCG@k sum_i sum_{j<=k} d_j w y_ij / D(min(k, |P_i|)), divided by the largest value that any
+  prediction could reach
+- coverage@k  share of the labels relevant to any query that are predicted correctly within k at
+  least once
 
-Queries without a relevant label count as 0 in every mean. Sources: Bhatia et al., the extreme classification
-repository (P, nDCG, PSP, PSnDCG), Jain et al. 2016 (propensities). The repository's page divides PSDCG@k by D(k), but
-its published programs divide by D(min(k, |P_i|)), as nDCG does. So does this module, because published figures come
-from these programs.
+Queries without a relevant label count as 0 in every mean. Sources: Bhatia et al., the extreme
+classification repository (P, nDCG, PSP, PSnDCG), Jain et al. 2016 (propensities). The repository's
+page divides PSDCG@k by D(k), but its published programs divide by D(min(k, |P_i|)), as nDCG does.
+So does this module, because published figures come from these programs.
 
-By group (tail, torso, head): truth is restricted to the group's labels, predictions keep their ranks. P@k is then
-that group's contribution, over all queries, so the three groups add up to the whole. R@k, nDCG@k and MRR are means
-over the queries that have a relevant label in the group (their number is `<group>/num_queries`). PSP@k, PSnDCG@k and
-coverage@k use the restricted truth above and below the line. A group without relevant labels gives 0.
+By group (tail, torso, head): truth is restricted to the group's labels, predictions keep their
+ranks. P@k is then that group's contribution, over all queries, so the three groups add up to the
+whole. R@k, nDCG@k and MRR are means over the queries that have a relevant label in the group (their
+number is `<group>/num_queries`). PSP@k, PSnDCG@k and coverage@k use the restricted truth above and
+below the line. A group without relevant labels gives 0.
 
-The truth must be filtered: `remove_filtered` removes filtered pairs from predictions, `filtered_truth` from the truth.
+The truth must be filtered: `remove_filtered` removes filtered pairs from predictions,
+`filtered_truth` from the truth.
 """
 
 from __future__ import annotations
@@ -48,7 +55,9 @@ _RECIPROCAL_RANK = max(DEFAULT_KS)  # ranks that MRR considers
 
 Floats = NDArray[np.float64]
 QueryParts = dict[str, tuple[Floats, Floats]]
-"""Each query's contributions to metrics: name -> (above [N], below [N]); a metric is 100 * sum(above) / sum(below)."""
+"""Each query's contributions to metrics: name -> (above [N], below [N]); a metric is 100 *
+sum(above) / sum(below).
+"""
 
 
 def _shape(matrix: csr_matrix) -> tuple[int, int]:
@@ -63,7 +72,9 @@ def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> NDArray[np.int
     return np.unique(key_E[np.asarray(matrix.data) > 0] if positive_only else key_E)
 
 
-def _lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: int) -> NDArray[np.bool_]:
+def _lookup(
+    label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: int
+) -> NDArray[np.bool_]:
     """Whether each (row, label) is among the sorted keys; False for label -1."""
     if key_E.size == 0 or label_BK.size == 0:
         return np.zeros(label_BK.shape, dtype=bool)
@@ -76,59 +87,82 @@ def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> ND
     """Predictions as int64 [B, K]; a DataError names the first invalid row."""
     label_BK = np.asarray(predicted)
     if label_BK.ndim != 2 or (label_BK.size and label_BK.dtype.kind not in "iu"):
-        got, expected = f"shape {label_BK.shape}, dtype {label_BK.dtype}", "[queries, k] integers, -1 = none"
+        got = f"shape {label_BK.shape}, dtype {label_BK.dtype}"
+        expected = "[queries, k] integers, -1 = none"
         raise DataError("predictions must be a matrix of label ids", got=got, expected=expected)
     label_BK = label_BK.astype(np.int64, copy=False)
     if truth.shape != (len(label_BK), num_labels):
-        got, expected = f"{len(label_BK)} rows of predictions, relevance {truth.shape}", f"{num_labels} labels"
+        got = f"{len(label_BK)} rows of predictions, relevance {truth.shape}"
+        expected = f"{num_labels} labels"
         raise DataError("predictions and relevance do not fit together", got=got, expected=expected)
     sorted_BK = np.sort(label_BK, axis=1)
     for invalid_BK, what in (
         ((label_BK < -1) | (label_BK >= num_labels), "a predicted label does not exist"),
-        ((sorted_BK[:, 1:] == sorted_BK[:, :-1]) & (sorted_BK[:, 1:] >= 0), "a label is predicted twice for one query"),
+        (
+            (sorted_BK[:, 1:] == sorted_BK[:, :-1]) & (sorted_BK[:, 1:] >= 0),
+            "a label is predicted twice for one query",
+        ),
     ):
         if invalid_BK.any():
             row = int(np.argmax(invalid_BK.any(axis=1)))
-            got, expected = label_BK[row].tolist()[:20], f"different labels from 0 to {num_labels - 1}, -1 for none"
+            got = label_BK[row].tolist()[:20]
+            expected = f"different labels from 0 to {num_labels - 1}, -1 for none"
             raise DataError(what, where=f"predictions row {row}", got=got, expected=expected)
     return label_BK
 
 
 class Ranked:
-    """Predictions of some queries with their hits, and all relevant pairs: the basis of every metric."""
+    """Predictions of some queries with their hits, and all relevant pairs: the basis of every
+    metric.
+    """
 
-    def __init__(self, predicted_NK: Any, relevance: csr_matrix, weight_L: Floats, group_L: NDArray[Any]) -> None:
+    def __init__(
+        self, predicted_NK: Any, relevance: csr_matrix, weight_L: Floats, group_L: NDArray[Any]
+    ) -> None:
         num_labels = len(weight_L)
         label_NK = _check_predictions(predicted_NK, relevance, num_labels)
-        self.label_NK = label_NK if label_NK.shape[1] else np.full((len(label_NK), 1), -1, dtype=np.int64)
+        self.label_NK = (
+            label_NK if label_NK.shape[1] else np.full((len(label_NK), 1), -1, dtype=np.int64)
+        )
         key_E = pair_keys(relevance, positive_only=True)
         self.row_E, self.label_E = np.divmod(key_E, max(num_labels, 1))
         self.hit_NK = _lookup(self.label_NK, key_E, num_labels)
-        self.weight_E, self.group_E = weight_L[self.label_E], group_L[self.label_E]
+        self.weight_E = weight_L[self.label_E]
+        self.group_E = group_L[self.label_E]
         # the appended values are those of label -1
         self.weight_NK = np.where(self.hit_NK, np.append(weight_L, 0.0)[self.label_NK], 0.0)
         self.group_NK = np.append(group_L, -1)[self.label_NK]
 
 
 class Scope:
-    """Hits and relevant pairs of some queries, restricted to the labels of a frequency group ("": all labels)."""
+    """Hits and relevant pairs of some queries, restricted to the labels of a frequency group ("":
+    all labels).
+    """
 
     def __init__(self, ranked: Ranked, group: str = "") -> None:
         number = GROUPS.index(group) if group else -1
-        inside_NK, inside_E = ((groups == number) | (not group) for groups in (ranked.group_NK, ranked.group_E))
-        self.hit_NK, self.weight_NK = ranked.hit_NK & inside_NK, ranked.weight_NK * inside_NK
-        row_E, weight_E = ranked.row_E[inside_E], ranked.weight_E[inside_E]
+        inside_NK, inside_E = (
+            (groups == number) | (not group) for groups in (ranked.group_NK, ranked.group_E)
+        )
+        self.hit_NK = ranked.hit_NK & inside_NK
+        self.weight_NK = ranked.weight_NK * inside_NK
+        row_E = ranked.row_E[inside_E]
+        weight_E = ranked.weight_E[inside_E]
         self.positives_N = np.bincount(row_E, minlength=len(self.hit_NK))
-        self.counted_N = np.ones(len(self.hit_NK)) if not group else (self.positives_N > 0).astype(np.float64)
+        self.counted_N = (
+            np.ones(len(self.hit_NK)) if not group else (self.positives_N > 0).astype(np.float64)
+        )
         # the best prediction lists a query's relevant labels by falling inverse propensity
         order_E = np.lexsort((-weight_E, row_E))
-        self.best_row_E, self.best_weight_E = row_E[order_E], weight_E[order_E]
+        self.best_row_E = row_E[order_E]
+        self.best_weight_E = weight_E[order_E]
         start_N = np.cumsum(self.positives_N) - self.positives_N
         self.best_rank_E = np.arange(len(row_E)) - start_N[self.best_row_E]
 
     def parts(self, kind: str, k: int) -> tuple[Floats, Floats]:
         """Each query's contributions to a metric's numerator and denominator, float64 [N] each."""
-        hit_NK, hits_N = self.hit_NK[:, :k], self.hit_NK[:, :k].sum(axis=1).astype(np.float64)
+        hit_NK = self.hit_NK[:, :k]
+        hits_N = self.hit_NK[:, :k].sum(axis=1).astype(np.float64)
         if kind == "P":
             return hits_N, np.full(len(hits_N), float(k))
         if kind == "R":
@@ -136,7 +170,8 @@ class Scope:
         if kind == "MRR":
             return np.where(hits_N > 0, 1.0 / (1.0 + hit_NK.argmax(axis=1)), 0.0), self.counted_N
         discount_K = 1.0 / np.log2(np.arange(2, k + 2))
-        ideal_N = np.concatenate([[1.0], np.cumsum(discount_K)])[np.minimum(self.positives_N, k)]  # 1 avoids 0 / 0
+        # 1 avoids 0 / 0
+        ideal_N = np.concatenate([[1.0], np.cumsum(discount_K)])[np.minimum(self.positives_N, k)]
         if kind == "nDCG":
             return (hit_NK * discount_K[: hit_NK.shape[1]]).sum(axis=1) / ideal_N, self.counted_N
         if kind not in ("PSP", "PSnDCG"):
@@ -145,20 +180,30 @@ class Scope:
         best_E = np.where(self.best_rank_E < k, self.best_weight_E, 0.0)
         if kind == "PSnDCG":
             gain_NK = gain_NK * discount_K[: hit_NK.shape[1]] / ideal_N[:, None]
-            best_E = best_E * discount_K[np.minimum(self.best_rank_E, k - 1)] / ideal_N[self.best_row_E]
-        best_N = np.bincount(self.best_row_E, weights=best_E, minlength=len(hits_N)).astype(np.float64)
+            best_E = (
+                best_E * discount_K[np.minimum(self.best_rank_E, k - 1)] / ideal_N[self.best_row_E]
+            )
+        best_N = np.bincount(self.best_row_E, weights=best_E, minlength=len(hits_N)).astype(
+            np.float64
+        )
         return gain_NK.sum(axis=1), best_N
 
 
 def by_query(
-    predicted_NK: Any, relevance: csr_matrix, names: Sequence[str], inverse_propensity_L: Any, group_L: Any = None
+    predicted_NK: Any,
+    relevance: csr_matrix,
+    names: Sequence[str],
+    inverse_propensity_L: Any,
+    group_L: Any = None,
 ) -> QueryParts:
     """Each query's contributions to metrics; errors as `evaluate`.
 
     Args:
         predicted_NK, relevance: as for `evaluate`.
-        names: such as "nDCG@5", "tail/R@10", "MRR"; not coverage, which has no contributions of single queries.
-        inverse_propensity_L: float [L]. group_L: int [L], 0 tail, 1 torso, 2 head; needed for metrics of a group.
+        names: such as "nDCG@5", "tail/R@10", "MRR"; not coverage, which has no contributions of
+        single queries.
+        inverse_propensity_L: float [L]. group_L: int [L], 0 tail, 1 torso, 2 head; needed for
+        metrics of a group.
     """
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
     group_L = np.zeros(len(weight_L), dtype=np.int64) if group_L is None else np.asarray(group_L)
@@ -167,8 +212,13 @@ def by_query(
 
 def _parts(ranked: Ranked, names: Sequence[str]) -> QueryParts:
     parsed = {name: parse(name) for name in names}
-    scopes = {group: Scope(ranked, group) for group in dict.fromkeys(one.group for one in parsed.values())}
-    return {name: scopes[one.group].parts(one.kind, one.k or _RECIPROCAL_RANK) for name, one in parsed.items()}
+    scopes = {
+        group: Scope(ranked, group) for group in dict.fromkeys(one.group for one in parsed.values())
+    }
+    return {
+        name: scopes[one.group].parts(one.kind, one.k or _RECIPROCAL_RANK)
+        for name, one in parsed.items()
+    }
 
 
 def percent(part: float, whole: float) -> float:
@@ -176,8 +226,11 @@ def percent(part: float, whole: float) -> float:
     return float(100.0 * part / whole) if whole > 0 else 0.0
 
 
-def evaluate(predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any) -> dict[str, float]:
-    """All metrics of N queries: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of queries.
+def evaluate(
+    predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any
+) -> dict[str, float]:
+    """All metrics of N queries: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of
+    queries.
 
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none. Ranks beyond K count as misses.
@@ -188,13 +241,15 @@ def evaluate(predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any
     Raises:
         DataError: shapes do not match, or a label is out of range or predicted twice for one query.
     """
-    weight_L, group_L = np.asarray(inverse_propensity_L, dtype=np.float64), np.asarray(group_L)
+    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
+    group_L = np.asarray(group_L)
     predicted_NK = np.asarray(predicted_NK)
     if len(predicted_NK) != _shape(relevance)[0]:
         _check_predictions(predicted_NK, relevance, len(weight_L))
     sums = {name: np.zeros(2) for name in metric_names() if parse(name).kind != "coverage"}
     num_queries = dict.fromkeys(GROUPS, 0)
-    rank_L = np.full(len(weight_L), _NO_RANK)  # best 0-based rank at which a label was predicted correctly
+    # best 0-based rank at which a label was predicted correctly
+    rank_L = np.full(len(weight_L), _NO_RANK)
     relevant_L = np.zeros(len(weight_L), dtype=bool)
     for start in range(0, len(predicted_NK), _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -210,15 +265,19 @@ def evaluate(predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any
     for group, count in {"": len(predicted_NK), **num_queries}.items():
         prefix = f"{group}/" if group else ""
         rank = rank_L[relevant_L & (group_L == GROUPS.index(group) if group else True)]
-        out |= {f"{prefix}coverage@{k}": percent(float((rank < k).sum()), rank.size) for k in DEFAULT_KS}
+        out |= {
+            f"{prefix}coverage@{k}": percent(float((rank < k).sum()), rank.size) for k in DEFAULT_KS
+        }
         out[f"{prefix}num_queries"] = float(count)
     return out
 
 
 def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDArray[np.int64]:
-    """Remove filtered pairs (and -1) from predictions, keep the order, and cut or pad to k: int64 [N, k].
+    """Remove filtered pairs (and -1) from predictions, keep the order, and cut or pad to k: int64
+    [N, k].
 
-    Search for k + the largest number of filter pairs of any query before, so that k labels are left.
+    Search for k + the largest number of filter pairs of any query before, so that k labels are
+    left.
 
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none.
@@ -229,7 +288,9 @@ def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDAr
     """
     num_labels = _shape(filter_pairs)[1]
     label_NK = _check_predictions(predicted_NK, filter_pairs, num_labels)
-    return moved_up(np.where(_lookup(label_NK, pair_keys(filter_pairs), num_labels), -1, label_NK), k)
+    return moved_up(
+        np.where(_lookup(label_NK, pair_keys(filter_pairs), num_labels), -1, label_NK), k
+    )
 
 
 def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
@@ -240,16 +301,19 @@ def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
 
 
 def ideal_ranking(relevance: csr_matrix, inverse_propensity_L: Any, k: int) -> NDArray[np.int64]:
-    """The relevant labels of each query, rare ones first: int64 [N, k], -1 = none. No ranking has higher P, R, nDCG,
-    PSP or MRR."""
+    """The relevant labels of each query, rare ones first: int64 [N, k], -1 = none. No ranking has
+    higher P, R, nDCG, PSP or MRR.
+    """
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
     out_NK = np.full((relevance.shape[0], k), -1, dtype=np.int64)
     row_E = np.repeat(np.arange(relevance.shape[0]), np.diff(relevance.indptr))
     label_E = np.asarray(relevance.indices, dtype=np.int64)
     is_relevant_E = relevance.data > 0
-    row_E, label_E = row_E[is_relevant_E], label_E[is_relevant_E]
+    row_E = row_E[is_relevant_E]
+    label_E = label_E[is_relevant_E]
     order = np.lexsort((label_E, -weight_L[label_E], row_E))
-    row_E, label_E = row_E[order], label_E[order]
+    row_E = row_E[order]
+    label_E = label_E[order]
     begin_E = np.searchsorted(row_E, row_E)  # where the labels of a query begin
     place_E = np.arange(len(row_E)) - begin_E
     fits_E = place_E < k
@@ -261,14 +325,19 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     """The relevant pairs that are not filtered: bool CSR [N, L], sorted.
 
     Args:
-        relevance: CSR [N, L], relevant if > 0. filter_pairs: CSR [N, L], every stored pair is filtered.
+        relevance: CSR [N, L], relevant if > 0. filter_pairs: CSR [N, L], every stored pair is
+        filtered.
 
     Raises:
         DataError: the shapes differ.
     """
     if _shape(relevance) != _shape(filter_pairs):
         got = f"{relevance.shape} and {filter_pairs.shape}"
-        raise DataError("relevance and filter pairs differ in shape", got=got, expected="[queries, labels] of both")
+        raise DataError(
+            "relevance and filter pairs differ in shape",
+            got=got,
+            expected="[queries, labels] of both",
+        )
     key_E = np.setdiff1d(pair_keys(relevance, True), pair_keys(filter_pairs), assume_unique=True)
     row_E, label_E = np.divmod(key_E, max(_shape(relevance)[1], 1))
     return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))
@@ -277,7 +346,8 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
 def frequency_bins(
     predicted_NK: Any, truth: csr_matrix, count_L: Any, inverse_propensity_L: Any, num_bins: int = 5
 ) -> list[dict[str, float]]:
-    """Contributions to the metrics by label frequency (the quantile analysis of Gandalf; thesis, figure 1.3).
+    """Contributions to the metrics by label frequency (the quantile analysis of Gandalf; thesis,
+    figure 1.3).
 
     Bins are those of `volume_bins`; their contributions add up to the whole metric.
 
@@ -287,50 +357,67 @@ def frequency_bins(
         count_L: int [L], training queries of each label. inverse_propensity_L: float [L].
 
     Returns:
-        a record per bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs", "most" and "least"
-        (training queries of its labels), "mean_frequency", "test_pairs" (relevant pairs of the truth), "P@5" and
-        "PSP@5" (contributions, percentage points), "recall@5" (percent of its test pairs found) and "coverage@5"
-        (percent of its labels with a test pair that are found at least once).
+        a record per bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs",
+        "most" and "least"
+        (training queries of its labels), "mean_frequency", "test_pairs" (relevant pairs of the
+        truth), "P@5" and "PSP@5" (contributions, percentage points), "recall@5" (percent of its
+        test pairs found) and "coverage@5" (percent of its labels with a test pair that are found at
+        least once).
     """
-    count_L, weight_L = np.asarray(count_L), np.asarray(inverse_propensity_L, dtype=np.float64)
-    bin_L, k = volume_bins(count_L, num_bins), 5
+    count_L = np.asarray(count_L)
+    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
+    bin_L = volume_bins(count_L, num_bins)
+    k = 5
     ranked = Ranked(predicted_NK, truth, weight_L, bin_L)
-    label_E, hit_label = ranked.label_E, ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]  # one entry per query
-    places, best_psp = max(len(ranked.label_NK), 1) * k, Scope(ranked).parts("PSP", k)[1].sum()
+    # one entry per query
+    label_E = ranked.label_E
+    hit_label = ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]
+    places = max(len(ranked.label_NK), 1) * k
+    best_psp = Scope(ranked).parts("PSP", k)[1].sum()
 
     def per_bin(label: NDArray[Any], weight: NDArray[Any] | None = None) -> NDArray[Any]:
         return np.bincount(bin_L[label], weights=weight, minlength=num_bins)
 
-    hits, pairs, psp = per_bin(hit_label), per_bin(label_E), per_bin(hit_label, weight_L[hit_label])
-    tested, found = per_bin(np.unique(label_E)), per_bin(np.unique(hit_label))
+    hits = per_bin(hit_label)
+    pairs = per_bin(label_E)
+    psp = per_bin(hit_label, weight_L[hit_label])
+    tested = per_bin(np.unique(label_E))
+    found = per_bin(np.unique(hit_label))
     records = []
     for b in np.unique(bin_L).tolist():
         counts = count_L[bin_L == b]
         records.append(
             {
-                "bin": b + 1, "labels": len(counts), "train_pairs": int(counts.sum()), "most": int(counts.max()),
-                "least": int(counts.min()), "mean_frequency": float(counts.mean()), "test_pairs": int(pairs[b]),
-                f"P@{k}": percent(hits[b], places), f"PSP@{k}": percent(psp[b], best_psp),
-                f"recall@{k}": percent(hits[b], pairs[b]), f"coverage@{k}": percent(found[b], tested[b]),
+                "bin": b + 1,
+                "labels": len(counts),
+                "train_pairs": int(counts.sum()),
+                "most": int(counts.max()),
+                "least": int(counts.min()),
+                "mean_frequency": float(counts.mean()),
+                "test_pairs": int(pairs[b]),
+                f"P@{k}": percent(hits[b], places),
+                f"PSP@{k}": percent(psp[b], best_psp),
+                f"recall@{k}": percent(hits[b], pairs[b]),
+                f"coverage@{k}": percent(found[b], tested[b]),
             }
-        )  # fmt: skip
+        )
     return records
 
 
 def volume_bins(count_L: Any, num_bins: int) -> NDArray[np.int64]:
-    """The bin of each label, int64 [L] in 0 to num_bins - 1, most frequent labels first; bins have about equal sums of
-    counts.
+    """The bin of each label, int64 [L] in 0 to num_bins - 1, most frequent labels first; bins have
+    about equal sums of counts.
 
-    Labels of equal frequency are in the same bin, so the sums can differ and a bin can be empty. Labels without a
-    training query are in the last bin.
-    """
+    Labels of equal frequency are in the same bin, so the sums can differ and a bin can be empty.
+    Labels without a training query are in the last bin."""
     count_L = np.asarray(count_L)
     values, place_L, members = np.unique(-count_L, return_inverse=True, return_counts=True)
     volume = -values.astype(np.float64) * members
     total = volume.sum()
     if total <= 0:
         return np.full(len(count_L), num_bins - 1, dtype=np.int64)
-    middle = (np.cumsum(volume) - volume / 2) / total  # the middle of a frequency's volume decides its bin
+    # the middle of a frequency's volume decides its bin
+    middle = (np.cumsum(volume) - volume / 2) / total
     bin_of_value = np.minimum((middle * num_bins).astype(np.int64), num_bins - 1)
     bin_of_value[values == 0] = num_bins - 1
     return bin_of_value[place_L]

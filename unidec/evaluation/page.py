@@ -1,4 +1,6 @@
-"""HTML pages from the Jinja2 templates in this folder: all texts are escaped, and a page loads no other files."""
+"""HTML pages from the Jinja2 templates in this folder: all texts are escaped, and a page loads no
+other files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Shown:
     """A table cell that shows more than a number.
 
     Attributes:
-        text: of the cell. value: compared to find the best of the column. small: shown after the text in small print.
+        text: of the cell. value: compared to find the best of the column. small: shown after the
+        text in small print.
         kind: "right" or "wrong" colours the cell.
     """
 
@@ -32,11 +35,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first `text_columns` hold texts, the others numbers or `Shown`. Without rows it is falsy and not
-    shown.
+    """A table whose first `text_columns` hold texts, the others numbers or `Shown`. Without rows it
+    is falsy and not shown.
 
     Attributes:
-        best: print the largest value of each column in bold. kinds: a CSS class for each row ("base", "reference").
+        best: print the largest value of each column in bold. kinds: a CSS class for each row
+        ("base", "reference").
         caption: shown above.
     """
 
@@ -49,11 +53,18 @@ class Table:
 
     @classmethod
     def of(
-        cls, head: str, rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str] | Mapping[str, str], **more: Any
+        cls,
+        head: str,
+        rows: Mapping[str, Mapping[str, Any]],
+        columns: Sequence[str] | Mapping[str, str],
+        **more: Any,
     ) -> Table:
-        """A table with a row for each name of `rows`, and those of `columns` (keys, or key -> heading) that have any
-        values."""
-        used = [key for key in columns if any(values.get(key) is not None for values in rows.values())]
+        """A table with a row for each name of `rows`, and those of `columns` (keys, or key ->
+        heading) that have any values.
+        """
+        used = [
+            key for key in columns if any(values.get(key) is not None for values in rows.values())
+        ]
         heads = columns if isinstance(columns, Mapping) else dict(zip(used, used, strict=True))
         shown = [[name, *(values.get(key) for key in used)] for name, values in rows.items()]
         return cls([head, *(heads[key] for key in used)], shown if used else [], **more)
@@ -63,8 +74,13 @@ class Table:
 
     def shown(self) -> Iterator[tuple[str, list[tuple[Shown, bool]]]]:
         """Each row's CSS class, and its cells, each with whether it is bold."""
-        rows = [[value if isinstance(value, Shown) else Shown(number(value), _value(value)) for value in row]
-                for row in self.rows]  # fmt: skip
+        rows = [
+            [
+                value if isinstance(value, Shown) else Shown(number(value), _value(value))
+                for value in row
+            ]
+            for row in self.rows
+        ]
         tops: dict[int, float] = {}
         for c in range(self.text_columns, len(self.header) if self.best and len(rows) > 1 else 0):
             values = [row[c].value for row in rows if math.isfinite(row[c].value)]
@@ -90,16 +106,22 @@ def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do"],
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
+    )
     environment.globals |= {"Shown": Shown, "Table": Table}
     environment.filters |= {"number": number, "exact": functools.partial(number, exact=True)}
     return environment
 
 
 def number(value: Any, *, exact: bool = False) -> str:
-    """A value as displayed: two decimals, thousands separators, a dash for none; `exact` keeps all digits."""
+    """A value as displayed: two decimals, thousands separators, a dash for none; `exact` keeps all
+    digits.
+    """
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "–"
     if isinstance(value, bool):
@@ -114,4 +136,6 @@ def number(value: Any, *, exact: bool = False) -> str:
 
 
 def _value(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    return (
+        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    )

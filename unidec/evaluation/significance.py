@@ -1,15 +1,20 @@
-"""Paired significance tests over queries, for metrics that are means or ratios; and the checks of a challenger.
+"""Paired significance tests over queries, for metrics that are means or ratios; and the checks of a
+challenger.
 
-Shape legend: N queries, K predicted labels, L labels, R resamples, C comparisons (system, opponent, metric).
+Shape legend: N queries, K predicted labels, L labels, R resamples, C comparisons (system, opponent,
+metric).
 
-Every metric here is 100 * sum_i above_i / sum_i below_i over the queries (`metrics.by_query`). The denominator does not
-depend on the system, so the mean of a metric over seeds is the ratio of the means, and the same code tests means and
-ratios.
+Every metric here is 100 * sum_i above_i / sum_i below_i over the queries (`metrics.by_query`). The
+denominator does not depend on the system, so the mean of a metric over seeds is the ratio of the
+means, and the same code tests means and ratios.
 
-- Interval: paired bootstrap; queries are drawn with replacement, the same draw for both systems (Koehn 2004).
-- p-value: randomisation test; each query's two results are swapped at random (Noreen 1989; Smucker et al. 2007).
-- Several seeds: a query's results under all seeds are drawn or swapped together, so the tests are about these trained
-  models. Treating the seeds as independent sets of queries would find too many differences.
+- Interval: paired bootstrap; queries are drawn with replacement, the same draw for both systems
+  (Koehn 2004).
+- p-value: randomisation test; each query's two results are swapped at random (Noreen 1989; Smucker
+  et al. 2007).
+- Several seeds: a query's results under all seeds are drawn or swapped together, so the tests are
+  about these trained models. Treating the seeds as independent sets of queries would find too many
+  differences.
 - p-values are corrected over all comparisons of a call (Holm 1979).
 """
 
@@ -31,7 +36,9 @@ NUM_SAMPLES = 10_000
 _BLOCK = 2**21  # draws of a query per block: some 50 MB
 _TIE = 1e-9  # percentage points: tolerance for sums in another order
 Runs = Mapping[str, Sequence[QueryParts]]
-"""System -> the contributions (`metrics.by_query`) of its runs, one per seed, all for the same queries and truth."""
+"""System -> the contributions (`metrics.by_query`) of its runs, one per seed, all for the same
+queries and truth.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class Comparison:
     """Comparison of two systems on one metric.
 
     Attributes:
-        value, against_value: the metric in percent, mean over seeds. difference: value - against_value.
+        value, against_value: the metric in percent, mean over seeds. difference: value -
+        against_value.
         low, high: 95 % interval of the difference, in percentage points.
         p_value: two-sided. p_adjusted: after Holm's correction over all comparisons of the call.
     """
@@ -68,10 +76,15 @@ class Comparison:
 
 
 def compare_systems(
-    runs: Runs, against: str | Mapping[str, str], metrics: Sequence[str], *, num_samples: int | None = None,
+    runs: Runs,
+    against: str | Mapping[str, str],
+    metrics: Sequence[str],
+    *,
+    num_samples: int | None = None,
     seed: int = 0,
-) -> list[Comparison]:  # fmt: skip
-    """Compare every system with one of them on every metric; p-values are corrected over all of these comparisons.
+) -> list[Comparison]:
+    """Compare every system with one of them on every metric; p-values are corrected over all of
+    these comparisons.
 
     Args:
         against: the system to compare with, or metric -> system (`best_systems`).
@@ -81,39 +94,58 @@ def compare_systems(
     Returns:
         One comparison for each (other system, metric), systems in the order of `runs`.
     """
-    below, mean = {name: next(iter(runs.values()))[0][name][1] for name in metrics}, _means(runs, metrics)
+    below = {name: next(iter(runs.values()))[0][name][1] for name in metrics}
+    mean = _means(runs, metrics)
     opponents = dict.fromkeys(metrics, against) if isinstance(against, str) else against
-    compared = [(system, opponents[m], m) for system in runs for m in metrics if system != opponents[m]]
+    compared = [
+        (system, opponents[m], m) for system in runs for m in metrics if system != opponents[m]
+    ]
     if not compared:
         return []
-    # the smallest p-value is about 2 / R, and must be below alpha even after the correction for all comparisons
+    # the smallest p-value is about 2 / R, and must be below alpha even after the correction for all
+    # comparisons
     num_samples = num_samples or max(NUM_SAMPLES, round(4 * len(compared) / ALPHA))
-    value = {key: float(_ratio(above_N.sum(), below[key[1]].sum())) for key, above_N in mean.items()}
+    value = {
+        key: float(_ratio(above_N.sum(), below[key[1]].sum())) for key, above_N in mean.items()
+    }
     gap_NC = np.stack([mean[system, m] - mean[other, m] for system, other, m in compared], axis=1)
     below_NC = np.stack([below[m] for _, _, m in compared], axis=1)
-    low_C, high_C = np.percentile(_bootstrap(gap_NC, below_NC, num_samples, seed), [2.5, 97.5], axis=0).tolist()
+    low_C, high_C = np.percentile(
+        _bootstrap(gap_NC, below_NC, num_samples, seed), [2.5, 97.5], axis=0
+    ).tolist()
     p_C = _randomisation(gap_NC, num_samples, seed + 1)
     comparisons = []
     columns = (low_C, high_C, p_C.tolist(), holm(p_C).tolist())
     for (system, other, m), low, high, p, adjusted in zip(compared, *columns, strict=True):
-        ours, theirs = value[system, m], value[other, m]
-        one = Comparison(system, other, m, ours, theirs, ours - theirs, low, high, p, adjusted, len(gap_NC))
+        ours = value[system, m]
+        theirs = value[other, m]
+        one = Comparison(
+            system, other, m, ours, theirs, ours - theirs, low, high, p, adjusted, len(gap_NC)
+        )
         comparisons.append(one)
     return comparisons
 
 
 def paired_differences(
-    first: QueryParts, second: QueryParts, metric: str, *, num_samples: int = NUM_SAMPLES, seed: int = 0
+    first: QueryParts,
+    second: QueryParts,
+    metric: str,
+    *,
+    num_samples: int = NUM_SAMPLES,
+    seed: int = 0,
 ) -> Floats:
-    """Differences first - second of a metric in resamples of the queries, which both share: float64 [R], percentage
-    points."""
+    """Differences first - second of a metric in resamples of the queries, which both share: float64
+    [R], percentage points.
+    """
     (above_N, below_N), (others_N, _) = first[metric], second[metric]
     gap_N = above_N - others_N
     return _bootstrap(gap_N[:, None], below_N[:, None], num_samples, seed)[:, 0]
 
 
 def best_systems(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> dict[str, str]:
-    """Metric -> the best of the systems `names` by the mean over their runs; of equals the first."""
+    """Metric -> the best of the systems `names` by the mean over their runs; of equals
+    the first.
+    """
     mean = _means(runs, metrics)
     return {metric: max(names, key=lambda name: mean[name, metric].sum()) for metric in metrics}
 
@@ -121,23 +153,33 @@ def best_systems(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> di
 def holm(p_values: Any) -> Floats:
     """p-values after Holm's step-down correction: float64, in the given order, at most 1.
 
-    The i-th smallest of n p-values is multiplied by n - i + 1, and raised to the previous corrected value if smaller.
-    """
+    The i-th smallest of n p-values is multiplied by n - i + 1, and raised to the previous corrected
+    value if smaller."""
     p = np.asarray(p_values, dtype=np.float64)
     order = np.argsort(p, kind="stable")
     corrected = np.empty_like(p)
-    corrected[order] = np.minimum(np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p)))), 1.0)
+    corrected[order] = np.minimum(
+        np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p)))), 1.0
+    )
     return corrected
 
 
 def _ratio(above: Any, below: Any) -> Any:
     """above / below in percent; 0 where below is 0."""
-    return 100.0 * np.divide(above, below, out=np.zeros(np.shape(above)), where=np.asarray(below) > 0)
+    return 100.0 * np.divide(
+        above, below, out=np.zeros(np.shape(above)), where=np.asarray(below) > 0
+    )
 
 
 def _means(runs: Runs, metrics: Sequence[str]) -> dict[tuple[str, str], Floats]:
-    """(system, metric) -> each query's contribution to the numerator, mean over the runs, float64 [N]."""
-    return {(s, m): np.mean([run[m][0] for run in of_s], axis=0) for s, of_s in runs.items() for m in metrics}
+    """(system, metric) -> each query's contribution to the numerator, mean over the runs, float64
+    [N].
+    """
+    return {
+        (s, m): np.mean([run[m][0] for run in of_s], axis=0)
+        for s, of_s in runs.items()
+        for m in metrics
+    }
 
 
 def _blocks(num_samples: int, num_queries: int) -> list[int]:
@@ -148,22 +190,29 @@ def _blocks(num_samples: int, num_queries: int) -> list[int]:
 
 def _bootstrap(gap_NC: Floats, below_NC: Floats, num_samples: int, seed: int) -> Floats:
     """Differences in percentage points, [R, C]; all columns share each draw of the queries."""
-    num_queries, generator, parts = len(gap_NC), np.random.default_rng([seed, 0]), []
+    num_queries = len(gap_NC)
+    generator = np.random.default_rng([seed, 0])
+    parts = []
     for size in _blocks(num_samples, num_queries):
         drawn = generator.integers(num_queries, size=(size, num_queries))
         drawn += np.arange(size)[:, None] * num_queries
-        count_RN = np.bincount(drawn.ravel(), minlength=size * num_queries).reshape(size, -1).astype(np.float64)
+        count_RN = (
+            np.bincount(drawn.ravel(), minlength=size * num_queries)
+            .reshape(size, -1)
+            .astype(np.float64)
+        )
         parts.append(_ratio(count_RN @ gap_NC, count_RN @ below_NC))
     return np.concatenate(parts)
 
 
 def _randomisation(gap_NC: Floats, num_samples: int, seed: int) -> Floats:
-    """p-values [C]: the share of random swaps whose difference is at least as large as the observed one, which is
-    counted among them (add one). All columns and all seeds share each query's swap.
+    """p-values [C]: the share of random swaps whose difference is at least as large as the observed
+    one, which is counted among them (add one). All columns and all seeds share each query's swap.
     """
     generator = np.random.default_rng(seed)
     scale_C = np.maximum(np.abs(gap_NC).sum(axis=0), 1e-300)
-    observed_C = np.abs(gap_NC.sum(axis=0)) - 1e-11 * scale_C  # denominators are equal, so numerators are compared
+    # denominators are equal, so numerators are compared
+    observed_C = np.abs(gap_NC.sum(axis=0)) - 1e-11 * scale_C
     extreme_C = np.zeros(gap_NC.shape[1])
     for size in _blocks(num_samples, len(gap_NC)):
         sign_RN = 2.0 * generator.integers(2, size=(size, len(gap_NC)), dtype=np.int32) - 1.0
@@ -173,7 +222,9 @@ def _randomisation(gap_NC: Floats, num_samples: int, seed: int) -> Floats:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a challenger: name, whether it passed, the value and its limit (None: no figures), a sentence."""
+    """One check of a challenger: name, whether it passed, the value and its limit (None: no
+    figures), a sentence.
+    """
 
     check: str
     passed: bool
@@ -183,57 +234,89 @@ class Check:
 
 
 def challenge(
-    challenger_NK: Any, champion_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any, rules: Gate
+    challenger_NK: Any,
+    champion_NK: Any,
+    relevance: csr_matrix,
+    inverse_propensity_L: Any,
+    group_L: Any,
+    rules: Gate,
 ) -> tuple[list[Check], dict[str, Any]]:
     """Measure both rankings, and check whether the challenger may replace the champion.
 
     Args:
-        challenger_NK, champion_NK: int [N, K], rows of the data set's labels, best first; -1 = none (a miss).
+        challenger_NK, champion_NK: int [N, K], rows of the data set's labels, best first; -1 = none
+        (a miss).
         relevance: CSR [N, L], the truth after filters. inverse_propensity_L, group_L: [L].
-        rules: the deciding metric, its margin (negative: it may lose so much) and the share of the paired bootstrap's
-            resamples in which the margin must be reached (0: not checked); the guarded metrics and what they may lose.
+        rules: the deciding metric, its margin (negative: it may lose so much) and the share of the
+            paired bootstrap's resamples in which the margin must be reached (0: not checked); the
+            guarded metrics and what they may lose.
 
     Returns:
         the checks (the deciding metric, its confidence, the guarded metrics), and a mapping:
-        "metrics": {"challenger", "champion"}: all metrics of each, in percent.
-        "comparison": {"metric": the deciding one, "difference": challenger - champion on it, in points, "confidence":
-        share of the resamples in which the challenger is ahead by the margin (None for coverage), "intervals": {metric:
-        [low, high]}, 95 % intervals of the difference by paired bootstrap (not for coverage), "num_queries", "better",
-        "worse": numbers of queries on which the challenger is better or worse}.
+        "metrics": {"challenger", "champion"}: all metrics of each, in percent. "comparison":
+        {"metric": the deciding one, "difference": challenger - champion on it, in points,
+        "confidence": share of the resamples in which the challenger is ahead by the margin (None
+        for coverage), "intervals": {metric: [low, high]}, 95 % intervals of the difference by
+        paired bootstrap (not for coverage), "num_queries", "better", "worse": numbers of queries on
+        which the challenger is better or worse}.
 
     Raises:
         DataError: shapes do not match.
     """
-    metric, rankings = rules.metric, (challenger_NK, champion_NK)
+    metric = rules.metric
+    rankings = (challenger_NK, champion_NK)
     new, old = (evaluate(rows, relevance, inverse_propensity_L, group_L) for rows in rankings)
-    paired = [name for name in dict.fromkeys([metric, *rules.guarded]) if parse(name).kind != "coverage"]
-    new_parts, old_parts = (by_query(rows, relevance, paired, inverse_propensity_L, group_L) for rows in rankings)
+    paired = [
+        name for name in dict.fromkeys([metric, *rules.guarded]) if parse(name).kind != "coverage"
+    ]
+    new_parts, old_parts = (
+        by_query(rows, relevance, paired, inverse_propensity_L, group_L) for rows in rankings
+    )
     differences = {name: paired_differences(new_parts, old_parts, name) for name in paired}
-    intervals = {name: np.percentile(values_R, [2.5, 97.5]).tolist() for name, values_R in differences.items()}
+    intervals = {
+        name: np.percentile(values_R, [2.5, 97.5]).tolist()
+        for name, values_R in differences.items()
+    }
     checks = [_check(metric, new, old, rules.margin, f"at least {rules.margin:+.2f} required")]
-    share, gap_N = None, np.zeros(0)
+    share = None
+    gap_N = np.zeros(0)
     if metric in paired:
         gap_N = new_parts[metric][0] - old_parts[metric][0]
         share = float((differences[metric] >= rules.margin - _TIE).mean())
     if share is not None and rules.confidence > 0:
         low, high = intervals[metric]
-        ahead = f"ahead by {rules.margin:.2f}" if rules.margin > 0 else f"worse by at most {-rules.margin:.2f}"
-        words = (
-            f"in {share:.1%} of the resamples of {new['num_queries']:,.0f} queries the challenger is "
-            f"{ahead} points, {rules.confidence:.0%} required; 95 % interval: {low:+.2f} to {high:+.2f} points"
+        ahead = (
+            f"ahead by {rules.margin:.2f}"
+            if rules.margin > 0
+            else f"worse by at most {-rules.margin:.2f}"
         )
-        checks.append(Check("confidence", share >= rules.confidence, share, rules.confidence, words))
+        words = (
+            f"in {share:.1%} of the resamples of {new['num_queries']:,.0f} queries the "
+            f"challenger is {ahead} points, {rules.confidence:.0%} required; 95 % interval: "
+            f"{low:+.2f} to {high:+.2f} points"
+        )
+        checks.append(
+            Check("confidence", share >= rules.confidence, share, rules.confidence, words)
+        )
     rule = f"it may lose {rules.tolerance:.2f}"
-    checks += [_check(name, new, old, -rules.tolerance, rule) for name in rules.guarded if name != metric]
+    checks += [
+        _check(name, new, old, -rules.tolerance, rule) for name in rules.guarded if name != metric
+    ]
     comparison = {
-        "metric": metric, "difference": new[metric] - old[metric], "confidence": share, "intervals": intervals,
-        "num_queries": int(new["num_queries"]), "better": int((gap_N > 1e-12).sum()),
+        "metric": metric,
+        "difference": new[metric] - old[metric],
+        "confidence": share,
+        "intervals": intervals,
+        "num_queries": int(new["num_queries"]),
+        "better": int((gap_N > 1e-12).sum()),
         "worse": int((gap_N < -1e-12).sum()),
-    }  # fmt: skip
+    }
     return checks, {"metrics": {"challenger": new, "champion": old}, "comparison": comparison}
 
 
-def _check(name: str, new: dict[str, float], old: dict[str, float], limit: float, rule: str) -> Check:
+def _check(
+    name: str, new: dict[str, float], old: dict[str, float], limit: float, rule: str
+) -> Check:
     """A check that the difference new - old of a metric is at least `limit`."""
     gap = new[name] - old[name]
     words = f"{new[name]:.2f} against {old[name]:.2f}: {gap:+.2f} points, {rule}"

@@ -1,1 +1,3 @@
-"""Methods of single papers, a file each; `unidec.methods.assembly` chooses those that a recipe names."""
+"""Methods of single papers, a file each; `unidec.methods.assembly` chooses those that a recipe
+names.
+"""

@@ -79,7 +79,9 @@ def load_model(path: str | Path, device: str = "cpu", verify: bool = True) -> Un
     return UniDEC.load(path, device, verify, add=additions)
 
 
-def changed_pairs(pairs: TrainingPairs, pool: Pool, label_graph: sp.csr_matrix | None) -> TrainingPairs:
+def changed_pairs(
+    pairs: TrainingPairs, pool: Pool, label_graph: sp.csr_matrix | None
+) -> TrainingPairs:
     """The pairs that training uses, given those of the data set."""
     if pool.gandalf:
         assert label_graph is not None
@@ -89,7 +91,9 @@ def changed_pairs(pairs: TrainingPairs, pool: Pool, label_graph: sp.csr_matrix |
     return pairs
 
 
-def rows_of(model: UniDEC, dataset: XMCDataset, label_graph: sp.csr_matrix | None, encode: TextInput) -> Rows:
+def rows_of(
+    model: UniDEC, dataset: XMCDataset, label_graph: sp.csr_matrix | None, encode: TextInput
+) -> Rows:
     """How the classifier's rows are made.
 
     Args:
@@ -105,7 +109,9 @@ def rows_of(model: UniDEC, dataset: XMCDataset, label_graph: sp.csr_matrix | Non
     return Rows()
 
 
-def _related(settings: Model, dataset: XMCDataset, label_graph: sp.csr_matrix | None) -> RelatedTexts | None:
+def _related(
+    settings: Model, dataset: XMCDataset, label_graph: sp.csr_matrix | None
+) -> RelatedTexts | None:
     if settings.clf_queries:
         train = dataset.rows("train")
         has_LN = sp.csr_matrix((dataset.relevance[train] > 0).T, dtype=np.float32)
@@ -171,4 +177,10 @@ def _tree_loss(
                 seed=settings.seed,
             )
         )
-    return TreeLoss(model=model, levels=levels, num_kept=settings.pool.shortlist, soft=pairs.soft, autocast=autocast)
+    return TreeLoss(
+        model=model,
+        levels=levels,
+        num_kept=settings.pool.shortlist,
+        soft=pairs.soft,
+        autocast=autocast,
+    )

@@ -1,5 +1,5 @@
-"""Auxiliary vectors: a label's vector in the dual encoder is that of its text plus one learnt for its cluster of labels
-(DEXA: Dahiya et al. 2023).
+"""Auxiliary vectors: a label's vector in the dual encoder is that of its text plus one learnt for
+its cluster of labels (DEXA: Dahiya et al. 2023).
 
 Legend: S labels, C clusters of labels, D width of a head.
 """

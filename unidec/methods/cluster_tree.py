@@ -1,9 +1,10 @@
-"""A tree of label clusters with a classifier at each level, as in CascadeXML (Kharbanda et al. 2022); with one level it
-is the meta-classifier of SyncXML (Kharbanda et al. 2023, InceptionXML).
+"""A tree of label clusters with a classifier at each level, as in CascadeXML (Kharbanda et al.
+2022); with one level it is the meta-classifier of SyncXML (Kharbanda et al. 2023, InceptionXML).
 
-Legend: B queries, C clusters of a level, K clusters of a level that a query keeps, P positive clusters of the queries,
-N queries of the data set, n training queries, L labels, M labels of the largest cluster, W width of the encoder.
-"""
+Legend: B queries, C clusters of a level, K clusters of a level that a query keeps, P positive
+clusters of the queries,
+N queries of the data set, n training queries, L labels, M labels of the largest cluster, W width of
+the encoder."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ _QUERIES_AT_ONCE = 4096
 
 
 class LabelTree(nn.Module):
-    """Classifiers of nested clusters, coarse to fine. Level t computes h_t = x + gelu(A_t x + a_t), with A_t and a_t
-    that start at 0, and scores its clusters by W_t h_t + b_t. If the next level has r times as many clusters, the
-    children of cluster c are its clusters r c to r c + r - 1.
+    """Classifiers of nested clusters, coarse to fine. Level t computes h_t = x + gelu(A_t x + a_t),
+    with A_t and a_t that start at 0, and scores its clusters by W_t h_t + b_t. If the next level
+    has r times as many clusters, the children of cluster c are its clusters r c to r c + r - 1.
 
     Args:
         counts: C of each level, powers of two. width: W. dropout: applied to h_t.
@@ -51,34 +52,45 @@ class LabelTree(nn.Module):
             for part in (layer, classifier):
                 nn.init.zeros_(part.get_parameter("bias"))
 
-    def forward(self, x_BW: Tensor, num_kept: int = 0, positives: Sequence[tuple[Tensor, Tensor]] = ()) -> list[Tensor]:
+    def forward(
+        self, x_BW: Tensor, num_kept: int = 0, positives: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> list[Tensor]:
         """Scores of each level's clusters before the temperature, float32 [B, C].
 
         Args:
-            num_kept: K; clusters whose parent is not among the K highest scores of its level get the score `MASKED`. At
-                least min(K, C) clusters of each level are not masked. 0: no cluster is masked.
-            positives: for each level rows and clusters, int64 [P] each, that are kept whatever their scores.
+            num_kept: K; clusters whose parent is not among the K highest scores of its level get
+                the score `MASKED`. At least min(K, C) clusters of each level are not masked. 0: no
+                cluster is masked.
+            positives: for each level rows and clusters, int64 [P] each, that are kept whatever
+            their scores.
         """
         scores: list[Tensor] = []
         kept_BC: Tensor | None = None
-        for level, (layer, classifier) in enumerate(zip(self.layers, self.classifiers, strict=True)):
+        for level, (layer, classifier) in enumerate(
+            zip(self.layers, self.classifiers, strict=True)
+        ):
             score_BC = classifier(self.dropout(x_BW + F.gelu(layer(x_BW)))).float()
             if kept_BC is not None:
-                parent_kept_BC = kept_BC.repeat_interleave(score_BC.shape[1] // kept_BC.shape[1], dim=1)
+                parent_kept_BC = kept_BC.repeat_interleave(
+                    score_BC.shape[1] // kept_BC.shape[1], dim=1
+                )
                 score_BC = torch.where(parent_kept_BC, score_BC, MASKED)
             scores.append(score_BC)
             if num_kept:
                 best_BK = score_BC.detach().topk(min(num_kept, score_BC.shape[1]), dim=1).indices
                 kept_BC = torch.zeros_like(score_BC, dtype=torch.bool).scatter_(1, best_BK, True)
                 if positives:  # the value is created on the device: the host would wait for a copy
-                    kept_BC.index_put_(positives[level], torch.ones((), dtype=torch.bool, device=x_BW.device))
+                    kept_BC.index_put_(
+                        positives[level], torch.ones((), dtype=torch.bool, device=x_BW.device)
+                    )
         return scores
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeLoss:
-    """The losses of a label tree, summed over its levels: the classifier's loss, query to label, on the clusters whose
-    parents are kept (CascadeXML, a loss for each resolution). Only training uses the tree; it is not exported.
+    """The losses of a label tree, summed over its levels: the classifier's loss, query to label, on
+    the clusters whose parents are kept (CascadeXML, a loss for each resolution). Only training uses
+    the tree; it is not exported.
 
     Attributes:
         model: with a label tree and clusters of labels.
@@ -106,7 +118,9 @@ class TreeLoss:
         """For each level the pairs of queries and clusters."""
         targets = []
         for level in self.levels:
-            pool = level.batch(drawn.pool.rows_B, epoch=drawn.epoch, step=drawn.step, up_to=level.num_labels)
+            pool = level.batch(
+                drawn.pool.rows_B, epoch=drawn.epoch, step=drawn.step, up_to=level.num_labels
+            )
             targets.append(PoolTargets.from_batch(pool, drawn.device, soft=self.soft))
         return targets
 
@@ -115,24 +129,28 @@ class TreeLoss:
         positives = [(level.row_P, level.col_P) for level in levels]
         with self.autocast():
             scores = self.tree(query_BW, self.num_kept, positives)
-        losses = [head_loss(score_BC, level) for score_BC, level in zip(scores, levels, strict=True)]
+        losses = [
+            head_loss(score_BC, level) for score_BC, level in zip(scores, levels, strict=True)
+        ]
         return torch.stack(losses).sum()
 
     @torch.no_grad()
     def shortlist(
         self, encode: Callable[[np.ndarray], Tensor], rows_n: np.ndarray, relevance: sp.csr_matrix
     ) -> Shortlist:
-        """The classifier's shortlist of each training query (CascadeXML, SyncXML): the labels of the K clusters of the
-        finest level that the tree ranks highest, among clusters whose parents it keeps; those of the best cluster
-        first. It may contain positives. Figures: `queries`, `positives_found` (share of the queries' positives in the
-        clusters), `seconds`."""
+        """The classifier's shortlist of each training query (CascadeXML, SyncXML): the labels of
+        the K clusters of the finest level that the tree ranks highest, among clusters whose parents
+        it keeps; those of the best cluster first. It may contain positives. Figures: `queries`,
+        `positives_found` (share of the queries' positives in the clusters), `seconds`.
+        """
         begin_time = time.perf_counter()
         tree = self.tree
         num_kept = min(self.num_kept, tree.counts[-1])
         cluster_L = cluster_of_label(self.model)
         member_CM = members(cluster_L, tree.counts[-1])
         shortlist = np.full((relevance.shape[0], num_kept * member_CM.shape[1]), -1, dtype=np.int32)
-        num_positives, num_found = 0, 0
+        num_positives = 0
+        num_found = 0
         was_training = tree.training
         for begin in range(0, len(rows_n), _QUERIES_AT_ONCE):
             some = rows_n[begin : begin + _QUERIES_AT_ONCE]

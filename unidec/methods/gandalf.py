@@ -1,7 +1,7 @@
 """Gandalf: label texts are also training queries (Gandalf, section 3).
 
-Label l is row N + l, and its relevances are row l of the label graph, soft targets in (0, 1]. A label whose row is
-empty is not a query.
+Label l is row N + l, and its relevances are row l of the label graph, soft targets in (0, 1]. A
+label whose row is empty is not a query.
 
 Legend: N queries of the data set, L labels.
 """
@@ -17,7 +17,8 @@ from unidec.model.pool import TrainingPairs
 
 
 def with_label_queries(pairs: TrainingPairs, label_graph: sp.csr_matrix) -> TrainingPairs:
-    """The pairs of N + L rows: queries, whose positives all have relevance 1, then labels with soft targets.
+    """The pairs of N + L rows: queries, whose positives all have relevance 1, then labels with soft
+    targets.
 
     Args:
         label_graph: csr [L, L].

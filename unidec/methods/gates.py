@@ -1,5 +1,5 @@
-"""Gates of a residual classifier's rows (DECAF: Mittal et al. 2021): one per dimension for the label's text, and one
-for the free vector.
+"""Gates of a residual classifier's rows (DECAF: Mittal et al. 2021): one per dimension for the
+label's text, and one for the free vector.
 
 Legend: S labels, D width of a head.
 """
@@ -13,7 +13,9 @@ NAME = "gates"
 
 
 def new_gates(dim: int) -> nn.Parameter:
-    """Gates [2 D], those of the text first; with 0 a row starts as the plain sum of text and free vector."""
+    """Gates [2 D], those of the text first; with 0 a row starts as the plain sum of text and free
+    vector.
+    """
     return nn.Parameter(torch.zeros(2 * dim))
 
 

@@ -1,4 +1,5 @@
-"""Clusters of labels, which surrogate rows, label trees and auxiliary vectors share, and training on them as labels.
+"""Clusters of labels, which surrogate rows, label trees and auxiliary vectors share, and training
+on them as labels.
 
 Legend: L labels, C clusters.
 """
@@ -22,7 +23,8 @@ def cluster_of_label(model: nn.Module) -> np.ndarray:
 
 
 def over_clusters(pairs: TrainingPairs, cluster_L: np.ndarray, num_clusters: int) -> TrainingPairs:
-    """The pairs with clusters in place of labels: a cluster is relevant, or filtered, where one of its labels is.
+    """The pairs with clusters in place of labels: a cluster is relevant, or filtered, where one of
+    its labels is.
 
     Args:
         cluster_L: int64 [L], the cluster of each label.
@@ -31,7 +33,9 @@ def over_clusters(pairs: TrainingPairs, cluster_L: np.ndarray, num_clusters: int
     ones_L = np.ones(len(labels), dtype=np.float32)
     member_LC = sp.csr_matrix((ones_L, (labels, cluster_L)), (len(labels), num_clusters))
     relevance = _any_member(pairs.relevance, member_LC)
-    return replace(pairs, relevance=relevance, filter_pairs=_any_member(pairs.filter_pairs, member_LC))
+    return replace(
+        pairs, relevance=relevance, filter_pairs=_any_member(pairs.filter_pairs, member_LC)
+    )
 
 
 def _any_member(matrix: sp.csr_matrix, member_LC: sp.csr_matrix) -> sp.csr_matrix:

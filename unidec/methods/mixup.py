@@ -1,8 +1,10 @@
-"""MixUp: a step's queries are mixtures of two texts' vectors, and their loss is a mixture of both texts' losses.
+"""MixUp: a step's queries are mixtures of two texts' vectors, and their loss is a mixture of both
+texts' losses.
 
 Legend: B queries of a step, W width of the encoder.
 
-Source: Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization", section 2, at the encoder's output (Verma et al.
+Source: Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization", section 2, at the encoder's
+output (Verma et al.
 2019, "Manifold Mixup"); Label-MixUp, a query with the text of one of its labels: thesis, table 1.6.
 """
 
@@ -28,9 +30,10 @@ class Mix:
     """How a step's queries are mixed.
 
     Attributes:
-        share: weight of a query's own labels in its loss; the remaining weight is on the labels of the query
-            `partner_B`, int64 [B]. Without `partner_B` only its own labels count.
-        other_B: int64 [B], the text that each query is mixed with, by position in the outputs: queries, then labels.
+        share: weight of a query's own labels in its loss; the remaining weight is on the labels of
+            the query `partner_B`, int64 [B]. Without `partner_B` only its own labels count.
+        other_B: int64 [B], the text that each query is mixed with, by position in the outputs:
+        queries, then labels.
         own_B1: float32 [B, 1], weight of the query's own vector in its mixture.
     """
 
@@ -72,14 +75,16 @@ class MixUp:
         return mix.vectors(x_BW), replace(batch, targets=mix.targets(batch.targets), clf=clf)
 
 
-def draw_mix(settings: Loss, pool: PoolBatch, rng: np.random.Generator, device: torch.device) -> Mix:
-    """Draw the mixtures of a step's queries. One share for all is drawn from Beta(`mixup_alpha`, `mixup_alpha`).
+def draw_mix(
+    settings: Loss, pool: PoolBatch, rng: np.random.Generator, device: torch.device
+) -> Mix:
+    """Draw the mixtures of a step's queries. One share for all is drawn from Beta(`mixup_alpha`,
+    `mixup_alpha`).
 
-    "queries": each query is mixed with a random query of the batch; its loss is the loss on its own labels times the
-    share, plus the loss on the other query's labels times the rest. "labels": each query is mixed with the text of a
-    random one of its sampled positives; its loss is unchanged, since it has that label. A query without a positive in
-    the pool is not mixed.
-    """
+    "queries": each query is mixed with a random query of the batch; its loss is the loss on its own
+    labels times the share, plus the loss on the other query's labels times the rest. "labels": each
+    query is mixed with the text of a random one of its sampled positives; its loss is unchanged,
+    since it has that label. A query without a positive in the pool is not mixed."""
     count = len(pool.rows_B)
     share = float(rng.beta(settings.mixup_alpha, settings.mixup_alpha))
     partner_B: Tensor | None = None
@@ -90,7 +95,8 @@ def draw_mix(settings: Loss, pool: PoolBatch, rng: np.random.Generator, device: 
     else:
         sampled = rng.permutation(np.flatnonzero(pool.sampled_P))
         other_B = np.arange(count)
-        other_B[pool.positive_row_P[sampled]] = count + pool.positive_col_P[sampled]  # the last one of a row counts
+        # the last one of a row counts
+        other_B[pool.positive_row_P[sampled]] = count + pool.positive_col_P[sampled]
         own_B = np.where(other_B < count, 1.0, share)
     own_B1 = to_device(own_B.astype(np.float32)[:, None], device)
     return Mix(share=share, partner_B=partner_B, other_B=to_device(other_B, device), own_B1=own_B1)

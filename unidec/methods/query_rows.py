@@ -1,7 +1,8 @@
-"""Training queries' texts in classifier rows (GraphSAGE: Hamilton et al. 2017): a row is its label's text, a free
-vector and the mean of the label's queries.
+"""Training queries' texts in classifier rows (GraphSAGE: Hamilton et al. 2017): a row is its
+label's text, a free vector and the mean of the label's queries.
 
-Legend: S labels of a batch, L labels, n training queries, E pairs of a label and a query drawn for it, M queries drawn.
+Legend: S labels of a batch, L labels, n training queries, E pairs of a label and a query drawn for
+it, M queries drawn.
 """
 
 from __future__ import annotations
@@ -36,15 +37,19 @@ class QueryTexts:
         self.num_drawn = num_drawn
 
     def draw(self, drawn: Drawn) -> tuple[RelatedPairs, np.ndarray]:
-        """Draw queries for each label. Those of the batch are excluded: otherwise a label's row would contain the text
-        that it is compared with."""
+        """Draw queries for each label. Those of the batch are excluded: otherwise a label's row
+        would contain the text that it is compared with.
+        """
         pairs = self.related_LN[drawn.clf_pool.pool_S].tocoo()
-        row_E, query_E = pairs.row, self.query_rows[pairs.col]
+        row_E = pairs.row
+        query_E = self.query_rows[pairs.col]
         rng = np.random.default_rng((drawn.seed, drawn.epoch, drawn.step, _STREAM))
         draw_E = rng.random(len(row_E))
         draw_E[np.isin(query_E, drawn.clf_pool.rows_B)] = 2.0
         order = np.lexsort((draw_E, row_E))
-        row_E, query_E, draw_E = row_E[order], query_E[order], draw_E[order]
+        row_E = row_E[order]
+        query_E = query_E[order]
+        draw_E = draw_E[order]
         place_E = np.arange(len(row_E)) - np.searchsorted(row_E, row_E)  # among the label's queries
         chosen_E = (place_E < self.num_drawn) & (draw_E < 1)
         rows_M, text_E = np.unique(query_E[chosen_E], return_inverse=True)

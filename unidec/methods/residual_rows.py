@@ -1,8 +1,9 @@
-"""Residual classifier rows: a row is the vector of its label's text plus a free vector, which the table holds
-(SiameseXML: Dahiya et al. 2021). Gates and related texts are optional (`unidec.methods.gates`, `graph_rows`,
-`query_rows`).
+"""Residual classifier rows: a row is the vector of its label's text plus a free vector, which the
+table holds (SiameseXML: Dahiya et al. 2021). Gates and related texts are optional
+(`unidec.methods.gates`, `graph_rows`, `query_rows`).
 
-Legend: S labels of a batch, L labels, N related texts, E pairs of a label and a related text, D width of a head.
+Legend: S labels of a batch, L labels, N related texts, E pairs of a label and a related text, D
+width of a head.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ RELATED_GATE = "related_gate"
 
 @dataclass(frozen=True, kw_only=True)
 class RelatedPairs:
-    """Pairs of a batch's labels and their related texts: positions int64 [E], and how much they are related, float32
-    [E]."""
+    """Pairs of a batch's labels and their related texts: positions int64 [E], and how much they are
+    related, float32 [E].
+    """
 
     label_E: Tensor
     text_E: Tensor
     weight_E: Tensor
 
     def sums(self, text_ND: Tensor, num_labels: int) -> Tensor:
-        """For each label the weighted sum of its related texts' vectors, scaled to unit length (0 without any), [S, D].
+        """For each label the weighted sum of its related texts' vectors, scaled to unit length (0
+        without any), [S, D].
 
         Args:
             text_ND: vectors of texts.
@@ -73,7 +76,8 @@ class ResidualPart:
     """A batch's part.
 
     Attributes:
-        places: int64 [S], positions of the classifier's labels among the encoded ones; None: they are the same.
+        places: int64 [S], positions of the classifier's labels among the encoded ones; None: they
+        are the same.
         related: pairs with related texts, or None.
     """
 
@@ -82,13 +86,15 @@ class ResidualPart:
 
 
 def new_related_gate(dim: int, start: float) -> nn.Parameter:
-    """The gate of related texts' vectors, [D]; the papers: a softmax over a row's parts (ECLARE), a matrix
-    (GraphSAGE)."""
+    """The gate of related texts' vectors, [D]; the papers: a softmax over a row's parts (ECLARE), a
+    matrix (GraphSAGE).
+    """
     return nn.Parameter(torch.full((dim,), start))
 
 
 class ResidualRows(Rows):
-    """Rows of text and free vector. Trains on one rank only, which encodes the texts of all the batch's labels.
+    """Rows of text and free vector. Trains on one rank only, which encodes the texts of all the
+    batch's labels.
 
     Args:
         encode: returns the encoder's outputs of texts.
@@ -104,7 +110,9 @@ class ResidualRows(Rows):
 
     def draw(self, drawn: Drawn) -> tuple[ResidualPart, np.ndarray]:
         labels_S = drawn.clf_pool.pool_S
-        places, related, further = None, None, NO_ROWS
+        places = None
+        related = None
+        further = NO_ROWS
         if len(drawn.encoded) > len(labels_S):
             places = to_device(np.searchsorted(drawn.encoded, labels_S), drawn.device)
         if self.related is not None:

@@ -1,5 +1,5 @@
-"""SimCSE (Gao et al. 2021): all N + L texts are both queries and labels, and the only positive of each is itself. A
-step encodes the texts twice, with different dropout.
+"""SimCSE (Gao et al. 2021): all N + L texts are both queries and labels, and the only positive of
+each is itself. A step encodes the texts twice, with different dropout.
 
 Legend: N queries of the data set, L labels.
 """
@@ -15,8 +15,9 @@ from unidec.model.pool import TrainingPairs
 
 
 def texts_as_labels(pairs: TrainingPairs) -> TrainingPairs:
-    """The pairs of N + L texts, each of which is its own only positive. The query and the label of a filter pair (the
-    same item, usually with the same text) are ignored for each other."""
+    """The pairs of N + L texts, each of which is its own only positive. The query and the label of
+    a filter pair (the same item, usually with the same text) are ignored for each other.
+    """
     num_queries, num_labels = pairs.filter_pairs.shape
     filtered = sp.bmat([[None, pairs.filter_pairs], [pairs.filter_pairs.T, None]], format="csr")
     return replace(

@@ -1,5 +1,5 @@
-"""Surrogate task: the labels of a cluster share a classifier row, which trains with clusters as labels (Astec: Dahiya
-et al. 2021). Trains on one rank only.
+"""Surrogate task: the labels of a cluster share a classifier row, which trains with clusters as
+labels (Astec: Dahiya et al. 2021). Trains on one rank only.
 
 Legend: L labels, C clusters.
 """

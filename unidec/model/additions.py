@@ -1,10 +1,12 @@
-"""What the method of a single paper may add: the interfaces by which model, batches, objective and trainer call it.
+"""What the method of a single paper may add: the interfaces by which model, batches, objective and
+trainer call it.
 
-A method may change how the classifier's rows are made (`Rows`), add a loss (`FurtherLoss`) or change a batch
-(`Change`). `Additions` are the parts that it adds to a model. The methods are in `unidec.methods`, which also chooses
-those that a recipe names; the core knows none of them.
+A method may change how the classifier's rows are made (`Rows`), add a loss (`FurtherLoss`) or
+change a batch (`Change`). `Additions` are the parts that it adds to a model. The methods are in
+`unidec.methods`, which also chooses those that a recipe names; the core knows none of them.
 
-Legend: B queries of a batch, S labels that a head scores, L labels, M further queries, D width of a head, W width of
+Legend: B queries of a batch, S labels that a head scores, L labels, M further queries, D width of a
+head, W width of
 the encoder.
 """
 
@@ -25,8 +27,10 @@ from unidec.model.pairs import PoolTargets
 from unidec.model.pool import PoolBatch
 
 Part = nn.Module | nn.Parameter | Tensor
-TextInput = Callable[[str, np.ndarray], Tensor]  # source and rows int64 [n] -> the encoder's outputs [n, W]
-HeadLoss = Callable[[Tensor, PoolTargets], Tensor]  # scores [B, S] and targets -> the classifier's loss, 0-d
+# source and rows int64 [n] -> the encoder's outputs [n, W]
+TextInput = Callable[[str, np.ndarray], Tensor]
+# scores [B, S] and targets -> the classifier's loss, 0-d
+HeadLoss = Callable[[Tensor, PoolTargets], Tensor]
 Classifier = tuple[np.ndarray | None, np.ndarray | None]
 Shortlist = tuple[np.ndarray, dict[str, float]]  # labels by data set row, int32 [N, H], and figures
 NO_ROWS = np.empty(0, dtype=np.int64)
@@ -42,10 +46,10 @@ class Additions:
 
     Attributes:
         num_rows: rows of the classifier's table; None: one for each label.
-        parts: returns, for the width of the encoder, weights that train and buffers by name. They become attributes of
-            the model and part of its state.
-        label_vectors: changes the dual encoder's vectors of labels before they are scaled: (the model, vectors float32
-            [S, D], labels int64 [S]) -> float32 [S, D].
+        parts: returns, for the width of the encoder, weights that train and buffers by name. They
+            become attributes of the model and part of its state.
+        label_vectors: changes the dual encoder's vectors of labels before they are scaled: (the
+            model, vectors float32 [S, D], labels int64 [S]) -> float32 [S, D].
     """
 
     num_rows: int | None = None
@@ -85,14 +89,17 @@ class Rows:
     """How the classifier's rows are made; here each label has a row of the table.
 
     Attributes:
-        holds_text: whether a row contains the vector of its label's text, so that its row of the table starts at 0.
+        holds_text: whether a row contains the vector of its label's text, so that its row of the
+        table starts at 0.
     """
 
     name: ClassVar = "rows"
     holds_text: ClassVar[bool] = False
 
     def draw(self, drawn: Drawn) -> tuple[Any, np.ndarray]:
-        """What `rows` needs for a batch, and data set rows of further queries to encode, int64 [M]."""
+        """What `rows` needs for a batch, and data set rows of further queries to
+        encode, int64 [M].
+        """
         return None, NO_ROWS
 
     def rows(self, table_SD: Tensor, text_TW: Tensor, batch: Prepared) -> Tensor:
@@ -114,7 +121,8 @@ class Exported:
     """How a trained model is exported: as an ordinary one, without what only training needs.
 
     Attributes:
-        classifier: rows float32 [L, D] and biases float32 [L]; None: the model's table and biases as they are.
+        classifier: rows float32 [L, D] and biases float32 [L]; None: the model's table and biases
+        as they are.
         settings: values of section `model` that the export has instead of the training's.
         without: parts of the model that are left out.
     """
@@ -141,7 +149,9 @@ class FurtherLoss(Drawing, Protocol):
     """A loss beside those of the heads; `name` is its key in the figures of a step."""
 
     def loss(self, query_BW: Tensor, batch: Prepared, head_loss: HeadLoss) -> Tensor:
-        """The loss, 0-d, from the encoder's outputs of the queries; `head_loss` is the classifier's."""
+        """The loss, 0-d, from the encoder's outputs of the queries; `head_loss` is the
+        classifier's.
+        """
 
 
 class Change(Drawing, Protocol):
@@ -160,7 +170,8 @@ class Shortlister(Protocol):
         """Labels by data set row, int32 [N, H], padded with -1; and figures.
 
         Args:
-            encode: returns the encoder's outputs [n, W] of training rows. rows_n: int64 [n], all training rows.
+            encode: returns the encoder's outputs [n, W] of training rows. rows_n: int64 [n], all
+            training rows.
             relevance: csr [N, L].
         """
 
@@ -170,7 +181,8 @@ class Methods:
     """The methods of a training.
 
     Attributes:
-        reads_labels: whether the dual encoder's vectors of labels depend on the labels, not on their texts alone.
+        reads_labels: whether the dual encoder's vectors of labels depend on the labels, not on
+        their texts alone.
         export: returns how the model is exported.
         shortlister: None: hard negatives are the nearest labels.
     """
@@ -183,7 +195,9 @@ class Methods:
     shortlister: Shortlister | None = None
 
     def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
-        """What the methods need for a batch, by their names; and rows of further queries to encode, int64 [M]."""
+        """What the methods need for a batch, by their names; and rows of further queries to encode,
+        int64 [M].
+        """
         of_rows, further = self.rows.draw(drawn)
         drawing: list[Drawing] = [*self.losses, *self.changes]
         added = {method.name: method.draw(drawn) for method in drawing}

@@ -1,7 +1,8 @@
-"""Reads a trained model's folder without torch: its configuration, and all weights except the transformer's.
+"""Reads a trained model's folder without torch: its configuration, and all weights except the
+transformer's.
 
-torch and transformers take seconds to import and hundreds of MB; serving with onnxruntime and numpy needs neither.
-"""
+torch and transformers take seconds to import and hundreds of MB; serving with onnxruntime and numpy
+needs neither."""
 
 from __future__ import annotations
 
@@ -15,10 +16,15 @@ from numpy.typing import NDArray
 from unidec.config import Encoder, Model
 from unidec.errors import ArtifactError
 
-KIND, VERSION = "model", 1
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-GRAPH, INT8_GRAPH = "encoder.onnx", "encoder-int8.onnx"  # the transformer of a bundle's model (`onnx_export`)
-CLASSIFIER = ("table.weight", "bias.weight")  # names of the classifier's rows and biases in `WEIGHTS`
+KIND = "model"
+VERSION = 1
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+# the transformer of a bundle's model (`onnx_export`)
+GRAPH = "encoder.onnx"
+INT8_GRAPH = "encoder-int8.onnx"
+# names of the classifier's rows and biases in `WEIGHTS`
+CLASSIFIER = ("table.weight", "bias.weight")
 # tensors that depend on the labels of the training data: a bundle's model does not contain them
 BY_LABEL = (*CLASSIFIER, "auxiliary", "label_cluster")
 _TRANSFORMER = "encoder.transformer."
@@ -53,11 +59,19 @@ class ModelConfig:
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             encoder = Encoder(**config["encoder"])
-            unit = bool(config.get("unit_vectors", encoder.unit_vectors))  # older versions did not write it
+            # older versions did not write it
+            unit = bool(config.get("unit_vectors", encoder.unit_vectors))
             return cls(
-                folder, encoder, Model(**config["model"]), int(config["num_labels"]), int(config["max_length"]),
-                config["params"], unit, int(config["num_tokens"]), int(config["encoder_width"]),
-            )  # fmt: skip
+                folder,
+                encoder,
+                Model(**config["model"]),
+                int(config["num_labels"]),
+                int(config["max_length"]),
+                config["params"],
+                unit,
+                int(config["num_tokens"]),
+                int(config["encoder_width"]),
+            )
         except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
             raise misfit(folder, error) from error
 
@@ -87,8 +101,9 @@ def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
 
     try:
         with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
-            names = [name for name in file.keys() if not name.startswith(_TRANSFORMER) and name not in BY_LABEL]  # noqa: SIM118
-            return {name: file.get_tensor(name) for name in names}
+            stored = list(file.keys())
+            own = [name for name in stored if not name.startswith(_TRANSFORMER)]
+            return {name: file.get_tensor(name) for name in own if name not in BY_LABEL}
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise misfit(folder, error) from error
 

@@ -18,7 +18,8 @@ from unidec.model.pool import PoolBatch
 
 @dataclass(frozen=True)
 class TextChunks:
-    """The texts of a step in chunks of texts with similar lengths; no chunk mixes queries and labels.
+    """The texts of a step in chunks of texts with similar lengths; no chunk mixes queries and
+    labels.
 
     Attributes:
         num_texts: B.
@@ -65,12 +66,12 @@ class Prepared:
     """A batch on the device.
 
     Attributes:
-        pool: all queries and labels of the dual encoder's loss, also those that other ranks encode (of a model without
-            a dual encoder: the classifier's).
+        pool: all queries and labels of the dual encoder's loss, also those that other ranks encode
+            (of a model without a dual encoder: the classifier's).
         targets: pairs of the queries with the labels of the dual encoder's loss.
         clf: the labels of the classifier's loss.
-        texts: the texts that this rank encodes: its part of the queries, then its part of the labels, then those that a
-            method added; in chunks if gradients are cached.
+        texts: the texts that this rank encodes: its part of the queries, then its part of the
+            labels, then those that a method added; in chunks if gradients are cached.
         counts: numbers of texts.
         own_labels: int64, the labels whose texts this rank encodes, if a method reads them.
         added: by name what methods drew for the batch.

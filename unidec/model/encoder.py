@@ -1,12 +1,13 @@
-"""Text encoders behind one interface: a transformer, a bag of tokens, or both with concatenated outputs.
+"""Text encoders behind one interface: a transformer, a bag of tokens, or both with concatenated
+outputs.
 
-Legend: B texts, T tokens of the longest text, F tokens of all texts, U distinct tokens, D width of a part, W width of
+Legend: B texts, T tokens of the longest text, F tokens of all texts, U distinct tokens, D width of
+a part, W width of
 all parts.
 
 Each part of the encoder is either trained or frozen. Frozen results are computed once for each text
-(`unidec.model.frozen`) and passed to the encoder as input: the vectors of a frozen transformer, or the output of an
-encoder that is frozen as a whole.
-"""
+(`unidec.model.frozen`) and passed to the encoder as input: the vectors of a frozen transformer, or
+the output of an encoder that is frozen as a whole."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ class EncoderInput:
 
     Attributes:
         num_texts: B.
-        chunks: input of the transformer, texts of similar length together: for each chunk (positions in the batch
-            int64 [b], ids int64 [b, t], mask bool [b, t]).
+        chunks: input of the transformer, texts of similar length together: for each chunk
+            (positions in the batch int64 [b], ids int64 [b, t], mask bool [b, t]).
         vector_BD: pooled vectors of a frozen transformer.
         output_BW: output of a frozen encoder, before dropout; no other field is set then.
-        unique_U: int64, distinct token ids of the bag; local_F: int64, position of each token in `unique_U`; offsets_B:
-            int64, position in `local_F` of each text's first token; head_F: bool, whether the token is among the first
-            `encoder.bag_head` of its text.
+        unique_U: int64, distinct token ids of the bag; local_F: int64, position of each token in
+            `unique_U`; offsets_B: int64, position in `local_F` of each text's first token; head_F:
+            bool, whether the token is among the first `encoder.bag_head` of its text.
     """
 
     num_texts: int
@@ -57,7 +58,9 @@ class EncoderInput:
 
 
 def pool_tokens(hidden_BTD: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
-    """One vector for each text, float32 [B, D]: the mean over its tokens, or the first token's vector ("cls")."""
+    """One vector for each text, float32 [B, D]: the mean over its tokens, or the first token's
+    vector ("cls").
+    """
     hidden_BTD = hidden_BTD.float()
     if pooling == "cls":
         return hidden_BTD[:, 0]
@@ -74,16 +77,22 @@ def _layers(transformer: Any) -> nn.ModuleList:
     raise ConfigError(
         f"no stack of layers found in a {type(transformer).__name__}",
         where="encoder.trainable_layers",
-        fix="0 (frozen) or -1 (all layers train); other values work with BERT, RoBERTa, MPNet and DistilBERT",
+        fix=(
+            "0 (frozen) or -1 (all layers train); other values work with BERT, RoBERTa, MPNet "
+            "and DistilBERT"
+        ),
     )
 
 
 class TransformerEncoder(nn.Module):
-    """A transformer and its pooling; the top `trainable_layers` layers train (-1: everything, 0: nothing)."""
+    """A transformer and its pooling; the top `trainable_layers` layers train (-1: everything, 0:
+    nothing).
+    """
 
     def __init__(self, transformer: nn.Module, pooling: str, trainable_layers: int):
         super().__init__()
-        self.transformer, self.pooling = transformer, pooling
+        self.transformer = transformer
+        self.pooling = pooling
         self.width = int(transformer.config.hidden_size)  # type: ignore[union-attr,arg-type]
         self.requires_grad_(trainable_layers == -1)
         self.num_frozen_layers = 0
@@ -92,11 +101,15 @@ class TransformerEncoder(nn.Module):
             num_layers = int(transformer.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
             if trainable_layers > num_layers:
                 raise ConfigError(
-                    "more trainable layers than the transformer has", where="encoder.trainable_layers",
-                    got=trainable_layers, expected=f"-1 to {num_layers}",
-                )  # fmt: skip
+                    "more trainable layers than the transformer has",
+                    where="encoder.trainable_layers",
+                    got=trainable_layers,
+                    expected=f"-1 to {num_layers}",
+                )
             self.num_frozen_layers = num_layers - trainable_layers
-            self._trained = list(_layers(transformer)[self.num_frozen_layers :]) if trainable_layers else []
+            self._trained = (
+                list(_layers(transformer)[self.num_frozen_layers :]) if trainable_layers else []
+            )
         for layer in self._trained:
             layer.requires_grad_(True)
 
@@ -110,7 +123,8 @@ class TransformerEncoder(nn.Module):
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Pooled vectors float32 [B, D] of token ids int64 [B, T]."""
         if self.transformer.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
-            # a 4-d mask is used as it is; transformers would read the values of a mask [B, T], and the host would wait
+            # a 4-d mask is used as it is; transformers would read the values of a mask [B, T], and
+            # the host would wait
             attended = mask_BT[:, None, None, :].expand(-1, 1, mask_BT.shape[1], -1)
         else:
             attended = mask_BT.long()
@@ -119,29 +133,43 @@ class TransformerEncoder(nn.Module):
 
 
 class BagEncoder(nn.Module):
-    """Weighted sum of token embeddings, scaled to unit length: `normalize(sum_t exp(w_t) e_t)`, both w and e trained.
+    """Weighted sum of token embeddings, scaled to unit length: `normalize(sum_t exp(w_t) e_t)`,
+    both w and e trained.
 
-    `w` starts at the log of the tokens' inverse document frequency, so the bag starts as a TF-IDF mean of the
-    transformer's token embeddings (as in Astec and SiameseXML). Rows of whole words start at 0.
+    `w` starts at the log of the tokens' inverse document frequency, so the bag starts as a TF-IDF
+    mean of the transformer's token embeddings (as in Astec and SiameseXML). Rows of whole words
+    start at 0.
 
     Args:
-        num_tokens: V, rows for the vocabulary. num_words: further rows, for words of several pieces.
+        num_tokens: V, rows for the vocabulary. num_words: further rows, for words of several
+        pieces.
         dropout: share of the tokens that are dropped in training.
-        head: the first `head` tokens of a text also form a second bag, of the same rows; 0: no second bag.
-        inception: InceptionXML's layers over the first `inception` tokens of a text replace the sum; 0: the sum.
+        head: the first `head` tokens of a text also form a second bag, of the same rows; 0: no
+        second bag.
+        inception: InceptionXML's layers over the first `inception` tokens of a text replace the
+        sum; 0: the sum.
     """
 
     continues: Tensor
 
     def __init__(
-        self, num_tokens: int, width: int, dropout: float, num_words: int = 0, head: int = 0, inception: int = 0
+        self,
+        num_tokens: int,
+        width: int,
+        dropout: float,
+        num_words: int = 0,
+        head: int = 0,
+        inception: int = 0,
     ):
         super().__init__()
-        self.dropout, self.num_words, self.head = dropout, num_words, head
+        self.dropout = dropout
+        self.num_words = num_words
+        self.head = head
         self.width = width * (2 if head else 1)
         self.embedding = RowTable(num_tokens + num_words, width)
         self.log_weight = RowTable(num_tokens + num_words, 1)
-        self.num_read, self.inception = inception, Inception(inception, width) if inception else None
+        self.num_read = inception
+        self.inception = Inception(inception, width) if inception else None
         if num_words:  # bool [V], whether a piece continues a word
             self.register_buffer("continues", torch.zeros(num_tokens, dtype=torch.bool))
 
@@ -151,27 +179,35 @@ class BagEncoder(nn.Module):
         return self.embedding.num_rows - self.num_words
 
     def features(self, flat_F: np.ndarray, lengths_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Table rows of the texts' features, and the number of features of each text: tokens, and with `num_words` also
-        words of several pieces."""
+        """Table rows of the texts' features, and the number of features of each text: tokens, and
+        with `num_words` also words of several pieces.
+        """
         if not self.num_words:
             return flat_F, lengths_B
         return with_words(flat_F, lengths_B, self._host_continues, self.num_words)
 
     @functools.cached_property
     def _host_continues(self) -> np.ndarray:
-        """`continues` on the host, cached: copying it from the device for each batch would make the host wait."""
+        """`continues` on the host, cached: copying it from the device for each batch would make the
+        host wait.
+        """
         return self.continues.cpu().numpy()
 
     @torch.no_grad()
     def start_weights(self, document_frequency_V: np.ndarray, num_documents: int) -> None:
-        """Set the tokens' weights from their document frequencies (number of texts with the token). Special tokens, in
-        every text, get almost no weight."""
+        """Set the tokens' weights from their document frequencies (number of texts with the token).
+        Special tokens, in every text, get almost no weight.
+        """
         idf_V = np.log((1 + num_documents) / (1 + document_frequency_V)).clip(min=1e-3)
         self.log_weight.weight.copy_(torch.from_numpy(np.log(idf_V)).float().unsqueeze(1))
 
     def forward(self, batch: EncoderInput) -> Tensor:
-        """Vectors float32 [B, D] of unit length (0 where every token was dropped); with `head` [B, 2 D]."""
-        assert batch.unique_U is not None and batch.local_F is not None and batch.offsets_B is not None
+        """Vectors float32 [B, D] of unit length (0 where every token was dropped); with `head` [B,
+        2 D].
+        """
+        assert (
+            batch.unique_U is not None and batch.local_F is not None and batch.offsets_B is not None
+        )
         embedding_UD = self.embedding.gather(batch.unique_U)
         weight_F = rows_at(self.log_weight.gather(batch.unique_U).squeeze(1), batch.local_F).exp()
         if self.training and self.dropout > 0:
@@ -180,18 +216,23 @@ class BagEncoder(nn.Module):
             return self.inception(self._padded(batch, embedding_UD, weight_F))
         weights = [weight_F] if batch.head_F is None else [weight_F, weight_F * batch.head_F]
         sums = [
-            F.embedding_bag(batch.local_F, embedding_UD, batch.offsets_B, mode="sum", per_sample_weights=w)
+            F.embedding_bag(
+                batch.local_F, embedding_UD, batch.offsets_B, mode="sum", per_sample_weights=w
+            )
             for w in weights
         ]
         return torch.cat([F.normalize(sum_BD, dim=-1) for sum_BD in sums], dim=-1)
 
     def _padded(self, batch: EncoderInput, embedding_UD: Tensor, weight_F: Tensor) -> Tensor:
-        """Weighted embeddings of each text's first `num_read` tokens, padded with zeros, [B, T, D]."""
+        """Weighted embeddings of each text's first `num_read` tokens, padded with
+        zeros, [B, T, D].
+        """
         assert batch.local_F is not None and batch.offsets_B is not None
         num_tokens = len(weight_F)
         end_B = F.pad(batch.offsets_B[1:], (0, 1), value=num_tokens)
         place_BT = batch.offsets_B[:, None] + torch.arange(self.num_read, device=weight_F.device)
-        place_BT = torch.where(place_BT < end_B[:, None], place_BT, num_tokens)  # an extra token with zeros pads
+        # an extra token with zeros pads
+        place_BT = torch.where(place_BT < end_B[:, None], place_BT, num_tokens)
         local_F = F.pad(batch.local_F, (0, 1), value=len(embedding_UD))
         weight_F = F.pad(weight_F, (0, 1))
         embedding_ND = rows_at(F.pad(embedding_UD, (0, 0, 0, 1)), local_F[place_BT].flatten())
@@ -204,16 +245,20 @@ class TextEncoder(nn.Module):
 
     Args:
         transformer: the loaded AutoModel, or None for a bag alone.
-        num_tokens, width: rows and width of the bag's embeddings (the width is the transformer's hidden size).
+        num_tokens, width: rows and width of the bag's embeddings (the width is the transformer's
+        hidden size).
 
     Attributes:
-        unit_vectors: whether the transformer's vectors are scaled to unit length; those of a transformer that trains
-            alone are not. A model that starts from another model takes that model's value, whichever parts train.
-        recompute: keep only a chunk's input for backward and compute its activations again, with the same dropout: a
-            third more work, a small part of the memory (Chen et al., 2016).
+        unit_vectors: whether the transformer's vectors are scaled to unit length; those of a
+            transformer that trains alone are not. A model that starts from another model takes that
+            model's value, whichever parts train.
+        recompute: keep only a chunk's input for backward and compute its activations again, with
+            the same dropout: a third more work, a small part of the memory (Chen et al., 2016).
     """
 
-    def __init__(self, settings: Encoder, transformer: nn.Module | None, num_tokens: int, width: int):
+    def __init__(
+        self, settings: Encoder, transformer: nn.Module | None, num_tokens: int, width: int
+    ):
         super().__init__()
         self.settings = settings
         self.recompute = False
@@ -221,13 +266,21 @@ class TextEncoder(nn.Module):
         self.bag: BagEncoder | None = None
         if settings.has_transformer:
             assert transformer is not None
-            self.transformer = TransformerEncoder(transformer, settings.pooling, settings.trainable_layers)
+            self.transformer = TransformerEncoder(
+                transformer, settings.pooling, settings.trainable_layers
+            )
         if settings.kind != "transformer":
             inception = settings.inception_tokens if settings.kind == "inception" else 0
             self.bag = BagEncoder(
-                num_tokens, width, settings.bag_dropout, settings.bag_words, settings.bag_head, inception
+                num_tokens,
+                width,
+                settings.bag_dropout,
+                settings.bag_words,
+                settings.bag_head,
+                inception,
             )
-        self.part_width, parts = width, (self.transformer, self.bag)
+        self.part_width = width
+        parts = (self.transformer, self.bag)
         self.width = sum(part.width for part in parts if part is not None)
         self.dropout = nn.Dropout(settings.dropout)
         self.residual: nn.Sequential | None = None
@@ -235,7 +288,9 @@ class TextEncoder(nn.Module):
             last = nn.Linear(self.width, self.width)
             nn.init.zeros_(last.weight)  # starts as the identity
             nn.init.zeros_(last.bias)
-            self.residual = nn.Sequential(nn.Linear(self.width, self.width), nn.GELU(), nn.Dropout(0.1), last)
+            self.residual = nn.Sequential(
+                nn.Linear(self.width, self.width), nn.GELU(), nn.Dropout(0.1), last
+            )
         self.unit_vectors = settings.unit_vectors
         if settings.frozen:
             self.requires_grad_(False)
@@ -259,25 +314,33 @@ class TextEncoder(nn.Module):
         return self
 
     def compile_transformer(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile the transformer and its pooling in place (torch.compile); does nothing without a transformer.
+        """Compile the transformer and its pooling in place (torch.compile); does nothing without a
+        transformer.
 
-        Names of weights do not change, and dropout draws the same numbers. The numbers of texts and tokens are symbols
-        in the graph, so chunks of all sizes share one graph (a chunk of one text has its own).
+        Names of weights do not change, and dropout draws the same numbers. The numbers of texts and
+        tokens are symbols in the graph, so chunks of all sizes share one graph (a chunk of one text
+        has its own).
 
         Raises:
             ConfigError: torch.compile does not work on this machine.
         """
         if self.transformer is None:
             return
-        options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
+        options: dict[str, Any] | None = (
+            {"fallback_random": True} if backend == "inductor" else None
+        )
         device = next(self.transformer.parameters()).device
         try:
-            torch.compile(lambda x: x + 1, backend=backend, options=options)(torch.ones(2, device=device))
+            torch.compile(lambda x: x + 1, backend=backend, options=options)(
+                torch.ones(2, device=device)
+            )
         except (RuntimeError, ImportError, OSError) as error:
             raise ConfigError(
-                "torch.compile does not work on this machine", where="run.compile", got=str(error).strip()[:500],
+                "torch.compile does not work on this machine",
+                where="run.compile",
+                got=str(error).strip()[:500],
                 fix="install a C++ compiler (g++), for a GPU triton as well; or run.compile: false",
-            ) from error  # fmt: skip
+            ) from error
         self.transformer.compile(dynamic=True, backend=backend, options=options)
 
     def forward(self, batch: EncoderInput) -> Tensor:
@@ -306,8 +369,11 @@ class TextEncoder(nn.Module):
     def transformer_vectors(self, batch: EncoderInput) -> Tensor:
         """The transformer's pooled vectors, float32 [B, D]."""
         assert self.transformer is not None
-        if not batch.chunks:  # fewer texts than ranks, none for this rank: its gradients must be 0, not missing
-            no_text = torch.zeros(1, 1, dtype=torch.int64, device=next(self.transformer.parameters()).device)
+        # fewer texts than ranks, none for this rank: its gradients must be 0, not missing
+        if not batch.chunks:
+            no_text = torch.zeros(
+                1, 1, dtype=torch.int64, device=next(self.transformer.parameters()).device
+            )
             return self.transformer(no_text, no_text == 0)[:0]
         transformer: Callable[..., Tensor] = self.transformer
         if self.recompute and torch.is_grad_enabled():
@@ -321,11 +387,14 @@ class TextEncoder(nn.Module):
 
 
 class InputBuilder:
-    """Builds `EncoderInput`s from rows of tokenised texts: with numpy on the host, then copied to the device.
+    """Builds `EncoderInput`s from rows of tokenised texts: with numpy on the host, then copied to
+    the device.
 
     Args:
-        frozen_vectors: by source, cached vectors float [N, D] of a transformer that is frozen as a whole.
-        frozen_outputs: by source, cached outputs float [N, W] of an encoder that is frozen as a whole.
+        frozen_vectors: by source, cached vectors float [N, D] of a transformer that is frozen as a
+        whole.
+        frozen_outputs: by source, cached outputs float [N, W] of an encoder that is frozen as a
+        whole.
     """
 
     def __init__(
@@ -335,8 +404,10 @@ class InputBuilder:
         frozen_vectors: dict[str, np.ndarray] | None = None,
         frozen_outputs: dict[str, np.ndarray] | None = None,
     ):
-        self.encoder, self.device = encoder, device
-        self.frozen_vectors, self.frozen_outputs = frozen_vectors or {}, frozen_outputs or {}
+        self.encoder = encoder
+        self.device = device
+        self.frozen_vectors = frozen_vectors or {}
+        self.frozen_outputs = frozen_outputs or {}
 
     @property
     def chunk_tokens(self) -> int:
@@ -344,8 +415,9 @@ class InputBuilder:
         return GPU_CHUNK_TOKENS if self.device.type == "cuda" else 0
 
     def __call__(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
-        """Input for rows of several sources, (name, tokens, rows int64) each, in the given order; cached outputs of a
-        frozen encoder are used where they exist."""
+        """Input for rows of several sources, (name, tokens, rows int64) each, in the given order;
+        cached outputs of a frozen encoder are used where they exist.
+        """
         if not self.encoder.frozen:
             return self.texts(parts)
         if all(name in self.frozen_outputs for name, _, _ in parts):
@@ -355,13 +427,17 @@ class InputBuilder:
         return EncoderInput(texts.num_texts, output_BW=self.encoder.frozen_output(texts))
 
     def texts(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
-        """Input for rows of several sources from which the encoder computes its output, also where it is frozen."""
+        """Input for rows of several sources from which the encoder computes its output, also where
+        it is frozen.
+        """
         encoder = self.encoder
         num_texts = sum(len(rows) for _, _, rows in parts)
         vector_BD: Tensor | None = None
         chunks: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
         if encoder.takes_vectors and all(name in self.frozen_vectors for name, _, _ in parts):
-            vector_BD = self._to(np.concatenate([self.frozen_vectors[name][rows] for name, _, rows in parts]))
+            vector_BD = self._to(
+                np.concatenate([self.frozen_vectors[name][rows] for name, _, rows in parts])
+            )
         elif encoder.transformer is not None:
             chunks = tuple(self._chunks(parts))
         if encoder.bag is None:
@@ -374,27 +450,39 @@ class InputBuilder:
         offsets_B = np.cumsum(lengths_B) - lengths_B
         head_F: Tensor | None = None
         if encoder.bag.head:
-            head_F = self._to(np.arange(len(flat_F)) - np.repeat(offsets_B, lengths_B) < encoder.bag.head)
+            head_F = self._to(
+                np.arange(len(flat_F)) - np.repeat(offsets_B, lengths_B) < encoder.bag.head
+            )
         return EncoderInput(
-            num_texts, chunks, vector_BD, self._to(unique_U), self._to(local_F), self._to(offsets_B.astype(np.int64)),
+            num_texts,
+            chunks,
+            vector_BD,
+            self._to(unique_U),
+            self._to(local_F),
+            self._to(offsets_B.astype(np.int64)),
             head_F,
-        )  # fmt: skip
+        )
 
     def _to(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)
 
-    def _chunks(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _chunks(
+        self, parts: Sequence[tuple[str, Tokens, np.ndarray]]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         first = 0
         for _, tokens, rows in parts:
             for places in length_chunks(tokens.lengths(rows), tokens=self.chunk_tokens):
-                ids_BT, mask_BT = tokens.batch(rows[places], self.encoder.settings.transformer_tokens)
+                ids_BT, mask_BT = tokens.batch(
+                    rows[places], self.encoder.settings.transformer_tokens
+                )
                 yield self._to(places + first), self._to(ids_BT), self._to(mask_BT)
             first += len(rows)
 
 
 def load_transformer(folder: Path) -> nn.Module:
-    """The transformer of a local folder that `resolve_encoder` returned (safetensors only), without the unused pooling
-    head."""
+    """The transformer of a local folder that `resolve_encoder` returned (safetensors only), without
+    the unused pooling head.
+    """
     from transformers import AutoConfig, AutoModel
     from transformers.utils import logging
 
@@ -406,7 +494,9 @@ def load_transformer(folder: Path) -> nn.Module:
 
 
 def empty_transformer(config_folder: Path) -> nn.Module:
-    """A transformer of the architecture in config.json, with random weights; the caller loads the weights."""
+    """A transformer of the architecture in config.json, with random weights; the caller loads the
+    weights.
+    """
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(config_folder)
@@ -414,8 +504,9 @@ def empty_transformer(config_folder: Path) -> nn.Module:
 
 
 def transformer_options(config: Any) -> dict[str, Any]:
-    """Options of `AutoModel` for a config: no unused pooling head, and on a GPU fused attention if the architecture
-    supports it (MPNet does not)."""
+    """Options of `AutoModel` for a config: no unused pooling head, and on a GPU fused attention if
+    the architecture supports it (MPNet does not).
+    """
     from transformers import AutoModel
 
     fused = torch.cuda.is_available() and AutoModel._model_mapping[type(config)]._supports_sdpa

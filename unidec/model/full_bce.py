@@ -1,9 +1,12 @@
-"""Binary cross entropy of a classifier over all labels, in chunks of labels, without B x L logits in memory.
+"""Binary cross entropy of a classifier over all labels, in chunks of labels, without B x L logits
+in memory.
 
-Legend: B queries, L labels, C labels of a chunk, D width of a head, P positive pairs, F ignored pairs, E pairs of a
+Legend: B queries, L labels, C labels of a chunk, D width of a head, P positive pairs, F ignored
+pairs, E pairs of a
 block.
 
-Source: Renee (Jain et al. 2023). The gradient `sigmoid(x) - y` has a closed form: the forward pass computes it together
+Source: Renee (Jain et al. 2023). The gradient `sigmoid(x) - y` has a closed form: the forward pass
+computes it together
 with the loss in one pass over the labels, and keeps it for the backward pass, which can run once.
 """
 
@@ -22,13 +25,22 @@ CHUNK = 8192  # labels at once
 
 
 class _Sums:
-    """The sum of a loss over entries with logits `scale * (query . row + bias)`, and its gradients with regard to
-    query, row, bias and scale, as far as `wanted`."""
+    """The sum of a loss over entries with logits `scale * (query . row + bias)`, and its gradients
+    with regard to query, row, bias and scale, as far as `wanted`.
+    """
 
     def __init__(
-        self, query_BD: Tensor, row_LD: Tensor, bias_L1: Tensor | None, scale: Tensor, wanted: tuple[bool, ...]
+        self,
+        query_BD: Tensor,
+        row_LD: Tensor,
+        bias_L1: Tensor | None,
+        scale: Tensor,
+        wanted: tuple[bool, ...],
     ):
-        self.query_BD, self.row_LD, self.bias_L1, self.scale = query_BD, row_LD, bias_L1, scale
+        self.query_BD = query_BD
+        self.row_LD = row_LD
+        self.bias_L1 = bias_L1
+        self.scale = scale
         inputs = (query_BD, row_LD, bias_L1, scale)
         self.grads = [
             torch.zeros_like(x, dtype=query_BD.dtype) if x is not None and want else None
@@ -37,10 +49,12 @@ class _Sums:
         self.loss = query_BD.new_zeros(())
 
     def add_chunk(self, begin: int, end: int, active_B: Tensor) -> None:
-        """Add softplus(x), the loss of a negative, for all entries of the labels from `begin` to `end`, of the active
-        queries."""
+        """Add softplus(x), the loss of a negative, for all entries of the labels from `begin` to
+        `end`, of the active queries.
+        """
         row_CD = self.row_LD[begin:end].to(self.query_BD.dtype)
-        score_BC = (self.query_BD @ row_CD.T).to(self.query_BD.dtype)  # under autocast the product has its type
+        # under autocast the product has its type
+        score_BC = (self.query_BD @ row_CD.T).to(self.query_BD.dtype)
         if self.bias_L1 is not None:
             score_BC += self.bias_L1[begin:end].T
         logit_BC = score_BC * self.scale
@@ -57,14 +71,19 @@ class _Sums:
         if bias_L1 is not None:
             bias_L1[begin:end, 0] = slope_BC.sum(0)
 
-    def add_pairs(self, row_E: Tensor, col_E: Tensor, softplus_E: Tensor, target_E: Tensor, extra_E: Tensor) -> None:
+    def add_pairs(
+        self, row_E: Tensor, col_E: Tensor, softplus_E: Tensor, target_E: Tensor, extra_E: Tensor
+    ) -> None:
         """Add `softplus_E * softplus(x) - target_E * x + extra_E * softplus(-x)` for some pairs."""
-        query_ED, label_ED = self.query_BD[row_E], self.row_LD[col_E].to(self.query_BD.dtype)
+        query_ED = self.query_BD[row_E]
+        label_ED = self.row_LD[col_E].to(self.query_BD.dtype)
         score_E = torch.linalg.vecdot(query_ED, label_ED)
         if self.bias_L1 is not None:
             score_E = score_E + self.bias_L1[col_E, 0]
         x_E = score_E * self.scale
-        self.loss += (softplus_E * F.softplus(x_E) - target_E * x_E + extra_E * F.softplus(-x_E)).sum()
+        self.loss += (
+            softplus_E * F.softplus(x_E) - target_E * x_E + extra_E * F.softplus(-x_E)
+        ).sum()
         slope_E = softplus_E * x_E.sigmoid() - target_E - extra_E * torch.sigmoid(-x_E)
         query_BD, row_LD, bias_L1, scale = self.grads
         if scale is not None:
@@ -101,7 +120,9 @@ class _FullBCE(torch.autograd.Function):
         zero = extra_P.new_zeros(())
         for begin in range(0, len(extra_P), block):
             some = slice(begin, begin + block)
-            sums.add_pairs(pairs.row_P[some], pairs.col_P[some], zero, pairs.weight_P[some], extra_P[some])
+            sums.add_pairs(
+                pairs.row_P[some], pairs.col_P[some], zero, pairs.weight_P[some], extra_P[some]
+            )
         for begin in range(0, len(pairs.row_F), block):
             some = slice(begin, begin + block)
             row_E = pairs.row_F[some]
@@ -112,7 +133,9 @@ class _FullBCE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None  # not kept after use: the gradient of the rows is as large as the table
+        # not kept after use: the gradient of the rows is as large as the table
+        grads = ctx.grads
+        ctx.grads = None
         return *(None if x is None else x.mul_(grad) for x in grads), *(None,) * 5
 
 
@@ -126,14 +149,17 @@ def full_bce(
     normalise: str = "rows",
     chunk: int = CHUNK,
 ) -> Tensor:
-    """`symmetric_loss("bce", scale * (query_BD @ row_LD.T + bias), targets, ...)` without its B x L logits.
+    """`symmetric_loss("bce", scale * (query_BD @ row_LD.T + bias), targets, ...)` without its B x L
+    logits.
 
-    Equal to it in value and in all gradients. Memory: a few [B, chunk] tensors and the gradients, among them [L, D] of
-    the rows. Nothing waits for the device. Under autocast products have its type, as in `symmetric_loss`.
+    Equal to it in value and in all gradients. Memory: a few [B, chunk] tensors and the gradients,
+    among them [L, D] of the rows. Nothing waits for the device. Under autocast products have its
+    type, as in `symmetric_loss`.
 
     Args:
         query_BD: float32 or float64 [B, D], the classifier head's vectors.
-        row_LD: float [L, D], rows of all labels (of `targets.columns`); bfloat16 is converted to the queries' type.
+        row_LD: float [L, D], rows of all labels (of `targets.columns`); bfloat16 is converted to
+        the queries' type.
         scale: 0-d, 1 / tau.
         targets: pairs whose columns are label ids; relevances and `normalise` have the meaning of
             `unidec.model.losses.bce`.
@@ -142,14 +168,22 @@ def full_bce(
     Returns:
         0-d, of the queries' dtype; backward can run through it once.
     """
-    pairs, columns = targets.pairs(targets.relevance_P.to(query_BD.dtype).clamp(0, 1)), targets.columns
+    pairs = targets.pairs(targets.relevance_P.to(query_BD.dtype).clamp(0, 1))
+    columns = targets.columns
     shape = (len(query_BD), columns.total(len(row_LD)))
     active_B, count = entry_count(pairs.weight_P, pairs.row_P, shape, pairs.row_F, normalise)
     extra_P = torch.zeros_like(pairs.weight_P)
     if targets.importance_P is not None:
         extra_P = (targets.importance_P.to(extra_P.dtype) - 1) * pairs.weight_P
     total: Tensor = _FullBCE.apply(
-        query_BD, row_LD, bias_L1, scale, columns.own(pairs), columns.own_values(extra_P), active_B, chunk,
+        query_BD,
+        row_LD,
+        bias_L1,
+        scale,
+        columns.own(pairs),
+        columns.own_values(extra_P),
+        active_B,
+        chunk,
         torch.is_grad_enabled(),
-    )  # fmt: skip
+    )
     return columns.sum(total) / count

@@ -1,9 +1,11 @@
-"""InceptionXML's layers: one vector from the token embeddings of a short text (Kharbanda et al. 2023, InceptionXML).
+"""InceptionXML's layers: one vector from the token embeddings of a short text (Kharbanda et al.
+2023, InceptionXML).
 
-The order of a short text's words carries little information: convolutions run along the embedding dimension, with the
-tokens as channels.
+The order of a short text's words carries little information: convolutions run along the embedding
+dimension, with the tokens as channels.
 
-Legend: B texts, T tokens read from each text (also the number of channels), D width of an embedding.
+Legend: B texts, T tokens read from each text (also the number of channels), D width of an
+embedding.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ DROPOUT = 0.25
 
 
 class Inception(nn.Module):
-    """The layers in order: attention across tokens, then across features, both without a softmax and with gates gamma
-    that start at 0; a mix of tokens to channels; parallel convolutions of three kernel sizes; max-pooling; a bottleneck
-    of two layers, whose output starts at 0 and is added to the sum of the embeddings, scaled to unit length.
+    """The layers in order: attention across tokens, then across features, both without a softmax
+    and with gates gamma that start at 0; a mix of tokens to channels; parallel convolutions of
+    three kernel sizes; max-pooling; a bottleneck of two layers, whose output starts at 0 and is
+    added to the sum of the embeddings, scaled to unit length.
 
     Args:
         num_tokens: T. width: D, at least `STRIDE`.
@@ -28,17 +31,29 @@ class Inception(nn.Module):
 
     def __init__(self, num_tokens: int, width: int):
         super().__init__()
-        self.tokens, self.features = (nn.Linear(size, size, bias=False) for size in (num_tokens, width))
+        self.tokens, self.features = (
+            nn.Linear(size, size, bias=False) for size in (num_tokens, width)
+        )
         self.gamma = nn.Parameter(torch.zeros(2))
         self.channels = nn.Conv1d(num_tokens, num_tokens, 1)
         # with circular padding each convolution returns D / STRIDE features
         self.convolutions = nn.ModuleList(
-            nn.Conv1d(num_tokens, num_tokens, window, STRIDE, (window - STRIDE) // 2, padding_mode="circular")
+            nn.Conv1d(
+                num_tokens,
+                num_tokens,
+                window,
+                STRIDE,
+                (window - STRIDE) // 2,
+                padding_mode="circular",
+            )
             for window in WINDOWS
         )
-        self.norms = nn.ModuleList(nn.GroupNorm(1, count * num_tokens) for count in (1, len(WINDOWS)))
+        self.norms = nn.ModuleList(
+            nn.GroupNorm(1, count * num_tokens) for count in (1, len(WINDOWS))
+        )
         self.pooled = min(STRIDE, width // STRIDE)
-        last, pooled_width = nn.Linear(width, width), len(WINDOWS) * num_tokens * (width // STRIDE // self.pooled)
+        last = nn.Linear(width, width)
+        pooled_width = len(WINDOWS) * num_tokens * (width // STRIDE // self.pooled)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.bottleneck = nn.Sequential(nn.Linear(pooled_width, width), nn.GELU(), last)

@@ -1,8 +1,10 @@
-"""Exports a model's transformer as ONNX graphs, with torch's exporter and onnxruntime's quantisation.
+"""Exports a model's transformer as ONNX graphs, with torch's exporter and onnxruntime's
+quantisation.
 
 The TorchScript exporter (`dynamo=False`) is used because the newer one needs onnxscript.
 
-Legend: B texts, T tokens of the longest text, D width of the transformer, I inputs of a linear layer.
+Legend: B texts, T tokens of the longest text, D width of the transformer, I inputs of a linear
+layer.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from unidec.model.unidec import UniDEC
 
 OPSET = 18
 MAX_BYTES = (1 << 31) - (1 << 20)  # protobuf's limit on the size of a file, with a margin
-SMOOTHING = 0.9  # alpha of SmoothQuant: how much of the differences in scale moves from a layer's inputs to its weights
-TOLERANCE = 1e-3  # between outputs of graph and model: rounding errors are far smaller, those of a wrong trace larger
+# alpha of SmoothQuant: how much of the differences in scale moves from a layer's inputs to its
+# weights
+SMOOTHING = 0.9
+# between outputs of graph and model: rounding errors are far smaller, those of a wrong trace larger
+TOLERANCE = 1e-3
 log = logging.getLogger(__name__)
 Inputs = dict[str, Any]
 
@@ -41,35 +46,50 @@ class TransformerGraph(nn.Module):
     def __init__(self, encoder: TextEncoder) -> None:
         super().__init__()
         assert encoder.transformer is not None
-        self.transformer, self.pooling = encoder.transformer.transformer, encoder.transformer.pooling
-        self.unit_vectors, self.max_tokens = encoder.unit_vectors, encoder.settings.transformer_tokens or None
+        self.transformer, self.pooling = (
+            encoder.transformer.transformer,
+            encoder.transformer.pooling,
+        )
+        self.unit_vectors = encoder.unit_vectors
+        self.max_tokens = encoder.settings.transformer_tokens or None
         self.transformer.set_attn_implementation("eager")
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        ids_BT, mask_BT = input_ids[:, : self.max_tokens], attention_mask[:, : self.max_tokens]
+        ids_BT = input_ids[:, : self.max_tokens]
+        mask_BT = attention_mask[:, : self.max_tokens]
         hidden = self.transformer(input_ids=ids_BT, attention_mask=mask_BT).last_hidden_state
         vectors_BD = pool_tokens(hidden, mask_BT, self.pooling)
         return F.normalize(vectors_BD, dim=-1) if self.unit_vectors else vectors_BD
 
 
 def export_graph(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
-    """Write a module with inputs input_ids and attention_mask, int64 [B, T], as one ONNX file of standard operators."""
-    ids_BT, mask_BT = torch.ones(2, 5, dtype=torch.long), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    """Write a module with inputs input_ids and attention_mask, int64 [B, T], as one ONNX file of
+    standard operators.
+    """
+    ids_BT = torch.ones(2, 5, dtype=torch.long)
+    mask_BT = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
     names = ("input_ids", "attention_mask")
     axes = {name: {0: "B", 1: "T"} for name in names} | {name: {0: "B"} for name in outputs}
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # about the deprecated exporter and each shape that the trace fixes
+        # about the deprecated exporter and each shape that the trace fixes
+        warnings.simplefilter("ignore")
         torch.onnx.export(
-            module.eval(), (ids_BT, mask_BT), path, input_names=list(names), output_names=list(outputs),
-            dynamic_axes=axes, opset_version=OPSET, dynamo=False,
-        )  # fmt: skip
+            module.eval(),
+            (ids_BT, mask_BT),
+            path,
+            input_names=list(names),
+            output_names=list(outputs),
+            dynamic_axes=axes,
+            opset_version=OPSET,
+            dynamo=False,
+        )
 
 
 def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]:
     """Write a model's transformer as `GRAPH`, and with linear layers in 8 bits as `INT8_GRAPH`.
 
-    A bag alone needs no graph. If the transformer cannot be exported, a warning is logged and no file is written:
-    queries are then encoded by torch.
+    A bag alone needs no graph. If the transformer cannot be exported, a warning is logged and no
+    file is written: queries are then encoded by torch.
 
     Args:
         model: on the CPU; its transformer is modified.
@@ -86,7 +106,8 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
         if size > MAX_BYTES:
             raise ValueError(f"the weights have {size} bytes, one file can hold {MAX_BYTES}")
         module = TransformerGraph(model.encoder).eval()
-        inputs, untraced = _inputs(model, texts), _untraced(model.max_length, module.transformer.config.vocab_size)
+        inputs = _inputs(model, texts)
+        untraced = _untraced(model.max_length, module.transformer.config.vocab_size)
         with torch.no_grad():
             expected = module(*map(torch.from_numpy, untraced.values())).numpy()
         _smooth(module, inputs)
@@ -105,12 +126,17 @@ def _inputs(model: UniDEC, texts: Sequence[str]) -> list[Inputs]:
     """Batches of texts of the same length: padding would distort the scales of the quantisation."""
     tokens = encode_texts(texts or ["text"], model.tokenizer_folder, model.max_length)
     lengths_B = tokens.lengths()
-    batches = (tokens.batch(np.flatnonzero(lengths_B == length)) for length in np.unique(lengths_B[lengths_B > 0]))
+    batches = (
+        tokens.batch(np.flatnonzero(lengths_B == length))
+        for length in np.unique(lengths_B[lengths_B > 0])
+    )
     return [{"input_ids": ids, "attention_mask": mask.astype(np.int64)} for ids, mask in batches]
 
 
 def _untraced(max_length: int, num_tokens: int) -> Inputs:
-    """Inputs of shapes that the graph was not traced with: texts of full length, of one token, and of half length."""
+    """Inputs of shapes that the graph was not traced with: texts of full length, of one token, and
+    of half length.
+    """
     lengths_B = np.array([max_length, 1, max(1, max_length // 2)])
     mask_BT = (np.arange(max_length) < lengths_B[:, None]).astype(np.int64)
     ids_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
@@ -124,12 +150,15 @@ def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> Non
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, inputs)
     if not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
-        raise ValueError(f"the exported graph differs from the model by {np.abs(got - expected).max():.2g}")
+        raise ValueError(
+            f"the exported graph differs from the model by {np.abs(got - expected).max():.2g}"
+        )
 
 
 class _SmoothLinear(nn.Module):
-    """A linear layer that divides its inputs by scales and multiplies its weights by them, so that inputs of similar
-    magnitude lose less in 8 bits (SmoothQuant, Xiao et al. 2023, equation 4)."""
+    """A linear layer that divides its inputs by scales and multiplies its weights by them, so that
+    inputs of similar magnitude lose less in 8 bits (SmoothQuant, Xiao et al. 2023, equation 4).
+    """
 
     def __init__(self, layer: nn.Linear, largest_I: Tensor) -> None:
         super().__init__()
@@ -144,7 +173,9 @@ class _SmoothLinear(nn.Module):
 
 
 def _smooth(module: nn.Module, inputs: Sequence[Inputs]) -> None:
-    """Replace each linear layer by a `_SmoothLinear` with scales from its largest inputs on some batches."""
+    """Replace each linear layer by a `_SmoothLinear` with scales from its largest inputs on some
+    batches.
+    """
     largest: dict[nn.Module, Tensor] = {}
 
     def record(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -165,20 +196,34 @@ def _smooth(module: nn.Module, inputs: Sequence[Inputs]) -> None:
 
 
 def _quantise(source: Path, target: Path, inputs: Sequence[Inputs]) -> None:
-    """Quantise linear layers to 8 bits, calibrated by `inputs`; the products inside attention stay in 32 bits."""
+    """Quantise linear layers to 8 bits, calibrated by `inputs`; the products inside attention stay
+    in 32 bits.
+    """
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static  # type: ignore[import-untyped]
     from onnxruntime.quantization.quant_utils import add_pre_process_metadata  # type: ignore[import-untyped]
 
     graph = onnx.load(source)
-    add_pre_process_metadata(graph)  # without it quantize_static recommends preprocessing, which changes nothing here
+    # without it quantize_static recommends preprocessing, which changes nothing here
+    add_pre_process_metadata(graph)
     constants = {constant.name for constant in graph.graph.initializer}
-    linear = [node.name for node in graph.graph.node if node.op_type == "MatMul" and node.input[1] in constants]
+    linear = [
+        node.name
+        for node in graph.graph.node
+        if node.op_type == "MatMul" and node.input[1] in constants
+    ]
     if not linear:
         raise ValueError("no linear layers to quantise")
     remaining = iter(inputs)
     quantize_static(
-        graph, target, SimpleNamespace(get_next=lambda: next(remaining, None)), quant_format=QuantFormat.QDQ,
-        op_types_to_quantize=["MatMul"], nodes_to_quantize=linear, per_channel=True, activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8, extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"]},
-    )  # fmt: skip
+        graph,
+        target,
+        SimpleNamespace(get_next=lambda: next(remaining, None)),
+        quant_format=QuantFormat.QDQ,
+        op_types_to_quantize=["MatMul"],
+        nodes_to_quantize=linear,
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+        extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"]},
+    )

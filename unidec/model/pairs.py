@@ -1,7 +1,8 @@
-"""The (query, label) pairs of a pool: positives with the weights of a multi-label reduction, and ignored pairs; and
-helpers that the losses share.
+"""The (query, label) pairs of a pool: positives with the weights of a multi-label reduction, and
+ignored pairs; and helpers that the losses share.
 
-Legend: B rows (queries; pool labels where the loss runs from label to query), S columns, P positive pairs in the pool,
+Legend: B rows (queries; pool labels where the loss runs from label to query), S columns, P positive
+pairs in the pool,
 F ignored pairs (filter pairs), M masked pairs.
 
 Nothing in the computation of losses waits for the device: no `.item()`, no boolean indexing.
@@ -19,26 +20,36 @@ from torch import Tensor
 
 from unidec.model.pool import PoolBatch
 
-# Used in place of minus infinity: relative to any real logit its exp is exactly 0, and a row of masked entries alone
-# still has a finite logsumexp, which gives a loss and gradients of 0 instead of NaN. Fits float32 and float64.
+# Used in place of minus infinity: relative to any real logit its exp is exactly 0, and a row of
+# masked entries alone still has a finite logsumexp, which gives a loss and gradients of 0 instead
+# of NaN. Fits float32 and float64.
 MASKED = -1e30
 REDUCTIONS = ("psl", "psl-sum", "pal-n", "pol")
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
-    """An array as a tensor on the device. It goes to a GPU through pinned memory, so that the host need not wait."""
-    tensor = array if isinstance(array, Tensor) else torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    """An array as a tensor on the device. It goes to a GPU through pinned memory, so that the host
+    need not wait.
+    """
+    tensor = (
+        array
+        if isinstance(array, Tensor)
+        else torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    )
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Callable[[], np.ndarray]:
-    """Start to copy a tensor to the host; the returned function waits for the copy and returns it. The copy from a GPU
-    goes to pinned memory, since otherwise the host would wait at once."""
+    """Start to copy a tensor to the host; the returned function waits for the copy and returns it.
+    The copy from a GPU goes to pinned memory, since otherwise the host would wait at once.
+    """
     if not tensor.is_cuda:
         return tensor.cpu().numpy
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
     copied = torch.cuda.current_stream(tensor.device).record_event()
 
     def wait() -> np.ndarray:
@@ -49,8 +60,9 @@ def to_host(tensor: Tensor) -> Callable[[], np.ndarray]:
 
 
 def all_to_host(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:
-    """Yields tensors as arrays on the host, in order. The next tensor is requested before the host waits for the
-    current copy, so that a GPU computes meanwhile."""
+    """Yields tensors as arrays on the host, in order. The next tensor is requested before the host
+    waits for the current copy, so that a GPU computes meanwhile.
+    """
     previous: Callable[[], np.ndarray] | None = None
     for tensor in tensors:
         wait = to_host(tensor)
@@ -65,9 +77,12 @@ class Pairs(NamedTuple):
     """The pairs of a pool's logits [B, S] that are not negatives.
 
     Attributes:
-        row_P, col_P: int64 [P], positions of all true positives in the pool, each pair once, in any order.
-        weight_P: float [P], from `target_weights`; for `bce` and `hinge` the target itself, in [0, 1].
-        row_F, col_F: int64 [F], ignored pairs: neither positive nor negative, not in any denominator.
+        row_P, col_P: int64 [P], positions of all true positives in the pool, each pair once, in any
+        order.
+        weight_P: float [P], from `target_weights`; for `bce` and `hinge` the target itself, in [0,
+        1].
+        row_F, col_F: int64 [F], ignored pairs: neither positive nor negative, not in any
+        denominator.
     """
 
     row_P: Tensor
@@ -81,8 +96,9 @@ class Pairs(NamedTuple):
         return Pairs(self.col_P, self.row_P, self.weight_P, self.col_F, self.row_F)
 
     def masked(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Rows and columns of the pairs to leave out of the denominators: ignored pairs, and for decoupled softmax
-        ("ds") also the positives, which SupCon keeps in."""
+        """Rows and columns of the pairs to leave out of the denominators: ignored pairs, and for
+        decoupled softmax ("ds") also the positives, which SupCon keeps in.
+        """
         if kind != "ds":
             return self.row_F, self.col_F
         return torch.cat([self.row_P, self.row_F]), torch.cat([self.col_P, self.col_F])
@@ -91,9 +107,9 @@ class Pairs(NamedTuple):
 class Columns:
     """Which columns of a pool's logits [B, S] this process computes; in this class all of them.
 
-    With several processes each may compute a part (`unidec.training.distributed.OwnColumns`). Even then targets and
-    pairs are those of all columns on every process, and so are the loss and its divisor.
-    """
+    With several processes each may compute a part (`unidec.training.distributed.OwnColumns`). Even
+    then targets and pairs are those of all columns on every process, and so are the loss and its
+    divisor."""
 
     partial = False
 
@@ -102,39 +118,52 @@ class Columns:
         return num_columns
 
     def own(self, pairs: Pairs) -> Pairs:
-        """The pairs in this process's columns, with column numbers relative to the first of these."""
+        """The pairs in this process's columns, with column numbers relative to the
+        first of these.
+        """
         return pairs
 
     def own_values(self, x_P: Tensor) -> Tensor:
-        """Selects from values of all positive pairs those of the pairs in this process's columns."""
+        """Selects from values of all positive pairs those of the pairs in this
+        process's columns.
+        """
         return x_P
 
     def of_all_pairs(self, x_P: Tensor) -> Tensor:
-        """The reverse of `own_values`: collects the values of all positive pairs from all processes; differentiable."""
+        """The reverse of `own_values`: collects the values of all positive pairs from all
+        processes; differentiable.
+        """
         return x_P
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over all columns, from each process's sum over its own columns; differentiable."""
+        """The sum over all columns, from each process's sum over its own columns;
+        differentiable.
+        """
         return x
 
     def sum_gradient(self, x: Tensor) -> Tensor:
-        """Returns x, the same on all processes, unchanged; backward adds up the processes' gradients of it."""
+        """Returns x, the same on all processes, unchanged; backward adds up the processes'
+        gradients of it.
+        """
         return x
 
     def logsumexp(self, lse_B: Tensor) -> Tensor:
-        """The logsumexp over all columns, from each process's over its own columns; differentiable."""
+        """The logsumexp over all columns, from each process's over its own columns;
+        differentiable.
+        """
         return lse_B
 
     def remove_top(self, x_BS: Tensor, k: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Set the k highest of S > k entries of each row to `MASKED`, in place.
 
         Returns:
-            these entries [B, k], the next highest [B, 1], and (places, values), whose scatter along dim 1 restores
-            the entries.
+            these entries [B, k], the next highest [B, 1], and (places, values), whose scatter along
+            dim 1 restores the entries.
         """
         top_BK, place_BK = x_BS.topk(k + 1, dim=1)
         next_B1 = top_BK[:, k:].clone()
-        top_BK, place_BK = top_BK[:, :k], place_BK[:, :k]
+        top_BK = top_BK[:, :k]
+        place_BK = place_BK[:, :k]
         x_BS.scatter_(1, place_BK, MASKED)
         return top_BK, next_B1, (place_BK, top_BK)
 
@@ -144,15 +173,17 @@ ALL_COLUMNS = Columns()
 
 @dataclass(frozen=True)
 class PoolTargets:
-    """The pairs of a pool as tensors on the device of the logits. Fields not listed here are described in
-    `unidec.model.pool.PoolBatch`.
+    """The pairs of a pool as tensors on the device of the logits. Fields not listed here are
+    described in `unidec.model.pool.PoolBatch`.
 
     Attributes:
         relevance_P: float [P], soft targets, or 1 for each pair.
-        num_positives_B: [B], |P_i|, in the pool or not (for soft targets the sum of the row's targets).
+        num_positives_B: [B], |P_i|, in the pool or not (for soft targets the sum of the row's
+        targets).
         importance_P: float [P], inverse propensity of each pair's label; None: 1 for each pair.
         columns: which of the pool's columns the logits hold.
-        mixture: weighted targets whose losses are added up in place of the loss of these; empty: these alone.
+        mixture: weighted targets whose losses are added up in place of the loss of these; empty:
+        these alone.
     """
 
     row_P: Tensor
@@ -178,32 +209,56 @@ class PoolTargets:
         """Targets from a `PoolBatch`, copied to the device.
 
         Args:
-            soft: use the stored relevances as soft targets; otherwise every positive has relevance 1.
-            importance_L: float [L], inverse propensities of all labels, for propensity-weighted losses.
+            soft: use the stored relevances as soft targets; otherwise every positive has relevance
+            1.
+            importance_L: float [L], inverse propensities of all labels, for propensity-weighted
+            losses.
         """
         relevance_P = batch.relevance_P if soft else np.ones_like(batch.relevance_P)
-        arrays = [batch.positive_row_P, batch.positive_col_P, batch.sampled_P, relevance_P, batch.num_positives_B,
-                  batch.ignored_row_F, batch.ignored_col_F]  # fmt: skip
+        arrays = [
+            batch.positive_row_P,
+            batch.positive_col_P,
+            batch.sampled_P,
+            relevance_P,
+            batch.num_positives_B,
+            batch.ignored_row_F,
+            batch.ignored_col_F,
+        ]
         if importance_L is not None:
             arrays.append(importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32))
         return cls(*(to_device(array, device) for array in arrays))
 
     def t(self, num_columns: int) -> PoolTargets:
-        """Targets of the transposed logits, [S, B] for `num_columns` S: a row's positives are the batch's queries that
-        have the label. They have no importance: they share one propensity, so their plain mean is unbiased."""
-        count_S = self.relevance_P.new_zeros(num_columns).index_add_(0, self.col_P, self.relevance_P)
+        """Targets of the transposed logits, [S, B] for `num_columns` S: a row's positives are the
+        batch's queries that have the label. They have no importance: they share one propensity, so
+        their plain mean is unbiased.
+        """
+        count_S = self.relevance_P.new_zeros(num_columns).index_add_(
+            0, self.col_P, self.relevance_P
+        )
         return replace(
-            self, row_P=self.col_P, col_P=self.row_P, ignored_row_F=self.ignored_col_F,
-            ignored_col_F=self.ignored_row_F, num_positives_B=count_S, importance_P=None,
-        )  # fmt: skip
+            self,
+            row_P=self.col_P,
+            col_P=self.row_P,
+            ignored_row_F=self.ignored_col_F,
+            ignored_col_F=self.ignored_row_F,
+            num_positives_B=count_S,
+            importance_P=None,
+        )
 
     def of_rows(self, row_B: Tensor) -> PoolTargets:
-        """Targets with the queries permuted by `row_B`, int64 [B]: row i has the labels of row `row_B[i]`."""
-        place_B = torch.empty_like(row_B).scatter_(0, row_B, torch.arange(len(row_B), device=row_B.device))
+        """Targets with the queries permuted by `row_B`, int64 [B]: row i has the labels of row
+        `row_B[i]`.
+        """
+        place_B = torch.empty_like(row_B).scatter_(
+            0, row_B, torch.arange(len(row_B), device=row_B.device)
+        )
         return replace(
-            self, row_P=place_B[self.row_P], ignored_row_F=place_B[self.ignored_row_F],
+            self,
+            row_P=place_B[self.row_P],
+            ignored_row_F=place_B[self.ignored_row_F],
             num_positives_B=self.num_positives_B[row_B],
-        )  # fmt: skip
+        )
 
     def pairs(self, weight_P: Tensor) -> Pairs:
         """The pairs, with these weights of the positives."""
@@ -215,47 +270,57 @@ def target_weights(
 ) -> Tensor:
     """Weights of the positive pairs (i, p) under a reduction, float [P].
 
-    A multi-class loss is `sum_ip weight_ip * loss(i, p)` divided by the number of rows with any weight. With soft
-    targets, relevances replace the 1 and sums of relevances the counts. The OvA reduction has no weights: it is the
-    loss `bce`, on every entry.
+    A multi-class loss is `sum_ip weight_ip * loss(i, p)` divided by the number of rows with any
+    weight. With soft targets, relevances replace the 1 and sums of relevances the counts. The OvA
+    reduction has no weights: it is the loss `bce`, on every entry.
 
-    - "psl", pick some labels: 1 / |P_i^B| each, P_i^B = all true positives of the row in the pool (UniDEC v2, L_PSL).
+    - "psl", pick some labels: 1 / |P_i^B| each, P_i^B = all true positives of the row in the pool
+      (UniDEC v2, L_PSL).
     - "psl-sum": PSL without the factor, weight 1 each ("-PAL" rows of the UniDEC v1 ablation).
-    - "pal-n", pick all labels, normalised: 1 / |P_i| each, where P_i includes positives outside the pool (UniDEC v1,
-      L_PAL-N). Exact only when the pool holds every label.
-    - "pol", pick one label: one sampled positive of each row has weight 1, whatever its relevance, the others 0 (DPR,
-      NGAME, DEXML).
+    - "pal-n", pick all labels, normalised: 1 / |P_i| each, where P_i includes positives outside the
+      pool (UniDEC v1, L_PAL-N). Exact only when the pool holds every label.
+    - "pol", pick one label: one sampled positive of each row has weight 1, whatever its relevance,
+      the others 0 (DPR, NGAME, DEXML).
 
     Importances multiply the weights, which are then rescaled to the sum that they had before.
 
     Args:
         reduction: one of `REDUCTIONS`.
         num_rows: B, the number of rows, including those without a pair.
-        generator: for "pol": picks one of the sampled positives at random. Without it the first one of each row is
-            taken, which favours low label ids where beta > 1, since pairs are ordered by label.
+        generator: for "pol": picks one of the sampled positives at random. Without it the first one
+            of each row is taken, which favours low label ids where beta > 1, since pairs are
+            ordered by label.
     """
-    row_P, weight_P = targets.row_P, targets.relevance_P
+    row_P = targets.row_P
+    weight_P = targets.relevance_P
     if reduction == "pol":
         weight_P = _pick_one(row_P, targets.sampled_P, num_rows, generator).to(weight_P.dtype)
     elif reduction != "psl-sum":
         total_B = targets.num_positives_B.to(weight_P.dtype)
         if reduction == "psl":
             total_B = weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
-        # A row's total is 0 only if all its relevances are 0: its weights are then 0 instead of 0 / 0.
+        # A row's total is 0 only if all its relevances are 0: its weights are then 0 instead of 0 /
+        # 0.
         weight_P = weight_P / total_B.clamp_min(torch.finfo(total_B.dtype).tiny)[row_P]
     if targets.importance_P is None:
         return weight_P
     product_P = weight_P * targets.importance_P.to(weight_P.dtype)
-    return product_P * (weight_P.sum() / product_P.sum().clamp_min(torch.finfo(product_P.dtype).tiny))
+    return product_P * (
+        weight_P.sum() / product_P.sum().clamp_min(torch.finfo(product_P.dtype).tiny)
+    )
 
 
-def _pick_one(row_P: Tensor, sampled_P: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
+def _pick_one(
+    row_P: Tensor, sampled_P: Tensor, num_rows: int, generator: torch.Generator | None
+) -> Tensor:
     """Mask of one sampled pair of each row, bool [P]."""
     num_pairs = row_P.shape[0]
     if generator is None:
         rank_P = torch.arange(num_pairs, device=row_P.device)
     else:
-        rank_P = to_device(torch.randperm(num_pairs, generator=generator, device=generator.device), row_P.device)
+        rank_P = to_device(
+            torch.randperm(num_pairs, generator=generator, device=generator.device), row_P.device
+        )
     rank_P = torch.where(sampled_P, rank_P, num_pairs)
     first_B = torch.full((num_rows,), num_pairs, dtype=rank_P.dtype, device=row_P.device)
     first_B = first_B.scatter_reduce(0, row_P, rank_P, reduce="amin")
@@ -268,21 +333,27 @@ def loss_dtype(logit_BS: Tensor) -> torch.dtype:
 
 
 def rows_at(x: Tensor, at_N: Tensor) -> Tensor:
-    """`x[at_N]` along the first dimension, with a backward pass that adds up gradients in a deterministic order.
+    """`x[at_N]` along the first dimension, with a backward pass that adds up gradients in a
+    deterministic order.
 
-    On a CPU with several threads the backward pass of `x[at_N]` adds by atomic operations, in any order; on a GPU that
-    of `index_select` does."""
+    On a CPU with several threads the backward pass of `x[at_N]` adds by atomic operations, in any
+    order; on a GPU that of `index_select` does.
+    """
     return x.index_select(0, at_N) if x.device.type == "cpu" else x[at_N]
 
 
 def mask_(x_BS: Tensor, row_M: Tensor, col_M: Tensor) -> Tensor:
     """Set some entries to `MASKED`, in place."""
     # the value is created on the device: the host would wait for the copy of a Python number
-    return x_BS.index_put_((row_M, col_M), torch.full((), MASKED, dtype=x_BS.dtype, device=x_BS.device))
+    return x_BS.index_put_(
+        (row_M, col_M), torch.full((), MASKED, dtype=x_BS.dtype, device=x_BS.device)
+    )
 
 
 def mean_over_rows(loss_P: Tensor, weight_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
-    """Weighted sum over pairs, divided by the number of rows with positive total weight (at least 1)."""
+    """Weighted sum over pairs, divided by the number of rows with positive total weight (at least
+    1).
+    """
     weight_P = weight_P.to(loss_P.dtype)
     total_B = weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
     return (weight_P * loss_P).sum() / (total_B > 0).sum().clamp_min(1)
@@ -291,11 +362,12 @@ def mean_over_rows(loss_P: Tensor, weight_P: Tensor, row_P: Tensor, num_rows: in
 def entry_count(
     target_P: Tensor, row_P: Tensor, shape: tuple[int, ...], ignored_row_F: Tensor, normalise: str
 ) -> tuple[Tensor, Tensor]:
-    """(active_B, count) of a one-vs-all loss: 1 for each row with a positive target, else 0, [B]; and the divisor of
-    the loss's sum, 0-d, at least 1.
+    """(active_B, count) of a one-vs-all loss: 1 for each row with a positive target, else 0, [B];
+    and the divisor of the loss's sum, 0-d, at least 1.
 
     Args:
-        normalise: "rows": count the active rows; "entries": count their entries without ignored ones.
+        normalise: "rows": count the active rows; "entries": count their entries without ignored
+        ones.
     """
     active_B = target_P.new_zeros(shape[0]).index_add_(0, row_P, target_P).gt(0).to(target_P.dtype)
     count = active_B.sum()

@@ -1,9 +1,12 @@
 """Draws the pool of labels on which the losses of a batch are computed (UniDEC, Algorithm 1).
 
-Legend: B queries in a batch, S pool labels, P positive pairs in the pool, F filter pairs in the pool, H mined hard
-negatives of a query, Q entries of some rows of a CSR matrix, C candidates, N all queries, L all labels.
+Legend: B queries in a batch, S pool labels, P positive pairs in the pool, F filter pairs in the
+pool, H mined hard
+negatives of a query, Q entries of some rows of a CSR matrix, C candidates, N all queries, L all
+labels.
 
-No random state is kept: every draw is seeded by (seed, epoch, step), so a resumed run needs only the two counters.
+No random state is kept: every draw is seeded by (seed, epoch, step), so a resumed run needs only
+the two counters.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ def step_rng(seed: int, epoch: int, step: int, stream: int) -> np.random.Generat
 
 
 def num_clusters(num_rows: int, size: int) -> int:
-    """The number of clusters that `balanced_clusters` returns: the smallest power of two with which a cluster has at
-    most `size` rows."""
+    """The number of clusters that `balanced_clusters` returns: the smallest power of two with which
+    a cluster has at most `size` rows.
+    """
     return 2 ** max(-(-num_rows // size) - 1, 0).bit_length()
 
 
@@ -33,10 +37,12 @@ class TrainingPairs:
     """The training rows and their pairs with labels.
 
     Attributes:
-        rows: int64 [n]; a row below the number of queries is a query, a later one the text of a label.
+        rows: int64 [n]; a row below the number of queries is a query, a later one the text of a
+        label.
         relevance, filter_pairs: csr [rows, L]: positives, and pairs that must not become negatives.
         soft: whether relevances are soft targets; otherwise each positive counts the same.
-        labels_are_texts: whether a label's number is that of a training row's text, not that of a label.
+        labels_are_texts: whether a label's number is that of a training row's text, not that of a
+        label.
     """
 
     rows: np.ndarray
@@ -48,18 +54,19 @@ class TrainingPairs:
 
 @dataclass(frozen=True)
 class PoolBatch:
-    """A batch: its queries, its pool of labels, and the pairs between them as positions (sparse COO, row-major order).
+    """A batch: its queries, its pool of labels, and the pairs between them as positions (sparse
+    COO, row-major order).
 
     Attributes:
         rows_B: int64, data set rows of the queries, in batch order.
         pool_S: int64, label ids, each once, ascending.
-        positive_row_P, positive_col_P: int64, positions in the batch and in the pool of all true positives in the pool
-            (P_i ∩ L_B, sampled or not).
+        positive_row_P, positive_col_P: int64, positions in the batch and in the pool of all true
+            positives in the pool (P_i ∩ L_B, sampled or not).
         sampled_P: bool, whether the label was sampled as a positive of this query.
         relevance_P: float32, stored relevance of the pair.
         num_positives_B: int64, |P_i|, positives of the query in the pool or not.
-        ignored_row_F, ignored_col_F: int64, positions of the filter pairs that are not positives; they are not used as
-            negatives.
+        ignored_row_F, ignored_col_F: int64, positions of the filter pairs that are not positives;
+            they are not used as negatives.
     """
 
     rows_B: np.ndarray
@@ -73,10 +80,18 @@ class PoolBatch:
     ignored_col_F: np.ndarray
 
 
-def row_entries(matrix: sp.csr_matrix, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Entries of some rows of a CSR matrix: batch positions int64 [Q], labels int64 [Q], values [Q]."""
+def row_entries(
+    matrix: sp.csr_matrix, rows_B: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Entries of some rows of a CSR matrix: batch positions int64 [Q], labels int64 [Q], values
+    [Q].
+    """
     chosen = matrix[rows_B]
-    return np.repeat(np.arange(len(rows_B)), np.diff(chosen.indptr)), chosen.indices.astype(np.int64), chosen.data
+    return (
+        np.repeat(np.arange(len(rows_B)), np.diff(chosen.indptr)),
+        chosen.indices.astype(np.int64),
+        chosen.data,
+    )
 
 
 def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -88,19 +103,23 @@ def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 class PoolSampler:
-    """Draws the pool of a batch: sampled positives, hard negatives, and the pairs among queries and pool labels.
+    """Draws the pool of a batch: sampled positives, hard negatives, and the pairs among queries and
+    pool labels.
 
-    For each query up to `beta` positives are drawn without replacement, uniformly or in proportion to label weights,
-    and up to `eta` hard negatives uniformly from its shortlist, without its positives and filter pairs. A pool with a
-    size limit (spec, detail 5) takes sampled positives first, then hard negatives, then with `fill` further positives;
-    within each group the labels that are most frequent in the batch first, ties at random.
+    For each query up to `beta` positives are drawn without replacement, uniformly or in proportion
+    to label weights, and up to `eta` hard negatives uniformly from its shortlist, without its
+    positives and filter pairs. A pool with a size limit (spec, detail 5) takes sampled positives
+    first, then hard negatives, then with `fill` further positives; within each group the labels
+    that are most frequent in the batch first, ties at random.
 
     Args:
-        relevance, filter_pairs: csr [N, L] in canonical format: positives, and pairs that must not become negatives.
+        relevance, filter_pairs: csr [N, L] in canonical format: positives, and pairs that must not
+        become negatives.
         size: most labels of a pool; 0: no limit.
         fill: add the other positives of the batch's queries, as far as the size limit allows.
-        weight_L: float [L], finite and above 0: the probability that a positive is drawn next, among those of the query
-            that are left, is proportional to it (inverse propensities: tail labels more often); None: uniform.
+        weight_L: float [L], finite and above 0: the probability that a positive is drawn next,
+            among those of the query that are left, is proportional to it (inverse propensities:
+            tail labels more often); None: uniform.
     """
 
     def __init__(
@@ -115,8 +134,14 @@ class PoolSampler:
         fill: bool = False,
         weight_L: np.ndarray | None = None,
     ) -> None:
-        self.relevance, self.filter_pairs, self.num_labels = relevance, filter_pairs, relevance.shape[1]
-        self.beta, self.eta, self.size, self.seed, self.weight_L = beta, eta, size, seed, weight_L
+        self.relevance = relevance
+        self.filter_pairs = filter_pairs
+        self.num_labels = relevance.shape[1]
+        self.beta = beta
+        self.eta = eta
+        self.size = size
+        self.seed = seed
+        self.weight_L = weight_L
         self.fill = fill
 
     def batch(
@@ -133,9 +158,10 @@ class PoolSampler:
         Args:
             rows_B: int [B], data set rows.
             epoch, step: from 0; the step is unique within its epoch.
-            shortlist_NH: int32 [N, H], mined labels by data set row, padded with -1; None: no hard negatives.
-            up_to: add uniformly drawn labels until the pool has about this many, whatever the size limit; L or more:
-                the pool is all labels.
+            shortlist_NH: int32 [N, H], mined labels by data set row, padded with -1; None: no hard
+            negatives.
+            up_to: add uniformly drawn labels until the pool has about this many, whatever the size
+                limit; L or more: the pool is all labels.
         """
         rows_B = np.asarray(rows_B, dtype=np.int64)
         rng = step_rng(self.seed, epoch, step, _POOL)
@@ -152,7 +178,9 @@ class PoolSampler:
             further_C = label_Q[~sampled_Q] if self.fill else label_Q[:0]
             pool_S = self._choose_pool((label_Q[sampled_Q], hard_C, further_C), rng)
             if up_to > len(pool_S):
-                others_C = rng.choice(self.num_labels, up_to - len(pool_S), replace=False, shuffle=False)
+                others_C = rng.choice(
+                    self.num_labels, up_to - len(pool_S), replace=False, shuffle=False
+                )
                 pool_S = np.union1d(pool_S, others_C)
         in_pool_Q = contains(pool_S, label_Q)
         # a filter pair that is a positive counts as a positive
@@ -176,13 +204,14 @@ class PoolSampler:
     ) -> np.ndarray:
         """Mask of at most beta entries of each row, drawn without replacement, bool [Q].
 
-        With weights, the entries of a row are ordered by exponential random times whose rates are the weights: each
-        next entry is one of the remaining ones with a probability proportional to its weight (Efraimidis and Spirakis,
-        2006).
-        """
+        With weights, the entries of a row are ordered by exponential random times whose rates are
+        the weights: each
+        next entry is one of the remaining ones with a probability proportional to its weight
+        (Efraimidis and Spirakis, 2006)."""
         draw_Q = rng.random(len(row_Q))
         if self.weight_L is None:
-            # row number + random fraction: one sort shuffles the entries of each row and keeps the rows in order
+            # row number + random fraction: one sort shuffles the entries of each row and keeps the
+            # rows in order
             order_Q = np.argsort(row_Q + draw_Q)
         else:
             order_Q = np.lexsort((-np.log1p(-draw_Q) / self.weight_L[label_Q], row_Q))
@@ -192,20 +221,28 @@ class PoolSampler:
         return sampled_Q
 
     def _sample_hard(
-        self, rows_B: np.ndarray, shortlist_NH: np.ndarray | None, banned_Q: np.ndarray, rng: np.random.Generator
+        self,
+        rows_B: np.ndarray,
+        shortlist_NH: np.ndarray | None,
+        banned_Q: np.ndarray,
+        rng: np.random.Generator,
     ) -> np.ndarray:
-        """Labels sampled as hard negatives, at most eta for each row, int64 [C]. `banned_Q` are pairs that must not be
-        sampled, as row * L + label."""
+        """Labels sampled as hard negatives, at most eta for each row, int64 [C]. `banned_Q` are
+        pairs that must not be sampled, as row * L + label.
+        """
         if shortlist_NH is None or self.eta == 0 or shortlist_NH.shape[1] == 0:
             return np.empty(0, dtype=np.int64)
         label_BH = shortlist_NH[rows_B].astype(np.int64)
         row_B1 = np.arange(len(rows_B))[:, None]
         # lists from mining contain no banned pairs, but a method's may
-        allowed_BH = (label_BH >= 0) & ~contains(np.sort(banned_Q), row_B1 * self.num_labels + label_BH)
+        allowed_BH = (label_BH >= 0) & ~contains(
+            np.sort(banned_Q), row_B1 * self.num_labels + label_BH
+        )
         key_BH = np.where(allowed_BH, rng.random(label_BH.shape), 2.0)
         if self.eta < label_BH.shape[1]:
             pick_BE = np.argpartition(key_BH, self.eta - 1, axis=1)[:, : self.eta]
-            label_BH, allowed_BH = label_BH[row_B1, pick_BE], allowed_BH[row_B1, pick_BE]
+            label_BH = label_BH[row_B1, pick_BE]
+            allowed_BH = allowed_BH[row_B1, pick_BE]
         return label_BH[allowed_BH]
 
     def _choose_pool(self, groups: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
@@ -216,10 +253,12 @@ class PoolSampler:
         for group in groups:
             label_C, frequency_C = np.unique(group, return_counts=True)
             new_C = ~contains(pool_S, label_C)
-            label_C, frequency_C = label_C[new_C], frequency_C[new_C]
+            label_C = label_C[new_C]
+            frequency_C = frequency_C[new_C]
             room = self.size - len(pool_S)
             if len(label_C) > room:
-                # random ties: in the order of label ids the same labels would be left out of every batch
+                # random ties: in the order of label ids the same labels would be left out of every
+                # batch
                 best_C = np.lexsort((rng.random(len(label_C)), -frequency_C))[:room]
                 label_C = label_C[best_C]
             pool_S = np.sort(np.concatenate([pool_S, label_C]))

@@ -2,16 +2,17 @@
 
 Legend: R rows of the whole table, n rows held here, U rows used in a step (each once), D width.
 
-The table itself is not part of the autograd graph: a step gathers its rows as a leaf, whose dense gradient [U, D] is
-all that the row-sparse optimiser (`unidec.training.optim`) reads. So a step touches nothing of size R x D and coalesces
-no sparse tensor.
+The table itself is not part of the autograd graph: a step gathers its rows as a leaf, whose dense
+gradient [U, D] is
+all that the row-sparse optimiser (`unidec.training.optim`) reads. So a step touches nothing of size
+R x D and coalesces no sparse tensor.
 
-A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16. It may live on the model's
-device, in host memory, or in files that are mapped into memory; in the latter two cases a step copies its rows to the
-device and back. The host does not wait for the copy back: new values are put into the table before rows are read the
-next time (in a step after the encoder's work has been queued). Row ids are always global, and gathered rows are always
-float32 on the model's device.
-"""
+A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16. It may
+live on the model's device, in host memory, or in files that are mapped into memory; in the latter
+two cases a step copies its rows to the device and back. The host does not wait for the copy back:
+new values are put into the table before rows are read the next time (in a step after the encoder's
+work has been queued). Row ids are always global, and gathered rows are always float32 on the
+model's device."""
 
 from __future__ import annotations
 
@@ -37,11 +38,14 @@ class Placement:
     """Where a table's rows and their optimiser's state live, and which rows they are.
 
     Attributes:
-        place: "device": on the model's device; "host": in host memory, a step copies its rows to the device (on a CPU
-            the same as "device"); "disk": as "host", in files that are mapped into memory.
-        folder: folder of the files; their names are removed at once, so that the end of the process frees their space.
+        place: "device": on the model's device; "host": in host memory, a step copies its rows to
+            the device (on a CPU the same as "device"); "disk": as "host", in files that are mapped
+            into memory.
+        folder: folder of the files; their names are removed at once, so that the end of the process
+        frees their space.
         first_row, num_rows: the rows held here; None: all rows from `first_row` on.
-        device: the model's device, on which a large table is then created; `.to(...)` moves it like any parameter.
+        device: the model's device, on which a large table is then created; `.to(...)` moves it like
+        any parameter.
     """
 
     place: Literal["device", "host", "disk"] = "device"
@@ -60,29 +64,42 @@ class RowTable(nn.Module):
     Attributes:
         num_rows: R; first_row, own_rows: the table holds n = own_rows rows, from first_row on.
         weight: [n, D], not trained by autograd; call `flush` before reading it outside a step.
-        state: the optimiser's state of each row, tensors [n, ...] by name, in the same place as `weight`; call `flush`
-            before reading it, too.
-        used: (row ids int64 [U] or None for all rows, leaf [U, D]) of the step in progress, or None.
+        state: the optimiser's state of each row, tensors [n, ...] by name, in the same place as
+            `weight`; call `flush` before reading it, too.
+        used: (row ids int64 [U] or None for all rows, leaf [U, D]) of the step in progress, or
+        None.
     """
 
     weight: nn.Parameter
     _here: Tensor
 
-    def __init__(self, num_rows: int, width: int, dtype: torch.dtype = torch.float32, placement: Placement = HERE):
+    def __init__(
+        self,
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        placement: Placement = HERE,
+    ):
         super().__init__()
-        self.num_rows, self.first_row, self.placement = num_rows, placement.first_row, placement
-        self.own_rows = num_rows - self.first_row if placement.num_rows is None else placement.num_rows
+        self.num_rows = num_rows
+        self.first_row = placement.first_row
+        self.placement = placement
+        self.own_rows = (
+            num_rows - self.first_row if placement.num_rows is None else placement.num_rows
+        )
         # follows the model's device; the weight may be elsewhere
         self.register_buffer("_here", torch.empty(0, device=placement.device), persistent=False)
         self.weight = nn.Parameter(self._zeros((width,), dtype), requires_grad=False)
         self.state: dict[str, Tensor] = {}
         self.used: tuple[Tensor | None, Tensor] | None = None
         self._in_parts = False
-        self._is_remote = placement.place != "device" and self.device.type != "cpu"  # the rows are not on the device
-        # rows of the step in progress: their local numbers, on the host; their weight and state, on the device
+        # the rows are not on the device
+        self._is_remote = placement.place != "device" and self.device.type != "cpu"
+        # rows of the step in progress: their local numbers, on the host; their weight and state, on
+        # the device
         self._fetched: tuple[Tensor, dict[str, Tensor]] | None = None
-        # rows of the last step while they are copied to the host: local numbers, weight and state, and the event after
-        # the copies (None: no GPU)
+        # rows of the last step while they are copied to the host: local numbers, weight and state,
+        # and the event after the copies (None: no GPU)
         self._pending: tuple[Tensor, dict[str, Tensor], torch.Event | None] | None = None
         self.register_state_dict_pre_hook(lambda table, *_: table.flush())
 
@@ -96,7 +113,9 @@ class RowTable(nn.Module):
         if self.placement.place == "disk":
             assert self.placement.folder is not None, "a table on disk needs a folder"
             return zeros_on_disk(self.placement.folder, shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=self.device if self.placement.place == "device" else "cpu")
+        return torch.zeros(
+            shape, dtype=dtype, device=self.device if self.placement.place == "device" else "cpu"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowTable:
         if self.placement.place == "device":
@@ -107,18 +126,24 @@ class RowTable(nn.Module):
         return self
 
     def add_state(self, name: str, *shape: int) -> Tensor:
-        """Add state of zeros [n, *shape] where the weight is, float32 (float64 if the weight is), and return it."""
+        """Add state of zeros [n, *shape] where the weight is, float32 (float64 if the weight is),
+        and return it.
+        """
         dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         self.state[name] = self._zeros(shape, dtype)
         return self.state[name]
 
     def rows(self) -> dict[str, Tensor]:
-        """Weight (as "weight") and state of the rows held here, by name: the tensors themselves, up to date."""
+        """Weight (as "weight") and state of the rows held here, by name: the tensors themselves, up
+        to date.
+        """
         self.flush()
         return {"weight": self.weight.data, **self.state}
 
     def flush(self) -> None:
-        """Wait for the copies of the last step's rows to the host, and put them into `weight` and `state`."""
+        """Wait for the copies of the last step's rows to the host, and put them into `weight` and
+        `state`.
+        """
         if self._pending is None:
             return
         (local_U, values, copied), self._pending = self._pending, None
@@ -128,16 +153,16 @@ class RowTable(nn.Module):
             column.index_copy_(0, local_U, values[name])
 
     def gather(self, rows_U: Tensor | None) -> Tensor:
-        """Rows as float32 (float64 if the weight is) [U, D] on the model's device; in training a leaf that collects
-        their gradient.
+        """Rows as float32 (float64 if the weight is) [U, D] on the model's device; in training a
+        leaf that collects their gradient.
 
         Args:
-            rows_U: int64 [U], each once, among the rows held here; None: all of them. They should be on the host if the
-                table is not on the device; otherwise the host waits for them.
+            rows_U: int64 [U], each once, among the rows held here; None: all of them. They should
+                be on the host if the table is not on the device; otherwise the host waits for them.
 
         Raises:
-            RuntimeError: in training, on a second call in a step (rows of both would be updated twice; see `parts`), or
-                for all rows of a table that is not on the device.
+            RuntimeError: in training, on a second call in a step (rows of both would be updated
+                twice; see `parts`), or for all rows of a table that is not on the device.
         """
         if not (self.training and torch.is_grad_enabled()):
             self.flush()
@@ -147,16 +172,24 @@ class RowTable(nn.Module):
         if self._in_parts:
             return self._gather_part(rows_U)
         if self.used is not None:
-            raise RuntimeError("the rows of this table have already been gathered in this training step")
+            raise RuntimeError(
+                "the rows of this table have already been gathered in this training step"
+            )
         if not self._is_remote:
             rows = self.weight if rows_U is None else self.weight[self._local(rows_U)]
         elif rows_U is None:
-            raise RuntimeError("all rows can be trained in a step only if the table is on the device")
+            raise RuntimeError(
+                "all rows can be trained in a step only if the table is on the device"
+            )
         else:
             rows_U = rows_U.cpu()
             local_U = self._local(rows_U)
-            fetched = {name: to_device(x.index_select(0, local_U), self.device) for name, x in self.rows().items()}
-            rows, self._fetched = fetched["weight"], (local_U, fetched)
+            fetched = {
+                name: to_device(x.index_select(0, local_U), self.device)
+                for name, x in self.rows().items()
+            }
+            rows = fetched["weight"]
+            self._fetched = (local_U, fetched)
             rows_U = to_device(rows_U, self.device)
         leaf = _at_least_float(rows.detach()).requires_grad_()
         self.used = (rows_U, leaf)
@@ -164,11 +197,12 @@ class RowTable(nn.Module):
 
     @contextlib.contextmanager
     def parts(self, rows_U: Tensor) -> Iterator[None]:
-        """Gather the rows of a step whose texts are encoded in chunks. Inside the context `gather` may be called any
-        number of times, each time for some of these rows; the gradients add up in the one leaf that the optimiser
-        reads.
+        """Gather the rows of a step whose texts are encoded in chunks. Inside the context `gather`
+        may be called any number of times, each time for some of these rows; the gradients add up in
+        the one leaf that the optimiser reads.
 
-        Each such call returns a separate leaf, so that a chunk's backward pass touches its rows only, not all U.
+        Each such call returns a separate leaf, so that a chunk's backward pass touches its rows
+        only, not all U.
 
         Args:
             rows_U: int64 [U], ascending, each once: all rows of the step.
@@ -182,7 +216,8 @@ class RowTable(nn.Module):
 
     def _gather_part(self, rows_C: Tensor | None) -> Tensor:
         assert self.used is not None and self.used[0] is not None and rows_C is not None
-        leaf_UD, place_C = self.used[1], torch.searchsorted(self.used[0], rows_C)
+        leaf_UD = self.used[1]
+        place_C = torch.searchsorted(self.used[0], rows_C)
         part_CD = leaf_UD.detach()[place_C].requires_grad_()
 
         def add(part: Tensor) -> None:
@@ -196,7 +231,9 @@ class RowTable(nn.Module):
         return part_CD
 
     def used_state(self) -> dict[str, Tensor]:
-        """State [U, ...] of the rows used in this step: copies, or the state itself if all rows are used."""
+        """State [U, ...] of the rows used in this step: copies, or the state itself if all rows are
+        used.
+        """
         assert self.used is not None
         rows_U = self.used[0]
         if self._fetched is not None:
@@ -208,14 +245,20 @@ class RowTable(nn.Module):
 
     @torch.no_grad()
     def write_back(self, weight_UD: Tensor, state: dict[str, Tensor]) -> None:
-        """Write new values of the used rows, of the weight's dtype, and their state: the tensors of `used_state`,
-        changed in place. Ends the step's use of the rows (`forget`)."""
+        """Write new values of the used rows, of the weight's dtype, and their state: the tensors of
+        `used_state`, changed in place. Ends the step's use of the rows (`forget`).
+        """
         assert self.used is not None
-        rows_U, fetched = self.used[0], self._fetched
+        rows_U = self.used[0]
+        fetched = self._fetched
         self.forget()
         if fetched is not None:
-            on_gpu, written = self.device.type == "cuda", {"weight": weight_UD, **state}
-            copies = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu) for name, x in written.items()}
+            on_gpu = self.device.type == "cuda"
+            written = {"weight": weight_UD, **state}
+            copies = {
+                name: torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu)
+                for name, x in written.items()
+            }
             for name, values in written.items():
                 copies[name].copy_(values, non_blocking=True)
             copied = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
@@ -225,7 +268,8 @@ class RowTable(nn.Module):
             for name, values in state.items():
                 self.state[name][local] = values
             self.weight[local] = weight_UD
-        elif weight_UD.data_ptr() != self.weight.data_ptr():  # a float32 leaf of all rows is the weight itself
+        # a float32 leaf of all rows is the weight itself
+        elif weight_UD.data_ptr() != self.weight.data_ptr():
             self.weight.copy_(weight_UD)
 
     def forget(self) -> None:
@@ -236,7 +280,9 @@ class RowTable(nn.Module):
         return rows_U - self.first_row if self.first_row else rows_U
 
     def numpy(self) -> np.ndarray:
-        """The rows held here, float32 [n, D]; a view if they are float32 in host memory or in a file."""
+        """The rows held here, float32 [n, D]; a view if they are float32 in host memory or in a
+        file.
+        """
         self.flush()
         return self.weight.detach().float().cpu().numpy()
 
@@ -248,8 +294,9 @@ def _at_least_float(rows: Tensor) -> Tensor:
 def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor of zeros in a file that is mapped into memory.
 
-    The file's space is reserved, since a disk that fills up later would kill the process without a message (SIGBUS).
-    Its name is removed, so that the space is freed when the process ends for any reason.
+    The file's space is reserved, since a disk that fills up later would kill the process without a
+    message (SIGBUS). Its name is removed, so that the space is freed when the process ends for any
+    reason.
 
     Raises:
         ArtifactError: not enough space.
@@ -265,7 +312,9 @@ def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
             return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
     except OSError as error:
         raise ArtifactError(
-            "not enough disk space for a table", where=str(folder), got=str(error.strerror),
+            "not enough disk space for a table",
+            where=str(folder),
+            got=str(error.strerror),
             expected=f"{size * dtype.itemsize} bytes",
             fix="a run folder on a larger disk, model.clf_dtype: bf16, or optim.clf_state: adagrad",
-        ) from error  # fmt: skip
+        ) from error

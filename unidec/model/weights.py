@@ -1,4 +1,5 @@
-"""Copies weights from a file into a model: all of them, or those of an earlier model that a new one starts from.
+"""Copies weights from a file into a model: all of them, or those of an earlier model that a new one
+starts from.
 
 Legend: W width of the encoder, D width of a head.
 """
@@ -22,13 +23,16 @@ COPY_BLOCK = 1 << 17  # rows copied at once
 # keys of a transformer's config.json that do not affect its outputs
 _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 
-# keys of section `encoder` that say where weights come from and how they train, but do not affect outputs otherwise
+# keys of section `encoder` that say where weights come from and how they train, but do not affect
+# outputs otherwise
 _TRAINING = {"name", "start", "frozen", "trainable_layers", "dropout", "bag_dropout"}
 
 Read = Callable[[str, int | None, int | None], "Tensor"]
 
 
-def copy_into(targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], read: Read) -> None:
+def copy_into(
+    targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], read: Read
+) -> None:
     """Copy tensors into `targets` by name, a block of rows at a time.
 
     Args:
@@ -38,13 +42,18 @@ def copy_into(targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...
     Raises:
         RuntimeError: names or shapes differ from those of `targets`.
     """
-    missing, unknown = targets.keys() - shapes.keys(), shapes.keys() - targets.keys()
+    missing = targets.keys() - shapes.keys()
+    unknown = shapes.keys() - targets.keys()
     if missing or unknown:
-        raise RuntimeError(f"missing: {', '.join(sorted(missing)) or 'nothing'}; "
-                           f"unknown: {', '.join(sorted(unknown)) or 'nothing'}")  # fmt: skip
+        raise RuntimeError(
+            f"missing: {', '.join(sorted(missing)) or 'nothing'}; "
+            f"unknown: {', '.join(sorted(unknown)) or 'nothing'}"
+        )
     for name, tensor in targets.items():
         if shapes[name] != tuple(tensor.shape):
-            raise RuntimeError(f"{name}: shape {list(shapes[name])} instead of {list(tensor.shape)}")
+            raise RuntimeError(
+                f"{name}: shape {list(shapes[name])} instead of {list(tensor.shape)}"
+            )
         if tensor.dim() == 0:
             tensor.copy_(read(name, None, None))
             continue
@@ -54,20 +63,25 @@ def copy_into(targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...
 
 
 def output_settings(settings: Encoder) -> dict[str, Any]:
-    """The settings that, besides the weights, decide an encoder's outputs: all keys except `_TRAINING`."""
+    """The settings that, besides the weights, decide an encoder's outputs: all keys except
+    `_TRAINING`.
+    """
     return settings.model_dump(exclude=_TRAINING)
 
 
 def start_sha256(folder: str | Path) -> str:
-    """sha256 of an exported model's manifest, which contains the hashes of its files. Raises ArtifactError: there is no
-    such model."""
+    """sha256 of an exported model's manifest, which contains the hashes of its files. Raises
+    ArtifactError: there is no such model.
+    """
     read_manifest(folder, KIND, VERSION, verify=False)
     return file_sha256(Path(folder) / MANIFEST)
 
 
-def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, folder: str | Path) -> list[str]:
-    """Names of the settings in which an exported model's encoder (in `folder`) differs from section `encoder`; empty if
-    it fits.
+def start_differences(
+    settings: Encoder, transformer: Path, tokenizer: Path, folder: str | Path
+) -> list[str]:
+    """Names of the settings in which an exported model's encoder (in `folder`) differs from section
+    `encoder`; empty if it fits.
 
     Args:
         transformer, tokenizer: folders of the new model's config.json and tokenizer.json.
@@ -77,13 +91,19 @@ def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, fol
     """
     folder = Path(folder)
     try:
-        tokens_differ = _json(tokenizer / "tokenizer.json") != _json(folder / "tokenizer/tokenizer.json")
-        configs = [_json(parent / "config.json") for parent in (transformer, folder / "encoder_config")]
+        tokens_differ = _json(tokenizer / "tokenizer.json") != _json(
+            folder / "tokenizer/tokenizer.json"
+        )
+        configs = [
+            _json(parent / "config.json") for parent in (transformer, folder / "encoder_config")
+        ]
         start_settings = Encoder(**_json(folder / "config.json")["encoder"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what, fix = "the model to start from cannot be read", "restore it, or name another one"
+        what = "the model to start from cannot be read"
+        fix = "restore it, or name another one"
         raise ArtifactError(what, where=str(folder), got=str(error)[:200], fix=fix) from error
-    new, start = output_settings(settings), output_settings(start_settings)
+    new = output_settings(settings)
+    start = output_settings(start_settings)
     differing = ["tokenizer"] if tokens_differ else []
     differing += [f"encoder.{key}" for key in new if key != "residual" and new[key] != start[key]]
     if settings.has_transformer:
@@ -93,14 +113,21 @@ def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, fol
 
 
 def take_start(
-    model: Any, folder: str | Path, *, where: str = "encoder.start",
-    fix: str = "set section encoder and model.dim as the start was trained with; its config.json has them",
-) -> None:  # fmt: skip
-    """Copy the encoder and heads of an exported model (of `encoder.start`, or of a warm start) into a new model.
+    model: Any,
+    folder: str | Path,
+    *,
+    where: str = "encoder.start",
+    fix: str = (
+        "set section encoder and model.dim as the start was trained with; its config.json has them"
+    ),
+) -> None:
+    """Copy the encoder and heads of an exported model (of `encoder.start`, or of a warm start) into
+    a new model.
 
-    The encoders must be the same, except that the start may lack the residual network, which then stays the identity. A
-    head that the start lacks gets the linear layer of the start's other head: a classifier after a dual encoder alone
-    (NGAME's second stage) starts in the learnt space. Table, bias and temperatures are not copied.
+    The encoders must be the same, except that the start may lack the residual network, which then
+    stays the identity. A head that the start lacks gets the linear layer of the start's other head:
+    a classifier after a dual encoder alone (NGAME's second stage) starts in the learnt space.
+    Table, bias and temperatures are not copied.
 
     Args:
         model: a `UniDEC` whose `tokenizer_folder` and `config_folder` are set.
@@ -116,30 +143,45 @@ def take_start(
 
     folder = Path(folder)
     read_manifest(folder, KIND, VERSION)
-    differing = start_differences(model.encoder_settings, model.config_folder, model.tokenizer_folder, folder)
+    differing = start_differences(
+        model.encoder_settings, model.config_folder, model.tokenizer_folder, folder
+    )
     if differing:
         raise ConfigError(
-            "the encoder of the model to start from differs from this model's", where=where,
-            got=f"{folder}: differs in {', '.join(differing[:5])}", fix=fix,
-        )  # fmt: skip
+            "the encoder of the model to start from differs from this model's",
+            where=where,
+            got=f"{folder}: differs in {', '.join(differing[:5])}",
+            fix=fix,
+        )
     config = _json(folder / "config.json")
     start_projects = Model(**config["model"]).projection
     if start_projects != model.settings.projection:
         raise ConfigError(
-            "model.projection differs from that of the model to start from", where=where,
-            got=str(folder), fix=f"model.projection: {str(start_projects).lower()}",
-        )  # fmt: skip
-    model.encoder.unit_vectors = bool(config.get("unit_vectors", Encoder(**config["encoder"]).unit_vectors))
+            "model.projection differs from that of the model to start from",
+            where=where,
+            got=str(folder),
+            fix=f"model.projection: {str(start_projects).lower()}",
+        )
+    model.encoder.unit_vectors = bool(
+        config.get("unit_vectors", Encoder(**config["encoder"]).unit_vectors)
+    )
     state = dict(model.state_dict())
     with torch.no_grad(), open_tensors(folder / WEIGHTS) as file:
         shapes = {name: file.shape(name) for name in file.names}
-        sources = {name: name for name in [*state, *shapes] if name.startswith("encoder.")}  # from new to start's name
+        # from new to start's name
+        sources = {name: name for name in [*state, *shapes] if name.startswith("encoder.")}
         if not any(name.startswith("encoder.residual.") for name in shapes):
             sources = {name: name for name in sources if not name.startswith("encoder.residual.")}
         for head, other in (("head_de", "head_clf"), ("head_clf", "head_de")):
             source = head if f"{head}.0.weight" in shapes else other
-            sources |= {f"{head}.0.{x}": f"{source}.0.{x}" for x in ("weight", "bias") if f"{head}.0.{x}" in state}
-        start_shapes = {name: shapes[source] for name, source in sources.items() if source in shapes}
+            sources |= {
+                f"{head}.0.{x}": f"{source}.0.{x}"
+                for x in ("weight", "bias")
+                if f"{head}.0.{x}" in state
+            }
+        start_shapes = {
+            name: shapes[source] for name, source in sources.items() if source in shapes
+        }
 
         def read(name: str, *rows: Any) -> Tensor:
             return file.read(sources[name], *rows)
@@ -148,9 +190,11 @@ def take_start(
             copy_into({name: state[name] for name in sources if name in state}, start_shapes, read)
         except RuntimeError as error:
             raise ConfigError(
-                "the model to start from has an encoder or heads of other shapes", where=where,
-                got=f"{folder}: {error}"[:300], fix=fix,
-            ) from error  # fmt: skip
+                "the model to start from has an encoder or heads of other shapes",
+                where=where,
+                got=f"{folder}: {error}"[:300],
+                fix=fix,
+            ) from error
 
 
 def _json(path: Path) -> dict[str, Any]:

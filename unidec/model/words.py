@@ -1,15 +1,17 @@
-"""Whole words as additional tokens of a bag: without word order, the pieces "lib ##ssl" of a word do not differ from
-"lib" and "##ssl" in two words.
+"""Whole words as additional tokens of a bag: without word order, the pieces "lib ##ssl" of a word
+do not differ from "lib" and "##ssl" in two words.
 
-Each word of several pieces gets a row of the bag's table by a hash of its pieces (the hashing trick: Weinberger et al.
-2009), so that no vocabulary of words has to be built or stored.
+Each word of several pieces gets a row of the bag's table by a hash of its pieces (the hashing
+trick: Weinberger et al. 2009), so that no vocabulary of words has to be built or stored.
 
-The same words, and pairs of adjacent ones, are the features of TF-IDF vectors (`WordSpace`), by which training queries
-can be compared. A word's feature is the hash of its pieces, a pair's the hash of its two words. For long texts, the
-words of the first tokens (such as the title) can form a second part of the vector, which can be compared separately.
-Source: tf-idf weighting and cosine of Salton and Buckley 1988, with a logarithmic term frequency.
+The same words, and pairs of adjacent ones, are the features of TF-IDF vectors (`WordSpace`), by
+which training queries can be compared. A word's feature is the hash of its pieces, a pair's the
+hash of its two words. For long texts, the words of the first tokens (such as the title) can form a
+second part of the vector, which can be compared separately. Source: tf-idf weighting and cosine of
+Salton and Buckley 1988, with a logarithmic term frequency.
 
-Legend: F tokens of all texts or features of a word space, B texts, V tokens of the vocabulary, W words, M words of
+Legend: F tokens of all texts or features of a word space, B texts, V tokens of the vocabulary, W
+words, M words of
 several pieces, C columns: F, or 2 F with a second part.
 """
 
@@ -26,12 +28,15 @@ from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
 
 PLACES = 1 << 20  # bound on a piece's position in its word
-_STARTS = ("▁", "Ġ")  # mark a word's first piece in SentencePiece and byte-level BPE; WordPiece marks the other pieces
+# mark a word's first piece in SentencePiece and byte-level BPE; WordPiece marks the other pieces
+_STARTS = ("▁", "Ġ")
 ODD = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and multipliers
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-MOST_TEXTS = 0.1  # a word in a larger share of the texts says nothing about their topic, and is dropped
+# a word in a larger share of the texts says nothing about their topic, and is dropped
+MOST_TEXTS = 0.1
 FEWEST_TEXTS = 2  # a pair in fewer texts cannot match another text, and is dropped
-_PAIR = np.uint64(0x9FB21C651E98DF25)  # odd multiplier of a pair's first word: the hash depends on the order
+# odd multiplier of a pair's first word: the hash depends on the order
+_PAIR = np.uint64(0x9FB21C651E98DF25)
 _SMALL = 100  # a word in at most this number of texts is never dropped as too frequent
 
 Keys = NDArray[np.uint64]
@@ -54,24 +59,36 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.boo
         ids = [number for token, number in vocab.items() if token.startswith(prefix)]
     elif any(token.startswith(_STARTS) for token in vocab):
         added = {token["content"] for token in description.get("added_tokens", [])}
-        ids = [number for token, number in vocab.items() if not token.startswith(_STARTS) and token not in added]
+        ids = [
+            number
+            for token, number in vocab.items()
+            if not token.startswith(_STARTS) and token not in added
+        ]
     else:
         raise ConfigError(
-            "the tokenizer's pieces do not show where a word begins", where="encoder.bag_words", got=str(file),
-            expected="WordPiece, SentencePiece or byte-level BPE", fix="encoder.bag_words: 0",
-        )  # fmt: skip
+            "the tokenizer's pieces do not show where a word begins",
+            where="encoder.bag_words",
+            got=str(file),
+            expected="WordPiece, SentencePiece or byte-level BPE",
+            fix="encoder.bag_words: 0",
+        )
     continues_V = np.zeros(num_tokens, dtype=bool)
     continues_V[[number for number in ids if number < num_tokens]] = True
     return continues_V
 
 
 def with_words(
-    flat_F: NDArray[np.int64], lengths_B: NDArray[np.int64], continues_V: NDArray[np.bool_], num_buckets: int
+    flat_F: NDArray[np.int64],
+    lengths_B: NDArray[np.int64],
+    continues_V: NDArray[np.bool_],
+    num_buckets: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Token ids of some texts, with an id from V to V + num_buckets - 1 inserted for each word of several pieces.
+    """Token ids of some texts, with an id from V to V + num_buckets - 1 inserted for each word of
+    several pieces.
 
     Args:
-        flat_F, lengths_B: int64, ids below V of all texts in order, and the number of tokens of each text.
+        flat_F, lengths_B: int64, ids below V of all texts in order, and the number of tokens of
+        each text.
         continues_V: from `continuing_pieces`.
 
     Returns:
@@ -86,7 +103,9 @@ def with_words(
     bucket_M = len(continues_V) + (mixed(key_M) % np.uint64(num_buckets)).astype(np.int64)
     after_M = start_W[several] + pieces_W[several]
     text_M = np.searchsorted(ends_B, after_M - 1, side="right")
-    return np.insert(flat_F, after_M, bucket_M), lengths_B + np.bincount(text_M, minlength=len(lengths_B))
+    return np.insert(flat_F, after_M, bucket_M), lengths_B + np.bincount(
+        text_M, minlength=len(lengths_B)
+    )
 
 
 def word_keys(
@@ -98,25 +117,30 @@ def word_keys(
     """64-bit hashes of all words of some texts.
 
     Args:
-        skipped_V: bool [V], special tokens, which are not part of a text. The other arguments are those of
-            `with_words`.
+        skipped_V: bool [V], special tokens, which are not part of a text. The other arguments are
+            those of `with_words`.
 
     Returns:
         (hashes uint64 [W] of all texts in order, number of words of each text int64 [B]).
     """
     keep_F = ~skipped_V[flat_F]
     text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)[keep_F]
-    flat_F, lengths_B = flat_F[keep_F], np.bincount(text_F, minlength=len(lengths_B))
+    flat_F = flat_F[keep_F]
+    lengths_B = np.bincount(text_F, minlength=len(lengths_B))
     start_W, pieces_W = _words(flat_F, lengths_B, continues_V)
     if not len(start_W):
         return np.zeros(0, dtype=np.uint64), lengths_B
-    return mixed(_keys(flat_F, start_W, pieces_W)), np.bincount(text_F[start_W], minlength=len(lengths_B))
+    return mixed(_keys(flat_F, start_W, pieces_W)), np.bincount(
+        text_F[start_W], minlength=len(lengths_B)
+    )
 
 
 def _words(
     flat_F: NDArray[np.int64], lengths_B: NDArray[np.int64], continues_V: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Position of each word's first piece, and its number of pieces, int64 [W]. A text's first piece begins a word."""
+    """Position of each word's first piece, and its number of pieces, int64 [W]. A text's first
+    piece begins a word.
+    """
     begins_F = ~continues_V[flat_F]
     ends_B = np.cumsum(lengths_B)
     begins_F[(ends_B - lengths_B)[lengths_B > 0]] = True
@@ -124,17 +148,21 @@ def _words(
     return start_W, np.diff(np.append(start_W, len(flat_F)))
 
 
-def _keys(flat_F: NDArray[np.int64], start_W: NDArray[np.int64], pieces_W: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Hash of each word, uint64 [W]: the sum of hashes of (piece, position in the word), which depends on the order of
-    the pieces and takes one pass for words of any length."""
+def _keys(
+    flat_F: NDArray[np.int64], start_W: NDArray[np.int64], pieces_W: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """Hash of each word, uint64 [W]: the sum of hashes of (piece, position in the word), which
+    depends on the order of the pieces and takes one pass for words of any length.
+    """
     place_F = np.arange(len(flat_F)) - np.repeat(start_W, pieces_W)
     key_F = mixed(flat_F.astype(np.uint64) * np.uint64(PLACES) + place_F.astype(np.uint64))
     return np.add.reduceat(key_F, start_W)
 
 
 def mixed(key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser, a hash in which every bit of the key affects every bit of the result. Integer overflow is
-    intended."""
+    """splitmix64's finaliser, a hash in which every bit of the key affects every bit of the result.
+    Integer overflow is intended.
+    """
     key = key + ODD
     key = (key ^ (key >> np.uint64(30))) * MIX[0]
     key = (key ^ (key >> np.uint64(27))) * MIX[1]
@@ -145,38 +173,53 @@ class WordSpace:
     """Known words and pairs of words, with their weights.
 
     Args:
-        tokenizer_folder: tokenizer of the model. It defines the special tokens, and which pieces continue a word; if it
-            does not mark them, each token is a word.
+        tokenizer_folder: tokenizer of the model. It defines the special tokens, and which pieces
+            continue a word; if it does not mark them, each token is a word.
         keys_F: uint64 [F], hashes of the known words and pairs, ascending. All others are ignored.
         idf_F: float32 [F], their weights, positive.
         head: number of first tokens whose words form the second part; 0: no second part.
 
     Raises:
-        ValueError: keys do not ascend, the number of weights differs, or weights are not finite and positive.
+        ValueError: keys do not ascend, the number of weights differs, or weights are not finite and
+        positive.
     """
 
-    def __init__(self, tokenizer_folder: Path, keys_F: Keys, idf_F: NDArray[np.float32], head: int = 0) -> None:
+    def __init__(
+        self, tokenizer_folder: Path, keys_F: Keys, idf_F: NDArray[np.float32], head: int = 0
+    ) -> None:
         if len(keys_F) != len(idf_F) or (keys_F[1:] <= keys_F[:-1]).any():
-            raise ValueError("keys_F must be strictly ascending, and idf_F must have one weight for each key")
+            raise ValueError(
+                "keys_F must be strictly ascending, and idf_F must have one weight for each key"
+            )
         if not (np.isfinite(idf_F).all() and (idf_F > 0).all()):
             raise ValueError("idf_F must be finite and above 0")
-        self.keys_F, self.idf_F, self.head = keys_F, np.asarray(idf_F, dtype=np.float32), head
+        self.keys_F = keys_F
+        self.idf_F = np.asarray(idf_F, dtype=np.float32)
+        self.head = head
         self._continues_V, self._skipped_V = _token_kinds(tokenizer_folder)
 
     @classmethod
     def fit(
-        cls, tokenizer_folder: Path, flat: NDArray[np.int64], offsets: NDArray[np.int64], head: int = 0
-    ) -> WordSpace:  # fmt: skip
-        """The word space of the given texts; a feature has the weight ln((1 + B) / (1 + its number of texts)) + 1.
+        cls,
+        tokenizer_folder: Path,
+        flat: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        head: int = 0,
+    ) -> WordSpace:
+        """The word space of the given texts; a feature has the weight ln((1 + B) / (1 + its number
+        of texts)) + 1.
 
         Args:
             flat, offsets: token ids of the texts, as returned by `Tokens.ragged`.
         """
-        space = cls(tokenizer_folder, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.float32), head)
+        space = cls(
+            tokenizer_folder, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.float32), head
+        )
         key, text, is_pair = space._features(flat, offsets)
         num_texts = len(offsets) - 1
         keys, first, key_index = np.unique(key, return_index=True, return_inverse=True)
-        pairs = np.unique(key_index.astype(np.int64) * max(num_texts, 1) + text)  # of a key and a text
+        # of a key and a text
+        pairs = np.unique(key_index.astype(np.int64) * max(num_texts, 1) + text)
         texts_F = np.bincount(pairs // max(num_texts, 1), minlength=len(keys))
         most = max(MOST_TEXTS * num_texts, _SMALL)
         keep = np.where(is_pair[first], texts_F >= FEWEST_TEXTS, texts_F <= most)
@@ -195,8 +238,8 @@ class WordSpace:
         return 2 * self.num_features if self.head else self.num_features
 
     def vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
-        """TF-IDF vectors of the given texts, (1 + ln count) * idf: float32 CSR [B, C] with sorted indices. Each part
-        has unit length, or is empty if none of its words is known.
+        """TF-IDF vectors of the given texts, (1 + ln count) * idf: float32 CSR [B, C] with sorted
+        indices. Each part has unit length, or is empty if none of its words is known.
 
         Args:
             flat, offsets: token ids of the texts, as returned by `Tokens.ragged`.
@@ -206,19 +249,28 @@ class WordSpace:
             return whole_BF
         length_B = np.diff(offsets)
         in_head = np.arange(len(flat)) - np.repeat(offsets[:-1], length_B) < self.head
-        head_BF = self._vectors(flat[in_head], np.concatenate([[0], np.cumsum(np.minimum(length_B, self.head))]))
+        head_BF = self._vectors(
+            flat[in_head], np.concatenate([[0], np.cumsum(np.minimum(length_B, self.head))])
+        )
         return csr_matrix(hstack([whole_BF, head_BF], format="csr"))
 
     def part(self, vectors_BC: csr_matrix, which: int) -> csr_matrix:
-        """A copy that keeps only the columns of one part: 0 for the whole texts, 1 for their first tokens."""
+        """A copy that keeps only the columns of one part: 0 for the whole texts, 1 for their first
+        tokens.
+        """
         in_part_N, indptr = self._entries_of_part(vectors_BC, which)
-        return csr_matrix((vectors_BC.data[in_part_N], vectors_BC.indices[in_part_N], indptr), shape=vectors_BC.shape)
+        return csr_matrix(
+            (vectors_BC.data[in_part_N], vectors_BC.indices[in_part_N], indptr),
+            shape=vectors_BC.shape,
+        )
 
     def num_words(self, vectors_BC: csr_matrix, which: int) -> NDArray[np.int64]:
         """Number of known words and pairs in one part of each vector, int64 [B]."""
         return np.diff(self._entries_of_part(vectors_BC, which)[1])
 
-    def _entries_of_part(self, vectors_BC: csr_matrix, which: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    def _entries_of_part(
+        self, vectors_BC: csr_matrix, which: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Mask of the entries in one part, and the row offsets of these entries alone."""
         in_part_N = vectors_BC.indices // max(self.num_features, 1) == which
         return in_part_N, np.concatenate([[0], np.cumsum(in_part_N)])[vectors_BC.indptr]
@@ -228,7 +280,9 @@ class WordSpace:
         at = np.minimum(np.searchsorted(self.keys_F, key), max(self.num_features - 1, 0))
         known = self.keys_F[at] == key if self.num_features else np.zeros(len(key), dtype=bool)
         num_texts = len(offsets) - 1
-        entry_N, count_N = np.unique(text[known] * self.num_features + at[known], return_counts=True)
+        entry_N, count_N = np.unique(
+            text[known] * self.num_features + at[known], return_counts=True
+        )
         text_N, feature_N = np.divmod(entry_N, max(self.num_features, 1))
         weight_N = (1 + np.log(count_N)) * self.idf_F[feature_N]
         norm_B = np.sqrt(np.bincount(text_N, weight_N**2, minlength=num_texts))
@@ -239,14 +293,20 @@ class WordSpace:
     def _features(
         self, flat: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> tuple[Keys, NDArray[np.int64], NDArray[np.bool_]]:
-        """Hash and text of each word, followed by those of each pair; and whether the feature is a pair."""
+        """Hash and text of each word, followed by those of each pair; and whether the feature is a
+        pair.
+        """
         key_W, num_words_B = word_keys(flat, np.diff(offsets), self._continues_V, self._skipped_V)
         text_W = np.repeat(np.arange(len(num_words_B)), num_words_B)
         same_text = text_W[1:] == text_W[:-1]
         pair = mixed(key_W[:-1] * _PAIR + key_W[1:])[same_text]
         is_pair = np.zeros(len(key_W) + len(pair), dtype=bool)
         is_pair[len(key_W) :] = True
-        return np.concatenate([key_W, pair]), np.concatenate([text_W, text_W[1:][same_text]]), is_pair
+        return (
+            np.concatenate([key_W, pair]),
+            np.concatenate([text_W, text_W[1:][same_text]]),
+            is_pair,
+        )
 
 
 def _token_kinds(tokenizer_folder: Path) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

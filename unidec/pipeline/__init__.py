@@ -1,10 +1,10 @@
-"""The pipeline's stages, one function each: they take the parameters, write folders and return a small dataclass or
-dictionary, which `plain` converts for JSON.
+"""The pipeline's stages, one function each: they take the parameters, write folders and return a
+small dataclass or dictionary, which `plain` converts for JSON.
 
-The command line and the flows call these functions; neither they nor DVC handle tensors. Paths are relative to the
-working folder. A function's module is imported on first use, so that ingesting data does not import torch. No module
-of this package may have the name of one of the functions: importing it would replace the function.
-"""
+The command line and the flows call these functions; neither they nor DVC handle tensors. Paths are
+relative to the working folder. A function's module is imported on first use, so that ingesting data
+does not import torch. No module of this package may have the name of one of the functions:
+importing it would replace the function."""
 
 import contextlib
 import importlib
@@ -40,23 +40,39 @@ _MODULES = {
     "start": "choose_start",
     "training": "start_run train",
 }
-_MODULE_OF = {function: module for module, functions in _MODULES.items() for function in functions.split()}
-_SLOW = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "sklearn.feature_extraction.text",
-         "matplotlib.figure", "onnxruntime.quantization", "opentelemetry.sdk.metrics.export")  # fmt: skip
+_MODULE_OF = {
+    function: module for module, functions in _MODULES.items() for function in functions.split()
+}
+_SLOW = (
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "sklearn.feature_extraction.text",
+    "matplotlib.figure",
+    "onnxruntime.quantization",
+    "opentelemetry.sdk.metrics.export",
+)
 
 
 def import_training() -> None:
-    """Import the modules of training and of the stages after it; takes seconds, so call it in a background thread."""
+    """Import the modules of training and of the stages after it; takes seconds, so call it in a
+    background thread.
+    """
     for name in [f"{__name__}.{module}" for module in _MODULES] + list(_SLOW):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
 
 def plain(result: Any) -> Any:
-    """A stage's result as dictionaries and lists; fields with the default None are omitted while they are None."""
+    """A stage's result as dictionaries and lists; fields with the default None are omitted while
+    they are None.
+    """
     if is_dataclass(result):
         values = [(field, getattr(result, field.name)) for field in fields(result)]
-        result = {field.name: value for field, value in values if value is not None or field.default is not None}
+        result = {
+            field.name: value
+            for field, value in values
+            if value is not None or field.default is not None
+        }
     if isinstance(result, Mapping):
         return {key: plain(value) for key, value in result.items()}
     return [plain(value) for value in result] if isinstance(result, list | tuple) else result

@@ -29,7 +29,9 @@ _TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")
 
 @dataclass(frozen=True)
 class Validated:
-    """A data set that passed validation: the number of expectations, numbered warnings, and the report's path."""
+    """A data set that passed validation: the number of expectations, numbered warnings, and the
+    report's path.
+    """
 
     success: bool
     expectations: int
@@ -39,7 +41,9 @@ class Validated:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Result of `fetch`: whether files were copied and why, the source's paths, and one sha256 of all its files."""
+    """Result of `fetch`: whether files were copied and why, the source's paths, and one sha256 of
+    all its files.
+    """
 
     changed: bool
     source: str
@@ -54,8 +58,11 @@ def ingest(params: Params) -> dict[str, str | int]:
     Returns:
         the data set's name, format, sizes and hash.
     """
-    data, raw = params.data, read_section(params.data, params.raw)
-    dataset = write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
+    data = params.data
+    raw = read_section(params.data, params.raw)
+    dataset = write_dataset(
+        paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed
+    )
     meta = dataset.manifest["meta"]
     facts = {key: meta[key] for key in ("name", "format", "num_labels", "num_pairs")}
     return {**facts, **meta["splits"], "sha256": dataset.sha256}
@@ -75,7 +82,8 @@ def validate(params: Params) -> Validated:
         files = paths.open_dataset().manifest["meta"]["raw_files"]
         return find_rows(params.data, params.raw, files, queries, labels)
 
-    encoder, tokens = params.encoder, params.tokens
+    encoder = params.encoder
+    tokens = params.tokens
     max_length = tokens.max_length
     if encoder.kind == "transformer":
         max_length = min(max_length, encoder.transformer_tokens or max_length)
@@ -91,25 +99,40 @@ def validate(params: Params) -> Validated:
     page = str(paths.VALIDATION / "index.html")
     if not result["success"]:
         raise DataError(
-            "data validation failed", where=page, got="\n    ".join(["", *result["failed"]]),
-            fix="correct the rows; or raise the bound that is named, or set its ..._severity to warn, in section "
-            "validation of the parameters. Nothing was trained",
-        )  # fmt: skip
-    return Validated(True, len(result["expectations"]), dict(enumerate(result["warnings"], 1)), page)
+            "data validation failed",
+            where=page,
+            got="\n    ".join(["", *result["failed"]]),
+            fix="correct the rows; or raise the bound that is named, or set its ..._severity to "
+            "warn, in section validation of the parameters. Nothing was trained",
+        )
+    return Validated(
+        True, len(result["expectations"]), dict(enumerate(result["warnings"], 1)), page
+    )
 
 
 @replaces_inputs()
 def tokens(params: Params) -> dict[str, int]:
-    """Tokenise the texts into data/tokens/{queries,labels}; returns the numbers of texts and tokens of both."""
-    dataset, section, summary = paths.open_dataset(), params.tokens, {}
-    sizes: dict[Literal["queries", "labels"], int] = {"queries": dataset.num_queries, "labels": dataset.num_labels}
+    """Tokenise the texts into data/tokens/{queries,labels}; returns the numbers of texts and tokens
+    of both.
+    """
+    dataset = paths.open_dataset()
+    section = params.tokens
+    summary = {}
+    sizes: dict[Literal["queries", "labels"], int] = {
+        "queries": dataset.num_queries,
+        "labels": dataset.num_labels,
+    }
     folder = resolve_encoder(params.encoder.name)
     if params.encoder.has_transformer:
-        check_positions(folder, min(section.max_length, params.encoder.transformer_tokens or section.max_length))
+        check_positions(
+            folder, min(section.max_length, params.encoder.transformer_tokens or section.max_length)
+        )
     for which, num_texts in sizes.items():
         batches = dataset.text_batches(which, section.text, TEXTS_A_BATCH)
         path = paths.TOKENS / which
-        build_token_cache(batches, folder, section.max_length, path, num_texts, {"text": section.text})
+        build_token_cache(
+            batches, folder, section.max_length, path, num_texts, {"text": section.text}
+        )
         summary[f"{which}_texts"] = num_texts
         summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])
     return summary
@@ -117,10 +140,17 @@ def tokens(params: Params) -> dict[str, int]:
 
 @replaces_inputs()
 def propensity(params: Params) -> dict[str, float]:
-    """Write inverse propensities and frequency groups to data/propensity; returns A, B and each group's label count."""
-    build_propensity(paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY)
+    """Write inverse propensities and frequency groups to data/propensity; returns A, B and each
+    group's label count.
+    """
+    build_propensity(
+        paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY
+    )
     written = load_propensity(paths.PROPENSITY, verify=False)
-    groups = {f"{name}_labels": int((written.group_L == number).sum()) for number, name in enumerate(GROUPS)}
+    groups = {
+        f"{name}_labels": int((written.group_L == number).sum())
+        for number, name in enumerate(GROUPS)
+    }
     return {"a": written.a, "b": written.b, **groups}
 
 
@@ -140,15 +170,16 @@ def label_graph(params: Params) -> dict[str, int]:
 def fetch(params: Params) -> Fetched:
     """Copy `source.path`, or the three source files, to `data.path` if their contents differ.
 
-    The copy is written to a temporary folder, checked against the source's hashes and swapped in: readers of
-    `data.path` see either the old or the new content, even if this process is killed. For `source.kind: dvc` nothing
-    is done here: flows/reproduce.py fetches it.
+    The copy is written to a temporary folder, checked against the source's hashes and swapped in:
+    readers of `data.path` see either the old or the new content, even if this process is killed.
+    For `source.kind: dvc` nothing is done here: flows/reproduce.py fetches it.
 
     Raises:
         DataError: the source is missing, empty or unreadable, or it changed while it was copied.
         ConfigError: git tracks `data.path`, so that a fetch would edit the repository.
     """
-    source, target = params.source, Path(params.data.path)
+    source = params.source
+    target = Path(params.data.path)
     if source.kind in ("none", "dvc"):
         return Fetched(False, source.kind, "", "nothing is fetched by this stage")
     files = source_files(source)
@@ -159,18 +190,24 @@ def fetch(params: Params) -> Fetched:
         return Fetched(False, shown, sha256, f"{target} already has these {len(files)} files")
     if git(".", "ls-files", "--", str(target)):
         raise ConfigError(
-            "git tracks this folder, and a fetch would replace it", where="data.path", got=str(target),
-            expected="a folder that git ignores", fix="data.path: data/incoming (all of data/ but data/raw is ignored)",
-        )  # fmt: skip
-    with swap_folder(target, num_bytes=sum(path.stat().st_size for path in files.values())) as folder:
+            "git tracks this folder, and a fetch would replace it",
+            where="data.path",
+            got=str(target),
+            expected="a folder that git ignores",
+            fix="data.path: data/incoming (all of data/ but data/raw is ignored)",
+        )
+    with swap_folder(
+        target, num_bytes=sum(path.stat().st_size for path in files.values())
+    ) as folder:
         for name, path in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
             if file_sha256(folder / name) != hashes[name]:
                 raise DataError(
-                    "the source changed while it was copied", where=str(path),
+                    "the source changed while it was copied",
+                    where=str(path),
                     fix=f"run again when the export is complete; {target} was not changed",
-                )  # fmt: skip
+                )
     return Fetched(True, shown, sha256, f"copied {len(files)} files to {target}")
 
 
@@ -192,7 +229,11 @@ def source_files(source: Source) -> dict[str, Path]:
 def _listed(root: Path) -> dict[str, Path]:
     """The files of a folder by their relative names, without hidden ones."""
     files = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
-    return {name.as_posix(): path for name, path in files.items() if not any(p.startswith(".") for p in name.parts)}
+    return {
+        name.as_posix(): path
+        for name, path in files.items()
+        if not any(p.startswith(".") for p in name.parts)
+    }
 
 
 def _tables(source: Source) -> dict[str, Path]:
@@ -202,7 +243,12 @@ def _tables(source: Source) -> dict[str, Path]:
         path = Path(getattr(source, stem))
         if (ending := _TABLE.search(path.name.lower())) is None:
             expected = ".csv .tsv .parquet .jsonl, also with .gz"
-            raise ConfigError("not a supported table file", where=f"source.{stem}", got=str(path), expected=expected)
+            raise ConfigError(
+                "not a supported table file",
+                where=f"source.{stem}",
+                got=str(path),
+                expected=expected,
+            )
         files[f"{stem}{ending[0]}"] = path
     return files
 

@@ -1,9 +1,9 @@
-"""Stage `inputs`: what each result depends on besides data, as files that DVC's other stages depend on.
+"""Stage `inputs`: what each result depends on besides data, as files that DVC's other stages depend
+on.
 
-data/inputs/training.json, for example, has the values of all parameters that decide a training, those of the recipe and
-defaults included, and a hash of the code that decides it. So a stage is out of date only if one of these changes, and
-dvc.yaml lists neither parameters nor modules.
-"""
+data/inputs/training.json, for example, has the values of all parameters that decide a training,
+those of the recipe and defaults included, and a hash of the code that decides it. So a stage is out
+of date only if one of these changes, and dvc.yaml lists neither parameters nor modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from unidec.pipeline import paths
 
 
 def inputs(params: Params) -> dict[str, str]:
-    """Write data/inputs/<result>.json for each result of the pipeline; a file that would not change is left alone.
+    """Write data/inputs/<result>.json for each result of the pipeline; a file that would not change
+    is left alone.
 
     Returns:
         {"changed": the results whose file was written, or "nothing"}.

@@ -1,8 +1,8 @@
-"""Find, explain and (where that is safe) repair what crashes and full disks leave behind in a project's own files.
+"""Find, explain and (where that is safe) repair what crashes and full disks leave behind in a
+project's own files.
 
-`dvc status` checks DVC's files, `pip check` the environment. Nothing is changed without `fix`, which applies only
-repairs that cannot lose data.
-"""
+`dvc status` checks DVC's files, `pip check` the environment. Nothing is changed without `fix`,
+which applies only repairs that cannot lose data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from unidec.training.checkpoint import checkpoint_folders, read_state
 
 Severity = Literal["warning", "broken"]
 Repair = Callable[[], str]  # applies a fix that cannot lose data, and returns what was done
-Defect = tuple[Severity, str, object, str, Repair | None]  # severity, what, where, fix, repair: as `Finding`
+# severity, what, where, fix, repair: as `Finding`
+Defect = tuple[Severity, str, object, str, Repair | None]
 _EXIT_CODES: dict[Severity, int] = {"warning": 1, "broken": 4}
 
 
@@ -39,7 +40,8 @@ class Finding:
     Attributes:
         severity: "warning" (something is lost or in the way) or "broken" (something will fail).
         what: one sentence. where: path. fix: what to do.
-        fixable: whether `examine(fix=True)` applies the fix. done: what it did, None if it was not applied.
+        fixable: whether `examine(fix=True)` applies the fix. done: what it did, None if it was not
+        applied.
     """
 
     severity: Severity
@@ -54,7 +56,8 @@ def examine(deep: bool = False, fix: bool = False) -> list[Finding]:
     """Check all of a project's files; the most severe findings come first.
 
     Args:
-        deep: also hash every file of models, bundles and checkpoints; the inputs of training are always hashed.
+        deep: also hash every file of models, bundles and checkpoints; the inputs of training are
+        always hashed.
         fix: apply the fixes that cannot lose data.
     """
     folders = [Path(), *sorted(paths.TRIALS.glob("*"))]  # the project, and its trials
@@ -75,15 +78,23 @@ def examine(deep: bool = False, fix: bool = False) -> list[Finding]:
 
 
 def exit_code(findings: Collection[Finding]) -> int:
-    """Exit code of the findings that were not fixed: 0 none, 1 only warnings, 4 something is broken."""
-    return max((_EXIT_CODES[finding.severity] for finding in findings if finding.done is None), default=0)
+    """Exit code of the findings that were not fixed: 0 none, 1 only warnings, 4 something is
+    broken.
+    """
+    return max(
+        (_EXIT_CODES[finding.severity] for finding in findings if finding.done is None), default=0
+    )
 
 
 def rows_of(findings: Collection[Finding]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the printed table."""
     rows = []
     for one in findings:
-        advice = f"done: {one.done}" if one.done else one.fix + (" (--fix applies this)" if one.fixable else "")
+        advice = (
+            f"done: {one.done}"
+            if one.done
+            else one.fix + (" (--fix applies this)" if one.fixable else "")
+        )
         rows.append([one.severity, one.what, one.where, advice])
     return ["severity", "what", "where", "fix"], rows
 
@@ -98,14 +109,23 @@ def _half_written() -> Iterator[Defect]:
 
     temporary = {path for top in ("data", "outputs", "runs") for path in Path(top).rglob(".*.tmp")}
     for path in sorted(path for path in temporary if temporary.isdisjoint(path.parents)):
-        # the names that several ranks share, and those of an interrupted removal, hold no process id
+        # the names that several ranks share, and those of an interrupted removal, hold no process
+        # id
         without_pid = path.name.endswith((".ranks.tmp", ".gone.0.00000000.tmp"))
         if (not training_runs) if without_pid else is_stale(path):
-            yield "warning", "half-written; the process that wrote it is gone", path, "remove it", partial(remove, path)
+            yield (
+                "warning",
+                "half-written; the process that wrote it is gone",
+                path,
+                "remove it",
+                partial(remove, path),
+            )
 
 
 def _artifacts(folder: Path, deep: bool) -> Iterator[Defect]:
-    """Damaged artifacts of the stages; the inputs of training are always hashed, as training itself does."""
+    """Damaged artifacts of the stages; the inputs of training are always hashed, as training itself
+    does.
+    """
     open_with: dict[Path, Callable[[Path], object]] = {
         paths.DATASET: XMCDataset.open,
         paths.TOKENS / "queries": TokenCache.open,
@@ -113,10 +133,14 @@ def _artifacts(folder: Path, deep: bool) -> Iterator[Defect]:
         paths.PROPENSITY: load_propensity,
         paths.LABEL_GRAPH: load_label_graph,
         paths.MODEL: lambda path: read_manifest(path, unidec.KIND, unidec.VERSION, deep),
-        paths.BUNDLE: lambda path: read_manifest(path, bundle_folder.KIND, bundle_folder.VERSION, deep),
+        paths.BUNDLE: lambda path: read_manifest(
+            path, bundle_folder.KIND, bundle_folder.VERSION, deep
+        ),
     }
     for path in sorted((folder / paths.CACHE).glob("[!.]*-*")):
-        open_with[path.relative_to(folder)] = lambda path: read_manifest(path, frozen.KIND, frozen.VERSION, True)
+        open_with[path.relative_to(folder)] = lambda path: read_manifest(
+            path, frozen.KIND, frozen.VERSION, True
+        )
     for path, open_artifact in open_with.items():
         try:
             if (folder / path).is_dir():
@@ -131,7 +155,8 @@ def _artifacts(folder: Path, deep: bool) -> Iterator[Defect]:
 
 def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Defect]:
     """Damaged checkpoints of a run: a warning while an intact one is left."""
-    damaged, folders = {}, checkpoint_folders(run_dir)
+    damaged = {}
+    folders = checkpoint_folders(run_dir)
     for path in folders:
         try:
             read_state(run_dir, path, verify=deep)
@@ -147,7 +172,9 @@ def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Defect]:
 
 
 def _tracking(run_dir: Path) -> Iterator[Defect]:
-    """An MLflow run that was never ended, a damaged tracking.json, records that were not sent to the store."""
+    """An MLflow run that was never ended, a damaged tracking.json, records that were not sent to
+    the store.
+    """
 
     def end() -> str:
         Tracker.resume(run_dir).finish("KILLED")
@@ -156,7 +183,11 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
         return "ended as KILLED"
 
     def send() -> str:
-        return "sent" if Tracker.resume(run_dir).flush() else "the store does not answer: the records are kept"
+        return (
+            "sent"
+            if Tracker.resume(run_dir).flush()
+            else "the store does not answer: the records are kept"
+        )
 
     def end_twins() -> str:
         return f"ended {Tracker.resume(run_dir).end_twins()} as KILLED"
@@ -167,9 +198,24 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
         yield "warning", "a damaged record of the MLflow run", run_dir / STATE, fix, None
     elif has_died(run_dir):
         what = f"MLflow run {state.get('run_id')} was never ended, and its process is gone"
-        yield "warning", what, run_dir, "end it as KILLED; a training that resumes opens it again", end
+        yield (
+            "warning",
+            what,
+            run_dir,
+            "end it as KILLED; a training that resumes opens it again",
+            end,
+        )
     elif is_behind(run_dir):
-        yield "warning", "some records were not sent to the tracking store", run_dir, "send them", send
+        yield (
+            "warning",
+            "some records were not sent to the tracking store",
+            run_dir,
+            "send them",
+            send,
+        )
     if twins := Tracker.resume(run_dir).twins():
-        what = f"MLflow has further runs with the key of {state['run_id']}: replies of its server were lost"
+        what = (
+            f"MLflow has further runs with the key of {state['run_id']}: replies of its server "
+            "were lost"
+        )
         yield "warning", f"{what}: {', '.join(twins)}", run_dir, "end them as KILLED", end_twins

@@ -1,5 +1,6 @@
-"""Drift of the data against the champion's training data (`data_change`), between any two versions of the data
-(`drift`), and of a window of live queries (`monitor`). All three use `unidec.evaluation.drift.compare`.
+"""Drift of the data against the champion's training data (`data_change`), between any two versions
+of the data (`drift`), and of a window of live queries (`monitor`). All three use
+`unidec.evaluation.drift.compare`.
 
 Legend: n queries, D' width of the searched space.
 """
@@ -22,7 +23,15 @@ from unidec.bundle.bundle_folder import read_info, read_labels
 from unidec.bundle.text_file import Window, read_window
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.profile import LENGTH_EDGES, PROFILE_KEY, VERSION, measure_texts, profile_dataset, share, spaced
+from unidec.data.profile import (
+    LENGTH_EDGES,
+    PROFILE_KEY,
+    VERSION,
+    measure_texts,
+    profile_dataset,
+    share,
+    spaced,
+)
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import Check, compare, is_judged, served_facts
@@ -40,9 +49,11 @@ BATCH = 1024
 K = 100
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "R@10", "R@100", "MRR")
 MOVED_WORDS = 15
-_PAGE, _FINDINGS = "index.html", "drift.json"
+_PAGE = "index.html"
+_FINDINGS = "drift.json"
 _TOKENIZER = Path("model", "tokenizer")  # in a bundle
-Side = Mapping[str, Any]  # the figures of one side, as `compare` takes them; empty: nothing was compared
+# the figures of one side, as `compare` takes them; empty: nothing was compared
+Side = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,8 @@ class DataChange:
         accepted: the champion's "model", "version" and "dataset_sha256"; None without a champion.
         reason: why nothing was compared, or "".
         stops, warnings: a sentence for each change beyond the limits of section `drift`.
-        page, docs: paths of the report and of Great Expectations' Data Docs; docs is "" if nothing was compared.
+        page, docs: paths of the report and of Great Expectations' Data Docs; docs is "" if nothing
+        was compared.
     """
 
     accepted: dict[str, str] | None
@@ -70,8 +82,8 @@ class DataDrift:
 
     Attributes:
         findings: as `Check.to_json`, those that drifted first.
-        judged: False for a file with fewer queries than drift.min_window: then no drift is reported, and `reason` says
-            why.
+        judged: False for a file with fewer queries than drift.min_window: then no drift is
+            reported, and `reason` says why.
         page, result: paths of the report and of its JSON file.
     """
 
@@ -99,8 +111,9 @@ class WindowDrift(DataDrift):
 
 
 def read_profile(bundle: Path) -> Side | None:
-    """The training profile in a bundle; None if an older release wrote the bundle without one, or if the profile has
-    another format version."""
+    """The training profile in a bundle; None if an older release wrote the bundle without one, or
+    if the profile has another format version.
+    """
     profile = read_info(bundle).card.get(PROFILE_KEY)
     return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
 
@@ -118,25 +131,55 @@ def data_change(params: Params) -> DataChange:
 
     dataset = paths.open_dataset()
     accepted, reason, old, new = _beside_champion(params, dataset)
-    checks, docs = compare(old, new, params.drift) if old else [], "docs/index.html" if old else ""
+    checks = compare(old, new, params.drift) if old else []
+    docs = "docs/index.html" if old else ""
     facts = {"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}}
     with swap_folder(paths.CHANGE) as folder:
         expectations = run_change_suite(checks, folder / "docs") if checks else []
-        critical = {one["key"] for one in expectations if one["severity"] == "critical" and not one["success"]}
+        critical = {
+            one["key"]
+            for one in expectations
+            if one["severity"] == "critical" and not one["success"]
+        }
         stops = [check.words for check in checks if check.key in critical]
-        warnings = [check.words for check in checks if check.state == "warning" and check.key not in critical]
-        more: Side = {"accepted": accepted, "reason": reason, "stops": stops, "warnings": warnings,
-                      "dataset_sha256": dataset.sha256, "expectations": expectations}  # fmt: skip
-        _write(folder, f"Change of {dataset.name}", ("accepted", "now"), (old, new), checks, facts, more, docs)
+        warnings = [
+            check.words
+            for check in checks
+            if check.state == "warning" and check.key not in critical
+        ]
+        more: Side = {
+            "accepted": accepted,
+            "reason": reason,
+            "stops": stops,
+            "warnings": warnings,
+            "dataset_sha256": dataset.sha256,
+            "expectations": expectations,
+        }
+        _write(
+            folder,
+            f"Change of {dataset.name}",
+            ("accepted", "now"),
+            (old, new),
+            checks,
+            facts,
+            more,
+            docs,
+        )
     page = str(paths.CHANGE / _PAGE)
     if stops:
-        fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
-        raise DataError("the data changed beyond the limits", where=page, got="; ".join(stops), fix=fix)
+        fix = (
+            "correct the source; or, if this is what the data is now, raise drift.stop_change or "
+            "drift.stop_distance"
+        )
+        raise DataError(
+            "the data changed beyond the limits", where=page, got="; ".join(stops), fix=fix
+        )
     return DataChange(accepted, reason, stops, warnings, page, docs and str(paths.CHANGE / docs))
 
 
 def champion_change(params: Params) -> dict[str, Any]:
-    """The comparison of `data_change` for the validation page; an unavailable registry raises no error here.
+    """The comparison of `data_change` for the validation page; an unavailable registry raises no
+    error here.
 
     Returns:
         {"checks", "names" (of both sides), "charts", "reason" (why nothing was compared, or "")}.
@@ -153,14 +196,21 @@ def champion_change(params: Params) -> dict[str, Any]:
         try:
             accepted, reason, old, new = _beside_champion(params, paths.open_dataset())
         except store_errors() as error:
-            reason = f"the champion's data could not be read: {without_credentials(str(error)).splitlines()[0]}"
+            reason = (
+                "the champion's data could not be read: "
+                f"{without_credentials(str(error)).splitlines()[0]}"
+            )
     names = (f"version {accepted['version']}" if accepted else "accepted", "now")
     checks = compare(old, new, params.drift) if old else []
     return {"checks": checks, "names": names, "charts": _charts(names, old, new), "reason": reason}
 
 
-def _beside_champion(params: Params, dataset: XMCDataset) -> tuple[dict[str, str] | None, str, Side, Side]:
-    """`DataChange.accepted` and `.reason`, and the figures of the champion's training data and of the data set."""
+def _beside_champion(
+    params: Params, dataset: XMCDataset
+) -> tuple[dict[str, str] | None, str, Side, Side]:
+    """`DataChange.accepted` and `.reason`, and the figures of the champion's training data and of
+    the data set.
+    """
     model = params.tracking.model_name
     if (champion := find_alias(model, "champion")) is None:
         return None, f"{model} has no champion yet: nothing to compare with", {}, {}
@@ -174,49 +224,86 @@ def _beside_champion(params: Params, dataset: XMCDataset) -> tuple[dict[str, str
     info = read_info(bundle)
     accepted["dataset_sha256"] = str(info.dataset.get("sha256"))
     if (profile := read_profile(bundle)) is None:
-        return accepted, f"version {champion.version} of {model} has no profile that this code can read", {}, {}
+        return (
+            accepted,
+            f"version {champion.version} of {model} has no profile that this code can read",
+            {},
+            {},
+        )
     if profile["sha256"] == dataset.sha256:
         return accepted, same_data, {}, {}
     new = _figures(profile, bundle / _TOKENIZER, dataset)
-    before, now = set(read_labels(bundle, info.num_labels)["uid"].to_pylist()), set(dataset.label_uids())
-    removed, added = len(before - now) / max(len(before), 1), len(now - before) / max(len(now), 1)
+    before = set(read_labels(bundle, info.num_labels)["uid"].to_pylist())
+    now = set(dataset.label_uids())
+    removed = len(before - now) / max(len(before), 1)
+    added = len(now - before) / max(len(now), 1)
     return accepted, "", profile, new | {"label_changes": {"left": removed, "new": added}}
 
 
 def drift(
-    params: Params, first: str | os.PathLike[str], second: str | os.PathLike[str], column: str | None = None
+    params: Params,
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    column: str | None = None,
 ) -> DataDrift:
-    """Compare a later version of the data, or a file of queries, with an earlier version; writes below runs/drift.
+    """Compare a later version of the data, or a file of queries, with an earlier version; writes
+    below runs/drift.
 
     Args:
-        first: a data set's folder, or a bundle (folder or models:/ address), which means its training data.
-        second: a data set's folder, or a file of queries, whose texts are in `column` (default: "query" or "text").
+        first: a data set's folder, or a bundle (folder or models:/ address), which means its
+        training data.
+        second: a data set's folder, or a file of queries, whose texts are in `column` (default:
+        "query" or "text").
 
     Raises:
         DataError, ArtifactError: `first` or `second` cannot be read, or is none of these.
     """
-    source, later = os.fspath(first), Path(second)
+    source = os.fspath(first)
+    later = Path(second)
     if source.startswith("models:") or (Path(source) / "bundle.json").is_file():
         old, tokenizer = _of_bundle(fetch_bundle(source, paths.BUNDLES), source)
     else:
-        tokenizer, tokens = resolve_encoder(params.encoder.name), params.tokens
-        old = _figures({"max_length": tokens.max_length, "text": tokens.text}, tokenizer, XMCDataset.open(source))
+        tokenizer = resolve_encoder(params.encoder.name)
+        tokens = params.tokens
+        old = _figures(
+            {"max_length": tokens.max_length, "text": tokens.text},
+            tokenizer,
+            XMCDataset.open(source),
+        )
     is_dataset = (later / MANIFEST).is_file()
     texts = XMCDataset.open(later) if is_dataset else read_window(later, column, params.raw).texts
     new = _figures(old, tokenizer, texts)
     judged, reason = _judged(new.get("count"), params)
-    facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
+    facts = {
+        "earlier": source,
+        "later": str(second),
+        "earlier data": old["rows"],
+        "later data": new.get("rows", {}),
+    }
     checks = compare(old, new, params.drift)
     out = paths.DRIFT / _digest(first, second)
     with swap_folder(out) as folder:
         more = {"judged": judged, "reason": reason}
-        outcome = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, more)
+        outcome = _write(
+            folder,
+            f"Drift from {old['name']}",
+            ("earlier", "later"),
+            (old, new),
+            checks,
+            facts,
+            more,
+        )
     drifted, found = outcome
-    return DataDrift(drifted, found, judged, reason, page=str(out / _PAGE), result=str(out / _FINDINGS))
+    return DataDrift(
+        drifted, found, judged, reason, page=str(out / _PAGE), result=str(out / _FINDINGS)
+    )
 
 
-def monitor(params: Params, queries_path: str, *, column: str | None = None, bundle: str | None = None) -> WindowDrift:
-    """Compare a file of queries with the training profile in a bundle; if the file has labels, also measure metrics.
+def monitor(
+    params: Params, queries_path: str, *, column: str | None = None, bundle: str | None = None
+) -> WindowDrift:
+    """Compare a file of queries with the training profile in a bundle; if the file has labels, also
+    measure metrics.
 
     Writes a folder of runs/monitor, and an MLflow run.
 
@@ -225,8 +312,8 @@ def monitor(params: Params, queries_path: str, *, column: str | None = None, bun
         bundle: folder or models:/ address; default: the champion.
 
     Raises:
-        ConfigError: no such model. DataError: the file cannot be read, or has no queries. ArtifactError: the bundle has
-            no profile.
+        ConfigError: no such model. DataError: the file cannot be read, or has no queries.
+            ArtifactError: the bundle has no profile.
     """
     source = bundle or f"models:/{params.tracking.model_name}@champion"
     folder = fetch_bundle(source, paths.BUNDLES)
@@ -234,30 +321,59 @@ def monitor(params: Params, queries_path: str, *, column: str | None = None, bun
     window = read_window(Path(queries_path), column, params.raw)
     total = len(window.texts)
     if not total:
-        raise DataError("the window has no queries", where=queries_path, expected="a row for each query")
+        raise DataError(
+            "the window has no queries", where=queries_path, expected="a row for each query"
+        )
     window = window.sample(spaced(np.arange(total), MAX_QUERIES))
     loaded = Bundle.load(folder)
-    new, metrics = _figures(old, tokenizer, window.texts), None
+    new = _figures(old, tokenizer, window.texts)
+    metrics = None
     new["count"] = total
     if old["served"] is not None:
         new["served"] = served_facts(*_answers(loaded, window.texts), old["served"]["score_edges"])
     if window.labels is not None:
         new["metrics"], new["unknown_labels"], new["labelled"] = _quality(loaded, window)
         metrics = {name: value for name, (value, _) in new["metrics"].items()}
-    checks = compare({**old, "metrics": loaded.info.metrics.get("validation", {})}, new, params.drift)
+    checks = compare(
+        {**old, "metrics": loaded.info.metrics.get("validation", {})}, new, params.drift
+    )
     judged, reason = _judged(total, params)
-    facts = {"queries": total, "looked at": len(window.texts), "bundle": loaded.sha256, "data set": old["name"],
-             "data set sha256": old["sha256"], "metrics": metrics or {}}  # fmt: skip
+    facts = {
+        "queries": total,
+        "looked at": len(window.texts),
+        "bundle": loaded.sha256,
+        "data set": old["name"],
+        "data set sha256": old["sha256"],
+        "metrics": metrics or {},
+    }
     model = {"source": source, "bundle_sha256": loaded.sha256}
-    more = {"judged": judged, "reason": reason, "queries": total, "metrics": metrics, "model": model}
-    name = f"{Path(queries_path).name.partition('.')[0]}-{_digest(file_sha256(queries_path), loaded.sha256)}"
-    out, title = paths.MONITOR / name, f"Window of {total:,} queries"
+    more = {
+        "judged": judged,
+        "reason": reason,
+        "queries": total,
+        "metrics": metrics,
+        "model": model,
+    }
+    window = Path(queries_path).name.partition(".")[0]
+    name = f"{window}-{_digest(file_sha256(queries_path), loaded.sha256)}"
+    out = paths.MONITOR / name
+    title = f"Window of {total:,} queries"
     with swap_folder(out) as folder:
-        drifted, found = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
+        drifted, found = _write(
+            folder, title, ("trained on", "window"), (old, new), checks, facts, more
+        )
     result = WindowDrift(
-        drifted, found, judged, reason, page=str(out / _PAGE), result=str(out / _FINDINGS),
-        queries=total, metrics=metrics, model=model, run_url=None,
-    )  # fmt: skip
+        drifted,
+        found,
+        judged,
+        reason,
+        page=str(out / _PAGE),
+        result=str(out / _FINDINGS),
+        queries=total,
+        metrics=metrics,
+        model=model,
+        run_url=None,
+    )
     return replace(result, run_url=_track(params, result, checks, name))
 
 
@@ -265,11 +381,19 @@ def _judged(num_queries: int | None, params: Params) -> tuple[bool, str]:
     """Whether there are enough queries to judge, and if not, why; None: not a window of queries."""
     if is_judged(num_queries, params.drift):
         return True, ""
-    return False, f"not judged: {num_queries} queries, fewer than drift.min_window ({params.drift.min_window})"
+    return (
+        False,
+        (
+            f"not judged: {num_queries} queries, fewer than drift.min_window "
+            f"({params.drift.min_window})"
+        ),
+    )
 
 
 def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
-    """The profile in a bundle, and its tokenizer's folder; an ArtifactError if it has no profile."""
+    """The profile in a bundle, and its tokenizer's folder; an ArtifactError if it has
+    no profile.
+    """
     if (profile := read_profile(folder)) is None:
         fix = "`unidec index build` writes one"
         raise ArtifactError("the bundle has no profile of its training data", where=source, fix=fix)
@@ -277,7 +401,9 @@ def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
 
 
 def _figures(old: Side, tokenizer: Path, later: XMCDataset | Sequence[str]) -> dict[str, Any]:
-    """Figures of a later data set, or of texts, tokenised as by the model whose training data `old` describes."""
+    """Figures of a later data set, or of texts, tokenised as by the model whose training data `old`
+    describes.
+    """
     if isinstance(later, XMCDataset):
         return profile_dataset(later, tokenizer, old["max_length"], old["text"])
     measured = measure_texts(later, tokenizer, old["max_length"], old["vocabulary"])
@@ -285,8 +411,11 @@ def _figures(old: Side, tokenizer: Path, later: XMCDataset | Sequence[str]) -> d
 
 
 def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The texts' vectors in the searched space, float32 [n, D'], and the scores of their best labels, float32 [n]."""
-    vectors, scores = [], []
+    """The texts' vectors in the searched space, float32 [n, D'], and the scores of their best
+    labels, float32 [n].
+    """
+    vectors = []
+    scores = []
     for start in range(0, len(texts), BATCH):
         encoded = bundle.encode(texts[start : start + BATCH])
         vectors.append(bundle.ranker.queries(encoded))
@@ -294,31 +423,53 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(vectors), np.concatenate(scores)
 
 
-def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, tuple[float, float]], dict[str, float], int]:
-    """Metrics in percent with their standard errors over the queries that have labels ({} if none has), the share of
-    labels that the bundle does not know, which count as misses, and the number of queries that have labels."""
-    labelled = [(text, set(uids)) for text, uids in zip(window.texts, window.labels or [], strict=True) if uids]
-    row_of, rows = dict(bundle.row_of), [row for row, (_, uids) in enumerate(labelled) for _ in uids]
+def _quality(
+    bundle: Bundle, window: Window
+) -> tuple[dict[str, tuple[float, float]], dict[str, float], int]:
+    """Metrics in percent with their standard errors over the queries that have labels ({} if none
+    has), the share of labels that the bundle does not know, which count as misses, and the number
+    of queries that have labels.
+    """
+    labelled = [
+        (text, set(uids))
+        for text, uids in zip(window.texts, window.labels or [], strict=True)
+        if uids
+    ]
+    row_of = dict(bundle.row_of)
+    rows = [row for row, (_, uids) in enumerate(labelled) for _ in uids]
     columns = [row_of.setdefault(uid, len(row_of)) for _, uids in labelled for uid in uids]
     unknown = share(sum(column >= bundle.num_labels for column in columns), len(columns))
     if not labelled:
         return {}, unknown, 0
-    truth = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=(len(labelled), len(row_of)))
-    predicted = bundle.predict_arrays([text for text, _ in labelled], min(K, bundle.num_labels)).rows
+    truth = sp.csr_matrix(
+        (np.ones(len(rows), np.float32), (rows, columns)), shape=(len(labelled), len(row_of))
+    )
+    predicted = bundle.predict_arrays(
+        [text for text, _ in labelled], min(K, bundle.num_labels)
+    ).rows
     parts = by_query(predicted, truth, _METRICS, np.ones(len(row_of)))
     percent = {name: 100.0 * above_N / below_N.mean() for name, (above_N, below_N) in parts.items()}
-    figures = {name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()}
+    figures = {
+        name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()
+    }
     return figures, unknown, len(labelled)
 
 
 def _write(
-    folder: Path, title: str, names: tuple[str, str], sides: tuple[Side, Side], checks: Sequence[Check],
-    facts: Mapping[str, Any], more: Mapping[str, Any], docs: str = "",
-) -> tuple[bool, list[dict[str, object]]]:  # fmt: skip
+    folder: Path,
+    title: str,
+    names: tuple[str, str],
+    sides: tuple[Side, Side],
+    checks: Sequence[Check],
+    facts: Mapping[str, Any],
+    more: Mapping[str, Any],
+    docs: str = "",
+) -> tuple[bool, list[dict[str, object]]]:
     """Write drift.json and index.html into a folder.
 
     Args:
-        names: of the two sides, on the page. facts: shown on the page. docs: relative address of Data Docs, or "".
+        names: of the two sides, on the page. facts: shown on the page. docs: relative address of
+        Data Docs, or "".
         more: further keys of drift.json; a "reason" is shown instead of a verdict.
 
     Returns:
@@ -329,10 +480,18 @@ def _write(
     findings = [check.to_json() for check in checks]
     moved = _moved_words(*(side["queries"]["words"] for side in sides)) if old and new else []
     html = render(
-        "drift", title=title, names=names, checks=checks, facts_shown=facts, reason=reason, docs=docs,
+        "drift",
+        title=title,
+        names=names,
+        checks=checks,
+        facts_shown=facts,
+        reason=reason,
+        docs=docs,
         distributions=_charts(names, old, new),
-        words=Table(["word", *names], moved, caption="Words that moved most, by share of all words"),
-    )  # fmt: skip
+        words=Table(
+            ["word", *names], moved, caption="Words that moved most, by share of all words"
+        ),
+    )
     drifted = any(finding["drifted"] for finding in findings)
     write_json(folder / _FINDINGS, {"drifted": drifted, "findings": findings, **more})
     (folder / _PAGE).write_text(html, encoding="utf-8")
@@ -341,12 +500,17 @@ def _write(
 
 def _charts(names: Sequence[str], old: Side, new: Side) -> list[Chart | None]:
     """The lengths of queries and labels, and the scores of the best labels, of both sides."""
-    charts = [_lengths(which, names, old[which], new[which]) for which in ("queries", "labels")
-              if which in old and which in new]  # fmt: skip
+    charts = [
+        _lengths(which, names, old[which], new[which])
+        for which in ("queries", "labels")
+        if which in old and which in new
+    ]
     if old.get("served") and new.get("served"):
         scores = [side["served"]["score_quantiles"] for side in (old, new)]
         lines = [Line(name, range(len(of)), of) for name, of in zip(names, scores, strict=True)]
-        charts.append(line_chart("Score of the best label", lines, "percent of queries", "top score at most"))
+        charts.append(
+            line_chart("Score of the best label", lines, "percent of queries", "top score at most")
+        )
     return charts
 
 
@@ -354,8 +518,10 @@ def _lengths(which: str, names: Sequence[str], old: Side, new: Side) -> Chart | 
     counts = [side["length"]["histogram"] for side in (old, new)]
     filled = [i for i, pair in enumerate(zip(*counts, strict=True)) if any(pair)] or [0]
     some = slice(filled[0], filled[-1] + 1)
-    bars = [(name, [100 * count / max(sum(side), 1) for count in side[some]])
-            for name, side in zip(names, counts, strict=True)]  # fmt: skip
+    bars = [
+        (name, [100 * count / max(sum(side), 1) for count in side[some]])
+        for name, side in zip(names, counts, strict=True)
+    ]
     edges = [str(edge) for edge in LENGTH_EDGES[some]]
     return bar_chart(f"Length of {which}", edges, bars, "percent", x_label="characters from")
 
@@ -363,12 +529,20 @@ def _lengths(which: str, names: Sequence[str], old: Side, new: Side) -> Chart | 
 def _moved_words(*words: Side) -> list[list[str]]:
     """Table rows of the words whose share changed most.
 
-    Each side has only its most frequent words; any other word counts with the share of the rarest of them."""
-    old, new = ({word: count / max(of["count"], 1) for word, count in of["top"].items()} for of in words)
+    Each side has only its most frequent words; any other word counts with the share of the rarest
+    of them.
+    """
+    old, new = (
+        {word: count / max(of["count"], 1) for word, count in of["top"].items()} for of in words
+    )
     least = [min(of.values(), default=0.0) for of in (old, new)]
-    change = {word: abs(new.get(word, least[1]) - old.get(word, least[0])) for word in {**old, **new}}
+    change = {
+        word: abs(new.get(word, least[1]) - old.get(word, least[0])) for word in {**old, **new}
+    }
     moved = sorted(change, key=lambda word: (-change[word], word))[:MOVED_WORDS]
-    return [[word, *(f"{of[word]:.2%}" if word in of else "–" for of in (old, new))] for word in moved]
+    return [
+        [word, *(f"{of[word]:.2%}" if word in of else "–" for of in (old, new))] for word in moved
+    ]
 
 
 def _digest(*parts: object) -> str:
@@ -376,7 +550,9 @@ def _digest(*parts: object) -> str:
 
 
 def _track(params: Params, result: WindowDrift, checks: Sequence[Check], name: str) -> str | None:
-    """Log the report as an MLflow run of a separate experiment; if the server does not answer, it is sent later."""
+    """Log the report as an MLflow run of a separate experiment; if the server does not answer, it
+    is sent later.
+    """
     tracker = Tracker(f"{params.tracking.experiment}-monitor")
     tags = {"drifted": str(result.drifted).lower(), "bundle.sha256": result.model["bundle_sha256"]}
     facts = {"queries": result.queries, "bundle": result.model["source"]}

@@ -1,8 +1,9 @@
-"""Stages `gate` (may the challenger replace the champion? every check is recorded, passed or not) and `promote`.
+"""Stages `gate` (may the challenger replace the champion? every check is recorded, passed or not)
+and `promote`.
 
-Both bundles are fetched from the registry, their hashes are checked, each is served in a fresh process, and both rank
-the current test split from its texts by the same code, each with its own tokenizer. Queries that one of them was
-trained on are left out. Labels are matched by uid.
+Both bundles are fetched from the registry, their hashes are checked, each is served in a fresh
+process, and both rank the current test split from its texts by the same code, each with its own
+tokenizer. Queries that one of them was trained on are left out. Labels are matched by uid.
 
 Legend: N test queries that neither has seen, K places, B labels of a bundle.
 """
@@ -35,7 +36,14 @@ from unidec.progress import progress
 from unidec.ranking.query_encoder import Runtime
 from unidec.tracking import promotion
 from unidec.tracking.fetch import fetch_bundle
-from unidec.tracking.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of
+from unidec.tracking.promotion import (
+    CHALLENGER,
+    CHAMPION,
+    ROLLED_BACK,
+    known_version,
+    rolled_back_words,
+    version_of,
+)
 from unidec.tracking.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, uncommitted, unknown_code
 from unidec.tracking.registry import HASH_TAG
 from unidec.tracking.repository import git
@@ -50,7 +58,8 @@ GATE_JSON = Path("outputs/gate.json")
 GATE_PAGE = Path("outputs/gate.html")
 _KEPT_COPIES = 10  # local copies of bundles
 _BLOCK = 1024  # queries ranked at a time
-_MOST_REMOVED = 3 * K  # at most so many labels more than K are searched, in place of those that the data set lacks
+# at most so many labels more than K are searched, in place of those that the data set lacks
+_MOST_REMOVED = 3 * K
 PROBE_K = 10
 RUNTIME: Runtime = "auto"  # as `unidec serve` encodes queries
 _MEASUREMENTS = 3  # of both bundles in turn, at most; repeated while a time fails the challenger
@@ -67,7 +76,8 @@ class Verdict:
     Attributes:
         already: it is the champion.
         challenger, champion: versions; champion is None without one.
-        metrics: headline metrics of "challenger" and "champion" in percent; empty if they were not compared.
+        metrics: headline metrics of "challenger" and "champion" in percent; empty if they were not
+        compared.
         page: path of the report. run: id of the challenger's MLflow run.
     """
 
@@ -83,66 +93,103 @@ class Verdict:
 
 
 def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
-    """Compare a version with the champion and check that it can be served; the verdict is written to files and tags.
+    """Compare a version with the champion and check that it can be served; the verdict is written
+    to files and tags.
 
-    Without a champion the version only has to be servable. The champion itself passes without any check.
+    Without a champion the version only has to be servable. The champion itself passes without any
+    check.
 
     Args:
         version: number or alias.
 
     Raises:
         ConfigError: no such version.
-        DataError, ArtifactError: no data set, or the champion's bundle is damaged. A challenger that is worse, damaged
-            or does not load is no error: it does not pass.
+        DataError, ArtifactError: no data set, or the champion's bundle is damaged. A challenger
+            that is worse, damaged or does not load is no error: it does not pass.
     """
-    name, client = params.tracking.model_name, open_client(tracking_uri())
+    name = params.tracking.model_name
+    client = open_client(tracking_uri())
     challenger = _with_commit(client, known_version(client, name, version))
     champion = version_of(client, name, CHAMPION)
     already = champion is not None and champion.version == challenger.version
-    checks, details = [Check("champion", True, None, None, "it is already the champion")], dict[str, Any]()
+    checks = [Check("champion", True, None, None, "it is already the champion")]
+    details = dict[str, Any]()
     if not already:
         dataset = paths.open_dataset()
         checks, details = _checks(params, challenger, champion, dataset)
         details |= {
-            "model": name, "passed": all(check.passed for check in checks), "reasons": checks,
+            "model": name,
+            "passed": all(check.passed for check in checks),
+            "reasons": checks,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "challenger": _described(challenger), "champion": champion and _described(champion),
-            "data": {"name": dataset.name, "sha256": dataset.sha256, "test queries": len(dataset.rows("test"))},
+            "challenger": _described(challenger),
+            "champion": champion and _described(champion),
+            "data": {
+                "name": dataset.name,
+                "sha256": dataset.sha256,
+                "test queries": len(dataset.rows("test")),
+            },
             "settings": params.gate.model_dump(),
-        }  # fmt: skip
+        }
         write_json(GATE_JSON, details)
         write_page(GATE_PAGE, render("gate", verdict=details))
-        promotion.record_verdict(client, challenger, details, _conditions(params, challenger, champion))
-        _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
+        promotion.record_verdict(
+            client, challenger, details, _conditions(params, challenger, champion)
+        )
+        _purge(
+            {
+                version.tags.get(HASH_TAG, "")[:16]
+                for version in (challenger, champion)
+                if version is not None
+            }
+        )
     for check in checks:
-        log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
+        log.log(
+            logging.INFO if check.passed else logging.WARNING,
+            "gate: %s: %s",
+            check.check,
+            check.words,
+        )
     return Verdict(
-        all(check.passed for check in checks), already, name, checks,
-        str(challenger.version), str(champion.version) if champion else None,
+        all(check.passed for check in checks),
+        already,
+        name,
+        checks,
+        str(challenger.version),
+        str(champion.version) if champion else None,
         {which: headline(values) for which, values in details.get("metrics", {}).items()},
-        str(GATE_PAGE), challenger.run_id or None,
-    )  # fmt: skip
+        str(GATE_PAGE),
+        challenger.run_id or None,
+    )
 
 
 def needs_gate(params: Params, version: str | int) -> bool:
     """Whether the gate could decide anything new about a version.
 
-    Yes without a champion. No for the champion itself, for a version that was rolled back, and for a refused version
-    while the conditions of the refusal (champion, data set, gate settings, uncommitted changes) are the same."""
-    name, client = params.tracking.model_name, open_client(tracking_uri())
-    challenger, champion = known_version(client, name, version), version_of(client, name, CHAMPION)
+    Yes without a champion. No for the champion itself, for a version that was rolled back, and for
+    a refused version while the conditions of the refusal (champion, data set, gate settings,
+    uncommitted changes) are the same.
+    """
+    name = params.tracking.model_name
+    client = open_client(tracking_uri())
+    challenger = known_version(client, name, version)
+    champion = version_of(client, name, CHAMPION)
     if champion is None:
         return True
     if champion.version == challenger.version or ROLLED_BACK[0] in challenger.tags:
         return False
     refused = challenger.tags.get("gate.passed") == "false"
-    return not refused or challenger.tags.get("gate.settings") != _conditions(params, challenger, champion)
+    return not refused or challenger.tags.get("gate.settings") != _conditions(
+        params, challenger, champion
+    )
 
 
 def promote(
     params: Params, version: str | int = CHALLENGER, *, force: bool = False, reason: str = ""
-) -> promotion.Promotion:  # fmt: skip
-    """Make a version champion and the champion previous; see `unidec.tracking.promotion.promote`."""
+) -> promotion.Promotion:
+    """Make a version champion and the champion previous; see
+    `unidec.tracking.promotion.promote`.
+    """
     return promotion.promote(params.tracking.model_name, version, force=force, reason=reason)
 
 
@@ -150,52 +197,84 @@ def _conditions(params: Params, challenger: ModelVersion, champion: ModelVersion
     """A hash of everything beside the model that a verdict depends on."""
     not_committed = bool(uncommitted(challenger.tags) or unknown_code(challenger.tags))
     facts = {
-        "champion": champion and str(champion.version), "data": paths.open_dataset().sha256,
-        "settings": params.gate.model_dump(), "validation": params.validation.model_dump(),
+        "champion": champion and str(champion.version),
+        "data": paths.open_dataset().sha256,
+        "settings": params.gate.model_dump(),
+        "validation": params.validation.model_dump(),
         "uncommitted": not_committed,
-    }  # fmt: skip
+    }
     return files_sha256({key: json.dumps(value) for key, value in facts.items()})[:16]
 
 
 def _described(version: ModelVersion) -> dict[str, Any]:
     shown = (HASH_TAG, "dataset.sha256", COMMIT_TAG, DIRTY_TAG, "start.kind")
-    return {"version": str(version.version), "run": version.run_id} | {key: version.tags.get(key) for key in shown}
+    return {"version": str(version.version), "run": version.run_id} | {
+        key: version.tags.get(key) for key in shown
+    }
 
 
 def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gate) -> list[Check]:
-    """Whether the code and parameters of a version's training are in git, and whether it was rolled back.
+    """Whether the code and parameters of a version's training are in git, and whether it was rolled
+    back.
 
-    The first champion replaces nothing, so uncommitted changes are accepted for it."""
+    The first champion replaces nothing, so uncommitted changes are accepted for it.
+    """
     tags = version.tags
     commit = tags.get(COMMIT_TAG, "")[:12]
-    checks = [Check("code", True, commit or None, None, f"commit {commit}" if commit else "not in a git repository")]
+    checks = [
+        Check(
+            "code",
+            True,
+            commit or None,
+            None,
+            f"commit {commit}" if commit else "not in a git repository",
+        )
+    ]
     if reason := unknown_code(tags):
         what = f"unknown, because git does not answer ({reason})"
-        fix = f": fix that and run `make train`, or run `unidec models promote {version.version} --force`"
+        fix = (
+            f": fix that and run `make train`, or run `unidec models promote {version.version} "
+            "--force`"
+        )
         if rules.allow_dirty:
             fix = ", which gate.allow_dirty accepts"
         checks = [Check("code", rules.allow_dirty, "unknown", "clean", what + fix)]
     elif files := uncommitted(tags):
-        what = f"made with uncommitted changes ({', '.join(files[:5])}{', ...' if len(files) > 5 else ''})"
-        fix = f": commit them and run `make train`, or run `unidec models promote {version.version} --force`"
+        what = (
+            "made with uncommitted changes "
+            f"({', '.join(files[:5])}{', ...' if len(files) > 5 else ''})"
+        )
+        fix = (
+            ": commit them and run `make train`, or run `unidec models promote "
+            f"{version.version} --force`"
+        )
         if champion is None:
             fix = ", accepted for a first champion; commit them, or later models are refused"
             log.warning("gate: version %s was %s%s", version.version, what, fix)
         elif rules.allow_dirty:
             fix = ", which gate.allow_dirty accepts"
-        checks = [Check("code", champion is None or rules.allow_dirty, "dirty", "clean", what + fix)]
+        checks = [
+            Check("code", champion is None or rules.allow_dirty, "dirty", "clean", what + fix)
+        ]
     if ROLLED_BACK[0] in tags:
-        what = f"{rolled_back_words(tags)}; `unidec models promote {version.version} --force` overrules that"
+        what = (
+            f"{rolled_back_words(tags)}; `unidec models promote {version.version} --force` "
+            "overrules that"
+        )
         checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, what))
     return checks
 
 
 def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
-    """The version; if its uncommitted changes have been committed since, its tags now name that commit."""
+    """The version; if its uncommitted changes have been committed since, its tags now name that
+    commit.
+    """
     if version.tags.get(DIRTY_TAG) != "true" or uncommitted(version.tags):
         return version
     number = str(version.version)
-    client.set_model_version_tag(version.name, number, COMMIT_TAG, git(".", "rev-parse", "HEAD") or "")
+    client.set_model_version_tag(
+        version.name, number, COMMIT_TAG, git(".", "rev-parse", "HEAD") or ""
+    )
     client.set_model_version_tag(version.name, number, DIRTY_TAG, "false")
     client.delete_model_version_tag(version.name, number, CHANGED_TAG)
     return known_version(client, version.name, number)
@@ -204,11 +283,15 @@ def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
 def _checks(
     params: Params, challenger: ModelVersion, champion: ModelVersion | None, dataset: XMCDataset
 ) -> tuple[list[Check], dict[str, Any]]:
-    """All checks, and the details that the page shows: "probes", "seen", "labels", "metrics", "comparison"."""
+    """All checks, and the details that the page shows: "probes", "seen", "labels", "metrics",
+    "comparison".
+    """
     rules = params.gate
-    if challenger.tags.get("start.kind") == "refresh":  # only its labels changed: it need not be better
+    # only its labels changed: it need not be better
+    if challenger.tags.get("start.kind") == "refresh":
         rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
-    checks, sha256 = _provenance(challenger, champion, rules), challenger.tags.get(HASH_TAG, "")
+    checks = _provenance(challenger, champion, rules)
+    sha256 = challenger.tags.get(HASH_TAG, "")
     champion_folder = {} if champion is None else {"champion": _fetch(champion)}
     rows = dataset.rows("test")
     probed = rows if len(rows) else dataset.rows("train")
@@ -218,7 +301,9 @@ def _checks(
         folders = {"challenger": _fetch(challenger)} | champion_folder
         checks.append(Check(check, True, sha256, sha256, f"sha256 {sha256[:16]}, as registered"))
         check = "loads"
-        texts = own_texts(Bundle.load(folders["challenger"], lazy=True, verify=False), dataset, probed) or ["a query"]
+        texts = own_texts(
+            Bundle.load(folders["challenger"], lazy=True, verify=False), dataset, probed
+        ) or ["a query"]
     except ArtifactError as error:
         return [*checks, Check(check, False, None, None, str(error).replace("\n", " "))], {}
     serving_checks, probes = servability(folders, texts, rules)
@@ -237,17 +322,27 @@ def _checks(
     rows = unseen.rows
     device, ranked, details["labels"] = choose_device(params.device).type, {}, {}
     for which, folder in folders.items():
-        bundle = Bundle.load(folder, verify=False, device=device)  # its hashes were checked when it was fetched
+        # its hashes were checked when it was fetched
+        bundle = Bundle.load(folder, verify=False, device=device)
         ranked[which], details["labels"][which] = rank_queries(bundle, dataset, rows)
-    propensity, truth = paths.open_propensity(), filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    propensity = paths.open_propensity()
+    truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
     metric_checks, comparison = challenge(
-        ranked["challenger"], ranked["champion"], truth, propensity.inverse_L, propensity.group_L, rules
+        ranked["challenger"],
+        ranked["champion"],
+        truth,
+        propensity.inverse_L,
+        propensity.group_L,
+        rules,
     )
     return checks + metric_checks, details | comparison
 
 
-def servability(folders: Mapping[str, Path], texts: Sequence[str], rules: Gate) -> tuple[list[Check], dict[str, Probe]]:
-    """Serve the bundles in fresh processes; returns the checks of load, times and size, and each bundle's measurements.
+def servability(
+    folders: Mapping[str, Path], texts: Sequence[str], rules: Gate
+) -> tuple[list[Check], dict[str, Probe]]:
+    """Serve the bundles in fresh processes; returns the checks of load, times and size, and each
+    bundle's measurements.
 
     Args:
         folders: of the bundles "challenger" and, if there is one, "champion".
@@ -265,9 +360,12 @@ def servability(folders: Mapping[str, Path], texts: Sequence[str], rules: Gate) 
             except ArtifactError as error:
                 if "challenger" not in probes:
                     return [Check("loads", False, None, None, str(error).replace("\n", " "))], {}
-                continue  # the champion cannot be served: there is nothing to compare times and sizes with
+                # the champion cannot be served: there is nothing to compare times and sizes with
+                continue
             if name in probes:  # the shortest times count: other processes only add to them
-                shortest = {time: min(getattr(probe, time), getattr(probes[name], time)) for time in _TIMES}
+                shortest = {
+                    time: min(getattr(probe, time), getattr(probes[name], time)) for time in _TIMES
+                }
                 probe = replace(probe, **shortest)
             probes[name] = probe
         checks = resource_checks(probes, rules)
@@ -278,46 +376,70 @@ def servability(folders: Mapping[str, Path], texts: Sequence[str], rules: Gate) 
 
 
 def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
-    """Checks of processor time and size as multiples of the champion's, and of wall time and size against the limits
-    that are set."""
-    probe, champion, checks = probes["challenger"], probes.get("champion"), []
+    """Checks of processor time and size as multiples of the champion's, and of wall time and size
+    against the limits that are set.
+    """
+    probe = probes["challenger"]
+    champion = probes.get("champion")
+    checks = []
     for name, key, limit, unit in (
         ("load time", "load_seconds", rules.max_load_seconds, "s from start to the first answer"),
         ("latency", "p95_ms", rules.max_latency_ms, "ms, p95 of single queries"),
         ("size", "megabytes", rules.max_megabytes, "MB on disk"),
-        ("load ratio", "load_cpu_seconds", rules.max_load_ratio, "s of processor time to the first answer"),
-        ("latency ratio", "p95_cpu_ms", rules.max_latency_ratio, "ms of processor time, p95 of a query"),
+        (
+            "load ratio",
+            "load_cpu_seconds",
+            rules.max_load_ratio,
+            "s of processor time to the first answer",
+        ),
+        (
+            "latency ratio",
+            "p95_cpu_ms",
+            rules.max_latency_ratio,
+            "ms of processor time, p95 of a query",
+        ),
         ("size ratio", "megabytes", rules.max_size_ratio, "MB"),
     ):
-        got, words = getattr(probe, key), f"{getattr(probe, key):.3g} {unit}, at most {limit:g}"
+        got = getattr(probe, key)
+        words = f"{getattr(probe, key):.3g} {unit}, at most {limit:g}"
         if name.endswith("ratio"):
             champions = getattr(champion, key) if champion else 0.0
             if not champions:
                 continue
             ratio = got / champions
-            words = f"{got:.3g} against {champions:.3g} {unit}: {ratio:.2f} times the champion's, at most {limit:g}"
+            words = (
+                f"{got:.3g} against {champions:.3g} {unit}: {ratio:.2f} times the champion's, at "
+                f"most {limit:g}"
+            )
             got = ratio
         if limit:
             checks.append(Check(name, got <= limit, got, limit, words))
     return checks
 
 
-def rank_queries(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> tuple[np.ndarray, dict[str, int]]:
+def rank_queries(
+    bundle: Bundle, dataset: XMCDataset, rows: np.ndarray
+) -> tuple[np.ndarray, dict[str, int]]:
     """Rank labels for the queries at these rows of the data set, without filtered pairs.
 
     Returns:
-        int32 [N, K], rows of the data set's labels, best first, -1 = none; and the numbers of "unknown" labels (in the
-        data set, not in the bundle) and "removed" ones (in the bundle, not in the data set).
+        int32 [N, K], rows of the data set's labels, best first, -1 = none; and the numbers of
+        "unknown" labels (in the data set, not in the bundle) and "removed" ones (in the bundle, not
+        in the data set).
     """
     row_of = {uid: row for row, uid in enumerate(dataset.label_uids())}
     row_of_B = np.array([row_of.get(uid, -1) for uid in bundle.uids.to_pylist()], dtype=np.int64)
     removed = int((row_of_B < 0).sum())
-    texts, filtered, uids = own_texts(bundle, dataset, rows), dataset.filter_pairs[rows], dataset.labels["uid"]
+    texts = own_texts(bundle, dataset, rows)
+    filtered = dataset.filter_pairs[rows]
+    uids = dataset.labels["uid"]
     parts = [np.zeros((0, K), dtype=np.int32)]
     with progress(total=len(texts), desc=f"queries by {bundle.sha256[:8]}", unit="query") as bar:
         for start in range(0, len(texts), _BLOCK):
             block = texts[start : start + _BLOCK]
-            exclude = [uids.take(filtered[i].indices).to_pylist() for i in range(start, start + len(block))]
+            exclude = [
+                uids.take(filtered[i].indices).to_pylist() for i in range(start, start + len(block))
+            ]
             predicted = bundle.predict_arrays(block, K + min(removed, _MOST_REMOVED), exclude).rows
             mapped_NK = np.where(predicted >= 0, row_of_B[np.maximum(predicted, 0)], -1)
             parts.append(moved_up(mapped_NK, K).astype(np.int32))
@@ -328,7 +450,9 @@ def rank_queries(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> tuple
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
     """Texts of queries, with or without their content as in the training of the bundle's model."""
-    return dataset.query_texts(rows, "title+content" if bundle.info.text == "title+content" else "title")
+    return dataset.query_texts(
+        rows, "title+content" if bundle.info.text == "title+content" else "title"
+    )
 
 
 def _fetch(version: ModelVersion) -> Path:
@@ -336,7 +460,9 @@ def _fetch(version: ModelVersion) -> Path:
 
 
 def _purge(in_use: set[str]) -> None:
-    """Remove local copies of bundles, except for the newest ones and those in use; the registry has all of them."""
+    """Remove local copies of bundles, except for the newest ones and those in use; the registry has
+    all of them.
+    """
     folders = [path for path in paths.BUNDLES.glob("[!.]*") if path.is_dir()]
     for path in sorted(folders, key=lambda path: -path.stat().st_mtime)[_KEPT_COPIES:]:
         if path.name not in in_use:

@@ -1,5 +1,7 @@
-"""Stage `index`: write outputs/bundle with label vectors, tuned score weights, the search index and the training
-profile; and `unidec index tune`: find the fastest index with a wanted recall, on a bundle's labels and real queries."""
+"""Stage `index`: write outputs/bundle with label vectors, tuned score weights, the search index and
+the training profile; and `unidec index tune`: find the fastest index with a wanted recall, on a
+bundle's labels and real queries.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,14 @@ from unidec.ranking.ranker import Ranker
 from unidec.training.precision import choose_device
 
 OPTION_KEYS = {
-    "links": "hnsw_links", "build": "hnsw_build", "search": "hnsw_search", "lists": "ivf_lists",
-    "probes": "ivf_probes", "code_dims": "pq_dims", "rescore": "rescore",
-}  # fmt: skip
+    "links": "hnsw_links",
+    "build": "hnsw_build",
+    "search": "hnsw_search",
+    "lists": "ivf_lists",
+    "probes": "ivf_probes",
+    "code_dims": "pq_dims",
+    "rescore": "rescore",
+}
 """Field of `IndexOptions` -> its key in the section `index`."""
 CALIBRATED = 10  # predictions per query that the calibration is fitted to: those that users look at
 
@@ -42,8 +49,8 @@ class Indexed:
     """The bundle that was written.
 
     Attributes:
-        clf_weight, knn_weight: of the classifier and of the votes in its scores. fusion: whether a fusion ranks
-            instead. calibrated: whether scores have probabilities.
+        clf_weight, knn_weight: of the classifier and of the votes in its scores. fusion: whether a
+            fusion ranks instead. calibrated: whether scores have probabilities.
         validation: headline metrics in percent; empty without a validation split.
     """
 
@@ -61,8 +68,10 @@ class Tuned:
     """Kinds of index, measured on a bundle.
 
     Attributes:
-        k: results per query. wanted: recall of the first k, 0 to 1. queries: a description of the queries.
-        chosen: the fastest kind that reaches the wanted recall; None: none does. params: its keys for params.yaml.
+        k: results per query. wanted: recall of the first k, 0 to 1. queries: a description of the
+        queries.
+        chosen: the fastest kind that reaches the wanted recall; None: none does. params: its keys
+        for params.yaml.
     """
 
     bundle: str
@@ -78,8 +87,9 @@ class Tuned:
 def index(params: Params) -> Indexed:
     """Build the bundle of outputs/model.
 
-    Weights that are "auto" are tuned on the validation split, whose queries vote with the training queries afterwards.
-    If the votes get no weight, the bundle contains no queries."""
+    Weights that are "auto" are tuned on the validation split, whose queries vote with the training
+    queries afterwards. If the votes get no weight, the bundle contains no queries.
+    """
     settings = params.index
     dataset = paths.open_dataset()
     model = load_model(paths.MODEL, device=str(choose_device(params.device)))
@@ -97,14 +107,19 @@ def index(params: Params) -> Indexed:
     relevant = ranking.relevant(blend.ranked.rows[:, :CALIBRATED])
     calibration = fit_calibration(blend.ranked.scores[:, :CALIBRATED], relevant)
     if calibration is None:
-        what = f"fewer than {LEAST_RELEVANT} of the validation queries' predictions are relevant labels"
+        what = (
+            f"fewer than {LEAST_RELEVANT} of the validation queries' predictions are relevant "
+            "labels"
+        )
         print(f"no probabilities: {what}", file=sys.stderr)  # stdout is for the printed result
     heads = ranking.heads(settings, blend.clf_weight)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
     label_index = LabelIndex.build(heads, settings.kind, show=True, **options)
     voting = None
     if neighbours is not None and (blend.knn_weight or blend.fusion):
-        voting = replace(ranking.voting(neighbours, settings.knn_neighbours), weight=blend.knn_weight)
+        voting = replace(
+            ranking.voting(neighbours, settings.knn_neighbours), weight=blend.knn_weight
+        )
     ranker = Ranker(heads, label_index, voting, blend.fusion, blend.reader)
     card: dict[str, Any] = {PROFILE_KEY: _training_profile(params, model, ranking, ranker)}
     if blend.tried:
@@ -116,29 +131,45 @@ def index(params: Params) -> Indexed:
         voters = ranking.joined_to(voting) if len(ranking.rows) else voting.neighbours
         knn = KnnInfo.of(voters, voting.weight, voting.num, voting.head)
     write_bundle(
-        paths.BUNDLE, paths.MODEL, label_index,
+        paths.BUNDLE,
+        paths.MODEL,
+        label_index,
         BundleLabels(dataset.labels["uid"], dataset.label_texts(), ranking.vectors),
-        Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration),
+        Scoring(
+            settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration
+        ),
         Facts(
-            params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
-            recorded(params.model_dump()), card,
+            params.tokens.text,
+            {"name": dataset.name, "sha256": dataset.sha256},
+            {"validation": metrics},
+            recorded(params.model_dump()),
+            card,
         ),
         voters,
-    )  # fmt: skip
+    )
     return Indexed(
-        str(paths.BUNDLE), dataset.num_labels, blend.clf_weight, blend.knn_weight, blend.fusion is not None,
-        calibration is not None, metrics,
-    )  # fmt: skip
+        str(paths.BUNDLE),
+        dataset.num_labels,
+        blend.clf_weight,
+        blend.knn_weight,
+        blend.fusion is not None,
+        calibration is not None,
+        metrics,
+    )
 
 
-def _training_profile(params: Params, model: UniDEC, ranking: Ranking, ranker: Ranker) -> dict[str, Any]:
-    """The profile of the training data (`profile_dataset`), with "served": `served_facts` of the validation queries
-    (None without any), ranked as the bundle ranks, but without their own votes.
+def _training_profile(
+    params: Params, model: UniDEC, ranking: Ranking, ranker: Ranker
+) -> dict[str, Any]:
+    """The profile of the training data (`profile_dataset`), with "served": `served_facts` of the
+    validation queries (None without any), ranked as the bundle ranks, but without their own votes.
 
     Args:
         ranking: of the validation split.
     """
-    profile = profile_dataset(ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text)
+    profile = profile_dataset(
+        ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text
+    )
     scores = np.zeros(0, dtype=np.float32)
     if len(ranking.rows):
         scores = ranker.rank(ranking.encoded, 1).scores[:, 0]
@@ -146,14 +177,20 @@ def _training_profile(params: Params, model: UniDEC, ranking: Ranking, ranker: R
 
 
 def index_tune(
-    source: Path, wanted: float, k: int, num_queries: int, kinds: Sequence[str] = (), threads: int = 1
+    source: Path,
+    wanted: float,
+    k: int,
+    num_queries: int,
+    kinds: Sequence[str] = (),
+    threads: int = 1,
 ) -> Tuned:
     """Measure kinds of index on a bundle, which is not changed.
 
     Args:
         source: the bundle's folder.
         wanted: recall of the first k labels against exact search, 0 to 1.
-        num_queries: how many queries of data/dataset's validation split are used (of training, if it has none).
+        num_queries: how many queries of data/dataset's validation split are used (of training, if
+        it has none).
         kinds: the kinds to measure; empty: those that suit the number of labels.
         threads: number of threads of builds and searches.
 
@@ -162,13 +199,16 @@ def index_tune(
         ArtifactError: the bundle is damaged, or there is no data set.
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
-        raise ConfigError("unknown kinds of index", got=", ".join(unknown), expected=", ".join(KINDS))
+        raise ConfigError(
+            "unknown kinds of index", got=", ".join(unknown), expected=", ".join(KINDS)
+        )
     bundle = Bundle.load(source)
     k = min(k, bundle.num_labels)
     queries, description = _queries(bundle, num_queries)
     kinds_to_measure = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
     measured = tune(bundle.ranker.heads, queries, k, kinds_to_measure, threads)
-    chosen, keys = None, dict[str, str | int]()
+    chosen = None
+    keys = dict[str, str | int]()
     if enough := [one for one in measured if one.recall >= wanted]:
         chosen = min(enough, key=lambda one: one.p50_ms)
         keys = {"index.kind": chosen.kind}
@@ -177,7 +217,9 @@ def index_tune(
 
 
 def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
-    """Vectors of some queries in the searched space, float32 [N, D'], and a description of the queries."""
+    """Vectors of some queries in the searched space, float32 [N, D'], and a description of the
+    queries.
+    """
     dataset = paths.open_dataset()
     split: Split = "validation" if len(dataset.rows("validation")) else "train"
     rows = dataset.rows(split)

@@ -1,4 +1,6 @@
-"""Label changes without training: write a bundle with other labels, by default to outputs/refreshed."""
+"""Label changes without training: write a bundle with other labels, by default to
+outputs/refreshed.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ class ChangedLabels:
     """Result of a label change.
 
     Attributes:
-        changed: whether any label differs. bundle: the new bundle's folder; None: nothing was written.
+        changed: whether any label differs. bundle: the new bundle's folder; None: nothing was
+        written.
         added, removed, renamed, kept: numbers of labels.
-        parent, reason: of `refresh_labels`: the refreshed version, and a sentence on what changed or why nothing did.
-        labels, estimated: of `change_labels`: numbers of all labels, and of those whose classifier rows are estimates.
+        parent, reason: of `refresh_labels`: the refreshed version, and a sentence on what changed
+        or why nothing did.
+        labels, estimated: of `change_labels`: numbers of all labels, and of those whose classifier
+        rows are estimates.
         registered: of `change_labels`: the new version.
     """
 
@@ -52,11 +57,18 @@ class ChangedLabels:
 
 
 def change_labels(
-    params: Params, source: str | os.PathLike[str], *, add: Sequence[LabelText] = (), remove: Sequence[str] = (),
-    update: Sequence[LabelText] = (), out: str | os.PathLike[str] | None = None, register: bool = False,
+    params: Params,
+    source: str | os.PathLike[str],
+    *,
+    add: Sequence[LabelText] = (),
+    remove: Sequence[str] = (),
+    update: Sequence[LabelText] = (),
+    out: str | os.PathLike[str] | None = None,
+    register: bool = False,
     dry_run: bool = False,
-) -> ChangedLabels:  # fmt: skip
-    """Write a bundle in which labels were added, removed or updated; predictions of other labels do not change.
+) -> ChangedLabels:
+    """Write a bundle in which labels were added, removed or updated; predictions of other labels do
+    not change.
 
     Args:
         params: all parameters; only the device and the registry's settings are used.
@@ -68,14 +80,16 @@ def change_labels(
 
     Raises:
         DataError: labels that do not fit the bundle's; nothing was written.
-        ConfigError: no such bundle or version, `out` is the bundle itself, or the source is not registered.
+        ConfigError: no such bundle or version, `out` is the bundle itself, or the source is not
+        registered.
         ArtifactError: the bundle is damaged, or the new one cannot be written.
     """
     out = paths.REFRESHED if out is None else Path(out)
     # writing the new bundle checks the hashes of the source
     bundle = _open(f"{source}", params, verify=dry_run)
     if register and not dry_run:
-        parent_version(params, bundle.sha256, str(bundle.path))  # reports an unregistered source before the work
+        # reports an unregistered source before the work
+        parent_version(params, bundle.sha256, str(bundle.path))
     change = LabelChange.edit(bundle, add, remove, update)
     counts: Any = change.counts
     result = ChangedLabels(changed=bool(change), bundle=None, labels=len(change.uids), **counts)
@@ -89,18 +103,24 @@ def change_labels(
 
 
 def _open(address: str, params: Params, verify: bool = True) -> Bundle:
-    return Bundle.load(fetch_bundle(address, paths.BUNDLES), verify=verify, device=str(choose_device(params.device)))
+    return Bundle.load(
+        fetch_bundle(address, paths.BUNDLES),
+        verify=verify,
+        device=str(choose_device(params.device)),
+    )
 
 
 def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLabels:
-    """Give a registered bundle the label set of data/dataset, and, if training queries vote in it, today's queries.
+    """Give a registered bundle the label set of data/dataset, and, if training queries vote in it,
+    today's queries.
 
     Args:
         params: all parameters.
         version: number or alias of the version to refresh.
 
     Raises:
-        ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: the data set has no labels.
+        ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: the data set
+        has no labels.
     """
     parent = known_version(open_client(tracking_uri()), params.tracking.model_name, version)
     bundle = _open(f"models:/{parent.name}/{parent.version}", params)
@@ -108,26 +128,43 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
     texts = dataset.label_texts(text=cast(Text, bundle.info.text))
     change = LabelChange.of(bundle, dataset.label_uids(), texts, dataset.label_texts())
     same_data = bundle.info.dataset.get("sha256") == dataset.sha256
-    number, counts = str(parent.version), cast(Any, change.counts)
+    number = str(parent.version)
+    counts = cast(Any, change.counts)
     if same_data or not (change or bundle.neighbours is not None):
         reason = f"version {number} already has {'this data set' if same_data else 'these labels'}"
         return ChangedLabels(changed=False, bundle=None, parent=number, reason=reason)
     refreshed = {"parent": bundle.sha256, "version": number, **counts}
     with_labels(
-        bundle, paths.REFRESHED, change, neighbours=_voters(bundle, dataset),
-        dataset={"name": dataset.name, "sha256": dataset.sha256}, card=bundle.info.card | {"refreshed": refreshed},
-    )  # fmt: skip
-    reason = f"{counts['added']} labels added, {counts['removed']} removed, {counts['renamed']} renamed"
-    return ChangedLabels(changed=True, bundle=str(paths.REFRESHED), parent=number, **counts, reason=reason)
+        bundle,
+        paths.REFRESHED,
+        change,
+        neighbours=_voters(bundle, dataset),
+        dataset={"name": dataset.name, "sha256": dataset.sha256},
+        card=bundle.info.card | {"refreshed": refreshed},
+    )
+    reason = (
+        f"{counts['added']} labels added, {counts['removed']} removed, {counts['renamed']} renamed"
+    )
+    return ChangedLabels(
+        changed=True, bundle=str(paths.REFRESHED), parent=number, **counts, reason=reason
+    )
 
 
 def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
-    """The data set's training queries as voters, compared as in the bundle; None if the bundle has no votes."""
-    rows, knn = dataset.rows("train"), bundle.info.knn
+    """The data set's training queries as voters, compared as in the bundle; None if the bundle has
+    no votes.
+    """
+    rows = dataset.rows("train")
+    knn = bundle.info.knn
     if bundle.neighbours is None or knn is None or not len(rows):
         return None
-    texts = (own_texts(bundle, dataset, rows), dataset.label_texts(text=cast(Text, bundle.info.text)))
+    texts = (
+        own_texts(bundle, dataset, rows),
+        dataset.label_texts(text=cast(Text, bundle.info.text)),
+    )
     sizes = (bundle.model.tokenizer_folder, bundle.model.max_length)
     of_queries, of_labels = (encode_texts(each, *sizes) for each in texts)
     by: NeighboursBy = "model" if bundle.words is None else "words"
-    return training_neighbours(bundle.model, dataset, "fp32", knn.vote, by, (of_queries, of_labels), knn.word_head)
+    return training_neighbours(
+        bundle.model, dataset, "fp32", knn.vote, by, (of_queries, of_labels), knn.word_head
+    )

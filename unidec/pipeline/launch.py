@@ -2,10 +2,11 @@
 
 A phase of a training runs on all ranks in one of two ways:
 
-- `torchrun`, for `run.devices` above 1: starts torchrun with a `worker` per device and returns the first rank's report.
-  Signals are passed on to the processes, and none of them outlives the call.
-- `torchrun_ranks`, if the user started torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also on several
-  machines): the first rank runs the whole command; the other ranks join it in each phase.
+- `torchrun`, for `run.devices` above 1: starts torchrun with a `worker` per device and returns the
+  first rank's report. Signals are passed on to the processes, and none of them outlives the call.
+- `torchrun_ranks`, if the user started torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`,
+  also on several machines): the first rank runs the whole command; the other ranks join it in each
+  phase.
 """
 
 from __future__ import annotations
@@ -37,21 +38,29 @@ from unidec.training.precision import choose_device
 
 Job = dict[str, Any]
 Work = Callable[[Ranks, Job], Report]
-# (phase: "refresh" or "train_round", parameters, run folder, keys of the run's identity that may differ) -> report of
-# the first rank
+# (phase: "refresh" or "train_round", parameters, run folder, keys of the run's identity that may
+# differ) -> report of the first rank
 Launcher = Callable[[str, Params, Path, Collection[str]], Report]
 
 
 def _job(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Job:
-    return {"name": name, "params": params.model_dump(), "run_dir": str(run_dir), "accept": list(accept)}
+    return {
+        "name": name,
+        "params": params.model_dump(),
+        "run_dir": str(run_dir),
+        "accept": list(accept),
+    }
 
 
 @contextlib.contextmanager
 def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher | None]]:
-    """`with torchrun_ranks(params, work) as (leads, launcher):`, for a command that the user started with torchrun.
+    """`with torchrun_ranks(params, work) as (leads, launcher):`, for a command that the user
+    started with torchrun.
 
-    On the first rank `leads` is True, and `launcher` runs a phase on all ranks. The other ranks run these phases until
-    the first one ends, and then enter the block with `leads` False. Without torchrun: True and None."""
+    On the first rank `leads` is True, and `launcher` runs a phase on all ranks. The other ranks run
+    these phases until the first one ends, and then enter the block with `leads` False. Without
+    torchrun: True and None.
+    """
     ranks = Ranks.from_environment(params.device)
     if ranks.alone:
         yield True, None
@@ -78,7 +87,8 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
     try:
         yield True, launcher
     except UnidecError as error:
-        if not in_phase:  # the others wait for the next phase; within one they notice an error themselves
+        # the others wait for the next phase; within one they notice an error themselves
+        if not in_phase:
             ranks.share({"exit_code": error.exit_code})
         raise
     ranks.share(None)
@@ -86,10 +96,12 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
 
 
 def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Report:
-    """A `Launcher` that starts torchrun, which restarts all processes up to `run.restarts` times if one dies.
+    """A `Launcher` that starts torchrun, which restarts all processes up to `run.restarts` times if
+    one dies.
 
     Raises:
-        ConfigError: more devices than this machine has. TrainingError: a process died. UnidecError: a rank's error.
+        ConfigError: more devices than this machine has. TrainingError: a process died. UnidecError:
+        a rank's error.
     """
     check_devices(params)
     with tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
@@ -108,14 +120,19 @@ def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) 
 
 
 def check_devices(params: Params) -> None:
-    """Raises ConfigError: `device` is a GPU that cannot be used, or `run.devices` are more than this machine has."""
+    """Raises ConfigError: `device` is a GPU that cannot be used, or `run.devices` are more than
+    this machine has.
+    """
     device = choose_device(params.device)
     available = torch.cuda.device_count()
     if device.type == "cuda" and params.run.devices > available:
         raise ConfigError(
-            "more devices than this machine has", where="run.devices", got=params.run.devices,
-            expected=f"at most {available}", fix="set fewer, or use torchrun on several machines: docs/scale.md",
-        )  # fmt: skip
+            "more devices than this machine has",
+            where="run.devices",
+            got=params.run.devices,
+            expected=f"at most {available}",
+            fix="set fewer, or use torchrun on several machines: docs/scale.md",
+        )
 
 
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
@@ -123,18 +140,38 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_threads() // devices)))
     env[LAUNCHER] = str(os.getpid())
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if loopback:  # all ranks are on this machine: no host name is resolved, no port is open to other machines
+    # all ranks are on this machine: no host name is resolved, no port is open to other machines
+    if loopback:
         env.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
-        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.training", folder,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        str(devices),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--local-addr",
+        "127.0.0.1",
+        "--max-restarts",
+        str(restarts),
+        "--monitor-interval",
+        "0.5",
+        "-m",
+        "unidec.pipeline.training",
+        folder,
+    ]
     return subprocess.Popen(command, env=env, cwd=paths.working_folder(), start_new_session=True)
 
 
 def _result(folder: Path, code: int) -> dict[str, Any]:
-    """The first rank's report; raises the error that a rank reported, or a TrainingError if a rank died."""
+    """The first rank's report; raises the error that a rank reported, or a TrainingError if a rank
+    died.
+    """
     outcomes = _outcomes(folder)
     for outcome in outcomes:
         if outcome.get("exit_code"):
@@ -143,27 +180,43 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
             raise error
     if code == 0 and outcomes and "report" in outcomes[0]:
         return outcomes[0]["report"]
-    got = f"torchrun ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} of torchrun"
+    got = (
+        f"torchrun ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"exit code {code} of torchrun"
+    )
     raise TrainingError(
-        "a process of the training died", where="torchrun", got=got,
-        fix="torchrun names it above; start again: the run resumes from its last checkpoint, with any run.devices",
-    )  # fmt: skip
+        "a process of the training died",
+        where="torchrun",
+        got=got,
+        fix=(
+            "torchrun names it above; start again: the run resumes from its last checkpoint, "
+            "with any run.devices"
+        ),
+    )
 
 
 def _outcomes(folder: Path) -> list[dict[str, Any]]:
-    """The files that `worker` processes wrote: {"report"} of the first rank; {"message", "exit_code"} of ranks with an
-    error, with exit code 0 if the rank only lost the connection to another one."""
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
+    """The files that `worker` processes wrote: {"report"} of the first rank; {"message",
+    "exit_code"} of ranks with an error, with exit code 0 if the rank only lost the connection to
+    another one.
+    """
+    return [
+        json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))
+    ]
 
 
 def worker(folder: Path, work: Work) -> int:
     """Run the phase of job.json as one rank that `torchrun` started; returns the exit code.
 
-    The first rank writes its report to rank-0.json. A known error is written to rank-<rank>.json, for the launcher to
-    raise; the exit code is then 0, so that torchrun does not restart the processes. Anything else that ends a rank (a
-    signal, a lost connection, a bug) has another exit code."""
+    The first rank writes its report to rank-0.json. A known error is written to rank-<rank>.json,
+    for the launcher to raise; the exit code is then 0, so that torchrun does not restart the
+    processes. Anything else that ends a rank (a signal, a lost connection, a bug) has another exit
+    code.
+    """
     watch(os.getppid())
-    job, rank = json.loads((folder / "job.json").read_text(encoding="utf-8")), int(os.environ["RANK"])
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    rank = int(os.environ["RANK"])
     outcome = folder / f"rank-{rank}.json"
     outcome.unlink(missing_ok=True)  # from before a restart
     if rank > 0:

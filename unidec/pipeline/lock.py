@@ -1,4 +1,6 @@
-"""The training lock of a project: only one training runs at a time, and no stage replaces its inputs meanwhile."""
+"""The training lock of a project: only one training runs at a time, and no stage replaces its
+inputs meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from unidec.errors import TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.tracking.run import is_alive, this_process
 
-LOCK, HOLDER = ".train.lock", ".train.holder"
-HELD = "UNIDEC_LOCK"  # environment variable of subprocesses: which process holds the locks of which folders
+LOCK = ".train.lock"
+HOLDER = ".train.holder"
+# environment variable of subprocesses: which process holds the locks of which folders
+HELD = "UNIDEC_LOCK"
 _OF_PARENT = os.environ.get(HELD)
 _held: list[str] = []  # folders whose lock this process holds: its threads may train in several
 _changing = threading.Lock()  # of `_held` and the variable
@@ -38,11 +42,12 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path | None = None) -> Iterator[None]:
-    """Hold the project's training lock, in `folder` or runs/. The system releases it when the process dies, so no stale
-    lock is left.
+    """Hold the project's training lock, in `folder` or runs/. The system releases it when the
+    process dies, so no stale lock is left.
 
     Raises:
-        TrainingError: another process, or thread, holds it: a training, or a stage that replaces its inputs.
+        TrainingError: another process, or thread, holds it: a training, or a stage that replaces
+        its inputs.
         ArtifactError: the folder cannot be written.
     """
     from filelock import Timeout
@@ -54,9 +59,11 @@ def one_at_a_time(folder: Path | None = None) -> Iterator[None]:
             stack.enter_context(lock_file(folder / LOCK, timeout=0))
         except Timeout as error:
             raise TrainingError(
-                "another training is under way in this folder, or a stage that replaces its data", where=str(folder),
-                got=holder.read_text(encoding="utf-8") if holder.is_file() else None, fix="wait for it, or cancel it",
-            ) from error  # fmt: skip
+                "another training is under way in this folder, or a stage that replaces its data",
+                where=str(folder),
+                got=holder.read_text(encoding="utf-8") if holder.is_file() else None,
+                fix="wait for it, or cancel it",
+            ) from error
         command = without_credentials(" ".join(sys.orig_argv))[:200]
         holder.write_text(f"process {os.getpid()}: {command}", encoding="utf-8")
         stack.enter_context(_shown_to_children(str(folder.resolve())))
@@ -90,7 +97,8 @@ def _set_held() -> None:
 def replaces_inputs() -> Iterator[None]:
     """`one_at_a_time` for a stage that replaces inputs of training.
 
-    It is also allowed in the process that holds the lock and in stages which that process starts through DVC: they run
+    It is also allowed in the process that holds the lock and in stages which that process starts
+    through DVC: they run
     before the training opens its data.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Marks of the server's page as data for the next training: the ingested data set with them, as new tables.
+"""Marks of the server's page as data for the next training: the ingested data set with them, as new
+tables.
 
-A mark *relevant* becomes a pair, a mark *not relevant* a filter pair. Splits stay as they are: marks on held-out
-queries are not used, and a query that is new trains.
-"""
+A mark *relevant* becomes a pair, a mark *not relevant* a filter pair. Splits stay as they are:
+marks on held-out queries are not used, and a query that is new trains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _NAMED = 20  # labels that no label of the data set has
 
 @dataclass(frozen=True)
 class Mark:
-    """Whether a label is relevant for a query, by a person's judgement; `at`: the time, "" if unknown."""
+    """Whether a label is relevant for a query, by a person's judgement; `at`: the time, "" if
+    unknown.
+    """
 
     query: str
     label: str
@@ -42,13 +44,16 @@ class FromFeedback:
     """What became of the marks.
 
     Attributes:
-        marks: judgements that count, one for each query and label; `repeated`: earlier ones that a later one replaced.
+        marks: judgements that count, one for each query and label; `repeated`: earlier ones that a
+        later one replaced.
         pairs, filter_pairs: added. removed: pairs, and filter pairs, that the marks contradict.
         queries: new training queries.
         unchanged: marks that say what the data says.
         test, validation: marks on queries of that split; not used.
-        only_negative: marks on new queries without a relevant label; nothing is learnt from them, so not used.
-        unknown: marks of labels that the data set does not have; not used. unknown_labels: the first of them.
+        only_negative: marks on new queries without a relevant label; nothing is learnt from them,
+        so not used.
+        unknown: marks of labels that the data set does not have; not used. unknown_labels: the
+        first of them.
         output: folder of the tables.
     """
 
@@ -68,14 +73,15 @@ class FromFeedback:
 
 
 def from_feedback(params: Params, files: Sequence[Path], output: Path) -> FromFeedback:
-    """Write data/dataset with the marks of these files as tables, in a new folder or one of an earlier call.
+    """Write data/dataset with the marks of these files as tables, in a new folder or one of an
+    earlier call.
 
-    The same marks again change nothing, also if the tables were ingested meanwhile. Lines that were cut off are skipped
-    with a warning.
+    The same marks again change nothing, also if the tables were ingested meanwhile. Lines that were
+    cut off are skipped with a warning.
 
     Raises:
-        DataError: a file is no file of marks. ConfigError: the folder holds something else. ArtifactError: there is no
-            data set, or the folder cannot be written.
+        DataError: a file is no file of marks. ConfigError: the folder holds something else.
+            ArtifactError: there is no data set, or the folder cannot be written.
     """
     _check_output(output)
     dataset = paths.open_dataset()
@@ -98,12 +104,16 @@ def read_marks(path: Path) -> list[Mark]:
     """
     marks = []
     for line, row in readable_rows(path, _COLUMNS):
-        query, label, relevant = row.get("query"), row.get("label"), row.get("relevant")
+        query = row.get("query")
+        label = row.get("label")
+        relevant = row.get("relevant")
         is_mark = isinstance(label, str) and isinstance(relevant, bool)
         if not is_mark or not isinstance(query, str) or not query.strip():
             expected = '{"query": "a text", "label": "a uid", "relevant": true}'
             fix = "name a file that `unidec serve --feedback` wrote"
-            raise DataError("not a mark", where=f"{path}:{line}", got=str(row)[:200], expected=expected, fix=fix)
+            raise DataError(
+                "not a mark", where=f"{path}:{line}", got=str(row)[:200], expected=expected, fix=fix
+            )
         marks.append(Mark(query, str(label), bool(relevant), str(row.get("at") or "")))
     return marks
 
@@ -117,9 +127,12 @@ def _check_output(folder: Path) -> None:
     other = sorted({path.name for path in folder.iterdir()} - set(FILES)) if folder.is_dir() else []
     if folder.is_file() or other:
         raise ConfigError(
-            "the folder holds something else", where=str(folder), got=", ".join(other[:5]) or "a file",
-            expected="a new folder, or one that this command wrote", fix="name another one: --output FOLDER",
-        )  # fmt: skip
+            "the folder holds something else",
+            where=str(folder),
+            got=", ".join(other[:5]) or "a file",
+            expected="a new folder, or one that this command wrote",
+            fix="name another one: --output FOLDER",
+        )
 
 
 def _last_of_each(marks: Iterable[Mark]) -> list[Mark]:
@@ -141,10 +154,14 @@ class _Tables:
     """The rows of the tables: those of a data set, changed by marks."""
 
     def __init__(self, dataset: XMCDataset, text: Any, result: FromFeedback) -> None:
-        self.dataset, self.result = dataset, result
-        self.uids, self.label_uids = dataset.query_uids(), dataset.label_uids()
+        self.dataset = dataset
+        self.result = result
+        self.uids = dataset.query_uids()
+        self.label_uids = dataset.label_uids()
         self.labels = frozenset(self.label_uids)
-        self.split_of = dict(zip(self.uids, (SPLITS[number] for number in dataset.split_N), strict=True))
+        self.split_of = dict(
+            zip(self.uids, (SPLITS[number] for number in dataset.split_N), strict=True)
+        )
         self.new: dict[str, str] = {}  # uid -> text
         self.pairs = self._pairs_of(dataset.relevance)
         self.filters = self._pairs_of(dataset.filter_pairs)
@@ -156,15 +173,20 @@ class _Tables:
     def _pairs_of(self, matrix: Any) -> dict[tuple[str, str], float]:
         found = matrix.tocoo()
         rows = zip(found.row.tolist(), found.col.tolist(), found.data.tolist(), strict=True)
-        return {(self.uids[row], self.label_uids[column]): float(value) for row, column, value in rows}
+        return {
+            (self.uids[row], self.label_uids[column]): float(value) for row, column, value in rows
+        }
 
     def take(self, query: str, marks: Sequence[Mark]) -> None:
         """Apply the marks of one query."""
-        result, known = self.result, [mark for mark in marks if mark.label in self.labels]
+        result = self.result
+        known = [mark for mark in marks if mark.label in self.labels]
         unknown = [mark.label for mark in marks if mark.label not in self.labels]
         result.unknown += len(unknown)
         room = _NAMED - len(result.unknown_labels)
-        result.unknown_labels += [uid for uid in dict.fromkeys(unknown) if uid not in result.unknown_labels][:room]
+        result.unknown_labels += [
+            uid for uid in dict.fromkeys(unknown) if uid not in result.unknown_labels
+        ][:room]
         uids = list(self.uids_of.get(query, {}))
         splits = {self.split_of[uid] for uid in uids}
         if "test" in splits:
@@ -184,7 +206,9 @@ class _Tables:
     def _change(self, uids: Sequence[str], marks: Iterable[Mark]) -> None:
         result = self.result
         for mark in marks:
-            here, there = (self.pairs, self.filters) if mark.relevant else (self.filters, self.pairs)
+            here, there = (
+                (self.pairs, self.filters) if mark.relevant else (self.filters, self.pairs)
+            )
             keys = [(uid, mark.label) for uid in uids]
             missing = [key for key in keys if key not in here]
             wrong = [key for key in keys if there.pop(key, None) is not None]
@@ -198,14 +222,21 @@ class _Tables:
 
     def write(self, folder: Path) -> None:
         """Write the four tables."""
-        queries, labels = self.dataset.queries.to_pylist(), self.dataset.labels.to_pylist()
-        texts = [(row["uid"], row["title"], row["content"], self.split_of[row["uid"]]) for row in queries]
+        queries = self.dataset.queries.to_pylist()
+        labels = self.dataset.labels.to_pylist()
+        texts = [
+            (row["uid"], row["title"], row["content"], self.split_of[row["uid"]]) for row in queries
+        ]
         texts += [(uid, text, "", "train") for uid, text in sorted(self.new.items())]
         rows: dict[str, list[Mapping[str, Any]]] = {
             "queries.jsonl": [_row(("id", "text", "content", "split"), cells) for cells in texts],
-            "labels.jsonl": [{"id": row["uid"], "text": row["title"], "content": row["content"]} for row in labels],
+            "labels.jsonl": [
+                {"id": row["uid"], "text": row["title"], "content": row["content"]}
+                for row in labels
+            ],
             "pairs.jsonl": [
-                _row(("query_id", "label_id", "relevance"), (*key, value)) for key, value in sorted(self.pairs.items())
+                _row(("query_id", "label_id", "relevance"), (*key, value))
+                for key, value in sorted(self.pairs.items())
             ],
             "filters.jsonl": [_row(("query_id", "label_id"), key) for key in sorted(self.filters)],
         }

@@ -1,4 +1,6 @@
-"""End this process when the processes that it works for are gone: its parent, or the launcher of a training."""
+"""End this process when the processes that it works for are gone: its parent, or the launcher of a
+training.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,27 @@ import time
 
 import psutil
 
-GRACE_S = 30.0  # from SIGTERM to the end of the process: time to finish a step and write a checkpoint
-LAUNCHER = "UNIDEC_LAUNCHER"  # environment variable of workers: id of the process that launched them
+# from SIGTERM to the end of the process: time to finish a step and write a checkpoint
+GRACE_S = 30.0
+# environment variable of workers: id of the process that launched them
+LAUNCHER = "UNIDEC_LAUNCHER"
 
 
 def watch(*pids: int) -> None:
-    """Start a thread that sends SIGTERM to this process when one of these processes, or the launcher, is gone, and
-    ends it after `GRACE_S`."""
+    """Start a thread that sends SIGTERM to this process when one of these processes, or the
+    launcher, is gone, and ends it after `GRACE_S`.
+    """
     launcher = os.environ.get(LAUNCHER)
     watched = [pid for pid in (*pids, *([int(launcher)] if launcher else [])) if pid > 1]
 
     def look() -> None:
         try:
-            # with their start times, as process ids are reused; a zombie is a dead process that was not reaped yet
+            # with their start times, as process ids are reused; a zombie is a dead process that was
+            # not reaped yet
             processes = [psutil.Process(pid) for pid in watched]
-            while all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes):
+            while all(
+                one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes
+            ):
                 time.sleep(1.0)
         except psutil.NoSuchProcess:
             pass

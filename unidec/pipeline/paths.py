@@ -62,7 +62,9 @@ def _path(name: str) -> Path:
 
 @contextlib.contextmanager
 def root(folder: Path) -> Iterator[None]:
-    """Stages that this thread runs in the block read and write below a folder, instead of the working folder."""
+    """Stages that this thread runs in the block read and write below a folder, instead of the
+    working folder.
+    """
     token = _root.set(folder)
     try:
         yield
@@ -109,9 +111,14 @@ def open_label_graph(params: Params, verify: bool = True) -> csr_matrix | None:
 
 def _check_rows(num_rows: int, which: str, path: Path, command: str) -> None:
     dataset_path = _path("DATASET")
-    expected = read_manifest(dataset_path, dataset.KIND, dataset.VERSION, verify=False)["meta"].get(f"num_{which}")
+    expected = read_manifest(dataset_path, dataset.KIND, dataset.VERSION, verify=False)["meta"].get(
+        f"num_{which}"
+    )
     if num_rows != expected:
         raise ArtifactError(
-            "built from another data set", where=str(path), got=f"{num_rows} {which}",
-            expected=f"{expected}, as in {dataset_path}", fix=f"run `unidec data {command}` again",
-        )  # fmt: skip
+            "built from another data set",
+            where=str(path),
+            got=f"{num_rows} {which}",
+            expected=f"{expected}, as in {dataset_path}",
+            fix=f"run `unidec data {command}` again",
+        )

@@ -1,4 +1,5 @@
-"""Checks before any work: settings and surroundings on which a run would otherwise fail minutes or hours later.
+"""Checks before any work: settings and surroundings on which a run would otherwise fail minutes or
+hours later.
 
 Nothing is written, and no network is used.
 """
@@ -69,8 +70,9 @@ def _error_of(check: Callable[[], None]) -> UnidecError | None:
 
 
 def check_source(params: Params) -> None:
-    """Check that the raw files are where section `source`, or else `data.path`, says. Raises DataError: they are not,
-    or this user cannot read them."""
+    """Check that the raw files are where section `source`, or else `data.path`, says. Raises
+    DataError: they are not, or this user cannot read them.
+    """
     if params.source.kind == "none":
         check_folder(params.data.path)
         return
@@ -78,7 +80,9 @@ def check_source(params: Params) -> None:
     for path in files.values():
         if not os.access(path, os.R_OK):
             fix = "mount or export it, or correct section source"
-            raise DataError("cannot be read", where=str(path), got=f"user id {os.getuid()}", fix=fix)
+            raise DataError(
+                "cannot be read", where=str(path), got=f"user id {os.getuid()}", fix=fix
+            )
 
 
 def _check_encoder(params: Params) -> None:
@@ -103,7 +107,11 @@ def _check_start(params: Params) -> None:
         except ArtifactError as error:
             fix = 'give the folder of an exported model, or encoder.start: ""'
             raise ArtifactError(
-                "no model to start from", where="encoder.start", got=params.encoder.start, expected=error.what, fix=fix
+                "no model to start from",
+                where="encoder.start",
+                got=params.encoder.start,
+                expected=error.what,
+                fix=fix,
             ) from error
 
 

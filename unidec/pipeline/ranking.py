@@ -1,6 +1,8 @@
-"""Rank labels for the queries of a split and measure them: for validation, for tuning the index, for the test.
+"""Rank labels for the queries of a split and measure them: for validation, for tuning the index,
+for the test.
 
-Legend: N queries, n queries of a split, M training queries, L labels, F words, P candidates (query-label pairs),
+Legend: N queries, n queries of a split, M training queries, L labels, F words, P candidates
+(query-label pairs),
 D width of a head, K places.
 """
 
@@ -40,16 +42,31 @@ if TYPE_CHECKING:
     from unidec.model.unidec import UniDEC
 
 K = 100
-HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
+HEADLINE = (
+    "P@1",
+    "P@3",
+    "P@5",
+    "nDCG@5",
+    "PSP@1",
+    "PSP@3",
+    "PSP@5",
+    "R@10",
+    "R@100",
+    "coverage@5",
+    "MRR",
+)
 CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 QUERIES_AT_ONCE = 2048  # bounds memory: the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 NeighboursBy = Literal["model", "words"]
-VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "ridge-labels"}  # measured: benchmarks/results/votes.md
+# measured: benchmarks/results/votes.md
+VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "ridge-labels"}
 TAILS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
-TAIL_TOLERANCE = 0.1  # points of the objective that weight on rare labels may cost; far below the objective's noise
+# points of the objective that weight on rare labels may cost; far below the objective's noise
+TAIL_TOLERANCE = 0.1
 LEAST_QUERIES = 100  # validation queries needed to train a fusion; README's example has fewer
-TUNING_QUERIES = 2000  # validation queries that weights are tuned on: with more, the weights hardly change
+# validation queries that weights are tuned on: with more, the weights hardly change
+TUNING_QUERIES = 2000
 MAX_TURNS = 3  # of tuning one weight after the other; already the second changes little
 
 
@@ -65,7 +82,8 @@ class Ranking:
     Attributes:
         rows: int64 [n], data set rows of the queries.
         encoded: the queries.
-        vectors: those of the labels' arrays "de", "clf" float32 [L, D] and "bias" [L] that the model has.
+        vectors: those of the labels' arrays "de", "clf" float32 [L, D] and "bias" [L] that the
+        model has.
         device: where labels are searched, the device of the model; None: the CPU.
     """
 
@@ -77,10 +95,16 @@ class Ranking:
 
     @classmethod
     def of_model(
-        cls, model: UniDEC, dataset: XMCDataset, split: Split | np.ndarray, precision: str,
+        cls,
+        model: UniDEC,
+        dataset: XMCDataset,
+        split: Split | np.ndarray,
+        precision: str,
         vectors: Mapping[str, np.ndarray] | None = None,
-    ) -> Ranking:  # fmt: skip
-        """Encode the queries of a split, or of the given rows, and the labels unless their `vectors` are given."""
+    ) -> Ranking:
+        """Encode the queries of a split, or of the given rows, and the labels unless their
+        `vectors` are given.
+        """
         import torch
 
         from unidec.model.frozen import cached_inputs
@@ -89,11 +113,17 @@ class Ranking:
         amp = autocast_type(precision, model.device)
         build = cached_inputs(model.encoder, tokens, paths.CACHE, model.device, amp)
         rows = dataset.rows(split) if isinstance(split, str) else split
-        with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+        with torch.autocast(
+            model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None
+        ):
             encoded = Encoded(*model.encode_queries(tokens["queries"], rows, build))
             if vectors is None:
-                label_de = model.encode_labels(tokens["labels"], build) if model.heads != "clf" else None
-                parts = zip(("de", "clf", "bias"), (label_de, *model.classifier_table()), strict=True)
+                label_de = (
+                    model.encode_labels(tokens["labels"], build) if model.heads != "clf" else None
+                )
+                parts = zip(
+                    ("de", "clf", "bias"), (label_de, *model.classifier_table()), strict=True
+                )
                 vectors = {name: array for name, array in parts if array is not None}
         return cls(dataset, rows, encoded, vectors, model.device)
 
@@ -102,8 +132,14 @@ class Ranking:
         return replace(self, rows=self.rows[some], encoded=self.encoded.take(some))
 
     def with_words(self, words: WordSpace | None) -> Ranking:
-        """The same queries with their words, by which they are compared with training queries; None: without."""
-        vectors = None if words is None else words.vectors(*paths.open_tokens("queries").ragged(self.rows))
+        """The same queries with their words, by which they are compared with training queries;
+        None: without.
+        """
+        vectors = (
+            None
+            if words is None
+            else words.vectors(*paths.open_tokens("queries").ragged(self.rows))
+        )
         return replace(self, encoded=replace(self.encoded, words_BF=vectors))
 
     @cached_property
@@ -134,16 +170,29 @@ class Ranking:
         return Voting(neighbours=neighbours, num=num, head="de" if "de" in self.vectors else "clf")
 
     def joined_to(self, voting: Voting) -> Neighbours:
-        """The neighbours and, appended to them, these queries. They may vote once no more weights are tuned on them."""
-        features, neighbours = voting.compared(self.encoded), voting.neighbours
+        """The neighbours and, appended to them, these queries. They may vote once no more weights
+        are tuned on them.
+        """
+        features = voting.compared(self.encoded)
+        neighbours = voting.neighbours
         if neighbours.words is None:
-            vectors: Any = np.concatenate([neighbours.vectors_MD, unit_rows(features).astype(np.float16)])
+            vectors: Any = np.concatenate(
+                [neighbours.vectors_MD, unit_rows(features).astype(np.float16)]
+            )
         else:
             vectors = sp.vstack([neighbours.vectors_MD, features], format="csr")
         labels = sp.vstack([neighbours.labels_ML, self.truth > 0], format="csr")
         uids = [*neighbours.uids.to_pylist(), *self.dataset.query_uids(self.rows)]
         titles = [*neighbours.titles.to_pylist(), *self.dataset.query_texts(self.rows)]
-        return Neighbours(vectors, labels, uids, titles, neighbours.vote, neighbours.words, neighbours.label_words_LF)
+        return Neighbours(
+            vectors,
+            labels,
+            uids,
+            titles,
+            neighbours.vote,
+            neighbours.words,
+            neighbours.label_words_LF,
+        )
 
     @cached_property
     def propensity(self) -> Propensity:
@@ -159,7 +208,9 @@ class Ranking:
         return evaluate(labels, self.truth, self.propensity.inverse_L, self.propensity.group_L)
 
     def relevant(self, labels: np.ndarray) -> np.ndarray:
-        """Whether each prediction, int [n, K], is relevant: bool [n, K]; False for filtered pairs and -1."""
+        """Whether each prediction, int [n, K], is relevant: bool [n, K]; False for filtered pairs
+        and -1.
+        """
         found = self.truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()
         return np.asarray(found).astype(bool) & (labels >= 0)
 
@@ -169,50 +220,71 @@ class Ranking:
 
         def rank(start: int) -> None:
             block = slice(start, start + QUERIES_AT_ONCE)
-            labels[block] = voting.rank(self.encoded.take(block), K, pair_keys(self.filter_pairs[block])).rows
+            labels[block] = voting.rank(
+                self.encoded.take(block), K, pair_keys(self.filter_pairs[block])
+            ).rows
 
         with thread_pool() as threads:
             starts = range(0, len(labels), QUERIES_AT_ONCE)
-            list(progress(threads.map(rank, starts), total=len(starts), desc="rank by votes", unit="block"))
+            list(
+                progress(
+                    threads.map(rank, starts), total=len(starts), desc="rank by votes", unit="block"
+                )
+            )
         return self.metrics_of(labels)
 
 
 def training_neighbours(
-    model: UniDEC, dataset: XMCDataset, precision: str, vote: Vote | None = None, by: NeighboursBy = "model",
-    tokens: tuple[Tokens, Tokens] | None = None, word_head: int = 0,
-) -> Neighbours:  # fmt: skip
+    model: UniDEC,
+    dataset: XMCDataset,
+    precision: str,
+    vote: Vote | None = None,
+    by: NeighboursBy = "model",
+    tokens: tuple[Tokens, Tokens] | None = None,
+    word_head: int = 0,
+) -> Neighbours:
     """The queries of the training split as neighbours, without filtered pairs.
 
     Args:
-        by: "model": compared in the dual encoder's space (the classifier's, if the model has no other head); "words":
-            compared by their words, with the words of the labels.
-        tokens: of only the training split's queries, in order, and of the labels; None: data/tokens, with data/cache.
-        word_head: number of first tokens of a text that are also compared separately; only for "words".
+        by: "model": compared in the dual encoder's space (the classifier's, if the model has no
+            other head); "words": compared by their words, with the words of the labels.
+        tokens: of only the training split's queries, in order, and of the labels; None:
+        data/tokens, with data/cache.
+        word_head: number of first tokens of a text that are also compared separately; only for
+        "words".
     """
     import torch
 
     from unidec.model.frozen import cached_inputs
 
-    rows, build = dataset.rows("train"), None
+    rows = dataset.rows("train")
+    build = None
     token_rows = rows if tokens is None else np.arange(len(rows))
     amp = autocast_type(precision, model.device)
     if tokens is None:
         query_tokens = paths.open_tokens("queries")
         if by == "model":
-            build = cached_inputs(model.encoder, {"queries": query_tokens}, paths.CACHE, model.device, amp)
+            build = cached_inputs(
+                model.encoder, {"queries": query_tokens}, paths.CACHE, model.device, amp
+            )
         tokens = (query_tokens, paths.open_tokens("labels"))
     labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
     facts = (dataset.query_uids(rows), dataset.query_texts(rows), vote or VOTE[by])
     if by == "words":
         ragged = [tokens[0].ragged(token_rows), tokens[1].ragged(np.arange(dataset.num_labels))]
         (flat, offsets), (label_flat, label_offsets) = ragged
-        all_texts = (np.concatenate([flat, label_flat]), np.concatenate([offsets, offsets[-1] + label_offsets[1:]]))
+        all_texts = (
+            np.concatenate([flat, label_flat]),
+            np.concatenate([offsets, offsets[-1] + label_offsets[1:]]),
+        )
         space = WordSpace.fit(model.tokenizer_folder, *all_texts, word_head)
         vectors, label_words = (space.vectors(*each) for each in ragged)
         return Neighbours(vectors, labels, *facts, space, label_words)
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
     with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
-        de, clf = model.vectors("queries", tokens[0], token_rows, build, desc="training queries", only=head)
+        de, clf = model.vectors(
+            "queries", tokens[0], token_rows, build, desc="training queries", only=head
+        )
     vectors = de if head == "de" else clf
     assert vectors is not None
     return Neighbours(vectors, labels, *facts)
@@ -224,12 +296,16 @@ class Blend:
 
     Attributes:
         clf_weight, knn_weight: of the classifier's score, and of the votes (0: none).
-        metrics, ranked: metrics and predictions of the ranking's split under these weights, or under the fusion. A
-            fusion is cross-validated: its networks rank queries that they were not trained on.
-        tried: each tuning step as {clf_weight, knn_weight, the objective}, in order; [] without votes.
-        fusion: the networks that rank instead of the weighted scores; None: the weighted scores rank.
+        metrics, ranked: metrics and predictions of the ranking's split under these weights, or
+            under the fusion. A fusion is cross-validated: its networks rank queries that they were
+            not trained on.
+        tried: each tuning step as {clf_weight, knn_weight, the objective}, in order; [] without
+        votes.
+        fusion: the networks that rank instead of the weighted scores; None: the weighted scores
+        rank.
         by_tail: headline metrics of the fusion by the weight of rare labels, which is in "tail".
-        lost_without: for each feature of the fusion, points of the objective lost if it is replaced by its mean.
+        lost_without: for each feature of the fusion, points of the objective lost if it is replaced
+        by its mean.
         reader: computes the fusion's features.
     """
 
@@ -247,12 +323,13 @@ class Blend:
 def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None) -> Blend:
     """The score weights: as given, or if they are "auto", tuned on the ranking's split.
 
-    The two weights are tuned in turn until neither changes, starting with the best classifier weight without votes; of
-    equally good weights the smaller is taken. The same candidates serve normalised and raw classifier scores, since raw
-    ones are training logits times tau, of the order of cosines. At most about `TUNING_QUERIES` evenly spaced queries
-    are used.
-    """
-    index, objective, tried = params.index, params.index.objective, dict[tuple[float, float], dict[str, float]]()
+    The two weights are tuned in turn until neither changes, starting with the best classifier
+    weight without votes; of equally good weights the smaller is taken. The same candidates serve
+    normalised and raw classifier scores, since raw ones are training logits times tau, of the order
+    of cosines. At most about `TUNING_QUERIES` evenly spaced queries are used."""
+    index = params.index
+    objective = params.index.objective
+    tried = dict[tuple[float, float], dict[str, float]]()
     clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
     knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
 
@@ -265,7 +342,9 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
 
     def quality(weights: tuple[float, float]) -> float:
         if weights not in tried:
-            tried[weights] = sample.metrics_of(sample_candidates(weights[0]).top(weights[1], K).rows)
+            tried[weights] = sample.metrics_of(
+                sample_candidates(weights[0]).top(weights[1], K).rows
+            )
         return tried[weights][objective]
 
     best = max([(weight, 0.0) for weight in clf_weights], key=quality)
@@ -277,25 +356,35 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         best = max([(weight, best[1]) for weight in clf_weights], key=quality)
         if best == before:
             break
-    steps = [{"clf_weight": c, "knn_weight": v, objective: metrics[objective]} for (c, v), metrics in tried.items()]
+    steps = [
+        {"clf_weight": c, "knn_weight": v, objective: metrics[objective]}
+        for (c, v), metrics in tried.items()
+    ]
     all_candidates = sample_candidates
     if len(sample.rows) < len(ranking.rows):
         all_candidates = ranker.candidates(ranking.encoded, best[:1], CANDIDATES, ranking.excluded)
     ranked = all_candidates(best[0]).top(best[1], K)
-    return Blend(*best, ranking.metrics_of(ranked.rows), ranked, steps if neighbours is not None else [])
+    return Blend(
+        *best, ranking.metrics_of(ranked.rows), ranked, steps if neighbours is not None else []
+    )
 
 
 def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend) -> Blend:
     """The blend with a fusion trained on the ranking's split.
 
-    The blend is returned unchanged if the split has too few queries, or if the fusion is not better by
-    `index.objective` on queries that it was not trained on."""
+    The blend is returned unchanged if the split has too few queries, or if the fusion is not better
+    by `index.objective` on queries that it was not trained on.
+    """
     from unidec.ranking.fusion_fit import fit_fusion, fit_word_network
 
-    index, num_queries = params.index, len(ranking.rows)
+    index = params.index
+    num_queries = len(ranking.rows)
     objective = index.objective
     if num_queries < LEAST_QUERIES:
-        why = f"{num_queries} validation queries, {LEAST_QUERIES} are needed; the weighted sum of the scores ranks"
+        why = (
+            f"{num_queries} validation queries, {LEAST_QUERIES} are needed; the weighted sum of "
+            "the scores ranks"
+        )
         print(f"no fusion: {why}", file=sys.stderr)  # stdout is for the printed result
         return blend
     propensity = (params.data.propensity_a, params.data.propensity_b)
@@ -306,7 +395,13 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     found = ranking.ranker(heads).search(ranking.encoded, CANDIDATES, ranking.excluded)
     evidence = reader.read(ranking.encoded, found.rows, ranking.excluded)
     key_P = evidence.query_P * ranking.dataset.num_labels + evidence.label_P
-    fitted = fit_fusion(evidence, PairScores.of(ranking.truth).at(key_P) > 0, propensity, params.seed, reader.by_words)
+    fitted = fit_fusion(
+        evidence,
+        PairScores.of(ranking.truth).at(key_P) > 0,
+        propensity,
+        params.seed,
+        reader.by_words,
+    )
     log_inverse_P = reader.log_inverse_L[evidence.label_P]
 
     def ranked(score_P: np.ndarray, tail: float) -> Ranked:
@@ -317,25 +412,39 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
 
     by_tail = {tail: measured(fitted.held_out_P, tail) for tail in TAILS}
     best = max(metrics[objective] for metrics in by_tail.values())
-    tail = max(tail for tail, metrics in by_tail.items() if metrics[objective] >= best - TAIL_TOLERANCE)
+    tail = max(
+        tail for tail, metrics in by_tail.items() if metrics[objective] >= best - TAIL_TOLERANCE
+    )
     metrics = by_tail[tail]
     if metrics[objective] <= blend.metrics[objective]:
-        why = f"{objective} {metrics[objective]:.2f}, by the weighted sum of the scores {blend.metrics[objective]:.2f}"
+        why = (
+            f"{objective} {metrics[objective]:.2f}, by the weighted sum of the scores "
+            f"{blend.metrics[objective]:.2f}"
+        )
         print(f"no fusion: {why}", file=sys.stderr)
         return blend
-    gain = {name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()}
+    gain = {
+        name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()
+    }
     without = [measured(without_P, tail)[objective] for without_P in fitted.without_XP]
     return replace(
-        blend, metrics=metrics, ranked=ranked(fitted.held_out_P, tail), reader=reader,
+        blend,
+        metrics=metrics,
+        ranked=ranked(fitted.held_out_P, tail),
+        reader=reader,
         fusion=fitted.fusion.model_copy(update={"tail": tail, "gain": gain}),
         by_tail=[{"tail": weight, **headline(of_tail)} for weight, of_tail in by_tail.items()],
-        lost_without={name: metrics[objective] - value
-                      for name, value in zip(fitted.fusion.features, without, strict=True)},
-    )  # fmt: skip
+        lost_without={
+            name: metrics[objective] - value
+            for name, value in zip(fitted.fusion.features, without, strict=True)
+        },
+    )
 
 
 def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:
-    """Metrics of the validation split by the served space's score, without votes; {} without validation queries."""
+    """Metrics of the validation split by the served space's score, without votes; {} without
+    validation queries.
+    """
     if not len(ranking.rows):
         return {}
     index = params.index

@@ -1,4 +1,6 @@
-"""Stage `register`: register the bundle as a new version of the model, with tags that record its origin."""
+"""Stage `register`: register the bundle as a new version of the model, with tags that record its
+origin.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Registration:
-    """A version of the registered model, with its alias and the address of its run's page (None without a server)."""
+    """A version of the registered model, with its alias and the address of its run's page (None
+    without a server).
+    """
 
     model: str
     version: int
@@ -38,33 +42,39 @@ class Registration:
 
 
 def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Registration:
-    """Register a bundle under the alias `challenger`. A bundle that is registered already keeps its version.
+    """Register a bundle under the alias `challenger`. A bundle that is registered already keeps its
+    version.
 
-    The version's tags about DVC's artifacts are read from dvc.lock now, so call this after `dvc commit`.
+    The version's tags about DVC's artifacts are read from dvc.lock now, so call this after `dvc
+    commit`.
 
     Args:
         params: all parameters.
-        bundle: None: outputs/bundle, which is added to the MLflow run that trained it; or a folder of `refresh_labels`
-            or `change_labels`, which gets a separate run.
+        bundle: None: outputs/bundle, which is added to the MLflow run that trained it; or a folder
+            of `refresh_labels` or `change_labels`, which gets a separate run.
 
     Raises:
         ConfigError: another folder, or a bundle with other labels whose source is not registered.
         ArtifactError: the bundle is damaged, or the tracking store's artifact folder is gone.
     """
-    path, name = Path(bundle or paths.BUNDLE), params.tracking.model_name
+    path = Path(bundle or paths.BUNDLE)
+    name = params.tracking.model_name
     info = read_info(path)
     relabelled = "refreshed" in info.card
     if not relabelled and path.resolve() != paths.BUNDLE.resolve():
         raise ConfigError(
-            "no record of how this bundle was trained", where=str(path),
+            "no record of how this bundle was trained",
+            where=str(path),
             expected="outputs/bundle, or a folder that a command of `unidec labels` wrote",
             fix="register it in the project that trained it",
-        )  # fmt: skip
+        )
     prefect = {key: tag for key, tag in run_tags().items() if key.startswith("prefect.")}
-    # a bundle with other labels has its parent's parameters, and the parent's tags tell whether they were committed
+    # a bundle with other labels has its parent's parameters, and the parent's tags tell whether
+    # they were committed
     tags = provenance.code_tags(made_with=None if relabelled else info.params) | prefect
     tags |= {f"dataset.{key}": str(info.dataset.get(key, "")) for key in ("name", "sha256")}
-    uri, facts = tracking_uri(), {"data set": info.dataset.get("name"), "labels": info.num_labels}
+    uri = tracking_uri()
+    facts = {"data set": info.dataset.get("name"), "labels": info.num_labels}
     client = open_client(uri)
     check_artifacts(client.get_experiment_by_name(params.tracking.experiment), uri)
     if relabelled:
@@ -73,7 +83,9 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
         facts |= {"labels of version": origin["start.version"], **_counts(info)}
     else:
         tracker = tracker_of_model()
-        metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
+        metrics = (
+            json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
+        )
         facts["metrics"] = {"test": headline(metrics.get("test", {}))}
         known = find_version(client, name, folder_sha256(paths.BUNDLE))
         if known is not None:
@@ -98,11 +110,15 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
     version = find_version(open_client(tracking_uri()), params.tracking.model_name, sha256)
     if version is None:
         raise ConfigError(
-            "the bundle whose labels were changed is not registered: the origin of its model would be unknown",
-            where=where, got=f"no version with the hash {sha256[:12]}",
+            (
+                "the bundle whose labels were changed is not registered: the origin of its model "
+                "would be unknown"
+            ),
+            where=where,
+            got=f"no version with the hash {sha256[:12]}",
             expected=f"a version of {params.tracking.model_name}",
             fix="register that bundle first, or change the labels of models:/NAME@ALIAS",
-        )  # fmt: skip
+        )
     return str(version.version)
 
 
@@ -121,23 +137,41 @@ def _counts(info: BundleInfo) -> dict[str, int]:
     return {key: info.card["refreshed"][key] for key in ("added", "removed", "renamed", "kept")}
 
 
-def _relabelled(params: Params, path: Path, info: BundleInfo, tags: dict[str, str]) -> tuple[Tracker, dict[str, str]]:
+def _relabelled(
+    params: Params, path: Path, info: BundleInfo, tags: dict[str, str]
+) -> tuple[Tracker, dict[str, str]]:
     """The MLflow run of a bundle with other labels, and tags that record the bundle's origin.
 
-    Of DVC's artifacts only the data set is new after `refresh_labels`, and none after `change_labels` ("by hand")."""
-    refreshed, name = info.card["refreshed"], info.dataset.get("name")
+    Of DVC's artifacts only the data set is new after `refresh_labels`, and none after
+    `change_labels` ("by hand").
+    """
+    refreshed = info.card["refreshed"]
+    name = info.dataset.get("name")
     by_hand = "version" not in refreshed
-    version = parent_version(params, refreshed["parent"], str(path)) if by_hand else refreshed["version"]
+    version = (
+        parent_version(params, refreshed["parent"], str(path)) if by_hand else refreshed["version"]
+    )
     origin = {
-        "start.kind": "refresh", "start.model": params.tracking.model_name, "start.version": version,
-        "start.bundle.sha256": refreshed["parent"], "labels": "by hand" if by_hand else "of the data",
-    }  # fmt: skip
+        "start.kind": "refresh",
+        "start.model": params.tracking.model_name,
+        "start.version": version,
+        "start.bundle.sha256": refreshed["parent"],
+        "labels": "by hand" if by_hand else "of the data",
+    }
     if not by_hand:
-        origin |= provenance.artifact_tags(params.data.path, only=("data/dataset", "data/validation"))
+        origin |= provenance.artifact_tags(
+            params.data.path, only=("data/dataset", "data/validation")
+        )
     tracker = Tracker(params.tracking.experiment)
     dataset = {"name": name, "digest": info.dataset.get("sha256"), "path": str(paths.DATASET)}
     folder = paths.RUNS / f"labels-{checked_sha256(path)[:16]}"
-    tracker.start(folder, {}, tags | origin, dataset, f"{name} labels of version {version}{', by hand' * by_hand}")
+    tracker.start(
+        folder,
+        {},
+        tags | origin,
+        dataset,
+        f"{name} labels of version {version}{', by hand' * by_hand}",
+    )
     tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
     tracker.log_final({f"labels/{key}": value for key, value in _counts(info).items()})
     tracker.finish()

@@ -1,8 +1,7 @@
 """The training runs of a project: their progress, and the choice of the run to resume.
 
-A run's folder, `runs/<16 hex digits of its identity>`, holds `checkpoints/`, `refresh/`, `history.jsonl`,
-`rounds.jsonl` and `tracking.json`.
-"""
+A run's folder, `runs/<16 hex digits of its identity>`, holds `checkpoints/`, `refresh/`,
+`history.jsonl`, `rounds.jsonl` and `tracking.json`."""
 
 from __future__ import annotations
 
@@ -27,12 +26,14 @@ class RunInfo:
     """The state of a run, read from its folder without hashing files or reading tensors.
 
     Attributes:
-        state: "running" (its process is alive), "finished", "failed", "stopped" or "begun" (no checkpoint yet).
-        epoch, step: finished epochs and steps at the newest checkpoint. epochs: the most epochs it will have. All are
-            None without a checkpoint.
+        state: "running" (its process is alive), "finished", "failed", "stopped" or "begun" (no
+        checkpoint yet).
+        epoch, step: finished epochs and steps at the newest checkpoint. epochs: the most epochs it
+            will have. All are None without a checkpoint.
         checkpoint: name of the newest one. checkpoint_age: in seconds. mlflow_run: id.
         unfinished: training can resume, and no process is training it.
-        trial: name of the folder in runs/own/ of a training with other parameters than params.yaml; None: no trial.
+        trial: name of the folder in runs/own/ of a training with other parameters than params.yaml;
+        None: no trial.
     """
 
     name: str
@@ -50,7 +51,11 @@ class RunInfo:
 def run_folders(root: Path | None = None) -> list[Path]:
     """Folders of runs, the most recently written first."""
     root = paths.RUNS if root is None else root
-    found = [path for path in root.glob("[!.]*") if any((path / n).exists() for n in ("checkpoints", "tracking.json"))]
+    found = [
+        path
+        for path in root.glob("[!.]*")
+        if any((path / n).exists() for n in ("checkpoints", "tracking.json"))
+    ]
     return sorted(found, key=_written, reverse=True)
 
 
@@ -71,10 +76,18 @@ def run_info(run_dir: Path) -> RunInfo:
     """The state of a run."""
     checkpoint, state = _newest(run_dir)
     tracked = tracking_state(run_dir)
-    epochs, identity = None, state.get("identity")
+    epochs = None
+    identity = state.get("identity")
     if identity:
-        keys = {"optim.epochs": "", "pool.refresh": "1", "optim.patience": "0", "optim.budget_minutes": "0"}
-        stopping = Stopping(*(json.loads(identity.get(key, default)) for key, default in keys.items()))
+        keys = {
+            "optim.epochs": "",
+            "pool.refresh": "1",
+            "optim.patience": "0",
+            "optim.budget_minutes": "0",
+        }
+        stopping = Stopping(
+            *(json.loads(identity.get(key, default)) for key, default in keys.items())
+        )
         epochs = stopping.read(run_dir, state["epoch"])[1]
     if tracked.get("status") is None and is_alive(tracked.get("holder")):
         status = "running"
@@ -83,17 +96,28 @@ def run_info(run_dir: Path) -> RunInfo:
     else:
         status = "failed" if tracked.get("status") == "FAILED" else "stopped" if state else "begun"
     return RunInfo(
-        run_dir.name, status, state.get("epoch"), epochs, state.get("step"), checkpoint.name if checkpoint else None,
-        age(checkpoint) if checkpoint else None, tracked.get("run_id"), status not in ("running", "finished"),
+        run_dir.name,
+        status,
+        state.get("epoch"),
+        epochs,
+        state.get("step"),
+        checkpoint.name if checkpoint else None,
+        age(checkpoint) if checkpoint else None,
+        tracked.get("run_id"),
+        status not in ("running", "finished"),
         run_dir.parts[-3] if run_dir.is_relative_to(paths.TRIALS) else None,
-    )  # fmt: skip
+    )
 
 
 def rows_of(infos: list[RunInfo]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the printed table."""
     rows = []
     for info in infos:
-        saved = f"{duration(info.checkpoint_age)} ago" if info.checkpoint_age is not None else "none yet"
+        saved = (
+            f"{duration(info.checkpoint_age)} ago"
+            if info.checkpoint_age is not None
+            else "none yet"
+        )
         epoch = f"{info.epoch or 0} of {info.epochs or '?'}"
         name = f"{info.name} (trial {info.trial})" if info.trial else info.name
         rows.append([name, info.state, epoch, str(info.step or 0), saved, info.mlflow_run or ""])
@@ -117,18 +141,35 @@ def choose_run(name: str) -> Path:
         ConfigError: there is none, or several.
     """
     infos = [run_info(folder) for folder in run_folders()]
-    found = [info for info in infos if info.name.startswith(name)] if name else [i for i in infos if i.unfinished][:1]
+    found = (
+        [info for info in infos if info.name.startswith(name)]
+        if name
+        else [i for i in infos if i.unfinished][:1]
+    )
     if len(found) != 1:
-        what = "several runs begin with this" if found else "no such run" if name else "no unfinished run to resume"
+        what = (
+            "several runs begin with this"
+            if found
+            else "no such run"
+            if name
+            else "no unfinished run to resume"
+        )
         known = ", ".join(info.name for info in infos[:5]) or "none"
-        fix = "`unidec runs list` lists them; without --resume, the run of these parameters is started or resumed"
-        raise ConfigError(what, where="--resume", got=name or None, expected=f"one of: {known}", fix=fix)
+        fix = (
+            "`unidec runs list` lists them; without --resume, the run of these parameters is "
+            "started or resumed"
+        )
+        raise ConfigError(
+            what, where="--resume", got=name or None, expected=f"one of: {known}", fix=fix
+        )
     return paths.RUNS / found[0].name
 
 
 @contextlib.contextmanager
 def tracked(run_dir: str | Path) -> Iterator[None]:
-    """End the MLflow run after the block: as FINISHED, as FAILED after an error, as KILLED after a signal."""
+    """End the MLflow run after the block: as FINISHED, as FAILED after an error, as KILLED after a
+    signal.
+    """
     status: Status = "FINISHED"
     try:
         yield
@@ -143,11 +184,15 @@ def tracked(run_dir: str | Path) -> Iterator[None]:
 
 def tracker_of_model() -> Tracker:
     """The MLflow run that trained outputs/model."""
-    return Tracker.resume(paths.RUNS / read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"])
+    return Tracker.resume(
+        paths.RUNS / read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
+    )
 
 
 def _newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint with a readable state, and the state, without checking hashes; (None, {}) if none."""
+    """The newest checkpoint with a readable state, and the state, without checking hashes; (None,
+    {}) if none.
+    """
     from unidec.training.checkpoint import checkpoint_folders, read_state  # imports torch
 
     for path in checkpoint_folders(run_dir):

@@ -1,9 +1,10 @@
-"""Which queries a model was trained on, counted among the test queries: if the splits of the data changed, a model can
-meet queries in the test split that it was trained on.
+"""Which queries a model was trained on, counted among the test queries: if the splits of the data
+changed, a model can meet queries in the test split that it was trained on.
 
-A training records hashes of the texts of its training and validation queries in the model's folder, together with those
-of the model that it started from. Without this record (older models), they are those that vote in the bundle, or those
-of the data set if the bundle was trained on the current one.
+A training records hashes of the texts of its training and validation queries in the model's folder,
+together with those of the model that it started from. Without this record (older models), they are
+those that vote in the bundle, or those of the data set if the bundle was trained on the current
+one.
 
 Legend: N queries of the data set, n test queries, Q queries that a model has seen.
 """
@@ -34,7 +35,8 @@ RECORD = "seen_queries.npy"
 """File in a model's folder: uint64 [Q], ascending hashes of texts."""
 SEEN_KEY = "seen"  # in the manifest of that folder: {"text", "complete"}
 CHECK = "unseen queries"
-FEWEST = 100  # test queries on which models are judged, if they saw more than half of the test split
+# test queries on which models are judged, if they saw more than half of the test split
+FEWEST = 100
 ACCEPT = "validation.test_texts_in_train_severity: warn"
 
 
@@ -45,7 +47,8 @@ class Seen:
     Attributes:
         hash_Q: uint64, ascending, of the texts as the model reads them.
         text: fields of the texts that were hashed.
-        complete: nothing is missing, such as the queries of an older model that training started from.
+        complete: nothing is missing, such as the queries of an older model that training started
+        from.
     """
 
     hash_Q: NDArray[np.uint64]
@@ -80,7 +83,8 @@ def write_record(out: Folder, dataset: XMCDataset, text: Text, start: Path | Non
         start: folder of the model that training started from; None: from scratch.
     """
     own = _of_dataset(dataset, text)
-    hash_Q, complete = own.hash_Q, True
+    hash_Q = own.hash_Q
+    complete = True
     if start is not None:
         before = of_model(start)
         complete = before is not None and before.complete and before.text == text
@@ -94,7 +98,8 @@ def of_model(folder: Path) -> Seen | None:
     """The queries that the model in a folder has seen; None if nothing is known about them.
 
     Args:
-        folder: an exported model, also that of a bundle (`model/`), whose voting queries are known, too.
+        folder: an exported model, also that of a bundle (`model/`), whose voting queries are known,
+        too.
     """
     record = read_manifest(folder, KIND, VERSION, verify=False)["meta"].get(SEEN_KEY)
     if record is not None:
@@ -115,7 +120,11 @@ def of_bundle(bundle: Path, dataset: XMCDataset) -> Seen | None:
     found = of_model(bundle / "model")
     if found is None and _was_trained_on(read_info(bundle), dataset):
         text = cast(Text, read_info(bundle).text)
-        return Seen(_of_dataset(dataset, text).hash_Q, text, complete=not _started_from_another(bundle / "model"))
+        return Seen(
+            _of_dataset(dataset, text).hash_Q,
+            text,
+            complete=not _started_from_another(bundle / "model"),
+        )
     return found
 
 
@@ -128,7 +137,8 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
     left = rows[~np.logical_or.reduce([np.zeros(len(rows), dtype=bool), *masks.values()])]
     words = [_counted(name, counts[name], len(rows)) for name in folders]
     words += [
-        f"the {name} may have seen more: the model that it started from has no record of its queries"
+        f"the {name} may have seen more: the model that it started from has no record of its "
+        "queries"
         for name, found in seen.items()
         if found is not None and not found.complete
     ]
@@ -137,13 +147,18 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
         words.append(f"all are judged on, which {ACCEPT} accepts")
         return Unseen(rows, counts, Check(CHECK, True, len(rows), None, "; ".join(words)))
     judged = "all" if len(left) == len(rows) else f"the {len(left):,} that neither has seen"
-    words.append(f"both are judged on {judged}" if is_enough else f"only {len(left):,} are left, too few to judge on")
+    words.append(
+        f"both are judged on {judged}"
+        if is_enough
+        else f"only {len(left):,} are left, too few to judge on"
+    )
     check = Check(CHECK, is_enough, len(left), min(FEWEST, -(-len(rows) // 2)), "; ".join(words))
     return Unseen(left, counts, check)
 
 
 def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
-    """Test queries that a model has seen and that are not also training queries now: a sentence part, and their number.
+    """Test queries that a model has seen and that are not also training queries now: a sentence
+    part, and their number.
 
     (Texts in both splits of one data set are counted by its validation.)
     """
@@ -156,12 +171,17 @@ def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
 
 
 def leaks(num: int, dataset: XMCDataset, limits: Validation) -> bool:
-    """Whether so many test queries, seen by the model that a training starts from, make its figures worthless."""
+    """Whether so many test queries, seen by the model that a training starts from, make its figures
+    worthless.
+    """
     return num > 0 and not _is_accepted(num, len(dataset.rows("test")), limits)
 
 
 def _is_accepted(num_seen: int, num_test: int, limits: Validation) -> bool:
-    return limits.test_texts_in_train_severity != "error" or num_seen <= limits.test_texts_in_train * num_test
+    return (
+        limits.test_texts_in_train_severity != "error"
+        or num_seen <= limits.test_texts_in_train * num_test
+    )
 
 
 def _counted(name: str, count: int | None, total: int) -> str:
@@ -178,7 +198,8 @@ def _of_dataset(dataset: XMCDataset, text: Text) -> Seen:
 
 
 def _was_trained_on(info: BundleInfo, dataset: XMCDataset) -> bool:
-    # the profile is of the training; after a refresh of the labels, info.dataset is that of the labels
+    # the profile is of the training; after a refresh of the labels, info.dataset is that of the
+    # labels
     profile = info.card.get(PROFILE_KEY)
     return isinstance(profile, dict) and profile.get("sha256") == dataset.sha256
 

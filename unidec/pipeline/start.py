@@ -1,8 +1,9 @@
-"""The start of a training, cold or from the champion: chosen before it (`choose_start`), opened when it begins.
+"""The start of a training, cold or from the champion: chosen before it (`choose_start`), opened
+when it begins.
 
-The choice is written to data/start.json, a dependency of DVC's stage `train`. This small file is in git, the model in
-the registry. Reproducing the stage, even years later, starts from the same model, which is found by its hash.
-"""
+The choice is written to data/start.json, a dependency of DVC's stage `train`. This small file is in
+git, the model in the registry. Reproducing the stage, even years later, starts from the same model,
+which is found by its hash."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class WarmStart(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenStart:
-    """The start of the next training, with the reason for the choice; other fields are those of a `WarmStart`."""
+    """The start of the next training, with the reason for the choice; other fields are those of a
+    `WarmStart`.
+    """
 
     kind: Literal["warm", "cold"]
     model: str | None = None
@@ -72,13 +75,19 @@ def read_start() -> WarmStart | None:
         content = json.loads(paths.START.read_bytes())
         return None if content == COLD else WarmStart.model_validate(content)
     except ValueError as error:  # of json, UTF-8 or pydantic
-        got, fix = str(error).partition("\n")[0], f"restore it from git, or write {json.dumps(COLD)}"
-        raise ArtifactError("the file that names the model to start from cannot be read", where=str(paths.START),
-                            got=got, fix=fix) from error  # fmt: skip
+        got = str(error).partition("\n")[0]
+        fix = f"restore it from git, or write {json.dumps(COLD)}"
+        raise ArtifactError(
+            "the file that names the model to start from cannot be read",
+            where=str(paths.START),
+            got=got,
+            fix=fix,
+        ) from error
 
 
 def effective(params: Params) -> Params:
-    """The parameters that a training runs with: those of params.yaml, with section `warm` applied in a warm start.
+    """The parameters that a training runs with: those of params.yaml, with section `warm` applied
+    in a warm start.
 
     Applying it twice changes nothing more.
 
@@ -90,24 +99,40 @@ def effective(params: Params) -> Params:
         return params
     if params.encoder.start:
         raise ConfigError(
-            "two models to start from", where="encoder.start", got=f"{params.encoder.start} and a warm start",
-            expected="one of them", fix=f'{FIX}, or encoder.start: ""',
-        )  # fmt: skip
+            "two models to start from",
+            where="encoder.start",
+            got=f"{params.encoder.start} and a warm start",
+            expected="one of them",
+            fix=f'{FIX}, or encoder.start: ""',
+        )
     return warm_params(params)
 
 
 def warm_params(params: Params) -> Params:
-    """The parameters of a warm start: section `warm` replaces the schedule and scales every learning rate."""
-    warm, optim = params.warm, params.optim
-    rates = {key: value * warm.lr_scale for key, value in optim.model_dump().items() if key.startswith("lr_")}
+    """The parameters of a warm start: section `warm` replaces the schedule and scales every
+    learning rate.
+    """
+    warm = params.warm
+    optim = params.optim
+    rates = {
+        key: value * warm.lr_scale
+        for key, value in optim.model_dump().items()
+        if key.startswith("lr_")
+    }
     schedule = {"epochs": warm.epochs, "warmup_epochs": warm.warmup_epochs}
-    scaled = {"optim": optim.model_copy(update=schedule | rates), "warm": warm.model_copy(update={"lr_scale": 1.0})}
+    scaled = {
+        "optim": optim.model_copy(update=schedule | rates),
+        "warm": warm.model_copy(update={"lr_scale": 1.0}),
+    }
     return params.model_copy(update=scaled)
 
 
 def start_tags() -> dict[str, str]:
     """The start as tags of a run or of a model's version."""
-    return {f"start.{key.replace('_', '.')}": str(value) for key, value in _content(read_start()).items()}
+    return {
+        f"start.{key.replace('_', '.')}": str(value)
+        for key, value in _content(read_start()).items()
+    }
 
 
 def _content(start: WarmStart | None) -> dict[str, Any]:
@@ -116,32 +141,42 @@ def _content(start: WarmStart | None) -> dict[str, Any]:
 
 
 def run_identity(params: Params) -> dict[str, str]:
-    """The identity of a training run: everything in parameters, data, code and start that determines its result.
+    """The identity of a training run: everything in parameters, data, code and start that
+    determines its result.
 
-    Parameters that only determine where it runs or is shown (`device`, `run`, `tracking`, `index`) are not part of it.
-    """
+    Parameters that only determine where it runs or is shown (`device`, `run`, `tracking`, `index`)
+    are not part of it."""
     start = read_start()
     return identity.run_identity(
-        effective(params).model_dump(), paths.open_dataset(), paths.open_tokens("queries"),
-        paths.open_tokens("labels"), start.bundle_sha256 if start else None, paths.open_label_graph(params),
-    )  # fmt: skip
+        effective(params).model_dump(),
+        paths.open_dataset(),
+        paths.open_tokens("queries"),
+        paths.open_tokens("labels"),
+        start.bundle_sha256 if start else None,
+        paths.open_label_graph(params),
+    )
 
 
 @replaces_inputs()
 def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
-    """Choose whether the next training starts from the champion or from scratch, and write data/start.json.
+    """Choose whether the next training starts from the champion or from scratch, and write
+    data/start.json.
 
     Args:
         params: as in params.yaml.
-        kind: "auto": from the champion if it fits and no cold start is due; None: `retrain.start` decides.
+        kind: "auto": from the champion if it fits and no cold start is due; None: `retrain.start`
+        decides.
 
     Raises:
-        ConfigError: a warm start was requested, and there is no champion, or it does not fit the parameters.
+        ConfigError: a warm start was requested, and there is no champion, or it does not fit the
+        parameters.
         ArtifactError: the champion's bundle is damaged.
         MlflowException: the registry does not answer; an outage must not cause a cold start.
     """
     kind = kind or params.retrain.start
-    start, reason = (None, "as requested") if kind == "cold" else _from_champion(params, kind == "auto")
+    start, reason = (
+        (None, "as requested") if kind == "cold" else _from_champion(params, kind == "auto")
+    )
     if kind == "warm" and start is None:
         fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
         fix += f", or accept it: {seen.ACCEPT}" if TRAINED_ON in reason else ""
@@ -151,8 +186,9 @@ def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
 
 
 def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
-    """A warm start from the champion, or None, and the reason. `auto`: none if the parameters differ, or if a cold
-    start is due by `retrain.cold_every`."""
+    """A warm start from the champion, or None, and the reason. `auto`: none if the parameters
+    differ, or if a cold start is due by `retrain.cold_every`.
+    """
     from unidec.model.sources import resolve_encoder
     from unidec.model.weights import start_differences  # imports torch
 
@@ -178,13 +214,16 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
     if auto and 0 < params.retrain.cold_every <= generation:
         return None, f"{generation} warm starts in a row (retrain.cold_every)"
     sha256 = champion.tags["bundle.sha256"]
-    start = WarmStart(model=name, version=str(champion.version), bundle_sha256=sha256, generation=generation + 1)
+    start = WarmStart(
+        model=name, version=str(champion.version), bundle_sha256=sha256, generation=generation + 1
+    )
     return start, f"the champion, {version}" + (f", which {words}" if words else "")
 
 
 def _leak(params: Params, model: Path) -> tuple[str, bool]:
-    """What a model in a folder has seen of the test split ("": nothing beyond what may be), and whether a training must
-    not start from it."""
+    """What a model in a folder has seen of the test split ("": nothing beyond what may be), and
+    whether a training must not start from it.
+    """
     if not paths.DATASET.is_dir():
         return "", False
     dataset = paths.open_dataset()
@@ -195,7 +234,9 @@ def _leak(params: Params, model: Path) -> tuple[str, bool]:
 
 
 def first_model(params: Params) -> Path | None:
-    """Folder of the model that training starts from, by data/start.json or `encoder.start`; None: from scratch."""
+    """Folder of the model that training starts from, by data/start.json or `encoder.start`; None:
+    from scratch.
+    """
     if params.encoder.start:
         return Path(params.encoder.start)
     start = open_start()
@@ -203,15 +244,18 @@ def first_model(params: Params) -> Path | None:
 
 
 def check_start(params: Params) -> list[str]:
-    """Check that the model which training starts from was not trained on the test queries of the current data.
+    """Check that the model which training starts from was not trained on the test queries of the
+    current data.
 
     The start is chosen before; since then, the data may have changed.
 
     Returns:
-        a sentence if such a start is accepted (`validation.test_texts_in_train_severity`), else nothing.
+        a sentence if such a start is accepted (`validation.test_texts_in_train_severity`), else
+        nothing.
 
     Raises:
-        ConfigError: the model was trained on test queries, so that the figures of a new model would be worthless.
+        ConfigError: the model was trained on test queries, so that the figures of a new model would
+        be worthless.
         ArtifactError: the model is missing or damaged.
     """
     model = first_model(params)
@@ -219,10 +263,15 @@ def check_start(params: Params) -> list[str]:
     if is_refused:
         where = str(params.encoder.start or paths.START)
         raise ConfigError(
-            "a training cannot start from a model that knows the test queries", where=where,
-            got=f"the model {words}", expected=f"at most {params.validation.test_texts_in_train:.1%}",
-            fix=f"start from scratch (make train ARGS=\"--force --start cold\"), or accept it: {seen.ACCEPT}",
-        )  # fmt: skip
+            "a training cannot start from a model that knows the test queries",
+            where=where,
+            got=f"the model {words}",
+            expected=f"at most {params.validation.test_texts_in_train:.1%}",
+            fix=(
+                'start from scratch (make train ARGS="--force --start cold"), or accept it: '
+                f"{seen.ACCEPT}"
+            ),
+        )
     return [f"the model that training starts from {words}"] if words else []
 
 
@@ -232,10 +281,17 @@ def _listed(keys: list[str], most: int = 4) -> str:
 
 
 def _changed_parameters(params: Params, bundle: Path) -> list[str]:
-    """Keys that determine what is learnt, without the seed, whose value differs from the champion's training."""
-    champion, values = read_info(bundle).params, params.model_dump()
+    """Keys that determine what is learnt, without the seed, whose value differs from the champion's
+    training.
+    """
+    champion = read_info(bundle).params
+    values = params.model_dump()
     keys = [key for key in keys_deciding("tokens", "label_graph", "training") if key != "seed"]
-    return [key for key in keys if json.dumps(value_at(champion, key)) != json.dumps(value_at(values, key))]
+    return [
+        key
+        for key in keys
+        if json.dumps(value_at(champion, key)) != json.dumps(value_at(values, key))
+    ]
 
 
 def open_start() -> Start | None:

@@ -1,4 +1,5 @@
-"""Stage `train`: start or resume the run, train its rounds (`unidec.training.fit`), record them, export the model.
+"""Stage `train`: start or resume the run, train its rounds (`unidec.training.fit`), record them,
+export the model.
 
 A training that was killed resumes from its last checkpoint.
 """
@@ -19,7 +20,13 @@ from typing import Any
 import numpy as np
 
 from unidec.config import RESULTS, Params, flatten, keys_deciding
-from unidec.data.storage import files_sha256, read_json_lines, write_bytes_atomic, write_folder, write_json
+from unidec.data.storage import (
+    files_sha256,
+    read_json_lines,
+    write_bytes_atomic,
+    write_folder,
+    write_json,
+)
 from unidec.interrupt import signals_raise
 from unidec.machine import memory_used
 from unidec.model.unidec import KIND, VERSION
@@ -29,7 +36,15 @@ from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
 from unidec.pipeline.seen import write_record
-from unidec.pipeline.start import check_start, effective, first_model, open_start, read_start, run_identity, start_tags
+from unidec.pipeline.start import (
+    check_start,
+    effective,
+    first_model,
+    open_start,
+    read_start,
+    run_identity,
+    start_tags,
+)
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash, unknown_code
 from unidec.tracking.run import TRIAL_TAG, Tracker, reconcile_runs, run_tags
 from unidec.training.checkpoint import newest_state
@@ -39,20 +54,26 @@ from unidec.training.identity import check_same, differences
 from unidec.training.stopping import ROUNDS, Stopping
 from unidec.training.trainer import Trainer, TrainingData
 
-REFRESH, HISTORY = "refresh.json", "history.jsonl"
+REFRESH = "refresh.json"
+HISTORY = "history.jsonl"
 _RESUME_HINT = "run the same command again to resume from the last checkpoint"
 _STOPPED_AT_ONCE = "stopped at once; the last complete checkpoint is kept"
 _REFRESH_METRICS = {  # key of the refresh report -> name in MLflow
-    "refresh_seconds": "seconds", "cluster_cosine": "cluster_cosine", "mine_negative_score": "negative_score",
-    "mine_positives_found": "positives_found", "mine_recall": "recall",
-}  # fmt: skip
+    "refresh_seconds": "seconds",
+    "cluster_cosine": "cluster_cosine",
+    "mine_negative_score": "negative_score",
+    "mine_positives_found": "positives_found",
+    "mine_recall": "recall",
+}
 
 
-def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE) -> Trainer:
+def open_trainer(
+    params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE
+) -> Trainer:
     """The run's trainer, at its newest checkpoint.
 
-    On each machine one process verifies the artifacts. Workers of `launch` do not: the launching process has done it.
-    """
+    On each machine one process verifies the artifacts. Workers of `launch` do not: the launching
+    process has done it."""
     verify = ranks.is_first_here and LAUNCHER not in os.environ
     data = TrainingData(
         paths.open_dataset(verify),
@@ -60,32 +81,54 @@ def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = 
         paths.open_tokens("labels", verify),
         paths.open_label_graph(params, verify),
     )
-    return Trainer(params.training, data, Path(run_dir), paths.CACHE, accept=accept, ranks=ranks, start=open_start())
+    return Trainer(
+        params.training,
+        data,
+        Path(run_dir),
+        paths.CACHE,
+        accept=accept,
+        ranks=ranks,
+        start=open_start(),
+    )
 
 
 class Run:
     """A training run, as `unidec.training.fit.fit` drives it, with its records and its MLflow run.
 
-    With several ranks, the launcher runs each phase on all of them; validation and export run in this process, with a
-    trainer that is opened at the newest checkpoint.
+    With several ranks, the launcher runs each phase on all of them; validation and export run in
+    this process, with a trainer that is opened at the newest checkpoint.
 
     Attributes:
         folder: the run's folder.
-        epoch, epoch_step, step: finished epochs, steps of the epoch in progress, and total steps, as of the opening of
-            the run or its last training.
+        epoch, epoch_step, step: finished epochs, steps of the epoch in progress, and total steps,
+            as of the opening of the run or its last training.
         epochs, num_rounds: of the whole training; upper limits if `optim.patience` is set.
         epochs_a_round: epochs from one refresh to the next.
-        lines: messages for the user: where training resumes, which differences were accepted, which runs had crashed.
+        lines: messages for the user: where training resumes, which differences were accepted, which
+        runs had crashed.
     """
 
     def __init__(
-        self, params: Params, folder: Path, accept: Collection[str], state: dict[str, Any], launcher: Launcher | None
+        self,
+        params: Params,
+        folder: Path,
+        accept: Collection[str],
+        state: dict[str, Any],
+        launcher: Launcher | None,
     ):
-        self.params, self.folder, self.accept, self.launcher = params, folder, tuple(accept), launcher
-        self.epoch, self.epoch_step, self.step = (int(state.get(key, 0)) for key in ("epoch", "epoch_step", "step"))
-        self.epochs, self.epochs_a_round = params.optim.epochs, params.pool.refresh
+        self.params = params
+        self.folder = folder
+        self.accept = tuple(accept)
+        self.launcher = launcher
+        self.epoch, self.epoch_step, self.step = (
+            int(state.get(key, 0)) for key in ("epoch", "epoch_step", "step")
+        )
+        self.epochs = params.optim.epochs
+        self.epochs_a_round = params.pool.refresh
         self.num_rounds = -(-self.epochs // self.epochs_a_round)
-        self.stopping = Stopping(self.epochs, self.epochs_a_round, params.optim.patience, params.optim.budget_minutes)
+        self.stopping = Stopping(
+            self.epochs, self.epochs_a_round, params.optim.patience, params.optim.budget_minutes
+        )
         self.lines: list[str] = []
         self._trainer: Trainer | None = None
         self._trained = RoundReport()
@@ -108,13 +151,18 @@ class Run:
         return self._trainer
 
     def cluster(self) -> Figures:
-        """Cluster the training queries for the next round; {} if the round has begun or its refresh is done.
+        """Cluster the training queries for the next round; {} if the round has begun or its refresh
+        is done.
 
-        With several ranks this is the whole refresh, in a single launch that encodes the queries only once."""
+        With several ranks this is the whole refresh, in a single launch that encodes the queries
+        only once.
+        """
         return self._work("refresh" if self.launcher else "cluster")
 
     def mine(self) -> Figures:
-        """Mine hard negatives for the next round; if that is done already, returns the report in the run's folder."""
+        """Mine hard negatives for the next round; if that is done already, returns the report in
+        the run's folder.
+        """
         if self.launcher is not None:  # `cluster` ran the whole refresh
             return _refresh_report(self.folder, self.epoch - self.epoch % self.epochs_a_round)
         return self._work("refresh")
@@ -122,47 +170,81 @@ class Run:
     def train_round(self) -> RoundReport:
         """Train the rest of the round, until the next refresh is due."""
         self._trained = self._work("train_round")
-        self.epoch, self.epoch_step, self.step = self._trained.epoch, 0, self._trained.step
+        self.epoch = self._trained.epoch
+        self.epoch_step = 0
+        self.step = self._trained.step
         return self._trained
 
     @property
     def lacks_validation(self) -> bool:
-        """Whether the process was killed after the training of a round and before its validation."""
-        ended = self.step > 0 and self.epoch_step == 0 and (self.finished or self.epoch % self.epochs_a_round == 0)
-        return ended and not any(line["epoch"] == self.epoch for line in read_json_lines(self.folder / ROUNDS))
+        """Whether the process was killed after the training of a round and before its
+        validation.
+        """
+        ended = (
+            self.step > 0
+            and self.epoch_step == 0
+            and (self.finished or self.epoch % self.epochs_a_round == 0)
+        )
+        return ended and not any(
+            line["epoch"] == self.epoch for line in read_json_lines(self.folder / ROUNDS)
+        )
 
     def validate(self) -> RoundReport:
-        """Measure the validation split, or without one a sample of `data.validation_sample` training queries, and add
-        the round's line to rounds.jsonl.
+        """Measure the validation split, or without one a sample of `data.validation_sample`
+        training queries, and add the round's line to rounds.jsonl.
 
-        The steps and seconds of a round that was interrupted are those of its parts together."""
-        begin, trainer = time.perf_counter(), self.trainer
-        dataset, data = trainer.dataset, self.params.data
+        The steps and seconds of a round that was interrupted are those of its parts together.
+        """
+        begin = time.perf_counter()
+        trainer = self.trainer
+        dataset = trainer.dataset
+        data = self.params.data
         rows = dataset.rows("validation")
         if not len(rows):
             trained = dataset.rows("train")
             size = min(data.validation_sample, len(trained))
-            rows = np.sort(np.random.default_rng(data.split_seed).choice(trained, size, replace=False))
+            rows = np.sort(
+                np.random.default_rng(data.split_seed).choice(trained, size, replace=False)
+            )
         label_vectors = trainer.label_vectors()
         precision = self.params.optim.precision
         ranking = Ranking.of_model(trainer.model, dataset, rows, precision, vectors=label_vectors)
         metrics = validation_metrics(ranking, self.params)
         validation_seconds = time.perf_counter() - begin
-        before = [line for line in read_json_lines(self.folder / ROUNDS) if line["epoch"] < self.epoch]
+        before = [
+            line for line in read_json_lines(self.folder / ROUNDS) if line["epoch"] < self.epoch
+        ]
         last = before[-1] if before else {}
         steps = self.step - int(last.get("step", 0))
-        seconds = max(self._trained.train_seconds, trainer.at.seconds - last.get("trained_seconds", 0.0))
+        seconds = max(
+            self._trained.train_seconds, trainer.at.seconds - last.get("trained_seconds", 0.0)
+        )
         round_begin = (self.epoch - 1) // self.epochs_a_round * self.epochs_a_round
         refresh = _refresh_report(self.folder, round_begin)
-        work = sum(line.get("refresh", {}).get("work_seconds", 0.0) for line in [*before, {"refresh": refresh}])
+        work = sum(
+            line.get("refresh", {}).get("work_seconds", 0.0)
+            for line in [*before, {"refresh": refresh}]
+        )
         report = replace(
-            self._trained, epoch=self.epoch, finished=self.finished, step=self.step, steps=steps,
-            train_seconds=seconds, trained_seconds=trainer.at.seconds, steps_per_s=steps / max(seconds, 1e-9),
-            round=-(-self.epoch // self.epochs_a_round), validation=metrics, validation_seconds=validation_seconds,
-            refresh=refresh, seconds=seconds + validation_seconds, work_seconds=trainer.at.work_seconds + work,
-        )  # fmt: skip
+            self._trained,
+            epoch=self.epoch,
+            finished=self.finished,
+            step=self.step,
+            steps=steps,
+            train_seconds=seconds,
+            trained_seconds=trainer.at.seconds,
+            steps_per_s=steps / max(seconds, 1e-9),
+            round=-(-self.epoch // self.epochs_a_round),
+            validation=metrics,
+            validation_seconds=validation_seconds,
+            refresh=refresh,
+            seconds=seconds + validation_seconds,
+            work_seconds=trainer.at.work_seconds + work,
+        )
         tracker = Tracker.resume(self.folder)
-        tracker.log(self.step, {f"validation/{name}": value for name, value in headline(metrics).items()})
+        tracker.log(
+            self.step, {f"validation/{name}": value for name, value in headline(metrics).items()}
+        )
         tracker.flush()
         record = {name: value for name, value in asdict(report).items() if value is not None}
         lines = [json.dumps(line) for line in [*before, record]]
@@ -170,8 +252,12 @@ class Run:
         return report
 
     def export(self) -> str:
-        """Write the model and the records of its training to outputs/model, and release the trainer's memory."""
-        start, trainer, first = read_start(), self.trainer, first_model(self.params)
+        """Write the model and the records of its training to outputs/model, and release the
+        trainer's memory.
+        """
+        start = read_start()
+        trainer = self.trainer
+        first = first_model(self.params)
         with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
             trainer.export(out, {"start": start.model_dump()} if start else None)
             write_record(out, paths.open_dataset(False), self.params.tokens.text, first)
@@ -203,30 +289,45 @@ def start_run(
 
     Args:
         params: all parameters, as in params.yaml; training uses `effective` of them.
-        resume: name of a run to resume instead of the run of these parameters; "": the newest unfinished one.
+        resume: name of a run to resume instead of the run of these parameters; "": the newest
+        unfinished one.
         accept: keys of the run's identity that may differ from its newest checkpoint's.
-        launcher: runs phases on several ranks; None: torchrun if `run.devices` is above 1, else this process.
+        launcher: runs phases on several ranks; None: torchrun if `run.devices` is above 1, else
+        this process.
         track: log to MLflow; if False, the run's records are only in its folder.
 
     Raises:
-        ConfigError: the training does not fit into memory or on the disk, or the run to resume was started with
-            other data, parameters, tokenizer or code: all keys that differ are listed.
+        ConfigError: the training does not fit into memory or on the disk, or the run to resume was
+            started with other data, parameters, tokenizer or code: all keys that differ are listed.
     """
-    params, start = effective(params), read_start()
+    params = effective(params)
+    start = read_start()
     leak = check_start(params)  # also reports a model that is missing or damaged
     identity = run_identity(params)
-    folder = runs.choose_run(resume) if resume is not None else paths.RUNS / files_sha256(identity)[:16]
+    folder = (
+        runs.choose_run(resume) if resume is not None else paths.RUNS / files_sha256(identity)[:16]
+    )
     checkpoint, state, _ = newest_state(folder)
     begun_with = state.get("identity") or identity
     check_same(begun_with, identity, accept, str(folder))
     accepted = differences(begun_with, identity)
-    paths.open_propensity()  # verifies the last of the artifacts that training reads; `run_identity` read the others
-    run = Run(params, folder, accept, state, launcher or (launch.torchrun if params.run.devices > 1 else None))
+    # verifies the last of the artifacts that training reads; `run_identity` read the others
+    paths.open_propensity()
+    run = Run(
+        params,
+        folder,
+        accept,
+        state,
+        launcher or (launch.torchrun if params.run.devices > 1 else None),
+    )
     if not run.finished:
         check_fits(params)
     ended = reconcile_runs(path for path in runs.run_folders() if path != folder)
     if start:
-        run.lines.append(f"starts from {start.model} version {start.version}, warm start number {start.generation}")
+        run.lines.append(
+            f"starts from {start.model} version {start.version}, warm start number "
+            f"{start.generation}"
+        )
     run.lines += [
         *(f"accepted: {line}" for line in [*accepted, *leak]),
         _progress_line(run, checkpoint),
@@ -234,7 +335,9 @@ def start_run(
     ]
     if run.lacks_validation:
         run.validate()
-        run.lines.append(f"epoch {run.epoch} was trained but not validated before the kill: validated now")
+        run.lines.append(
+            f"epoch {run.epoch} was trained but not validated before the kill: validated now"
+        )
     if track:
         _begin_tracking(run, state.get("notes", {}).get("mlflow_run_id"), accepted)
     return run
@@ -242,7 +345,9 @@ def start_run(
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training: the folders of the run and of the model, epochs and total steps (`step` and `steps`)."""
+    """A finished training: the folders of the run and of the model, epochs and total steps (`step`
+    and `steps`).
+    """
 
     run_dir: str
     finished: bool
@@ -259,7 +364,8 @@ def train(
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     track: bool = True,
 ) -> Trained | None:
-    """Train to the last epoch and export the model; after a kill or stop, the same call resumes from the checkpoint.
+    """Train to the last epoch and export the model; after a kill or stop, the same call resumes
+    from the checkpoint.
 
     Args:
         params, resume, accept, track: see `start_run`.
@@ -269,7 +375,8 @@ def train(
         None on other ranks than the first (under torchrun).
 
     Raises:
-        Stopped: by SIGINT or SIGTERM, after a checkpoint was written and the MLflow run ended as KILLED.
+        Stopped: by SIGINT or SIGTERM, after a checkpoint was written and the MLflow run ended as
+        KILLED.
         UnidecError: an error in parameters, data, artifacts or training.
     """
     signals = signals_raise(_RESUME_HINT, _STOPPED_AT_ONCE)
@@ -282,18 +389,23 @@ def train(
                 say(line)
             with runs.tracked(run.folder):
                 fit(run)
-                return Trained(str(run.folder), run.finished, run.step, run.export(), run.epoch, run.step)
+                return Trained(
+                    str(run.folder), run.finished, run.step, run.export(), run.epoch, run.step
+                )
 
 
 def work_on_rank(ranks: Ranks, job: Job) -> Report:
-    """Run a phase on one of several ranks, with a trainer that is opened at the newest checkpoint."""
+    """Run a phase on one of several ranks, with a trainer that is opened at the newest
+    checkpoint.
+    """
     params = Params.model_validate(job["params"])
     return work(job["name"], open_trainer(params, job["run_dir"], tuple(job["accept"]), ranks))
 
 
 def work(name: str, trainer: Trainer) -> Report:
-    """Run a phase of training, "cluster", "refresh" or "train_round", and return its report. Only the first rank writes
-    records."""
+    """Run a phase of training, "cluster", "refresh" or "train_round", and return its report. Only
+    the first rank writes records.
+    """
     if name == "train_round":
         return _train(trainer)
     if not trainer.refresh_due:
@@ -304,7 +416,11 @@ def work(name: str, trainer: Trainer) -> Report:
     report = {"epoch": trainer.at.epoch, **trainer.refresh()}
     if trainer.ranks.is_first:
         write_json(trainer.run_dir / REFRESH, report)
-        figures = {f"refresh/{name}": float(report[key]) for key, name in _REFRESH_METRICS.items() if key in report}
+        figures = {
+            f"refresh/{name}": float(report[key])
+            for key, name in _REFRESH_METRICS.items()
+            if key in report
+        }
         Tracker.resume(trainer.run_dir).log(trainer.at.step, figures)
     return report
 
@@ -314,7 +430,8 @@ def _train(trainer: Trainer) -> RoundReport:
     if not trainer.ranks.is_first:
         return trainer.train_round()
     tracker = Tracker.resume(trainer.run_dir)
-    # also in the checkpoint: if the folder's tracking.json is lost, training resumes in the same MLflow run
+    # also in the checkpoint: if the folder's tracking.json is lost, training resumes in the same
+    # MLflow run
     trainer.at.notes |= {"mlflow_run_id": tracker.run_id}
     report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)))
     memory = memory_used()
@@ -324,7 +441,9 @@ def _train(trainer: Trainer) -> RoundReport:
 
 
 def _refresh_report(run_dir: Path, epoch: int) -> Figures:
-    """The report of the refresh after `epoch` epochs; only {"epoch"} if the process was killed before writing it."""
+    """The report of the refresh after `epoch` epochs; only {"epoch"} if the process was killed
+    before writing it.
+    """
     with contextlib.suppress(OSError, ValueError):
         report = json.loads((run_dir / REFRESH).read_text(encoding="utf-8"))
         if report["epoch"] == epoch:
@@ -333,26 +452,41 @@ def _refresh_report(run_dir: Path, epoch: int) -> Figures:
 
 
 def step_figures(figures: Mapping[str, float]) -> Figures:
-    """The figures of a step by their names in MLflow, such as "training/loss"; without the step's number."""
+    """The figures of a step by their names in MLflow, such as "training/loss"; without the step's
+    number.
+    """
     return {f"training/{name}": value for name, value in figures.items() if name != "step"}
 
 
-def model_params(flat: Mapping[str, str | int | float], is_warm: bool) -> dict[str, str | int | float]:
-    """The parameters (by dotted keys) that decide a result, and the recipe's name; those of section `warm` only for a
-    warm start."""
+def model_params(
+    flat: Mapping[str, str | int | float], is_warm: bool
+) -> dict[str, str | int | float]:
+    """The parameters (by dotted keys) that decide a result, and the recipe's name; those of section
+    `warm` only for a warm start.
+    """
     return {key: flat[key] for key in ["recipe", *keys_deciding(*RESULTS, warm=is_warm)]}
 
 
 def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> None:
     """Start or resume the MLflow run of this training."""
-    params, dataset = run.params, paths.open_dataset()
+    params = run.params
+    dataset = paths.open_dataset()
     experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
-    tags = code_tags() | start_tags() | {
-        "dataset.sha256": dataset.sha256, "run.folder": run.folder.name, "accepted": "; ".join(accepted)[:5000],
-        "dvc_experiment": experiment, f"{DVC_TAG}{paths.DATASET}": dvc_hash(str(paths.DATASET)) or "",
-    }  # fmt: skip
+    tags = (
+        code_tags()
+        | start_tags()
+        | {
+            "dataset.sha256": dataset.sha256,
+            "run.folder": run.folder.name,
+            "accepted": "; ".join(accepted)[:5000],
+            "dvc_experiment": experiment,
+            f"{DVC_TAG}{paths.DATASET}": dvc_hash(str(paths.DATASET)) or "",
+        }
+    )
     data = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
-    data |= {key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")}
+    data |= {
+        key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")
+    }
     name = f"{dataset.name} {params.recipe or params.model.heads} {_how(experiment, run.folder)}"
     logged = model_params(flatten(params), read_start() is not None)
     tags = {key: tag for key, tag in tags.items() if tag}
@@ -362,7 +496,9 @@ def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> 
 
 
 def _how(experiment: str, folder: Path) -> str:
-    """What the end of an MLflow run's name says: the experiment of DVC, or which command trained, and the run."""
+    """What the end of an MLflow run's name says: the experiment of DVC, or which command trained,
+    and the run.
+    """
     run = folder.name[:6]
     if experiment:
         return experiment
@@ -381,7 +517,8 @@ def _progress_line(run: Run, checkpoint: Path | None) -> str:
     inside = f" and {run.epoch_step} steps of the next" if run.epoch_step else ""
     age = runs.duration(runs.age(checkpoint))
     return (
-        f"run {run.folder.name} resumes after epoch {run.epoch} of {most}{run.epochs}{inside} (step {run.step}), "
+        f"run {run.folder.name} resumes after epoch {run.epoch} of "
+        f"{most}{run.epochs}{inside} (step {run.step}), "
         f"from the checkpoint of {age} ago"
     )
 

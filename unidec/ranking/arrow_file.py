@@ -1,8 +1,8 @@
 """Reads Arrow files from untrusted sources.
 
-Arrow checks lengths against the file, but decompresses buffers to whatever size they declare. Bundles store Arrow files
-uncompressed, so messages are read one at a time, and a compressed message is rejected before it is decompressed.
-"""
+Arrow checks lengths against the file, but decompresses buffers to whatever size they declare.
+Bundles store Arrow files uncompressed, so messages are read one at a time, and a compressed message
+is rejected before it is decompressed."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ def read_texts_table(path: Path, schema: pa.Schema, num_rows: int) -> pa.Table:
         schema: expected columns; metadata is ignored. num_rows: expected number of rows.
 
     Raises:
-        ArtifactError: the file is missing, damaged or compressed, or has other columns, other rows or null values.
+        ArtifactError: the file is missing, damaged or compressed, or has other columns, other rows
+        or null values.
     """
     fix = "write the bundle again: unidec index build"
     try:
         table = _read_plain_table(path, schema)
         table.validate(full=True)
     except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
-        raise ArtifactError("not a readable Arrow file", where=str(path), got=str(error)[:200], fix=fix) from error
+        raise ArtifactError(
+            "not a readable Arrow file", where=str(path), got=str(error)[:200], fix=fix
+        ) from error
     if table.num_rows != num_rows or any(column.null_count for column in table.columns):
-        what, got = "the number of rows differs, or values are null", table.num_rows
+        what = "the number of rows differs, or values are null"
+        got = table.num_rows
         raise ArtifactError(what, where=str(path), got=got, expected=num_rows, fix=fix)
     return table
 
@@ -47,7 +51,10 @@ def _read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
         raise ValueError("not an Arrow file")
     reader = pa.ipc.MessageReader.open_stream(pa.BufferReader(data.slice(len(_MAGIC))))
     first = reader.read_next_message()
-    if first.type != "schema" or (file_schema := pa.ipc.read_schema(first)).remove_metadata() != schema:
+    if (
+        first.type != "schema"
+        or (file_schema := pa.ipc.read_schema(first)).remove_metadata() != schema
+    ):
         raise ValueError(f"columns that differ from {', '.join(schema.names)}")
     batches = []
     for message in reader:
@@ -68,7 +75,11 @@ def _is_compressed(data: bytes) -> bool:
         if vtable < 0:
             raise ValueError("a message with an invalid offset")
         (size,) = struct.unpack_from("<H", data, vtable)
-        offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if 6 + 2 * number <= size else 0
+        offset = (
+            struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0]
+            if 6 + 2 * number <= size
+            else 0
+        )
         return table + offset if offset else 0
 
     try:

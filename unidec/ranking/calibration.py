@@ -2,10 +2,10 @@
 
 Legend: N queries, K results, B bins of neighbouring scores.
 
-Scores are divided into bins with about equally many relevant labels. Isotonic regression merges bins until the share of
-relevant labels does not fall with the score (Zadrozny and Elkan 2002). Between the mean scores of two bins, the
-probability is interpolated (centred isotonic regression, Oron and Flournoy 2017).
-"""
+Scores are divided into bins with about equally many relevant labels. Isotonic regression merges
+bins until the share of relevant labels does not fall with the score (Zadrozny and Elkan 2002).
+Between the mean scores of two bins, the probability is interpolated (centred isotonic regression,
+Oron and Flournoy 2017)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ Floats = npt.NDArray[np.floating[Any]]
 def fit_calibration(score_NK: Floats, relevant_NK: npt.NDArray[np.bool_]) -> Calibration | None:
     """Fit a calibration to labels that were returned for queries.
 
-    Half a relevant and half an irrelevant label are added to each bin (Jeffreys' prior), so that no probability is 0
-    or 1.
+    Half a relevant and half an irrelevant label are added to each bin (Jeffreys' prior), so that no
+    probability is 0 or 1.
 
     Args:
-        score_NK: scores by which the labels are ranked; not finite where a query has fewer than K labels.
-        relevant_NK: whether each label is relevant. No part of the ranking may have been trained on these queries.
+        score_NK: scores by which the labels are ranked; not finite where a query has fewer than K
+        labels.
+        relevant_NK: whether each label is relevant. No part of the ranking may have been trained on
+        these queries.
 
     Returns:
         None if there are fewer than `LEAST_RELEVANT` relevant labels.
@@ -38,13 +40,17 @@ def fit_calibration(score_NK: Floats, relevant_NK: npt.NDArray[np.bool_]) -> Cal
     from scipy.optimize import isotonic_regression
 
     finite_NK = np.isfinite(score_NK)
-    score, relevant = score_NK[finite_NK].astype(np.float64), relevant_NK[finite_NK]
+    score = score_NK[finite_NK].astype(np.float64)
+    relevant = relevant_NK[finite_NK]
     if (num_relevant := int(relevant.sum())) < LEAST_RELEVANT:
         return None
     num_bins = min(MOST_POINTS, num_relevant // RELEVANT_A_BIN)
     edges = np.unique(np.quantile(score[relevant], np.arange(1, num_bins) / num_bins))
-    bin_of = np.unique(np.searchsorted(edges, score, side="right"), return_inverse=True)[1]  # without empty bins
-    count_B, relevant_B, score_B = (np.bincount(bin_of, weights) for weights in (None, relevant, score))
+    # without empty bins
+    bin_of = np.unique(np.searchsorted(edges, score, side="right"), return_inverse=True)[1]
+    count_B, relevant_B, score_B = (
+        np.bincount(bin_of, weights) for weights in (None, relevant, score)
+    )
     regression = isotonic_regression((relevant_B + 0.5) / (count_B + 1), weights=count_B + 1)
     begins = regression.blocks[:-1]
     scores = np.add.reduceat(score_B, begins) / np.add.reduceat(count_B, begins)

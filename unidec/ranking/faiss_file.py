@@ -1,9 +1,9 @@
 """Reads faiss index files that may be damaged or malicious.
 
-From version 1.15 on, faiss itself checks lengths, levels and links of a file against each other and limits its
-allocations. This module checks the rest after reading: kind and size of the index, that upper links of a graph stay on
-their level, that each label is in exactly one list (in older files: in two), and that all numbers are finite.
-"""
+From version 1.15 on, faiss itself checks lengths, levels and links of a file against each other and
+limits its allocations. This module checks the rest after reading: kind and size of the index, that
+upper links of a graph stay on their level, that each label is in exactly one list (in older files:
+in two), and that all numbers are finite."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _limits = threading.Lock()
 
 
 def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]:
-    """Read a faiss index, and return it with the mapped bytes that it has views into. Replacing the file later does not
-    affect them.
+    """Read a faiss index, and return it with the mapped bytes that it has views into. Replacing the
+    file later does not affect them.
 
     Args:
         like: an empty index of the expected kind, width and codes.
@@ -39,30 +39,42 @@ def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]
     faiss = faiss_module()
     try:
         with where.open("rb") as file:
-            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+            data = np.frombuffer(
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8
+            )
         if bytes(data[:4]) != _MAGIC[type(like).__name__.removesuffix("IP")]:
             raise RuntimeError(f"not a {type(like).__name__}")
         reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size)
         with _allocation_limits(data.size):
-            index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE | faiss.IO_FLAG_READ_ONLY)
+            index = faiss.read_index(
+                reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE | faiss.IO_FLAG_READ_ONLY
+            )
         if reader.rp_ != data.size:
             raise RuntimeError(f"{data.size - reader.rp_} bytes after the end of the index")
         _check(index, like, num_vectors)
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error)[-200:]
         raise ArtifactError(
-            "the index file is damaged", where=str(where), got=reason,
-            expected=f"{num_vectors} vectors of width {like.d}", fix="build the index again: unidec index build",
-        ) from error  # fmt: skip
+            "the index file is damaged",
+            where=str(where),
+            got=reason,
+            expected=f"{num_vectors} vectors of width {like.d}",
+            fix="build the index again: unidec index build",
+        ) from error
     return index, data
 
 
 @contextlib.contextmanager
 def _allocation_limits(num_bytes: int) -> Iterator[None]:
-    """Limits faiss to vectors no larger than the file, and to as many lists as a file of this size can hold."""
+    """Limits faiss to vectors no larger than the file, and to as many lists as a file of this size
+    can hold.
+    """
     faiss = faiss_module()
     with _limits:  # faiss's limits are global
-        before = faiss.get_deserialization_vector_byte_limit(), faiss.get_deserialization_loop_limit()
+        before = (
+            faiss.get_deserialization_vector_byte_limit(),
+            faiss.get_deserialization_loop_limit(),
+        )
         faiss.set_deserialization_vector_byte_limit(num_bytes)
         faiss.set_deserialization_loop_limit(max(64, num_bytes // _LEAST_LIST_BYTES))
         try:
@@ -73,20 +85,29 @@ def _allocation_limits(num_bytes: int) -> Iterator[None]:
 
 
 def _check(index: Any, like: Any, num_vectors: int) -> None:
-    """Raise RuntimeError unless the index has the layout of the empty index `like` and `num_vectors` valid vectors."""
+    """Raise RuntimeError unless the index has the layout of the empty index `like` and
+    `num_vectors` valid vectors.
+    """
     faiss = faiss_module()
-    got, expected = _layout(index), _layout(like)
+    got = _layout(index)
+    expected = _layout(like)
     if got != expected or not index.is_trained:
         raise RuntimeError(f"layout {got}, expected {expected}")
     inner = faiss.downcast_index(index.storage) if hasattr(index, "hnsw") else index
     if hasattr(index, "invlists"):
         _check_lists(index, num_vectors)
-    elif (index.ntotal, inner.ntotal, inner.codes.size()) != (num_vectors, num_vectors, num_vectors * inner.code_size):
+    elif (index.ntotal, inner.ntotal, inner.codes.size()) != (
+        num_vectors,
+        num_vectors,
+        num_vectors * inner.code_size,
+    ):
         raise RuntimeError(f"{index.ntotal} vectors")
     if hasattr(index, "hnsw"):
         _check_links(index.hnsw)
     dense = faiss.downcast_index(index.quantizer) if hasattr(index, "invlists") else inner
-    arrays = [] if hasattr(dense, "pq") else [faiss.rev_swig_ptr(dense.get_xb(), dense.ntotal * dense.d)]
+    arrays = (
+        [] if hasattr(dense, "pq") else [faiss.rev_swig_ptr(dense.get_xb(), dense.ntotal * dense.d)]
+    )
     arrays += [faiss.vector_to_array(index.pq.centroids)] if hasattr(index, "pq") else []
     for array in arrays:
         starts = range(0, array.size, _CHECKED_AT_ONCE)
@@ -97,7 +118,8 @@ def _check(index: Any, like: Any, num_vectors: int) -> None:
 def _layout(index: Any) -> list[Any]:
     """Properties that all indexes of one kind, width and code share."""
     faiss = faiss_module()
-    name, size = type(index).__name__.removesuffix("IP"), getattr(index, "code_size", 0)
+    name = type(index).__name__.removesuffix("IP")
+    size = getattr(index, "code_size", 0)
     layout: list[Any] = [name, index.d, index.metric_type, size]
     if hasattr(index, "hnsw"):
         layout.append(_layout(faiss.downcast_index(index.storage)))
@@ -111,14 +133,20 @@ def _layout(index: Any) -> list[Any]:
 
 
 def _check_links(graph: Any) -> None:
-    """Each link must lead to a node that exists at the link's level; otherwise a search reads out of bounds."""
+    """Each link must lead to a node that exists at the link's level; otherwise a search reads out
+    of bounds.
+    """
     faiss = faiss_module()
     levels, level_ends, links, starts = (
         faiss.vector_to_array(array)
         for array in (graph.levels, graph.cum_nneighbor_per_level, graph.neighbors, graph.offsets)
     )
     starts = starts.astype(np.int64)
-    if graph.entry_point < 0 or graph.max_level != levels[graph.entry_point] - 1 or levels.max() - 1 != graph.max_level:
+    if (
+        graph.entry_point < 0
+        or graph.max_level != levels[graph.entry_point] - 1
+        or levels.max() - 1 != graph.max_level
+    ):
         raise RuntimeError(f"entry point {graph.entry_point} at level {graph.max_level}")
     if levels.min() < 1 or (starts[1:] - starts[:-1] != level_ends[levels]).any():
         raise RuntimeError("number of links does not fit the levels")
@@ -131,14 +159,24 @@ def _check_links(graph: Any) -> None:
 
 def _check_lists(index: Any, num_vectors: int) -> None:
     """Each vector must be in exactly one list, or in older files in two."""
-    faiss, lists = faiss_module(), index.invlists
+    faiss = faiss_module()
+    lists = index.invlists
     centroids = faiss.downcast_index(index.quantizer)
-    if not lists.nlist == index.nlist == centroids.ntotal == centroids.codes.size() // centroids.code_size:
+    if (
+        not lists.nlist
+        == index.nlist
+        == centroids.ntotal
+        == centroids.codes.size() // centroids.code_size
+    ):
         raise RuntimeError(f"{lists.nlist} lists, but {centroids.ntotal} centroids")
     sizes = [lists.list_size(number) for number in range(lists.nlist)]
-    ids = [faiss.rev_swig_ptr(lists.get_ids(number), size) for number, size in enumerate(sizes) if size]
+    ids = [
+        faiss.rev_swig_ptr(lists.get_ids(number), size) for number, size in enumerate(sizes) if size
+    ]
     copies = index.ntotal // num_vectors
     if copies not in (1, 2) or not sum(sizes) == index.ntotal == copies * num_vectors:
-        raise RuntimeError(f"{sum(sizes)} list entries for {index.ntotal} vectors, expected {num_vectors} vectors")
+        raise RuntimeError(
+            f"{sum(sizes)} list entries for {index.ntotal} vectors, expected {num_vectors} vectors"
+        )
     if not np.array_equal(np.sort(np.concatenate(ids)), np.repeat(np.arange(num_vectors), copies)):
         raise RuntimeError("the lists do not hold each label once")

@@ -1,21 +1,25 @@
-"""Learnt fusion: a small network ranks the candidates of both heads and of the votes by features of query and label.
+"""Learnt fusion: a small network ranks the candidates of both heads and of the votes by features of
+query and label.
 
-Legend: B queries, L labels, C candidates from the search, P pairs of a query and a candidate, F words, X features,
-M training queries, O pairs of a left-out query and one of its labels, T largest scores of a query, D width of a head,
-H hidden units.
+Legend: B queries, L labels, C candidates from the search, P pairs of a query and a candidate, F
+words, X features,
+M training queries, O pairs of a left-out query and one of its labels, T largest scores of a query,
+D width of a head, H hidden units.
 
     score(x, l) = network(features of x and l) + tail * log(inverse propensity of l)
 
-The features are `FEATURES`, optionally followed by `BY_WORDS`, which come from a second network. That network ranks
-labels by words alone: by votes of similar training queries, and by cosines to the words of the label's text and of its
-training queries. It is trained on training queries, each scored as if it were absent from the training data ("left
-out"): its own vote, its words in the sums of its labels and its count in their frequencies are subtracted, so that the
-network sees the same distribution as for new queries (stacked generalisation, Wolpert 1992). The fusion is trained with
+The features are `FEATURES`, optionally followed by `BY_WORDS`, which come from a second network.
+That network ranks labels by words alone: by votes of similar training queries, and by cosines to
+the words of the label's text and of its training queries. It is trained on training queries, each
+scored as if it were absent from the training data ("left out"): its own vote, its words in the sums
+of its labels and its count in their frequencies are subtracted, so that the network sees the same
+distribution as for new queries (stacked generalisation, Wolpert 1992). The fusion is trained with
 the decoupled softmax over each query's candidates (`fusion_fit.py`).
 
-Source: NGAME (section 3, "score fusion") learns to combine the scores of an encoder and a classifier, with decision
-trees over labels. Here one network serves all labels, and also uses votes, words and label frequencies.
-"""
+Source: NGAME (section 3, "score fusion") learns to combine the scores of an encoder and a
+classifier, with decision
+trees over labels. Here one network serves all labels, and also uses votes, words and label
+frequencies."""
 
 from __future__ import annotations
 
@@ -49,27 +53,54 @@ FEWEST_CANDIDATES = 100  # labels searched if fewer results are requested
 RESCORE = 2  # labels per candidate that an approximate search scores exactly
 VOTED = 100  # labels with the most votes that are added to the candidates
 FEATURES = (
-    "blend", "dual encoder", "classifier", "votes", "words of the label", "words of its queries",
-    "labels it comes with", "log frequency",
-    "log rank by the blend", "log rank by the dual encoder", "log rank by the classifier", "log rank by votes",
-    "blend below the best", "dual encoder below the best", "classifier below the best", "votes below the most",
-    "label words below the best", "query words below the best", "best blend", "log words of the query",
-)  # fmt: skip
+    "blend",
+    "dual encoder",
+    "classifier",
+    "votes",
+    "words of the label",
+    "words of its queries",
+    "labels it comes with",
+    "log frequency",
+    "log rank by the blend",
+    "log rank by the dual encoder",
+    "log rank by the classifier",
+    "log rank by votes",
+    "blend below the best",
+    "dual encoder below the best",
+    "classifier below the best",
+    "votes below the most",
+    "label words below the best",
+    "query words below the best",
+    "best blend",
+    "log words of the query",
+)
 BY_WORDS = ("score by words", "score by words below the best", "log rank by words")
 _LIKELY = 10  # labels with the best blend, whose co-occurrence with a candidate is a feature
 _LIKELY_TEMPERATURE = 0.3  # of the softmax that weights those labels
 WORD_FEATURES = (
-    "votes", "votes below the most", "log rank by votes",
-    "words of the label", "label words below the best", "log rank by label words",
-    "words of its queries", "query words below the best", "log rank by query words",
-    "most votes", "best label words", "best query words", "log frequency", "log words of the query",
-)  # fmt: skip
-WORD_CANDIDATES = (100, 50, 50)  # of a left-out query: labels with most votes, best by label words, best by query words
+    "votes",
+    "votes below the most",
+    "log rank by votes",
+    "words of the label",
+    "label words below the best",
+    "log rank by label words",
+    "words of its queries",
+    "query words below the best",
+    "log rank by query words",
+    "most votes",
+    "best label words",
+    "best query words",
+    "log frequency",
+    "log words of the query",
+)
+# of a left-out query: labels with most votes, best by label words, best by query words
+WORD_CANDIDATES = (100, 50, 50)
 _RANKED = 64  # best labels among which a rank is counted
 _ROUNDING = 1e-5  # relative differences up to this size may be rounding errors
 _QUERIES_AT_ONCE = 256
 _BLOCK_SCORES = 1 << 23  # scores of all labels for the queries of one block
-_PROFILE_WORDS = 256  # largest word weights kept for the queries of a label; popular labels have thousands
+# largest word weights kept for the queries of a label; popular labels have thousands
+_PROFILE_WORDS = 256
 LIMIT = 6.0  # standard deviations from the mean at which a feature is clipped
 _PAIRS_AT_ONCE = 1 << 11  # the hidden units of this number of pairs fit in the cache
 
@@ -79,11 +110,13 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Network(BaseModel):
-    """A small network that scores pairs of a query and a label from their features, as stored in bundle.json.
+    """A small network that scores pairs of a query and a label from their features, as stored in
+    bundle.json.
 
         score(x, l) = w . f(x, l) + sum over h of o_h max(0, v_h . f(x, l) + b_h)
 
-    where f(x, l) are the standardised features: minus their mean, divided by their standard deviation, and clipped.
+    where f(x, l) are the standardised features: minus their mean, divided by their standard
+    deviation, and clipped.
 
     Attributes:
         mean, scale: of each feature, [X]; scale above 0.
@@ -108,7 +141,14 @@ class Network(BaseModel):
 
     @cached_property
     def _arrays(self) -> tuple[Floats, ...]:
-        parts = (self.mean, self.scale, self.linear, np.transpose(self.hidden), self.hidden_bias, self.out)
+        parts = (
+            self.mean,
+            self.scale,
+            self.linear,
+            np.transpose(self.hidden),
+            self.hidden_bias,
+            self.out,
+        )
         return tuple(np.asarray(part, dtype=np.float32) for part in parts)
 
     def scores(self, feature_PX: Floats) -> Floats:
@@ -140,8 +180,13 @@ class Fusion(Network):
     def _check_features(self) -> Fusion:
         if len(self.mean) != len(self.features):
             raise ValueError(f"weights of {len(self.mean)} features, expected {len(self.features)}")
-        if self.words is not None and len(self.words.mean) not in (num := len(WORD_FEATURES), 2 * num):
-            raise ValueError(f"weights of {len(self.words.mean)} word features, expected {num} or {2 * num}")
+        if self.words is not None and len(self.words.mean) not in (
+            num := len(WORD_FEATURES),
+            2 * num,
+        ):
+            raise ValueError(
+                f"weights of {len(self.words.mean)} word features, expected {num} or {2 * num}"
+            )
         return self
 
     @property
@@ -155,12 +200,13 @@ class WordScores:
     """Scores of all labels for B queries.
 
     Attributes:
-        votes: votes of similar training queries. by_label, by_queries: cosines of the query's words to the words of
-            the label's text, and to those of the label's training queries.
+        votes: votes of similar training queries. by_label, by_queries: cosines of the query's words
+            to the words of the label's text, and to those of the label's training queries.
         count_L: training queries of each label, float32 [L].
         num_words_B: known words of each query, int64 [B].
         left_out_labels: 1 for the labels of left-out queries; None if no queries are left out.
-        by_first_words: the same scores from the first words alone; None if those are not stored or not scored.
+        by_first_words: the same scores from the first words alone; None if those are not stored or
+        not scored.
     """
 
     votes: PairScores
@@ -178,14 +224,21 @@ class WordScores:
         return np.unique(np.concatenate(keys))
 
     def features(self, query_P: Rows, label_P: Rows) -> Floats:
-        """`WORD_FEATURES` of the given pairs, followed by those of the first words if scored: float32 [P, X]."""
-        columns, best = [], []
+        """`WORD_FEATURES` of the given pairs, followed by those of the first words if scored:
+        float32 [P, X].
+        """
+        columns = []
+        best = []
         key_P = query_P * self.votes.shape[1] + label_P
         for scores in (self.votes, self.by_label, self.by_queries):
             top_BT = scores.top(_RANKED)
             value_P = scores.at(key_P)
             best.append(top_BT.max(axis=1)[query_P])
-            columns += [value_P, best[-1] - value_P, np.log1p((top_BT[query_P] > value_P[:, None]).sum(axis=1))]
+            columns += [
+                value_P,
+                best[-1] - value_P,
+                np.log1p((top_BT[query_P] > value_P[:, None]).sum(axis=1)),
+            ]
         count_P = self.count_L[label_P]
         if self.left_out_labels is not None:
             count_P = count_P - self.left_out_labels.at(key_P)
@@ -200,20 +253,26 @@ class WordScorer:
     """Scores labels by words. Scoring is thread-safe.
 
     Args:
-        neighbours: training queries, compared by words, with the labels' words. num_votes: neighbours that vote.
+        neighbours: training queries, compared by words, with the labels' words. num_votes:
+        neighbours that vote.
     """
 
     def __init__(self, neighbours: Neighbours, num_votes: int) -> None:
-        self.neighbours, self.num_votes = neighbours, num_votes
+        self.neighbours = neighbours
+        self.num_votes = num_votes
         # sums of the word vectors of each label's training queries (PECOS: PIFA); normalised below
-        self._sum_LF = keep_largest(csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD), _PROFILE_WORDS)
+        self._sum_LF = keep_largest(
+            csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD), _PROFILE_WORDS
+        )
         self._norm_L = np.sqrt(np.asarray(self._sum_LF.multiply(self._sum_LF).sum(axis=1)).ravel())
         unit_L = np.divide(1, self._norm_L, out=np.zeros_like(self._norm_L), where=self._norm_L > 0)
         # both kinds of label vectors in one matrix, for a single product
         words_2LF = vstack([neighbours.compared_labels, diags(unit_L) @ self._sum_LF], format="csr")
         self._words_F2L = SparseRows(words_2LF.T.tocsr())
         self.by_first_words = (
-            None if neighbours.by_first_words is None else WordScorer(neighbours.by_first_words, num_votes)
+            None
+            if neighbours.by_first_words is None
+            else WordScorer(neighbours.by_first_words, num_votes)
         )
 
     @property
@@ -222,15 +281,19 @@ class WordScorer:
         scores = 3 * max(1, self.neighbours.num_labels) * (1 if self.by_first_words is None else 2)
         return max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // scores))
 
-    def score(self, words_BF: csr_matrix, left_out: Rows | None = None, first_words: bool = True) -> WordScores:
+    def score(
+        self, words_BF: csr_matrix, left_out: Rows | None = None, first_words: bool = True
+    ) -> WordScores:
         """Scores of all labels.
 
         Args:
             words_BF: queries, from `WordSpace.vectors`.
-            left_out: int64 [B], rows of the queries if they are training queries; each is treated as absent.
+            left_out: int64 [B], rows of the queries if they are training queries; each is treated
+            as absent.
             first_words: also score by the first words, if they are stored.
         """
-        neighbours, num_labels = self.neighbours, self.neighbours.num_labels
+        neighbours = self.neighbours
+        num_labels = self.neighbours.num_labels
         votes = neighbours.votes(words_BF, self.num_votes, left_out)
         by_words = self._words_F2L.product(words_BF)
         by_label = by_words.columns(0, num_labels)
@@ -240,7 +303,9 @@ class WordScorer:
             left_out_labels = PairScores.of(neighbours.labels_ML[left_out])
             key_O = left_out_labels.key_N
             query_O, label_O = np.divmod(key_O, num_labels)
-            by_queries.put(key_O, self._without_query(words_BF[query_O], label_O, by_queries.at(key_O)))
+            by_queries.put(
+                key_O, self._without_query(words_BF[query_O], label_O, by_queries.at(key_O))
+            )
         assert neighbours.words is not None
         num_words_B = neighbours.words.num_words(words_BF, neighbours.part)
         by_first_words = None
@@ -249,21 +314,27 @@ class WordScorer:
         counts = (neighbours.label_counts, num_words_B)
         return WordScores(votes, by_label, by_queries, *counts, left_out_labels, by_first_words)
 
-    def _without_query(self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats) -> Floats:
-        """Cosine of each query q to the sum s of a label that it has, without its own part: cos(q, s - q), float32 [O].
+    def _without_query(
+        self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats
+    ) -> Floats:
+        """Cosine of each query q to the sum s of a label that it has, without its own part: cos(q,
+        s - q), float32 [O].
 
         Args:
             cosine_O: cos(q, s).
         """
         norm_O = self._norm_L[label_O]
         in_sum_OF = self._sum_LF[label_O].sign()  # a popular label's sum lacks some of its words
-        square_O = np.asarray(words_OF.multiply(words_OF).multiply(in_sum_OF).sum(axis=1)).ravel()  # |q|^2
+        # |q|^2
+        square_O = np.asarray(words_OF.multiply(words_OF).multiply(in_sum_OF).sum(axis=1)).ravel()
         product_O = cosine_O * norm_O  # q . s
         rest_product_O = product_O - square_O  # q . (s - q)
         rest_square_O = norm_O**2 - 2 * product_O + square_O  # |s - q|^2
         valid = (rest_product_O > _ROUNDING * product_O) & (rest_square_O > _ROUNDING * norm_O**2)
         rest_norm_O = np.sqrt(np.maximum(rest_square_O, 0))
-        return np.divide(rest_product_O, rest_norm_O, out=np.zeros_like(rest_product_O), where=valid)
+        return np.divide(
+            rest_product_O, rest_norm_O, out=np.zeros_like(rest_product_O), where=valid
+        )
 
 
 @dataclass(frozen=True)
@@ -293,7 +364,8 @@ class LabelEvidence:
 
     Args:
         heads: both heads, and the weight of the blend.
-        neighbours: training queries, compared by words, with the labels' words. num_votes: neighbours that vote.
+        neighbours: training queries, compared by words, with the labels' words. num_votes:
+        neighbours that vote.
         propensity: the data set's constants A and B.
         by_words: the network that ranks by words; None: without the features `BY_WORDS`.
     """
@@ -306,17 +378,24 @@ class LabelEvidence:
         propensity: tuple[float, float],
         by_words: Network | None = None,
     ) -> None:
-        self.de, self.clf = heads.alone("de"), heads.alone("clf")
+        self.de = heads.alone("de")
+        self.clf = heads.alone("clf")
         self.clf_weight = np.float32(heads.clf_weight)
-        self.words, self.by_words = WordScorer(neighbours, num_votes), by_words
+        self.words = WordScorer(neighbours, num_votes)
+        self.by_words = by_words
         count_L = neighbours.label_counts
         self.log_frequency_L = np.log1p(count_L).astype(np.float32)
-        inverse_L = inverse_propensity(count_L.astype(np.int64), neighbours.num_queries, *propensity)
+        inverse_L = inverse_propensity(
+            count_L.astype(np.int64), neighbours.num_queries, *propensity
+        )
         self.log_inverse_L = np.log(inverse_L).astype(np.float32)
         self._co_occurrence_LL = SparseRows(neighbours.co_occurrence)
 
-    def read(self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None = None) -> Evidence:
-        """Features of the candidates of each query: the labels in `found_BC`, and the `VOTED` labels with most votes.
+    def read(
+        self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None = None
+    ) -> Evidence:
+        """Features of the candidates of each query: the labels in `found_BC`, and the `VOTED`
+        labels with most votes.
 
         Args:
             encoded: queries, by both heads and by words.
@@ -329,36 +408,51 @@ class LabelEvidence:
             return self._read(encoded, found_BC, excluded, allowed)
 
         def read_block(start: int) -> Evidence:
-            block, excluded_keys = slice(start, start + step), excluded - start * self.num_labels
-            excluded_keys = excluded_keys[(excluded_keys >= 0) & (excluded_keys < step * self.num_labels)]
+            block = slice(start, start + step)
+            excluded_keys = excluded - start * self.num_labels
+            excluded_keys = excluded_keys[
+                (excluded_keys >= 0) & (excluded_keys < step * self.num_labels)
+            ]
             return self._read(encoded.take(block), found_BC[block], excluded_keys, allowed)
 
         with thread_pool() as threads:
             parts = list(threads.map(read_block, range(0, len(found_BC), step)))
         query_P = np.concatenate([part.query_P + i * step for i, part in enumerate(parts)])
         names = ("label_P", "feature_PX", "votes_P")
-        label_P, feature_PX, votes_P = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+        label_P, feature_PX, votes_P = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in names
+        )
         return Evidence(query_P, label_P, feature_PX, votes_P, len(found_BC))
 
     def rank(self, fusion: Fusion, evidence: Evidence, k: int, tail: float = 0.0) -> Ranked:
-        """The k best labels by a fusion, with `tail` added to its weight of the log inverse propensity."""
+        """The k best labels by a fusion, with `tail` added to its weight of the log inverse
+        propensity.
+        """
         weight = np.float32(fusion.tail + tail)
-        return evidence.top(fusion.scores(evidence.feature_PX) + weight * self.log_inverse_L[evidence.label_P], k)
+        return evidence.top(
+            fusion.scores(evidence.feature_PX) + weight * self.log_inverse_L[evidence.label_P], k
+        )
 
     @property
     def num_labels(self) -> int:
         """Number of labels L."""
         return len(self.log_frequency_L)
 
-    def _read(self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None) -> Evidence:
+    def _read(
+        self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None
+    ) -> Evidence:
         assert encoded.words_BF is not None
-        num_queries, num_labels = len(found_BC), self.num_labels
+        num_queries = len(found_BC)
+        num_labels = self.num_labels
         scored = self.words.score(encoded.words_BF, first_words=self.by_words is not None)
         key_P = candidate_keys(found_BC, scored.votes.largest(VOTED), num_labels, excluded)
         reference_P = np.ones(len(key_P), dtype=bool)  # candidates to which others are compared
-        if allowed is not None:  # features are relative to all candidates, whatever labels are allowed
+        # features are relative to all candidates, whatever labels are allowed
+        if allowed is not None:
             unrestricted = key_P
-            key_P = np.union1d(unrestricted, allowed_keys(allowed, num_queries, num_labels, excluded))
+            key_P = np.union1d(
+                unrestricted, allowed_keys(allowed, num_queries, num_labels, excluded)
+            )
             reference_P = np.isin(key_P, unrestricted)
         query_P, label_P = np.divmod(key_P, num_labels)
         begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
@@ -366,18 +460,30 @@ class LabelEvidence:
         de_P = self.de.pair_scores(self.de.queries(encoded.de_BD, None), query_P, label_P)
         clf_P = self.clf.pair_scores(self.clf.queries(None, encoded.clf_BD), query_P, label_P)
         blend_P = de_P + self.clf_weight * clf_P
-        scores = (blend_P, de_P, clf_P, votes_P, scored.by_label.at(key_P), scored.by_queries.at(key_P))
+        scores = (
+            blend_P,
+            de_P,
+            clf_P,
+            votes_P,
+            scored.by_label.at(key_P),
+            scored.by_queries.at(key_P),
+        )
         best = [_best(score_P, reference_P, query_P, num_queries) for score_P in scores]
-        rank_P, *other_ranks = (_rank(score_P, reference_P, query_P, begin_B) for score_P in scores[:4])
+        rank_P, *other_ranks = (
+            _rank(score_P, reference_P, query_P, begin_B) for score_P in scores[:4]
+        )
         likely_N = np.flatnonzero(reference_P & (rank_P < _LIKELY))
         likely = (query_P[likely_N], label_P[likely_N], blend_P[likely_N])
         co_occurrence_P = self._co_occurrence_with_likely(*likely, best[0]).at(key_P)
         columns = [
-            *scores, co_occurrence_P, self.log_frequency_L[label_P],
+            *scores,
+            co_occurrence_P,
+            self.log_frequency_L[label_P],
             *(np.log1p(rank) for rank in (rank_P, *other_ranks)),
             *(best_B[query_P] - score_P for best_B, score_P in zip(best, scores, strict=True)),
-            best[0][query_P], np.log1p(scored.num_words_B)[query_P],
-        ]  # fmt: skip
+            best[0][query_P],
+            np.log1p(scored.num_words_B)[query_P],
+        ]
         if self.by_words is not None:
             score_P = self.by_words.scores(scored.features(query_P, label_P))
             below_P = _best(score_P, reference_P, query_P, num_queries)[query_P] - score_P
@@ -386,13 +492,19 @@ class LabelEvidence:
         if allowed is None:
             return Evidence(query_P, label_P, feature_PX, votes_P, num_queries)
         keep_P = np.isin(label_P, allowed)
-        return Evidence(query_P[keep_P], label_P[keep_P], feature_PX[keep_P], votes_P[keep_P], num_queries)
+        return Evidence(
+            query_P[keep_P], label_P[keep_P], feature_PX[keep_P], votes_P[keep_P], num_queries
+        )
 
-    def _co_occurrence_with_likely(self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats) -> DenseScores:
-        """Co-occurrence of each label with a query's likely labels, weighted by a softmax over those.
+    def _co_occurrence_with_likely(
+        self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats
+    ) -> DenseScores:
+        """Co-occurrence of each label with a query's likely labels, weighted by a softmax over
+        those.
 
         Args:
-            query_N, label_N, blend_N: likely labels, ascending by query. best_B: largest blend of each query.
+            query_N, label_N, blend_N: likely labels, ascending by query. best_B: largest blend of
+            each query.
         """
         begin_B = np.searchsorted(query_N, np.arange(len(best_B) + 1))
         weight_N = np.exp((blend_N - best_B[query_N]) / np.float32(_LIKELY_TEMPERATURE))
@@ -400,18 +512,26 @@ class LabelEvidence:
         return self._co_occurrence_LL.sums(begin_B, label_N, weight_N.astype(np.float32))
 
 
-def _best(value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, num_queries: int) -> Floats:
-    """The largest value of each query's reference candidates, float32 [B]; 0 for a query without any."""
+def _best(
+    value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, num_queries: int
+) -> Floats:
+    """The largest value of each query's reference candidates, float32 [B]; 0 for a query without
+    any.
+    """
     best_B = np.full(num_queries, -np.inf, dtype=np.float32)
     np.maximum.at(best_B, query_P[reference_P], value_P[reference_P])
     return np.where(np.isfinite(best_B), best_B, np.float32(0))
 
 
-def _rank(value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, begin_B: Rows) -> Floats:
+def _rank(
+    value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, begin_B: Rows
+) -> Floats:
     """The number of the query's reference candidates with a larger value, float32 [P]."""
     order = np.lexsort((-value_P, query_P))
-    value, query = value_P[order], query_P[order]
-    before = np.concatenate([[0], np.cumsum(reference_P[order])])  # reference candidates before each position
+    value = value_P[order]
+    query = query_P[order]
+    # reference candidates before each position
+    before = np.concatenate([[0], np.cumsum(reference_P[order])])
     is_first = np.ones(len(order), dtype=bool)  # starts a run of equal values
     is_first[1:] = (value[1:] != value[:-1]) | (query[1:] != query[:-1])
     run = np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))

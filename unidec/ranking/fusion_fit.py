@@ -1,9 +1,10 @@
 """Trains the networks of a fusion (`fusion.py`).
 
-The fusion itself is trained on queries that the model was not trained on; its word network on training queries, each
-treated as absent from the training data.
+The fusion itself is trained on queries that the model was not trained on; its word network on
+training queries, each treated as absent from the training data.
 
-Legend: N queries, P pairs of a query and a candidate, C most candidates of a query, X features, H hidden units.
+Legend: N queries, P pairs of a query and a candidate, C most candidates of a query, X features, H
+hidden units.
 """
 
 from __future__ import annotations
@@ -23,11 +24,20 @@ from unidec.progress import progress
 from unidec.ranking.candidates import PairScores
 from unidec.ranking.fusion import LIMIT, Evidence, Floats, Fusion, Network, Rows, WordScorer
 
-FOLDS, HIDDEN = 8, 32  # hidden units of each fold's network; measured: benchmarks/results/fusion.md
-BATCH, RATE, DECAY = 128, 0.01, 0.1
-MOST_STEPS, STEPS_PER_QUERY = 600, 0.75  # more steps overfit a few hundred queries
-WORD_HIDDEN, WORD_BATCH, WORD_STEPS = 64, 256, 1500
-LEAST_WORD_QUERIES, MOST_WORD_QUERIES = 1000, 24_000
+# hidden units of each fold's network; measured: benchmarks/results/fusion.md
+FOLDS = 8
+HIDDEN = 32
+BATCH = 128
+RATE = 0.01
+DECAY = 0.1
+# more steps overfit a few hundred queries
+MOST_STEPS = 600
+STEPS_PER_QUERY = 0.75
+WORD_HIDDEN = 64
+WORD_BATCH = 256
+WORD_STEPS = 1500
+LEAST_WORD_QUERIES = 1000
+MOST_WORD_QUERIES = 24_000
 _MOST_SCORES = 320_000_000  # scores of training queries with all labels: takes half a minute
 _LEAST_SCALE = 1e-6
 
@@ -38,7 +48,8 @@ class Fitted:
 
     Attributes:
         fusion: average of the folds' networks.
-        held_out_P: float32 [P], each pair's score by the network of the fold that did not train on its query.
+        held_out_P: float32 [P], each pair's score by the network of the fold that did not train on
+        its query.
         without_XP: float32 [X, P], the same scores with one feature at a time replaced by its mean.
     """
 
@@ -48,10 +59,14 @@ class Fitted:
 
 
 def fit_fusion(
-    evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[float, float], seed: int = 0,
+    evidence: Evidence,
+    relevant_P: np.ndarray,
+    propensity: tuple[float, float],
+    seed: int = 0,
     by_words: Network | None = None,
-) -> Fitted:  # fmt: skip
-    """Train one network per fold, on the queries outside the fold, with the decoupled softmax over their candidates.
+) -> Fitted:
+    """Train one network per fold, on the queries outside the fold, with the decoupled softmax over
+    their candidates.
 
     Args:
         evidence: of queries that the model was not trained on.
@@ -59,7 +74,8 @@ def fit_fusion(
         by_words: the word network with which the evidence was read.
     """
     pairs = _Training.of(evidence.query_P, evidence.feature_PX, relevant_P, evidence.num_queries)
-    x_PX, fold_N = pairs.x_PX, np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
+    x_PX = pairs.x_PX
+    fold_N = np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
     held_out_P = np.zeros(len(x_PX), dtype=np.float32)
     without_XP = np.zeros(x_PX.shape[::-1], dtype=np.float32)
 
@@ -67,7 +83,9 @@ def fit_fusion(
         network = _Network(x_PX.shape[1], HIDDEN, torch.Generator().manual_seed(seed + fold))
         queries = pairs.with_positive(np.flatnonzero(fold_N != fold))
         num_steps = min(MOST_STEPS, int(STEPS_PER_QUERY * len(queries)))
-        for _ in pairs.train(network, queries, num_steps, BATCH, np.random.default_rng([seed, fold])):
+        for _ in pairs.train(
+            network, queries, num_steps, BATCH, np.random.default_rng([seed, fold])
+        ):
             pass
         with torch.no_grad():
             in_fold_P = fold_N[evidence.query_P] == fold
@@ -84,15 +102,18 @@ def fit_fusion(
 
 
 def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Network | None:
-    """Train a network to rank labels by words on training queries, each treated as absent from the training data.
+    """Train a network to rank labels by words on training queries, each treated as absent from the
+    training data.
 
     Args:
         excluded: int64 keys training query * L + label of pairs that are not ranked.
 
     Returns:
-        None if fewer than `LEAST_WORD_QUERIES` can be scored: there are too few, or too many labels to score in time.
+        None if fewer than `LEAST_WORD_QUERIES` can be scored: there are too few, or too many labels
+        to score in time.
     """
-    neighbours, generator = scorer.neighbours, np.random.default_rng(seed)
+    neighbours = scorer.neighbours
+    generator = np.random.default_rng(seed)
     num_labels = neighbours.num_labels
     num = min(neighbours.num_queries, MOST_WORD_QUERIES, _MOST_SCORES // num_labels)
     if num < LEAST_WORD_QUERIES:
@@ -106,12 +127,18 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
         scores = scorer.score(neighbours.vectors_MD[block], block)
         query_P, label_P = np.divmod(scores.candidates(), num_labels)
         keep_P = ~np.isin(block[query_P] * num_labels + label_P, excluded)
-        query_P, label_P = query_P[keep_P], label_P[keep_P]
+        query_P = query_P[keep_P]
+        label_P = label_P[keep_P]
         return (query_P + start) * num_labels + label_P, scores.features(query_P, label_P)
 
     starts = range(0, num, step)
     with thread_pool() as threads:
-        results = progress(threads.map(read, starts), total=len(starts), desc="words of training queries", unit="block")
+        results = progress(
+            threads.map(read, starts),
+            total=len(starts),
+            desc="words of training queries",
+            unit="block",
+        )
         key_P, feature_PX = (np.concatenate(part) for part in zip(*results, strict=True))
     pairs = _Training.of(key_P // num_labels, feature_PX, truth.at(key_P) > 0, num)
     network = _Network(feature_PX.shape[1], WORD_HIDDEN, torch.Generator().manual_seed(seed))
@@ -132,7 +159,9 @@ class _Network(nn.Module):
         self.hidden_HX = nn.Parameter(
             torch.empty(num_hidden, num_features).uniform_(-bound, bound, generator=generator)
         )
-        self.bias_H = nn.Parameter(torch.empty(num_hidden).uniform_(-bound, bound, generator=generator))
+        self.bias_H = nn.Parameter(
+            torch.empty(num_hidden).uniform_(-bound, bound, generator=generator)
+        )
         self.out_H = nn.Parameter(torch.zeros(num_hidden))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,23 +185,37 @@ class _Training:
     scale_X: Floats
 
     @classmethod
-    def of(cls, query_P: Rows, feature_PX: Floats, relevant_P: np.ndarray, num_queries: int) -> _Training:
+    def of(
+        cls, query_P: Rows, feature_PX: Floats, relevant_P: np.ndarray, num_queries: int
+    ) -> _Training:
         """Standardise the features of pairs that are ascending by query."""
         mean_X = feature_PX.mean(axis=0)
         scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
         x_PX = torch.from_numpy(np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT))
-        return cls(x_PX, relevant_P, np.searchsorted(query_P, np.arange(num_queries + 1)), mean_X, scale_X)
+        return cls(
+            x_PX, relevant_P, np.searchsorted(query_P, np.arange(num_queries + 1)), mean_X, scale_X
+        )
 
     def with_positive(self, queries: np.ndarray) -> np.ndarray:
         """The given queries that have a relevant candidate."""
-        begin_N, count_N = self.begin_N, np.diff(self.begin_N)
-        has_positive = np.add.reduceat(np.append(self.relevant_P, False), begin_N[:-1]) * (count_N > 0) > 0
+        begin_N = self.begin_N
+        count_N = np.diff(self.begin_N)
+        has_positive = (
+            np.add.reduceat(np.append(self.relevant_P, False), begin_N[:-1]) * (count_N > 0) > 0
+        )
         return queries[has_positive[queries]]
 
     def train(
-        self, network: _Network, queries: np.ndarray, num_steps: int, batch: int, generator: np.random.Generator
+        self,
+        network: _Network,
+        queries: np.ndarray,
+        num_steps: int,
+        batch: int,
+        generator: np.random.Generator,
     ) -> Iterator[None]:
-        """Train on the given queries, each of which has a relevant candidate; yields after each step."""
+        """Train on the given queries, each of which has a relevant candidate; yields after each
+        step.
+        """
         optimiser = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, num_steps))
         times = 1 + num_steps * batch // max(1, len(queries))
@@ -187,7 +230,8 @@ class _Training:
 
     def _loss(self, network: _Network, queries_B: np.ndarray) -> Tensor:
         """Decoupled softmax over each query's candidates, averaged over the query's positives."""
-        begin_B, end_B = self.begin_N[queries_B], self.begin_N[queries_B + 1]
+        begin_B = self.begin_N[queries_B]
+        end_B = self.begin_N[queries_B + 1]
         size_B = end_B - begin_B
         row_N = np.repeat(np.arange(len(size_B)), size_B)
         column_N = np.arange(len(row_N)) - np.repeat(np.cumsum(size_B) - size_B, size_B)
@@ -196,7 +240,8 @@ class _Training:
         score_BC = score_N.new_zeros(len(size_B), int(size_B.max()))
         score_BC[torch.from_numpy(row_N), torch.from_numpy(column_N)] = score_N
         positive = self.relevant_P[pair_N]
-        row_F, column_F = np.nonzero(np.arange(score_BC.shape[1]) >= size_B[:, None])  # padding behind shorter lists
+        # padding behind shorter lists
+        row_F, column_F = np.nonzero(np.arange(score_BC.shape[1]) >= size_B[:, None])
         row_P = row_N[positive]
         weight_P = (1 / np.bincount(row_P, minlength=len(size_B)))[row_P]
         parts = (row_P, column_N[positive], weight_P.astype(np.float32), row_F, column_F)

@@ -1,6 +1,8 @@
-"""How both heads score, and the vector space that is searched: the vectors of both heads side by side, or of one head.
+"""How both heads score, and the vector space that is searched: the vectors of both heads side by
+side, or of one head.
 
-Legend: L labels, B queries, C candidates, K results, P pairs or rows, D width of a head, D' width of the space.
+Legend: L labels, B queries, C candidates, K results, P pairs or rows, D width of a head, D' width
+of the space.
 
 A search by inner product in this space ranks labels by
 
@@ -8,11 +10,11 @@ A search by inner product in this space ranks labels by
     de:    cos(Phi_D(x), Phi_D(z_l))
     clf:   clf(x, l)
 
-where clf(x, l) is cos(Phi_C(x), Psi_l) with `clf_normalize` (UniDEC, section "Inference": `[Phi_D(z_l);
-normalize(Psi_l)]` against `[Phi_D(x); normalize(Phi_C(x))]`, clf_weight 1), else Phi_C(x) . Psi_l + bias_l. The bias is
-an additional dimension, in which every query has the value 1; a cosine has no bias. The dual encoder returns vectors of
-unit length; with `model.normalize: false` it does not, and their inner product takes the place of the cosine.
-"""
+where clf(x, l) is cos(Phi_C(x), Psi_l) with `clf_normalize` (UniDEC, section "Inference":
+`[Phi_D(z_l); normalize(Psi_l)]` against `[Phi_D(x); normalize(Phi_C(x))]`, clf_weight 1), else
+Phi_C(x) . Psi_l + bias_l. The bias is an additional dimension, in which every query has the value
+1; a cosine has no bias. The dual encoder returns vectors of unit length; with `model.normalize:
+false` it does not, and their inner product takes the place of the cosine."""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ _PAIRS_AT_ONCE = 4096
 
 
 class Heads:
-    """The labels' vectors and how they score; vectors in the space are computed on demand, for the rows that are asked
-    for, from the heads' arrays, which may be memory-mapped.
+    """The labels' vectors and how they score; vectors in the space are computed on demand, for the
+    rows that are asked for, from the heads' arrays, which may be memory-mapped.
 
     Args:
-        vectors: "de": float32 [L, D], label embeddings of unit length, required in "both" and "de". "clf": float32
-            [L, D], rows of the classifier table, required in "both" and "clf". "bias": float32 [L], biases of the
-            classifier, not used in "de" or with `clf_normalize`.
+        vectors: "de": float32 [L, D], label embeddings of unit length, required in "both" and "de".
+            "clf": float32 [L, D], rows of the classifier table, required in "both" and "clf".
+            "bias": float32 [L], biases of the classifier, not used in "de" or with `clf_normalize`.
         clf_normalize: the classifier's score is a cosine.
         clf_weight: weight of the classifier's score in "both"; not used in the other spaces.
 
@@ -47,11 +49,16 @@ class Heads:
         shape: (L, D').
 
     Raises:
-        ValueError: a part that the space requires is missing, or the parts differ in their number of labels.
+        ValueError: a part that the space requires is missing, or the parts differ in their number
+        of labels.
     """
 
     def __init__(
-        self, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool, clf_weight: float = 1.0
+        self,
+        vectors: Mapping[str, Floats],
+        space: Space,
+        clf_normalize: bool,
+        clf_weight: float = 1.0,
     ) -> None:
         self.space = space
         self.clf_weight = clf_weight
@@ -76,24 +83,34 @@ class Heads:
         return Heads(self.vectors, self.space, self._normalize, clf_weight)
 
     def queries(self, de_BD: Floats | None, clf_BD: Floats | None, head: Space = "both") -> Floats:
-        """Query side of the space, float32 [B, D'], contiguous; its inner product with the label side is the score.
+        """Query side of the space, float32 [B, D'], contiguous; its inner product with the label
+        side is the score.
 
         Args:
             de_BD, clf_BD: query embeddings from the model's heads; those that the space requires.
-            head: "both": the space's own score; "de" or "clf": the score of that head alone, in the same space.
+            head: "both": the space's own score; "de" or "clf": the score of that head alone, in the
+            same space.
 
         Raises:
-            ValueError: a part that the space requires is missing. DataError: the space does not contain the head.
+            ValueError: a part that the space requires is missing. DataError: the space does not
+            contain the head.
         """
         if head != "both" and self.space not in ("both", head):
-            raise DataError(f"this bundle does not rank by the head {head!r}", where="head", expected=self.space)
-        vectors = {name: np.asarray(part) for name, part in (("de", de_BD), ("clf", clf_BD)) if part is not None}
+            raise DataError(
+                f"this bundle does not rank by the head {head!r}", where="head", expected=self.space
+            )
+        vectors = {
+            name: np.asarray(part)
+            for name, part in (("de", de_BD), ("clf", clf_BD))
+            if part is not None
+        }
         if "bias" in self.vectors and clf_BD is not None:
             vectors["bias"] = np.ones(len(clf_BD), dtype=np.float32)
         out = _joined(self._parts(vectors, slice(None)))
         if self.space != "both" or de_BD is None:
             return out
-        of_de, of_clf = slice(de_BD.shape[1]), slice(de_BD.shape[1], None)
+        of_de = slice(de_BD.shape[1])
+        of_clf = slice(de_BD.shape[1], None)
         if head == "both":
             out[:, of_clf] *= np.float32(self.clf_weight)
         else:
@@ -105,7 +122,9 @@ class Heads:
         return _joined(self._parts(self.vectors, rows_P))
 
     def scores(self, query_BD: Floats, rows_BC: Rows) -> Floats:
-        """Inner products of each query [D'] with its own rows, summed over the parts: float32 [B, C]."""
+        """Inner products of each query [D'] with its own rows, summed over the parts: float32 [B,
+        C].
+        """
         out = np.zeros(rows_BC.shape, dtype=np.float32)
         at = 0
         for part_PD in self._parts(self.vectors, rows_BC.ravel()):
@@ -116,7 +135,9 @@ class Heads:
         return out
 
     def pair_scores(self, query_BD: Floats, query_P: Rows, label_P: Rows) -> Floats:
-        """Scores of pairs of a query, row of `query_BD` (float32 [B, D'] from `queries`), and a label: float32 [P]."""
+        """Scores of pairs of a query, row of `query_BD` (float32 [B, D'] from `queries`), and a
+        label: float32 [P].
+        """
         out = np.empty(len(query_P), dtype=np.float32)
         for start in range(0, len(query_P), _PAIRS_AT_ONCE):
             block = slice(start, start + _PAIRS_AT_ONCE)
@@ -125,7 +146,9 @@ class Heads:
         return out
 
     def found_scores(self, query_BD: Floats, rows_BK: Rows) -> Floats:
-        """Score of each label that was found for a query, float32 [B, K]; NaN where `rows_BK` is -1."""
+        """Score of each label that was found for a query, float32 [B, K]; NaN where `rows_BK` is
+        -1.
+        """
         out = np.full(rows_BK.shape, np.nan, dtype=np.float32)
         found_BK = rows_BK >= 0
         query_P, _ = np.nonzero(found_BK)
@@ -133,22 +156,33 @@ class Heads:
         return out
 
     def _parts(self, vectors: Mapping[str, Floats], rows_P: Rows | slice) -> list[Floats]:
-        """Vectors of each part of the space, float32 [P, D] each, biases [P, 1]; raises as the class."""
-        space, parts = self.space, []
+        """Vectors of each part of the space, float32 [P, D] each, biases [P, 1]; raises as the
+        class.
+        """
+        space = self.space
+        parts = []
         if space not in SPACES:
             raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
         for name in ("de", "clf") if space == "both" else (space,):
             if name not in vectors:
-                raise ValueError(f"space {space!r} needs the vectors of {name!r}, got None: the model has no such head")
+                raise ValueError(
+                    f"space {space!r} needs the vectors of {name!r}, got None: the model has "
+                    "no such head"
+                )
             parts.append(np.asarray(vectors[name][rows_P], dtype=np.float32))
             if parts[-1].ndim != 2:
-                raise ValueError(f"vectors of {name!r} must have two dimensions, got shape {parts[-1].shape}")
+                raise ValueError(
+                    f"vectors of {name!r} must have two dimensions, got shape {parts[-1].shape}"
+                )
         if space != "de" and self._normalize:
             parts[-1] = unit_rows(parts[-1])
         elif space != "de" and "bias" in vectors:
             parts.append(np.asarray(vectors["bias"][rows_P], dtype=np.float32).reshape(-1, 1))
         if len({len(part) for part in parts}) > 1:
-            raise ValueError(f"parts of {space!r} differ in their number of rows: {[len(part) for part in parts]}")
+            raise ValueError(
+                f"parts of {space!r} differ in their number of rows: "
+                f"{[len(part) for part in parts]}"
+            )
         return parts
 
 

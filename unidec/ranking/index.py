@@ -1,16 +1,19 @@
-"""Search for the labels with the largest inner product, with one of several kinds of index, and recall of that search.
+"""Search for the labels with the largest inner product, with one of several kinds of index, and
+recall of that search.
 
-    kind       stored for each label                    labels compared with a query              scores
-    flat       float32 vector                           all                                       exact
-    pq         a 4-bit code per `code_dims` dimensions  all                                       exact after two stages
-    hnsw       float32 vector and graph links           those reached by a walk on the graph      exact
-    ivf-pq     codes as pq, in inverted lists           those in the `probes` nearest lists       exact after two stages
+    kind       stored for each label                    labels compared with a query
+    scores flat       float32 vector                           all
+    exact pq         a 4-bit code per `code_dims` dimensions  all
+    exact after two stages hnsw       float32 vector and graph links           those reached by a
+    walk on the graph      exact ivf-pq     codes as pq, in inverted lists           those in the
+    `probes` nearest lists       exact after two stages
 
-All kinds but flat can miss labels. Two stages: codes select candidates, which are then scored exactly with the float32
-vectors (`Heads`). Codes are searched with faiss's fast scan: files hold them in faiss's plain layout, and loading
-packs them.
+All kinds but flat can miss labels. Two stages: codes select candidates, which are then scored
+exactly with the float32 vectors (`Heads`). Codes are searched with faiss's fast scan: files hold
+them in faiss's plain layout, and loading packs them.
 
-Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space (`heads.py`);
+Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space
+(`heads.py`);
 width: of the vectors in the faiss index (D with padding).
 """
 
@@ -45,13 +48,18 @@ REPLACED: dict[str, Kind] = {"sq8": "pq", "hnsw-sq8": "pq", "ivf-sq8": "ivf-pq"}
 COMPRESSED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
 
 LEAST_CANDIDATES = 64
-"""Fewest candidates that are scored exactly, even for one result: cheap, and a wrong first label is costly. With 64
-candidates of 12,941 labels, `pq` finds 0.9997 of the five best labels and every first one."""
+"""Fewest candidates that are scored exactly, even for one result: cheap, and a wrong first label is
+costly. With 64 candidates of 12,941 labels, `pq` finds 0.9997 of the five best labels and every
+first one.
+"""
 
 FLAT_CENTROIDS = 1024
-"""Up to this number of list centroids, they are trained in one k-means and searched exhaustively."""
+"""Up to this number of list centroids, they are trained in one k-means and searched
+exhaustively.
+"""
 ROWS_AT_ONCE = 1 << 16  # label rows added at a time: 128 MB at 512 dimensions
-_GRAPH_ROWS_AT_ONCE = 1 << 12  # smaller, because a graph grows slowly and progress is shown per block
+# smaller, because a graph grows slowly and progress is shown per block
+_GRAPH_ROWS_AT_ONCE = 1 << 12
 _TRAINING_ROWS = 1 << 16  # rows that train a quantiser; more rows hardly change its centroids
 _ROWS_A_LIST = 40  # training rows per list; faiss asks for 39
 _ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives the same recall
@@ -100,23 +108,35 @@ class IndexOptions(BaseModel):
     rescore: Count = 8
 
     def num_lists(self, num_labels: int) -> int:
-        """Number of lists: `lists`, or 16 sqrt(L) with at least 64 labels per list. Capped at L / 8."""
+        """Number of lists: `lists`, or 16 sqrt(L) with at least 64 labels per list. Capped at L /
+        8.
+        """
         auto = min(round(16 * math.sqrt(num_labels)), num_labels // 64)
         return max(1, min(self.lists or auto, num_labels // 8))
 
     def num_probes(self, num_lists: int) -> int:
-        """Number of lists that a search scans: `probes`, or a twelfth of the lists but at least 8."""
+        """Number of lists that a search scans: `probes`, or a twelfth of the lists but
+        at least 8.
+        """
         return min(self.probes or max(8, num_lists // 12), num_lists)
 
     def empty(self, kind: Kind, dim: int, num_labels: int) -> Any:
-        """An empty faiss index for vectors of width `dim`; for coded kinds padded to a multiple of `code_dims`.
+        """An empty faiss index for vectors of width `dim`; for coded kinds padded to a multiple of
+        `code_dims`.
 
         Raises:
             ValueError: an unknown kind.
         """
-        faiss, pieces = faiss_module(), -(-dim // self.code_dims)
-        product, lists = f"PQ{pieces}x4np", f"IVF{self.num_lists(num_labels)}"
-        strings = {"flat": "Flat", "pq": product, "hnsw": f"HNSW{self.links},Flat", "ivf-pq": f"{lists},{product}"}
+        faiss = faiss_module()
+        pieces = -(-dim // self.code_dims)
+        product = f"PQ{pieces}x4np"
+        lists = f"IVF{self.num_lists(num_labels)}"
+        strings = {
+            "flat": "Flat",
+            "pq": product,
+            "hnsw": f"HNSW{self.links},Flat",
+            "ivf-pq": f"{lists},{product}",
+        }
         if kind not in strings:
             raise ValueError(f"unknown kind of index {kind!r}, expected one of {', '.join(KINDS)}")
         width = pieces * self.code_dims if kind in COMPRESSED else dim
@@ -126,9 +146,11 @@ class IndexOptions(BaseModel):
 class LabelIndex:
     """An index over label vectors for inner-product search. Searching is thread-safe.
 
-    A compressed kind searches in two stages: its codes select candidates, which are scored exactly with the float32
-    vectors. Results therefore have exact scores, and `recall` measures the missed labels. An HNSW graph over vectors of
-    unequal length (`clf_normalize=False`) favours long vectors: check its recall, or use another kind.
+    A compressed kind searches in two stages: its codes select candidates, which are scored exactly
+    with the float32
+    vectors. Results therefore have exact scores, and `recall` measures the missed labels. An HNSW
+    graph over vectors of unequal length (`clf_normalize=False`) favours long vectors: check its
+    recall, or use another kind.
 
     Args:
         index: the faiss index; becomes `stored`.
@@ -136,35 +158,53 @@ class LabelIndex:
 
     Attributes:
         kind, options: kind of index, and its build and search options.
-        vectors: label vectors that score the candidates; None if the index itself holds the vectors.
+        vectors: label vectors that score the candidates; None if the index itself holds the
+        vectors.
         stored: the faiss index as written to a file.
-        threads: threads of one search, 0 for faiss's default. More than one is faster only for many queries at once.
+        threads: threads of one search, 0 for faiss's default. More than one is faster only for many
+        queries at once.
     """
 
     def __init__(
-        self, index: Any, kind: Kind, options: IndexOptions, vectors: Heads | None = None, data: Any = None
+        self,
+        index: Any,
+        kind: Kind,
+        options: IndexOptions,
+        vectors: Heads | None = None,
+        data: Any = None,
     ) -> None:
         if kind in COMPRESSED and vectors is None:
-            raise ValueError(f"an index of kind {kind!r} needs the labels' vectors to score candidates")
-        self.kind, self.options, self.threads = kind, options, 0
+            raise ValueError(
+                f"an index of kind {kind!r} needs the labels' vectors to score candidates"
+            )
+        self.kind = kind
+        self.options = options
+        self.threads = 0
         self._faiss = faiss_module()
         self.vectors = vectors if kind in COMPRESSED else None
-        self.stored, self._data, self._index = index, data, _searchable(index, kind)
+        self.stored = index
+        self._data = data
+        self._index = _searchable(index, kind)
         self.num_labels = int(index.ntotal)
         self.dim = int(index.d) if vectors is None else vectors.shape[1]
 
     @classmethod
     def build(
-        cls, vectors_LD: Floats | Heads, kind: Kind = "flat", threads: int = 1, show: bool = False, **options: int
+        cls,
+        vectors_LD: Floats | Heads,
+        kind: Kind = "flat",
+        threads: int = 1,
+        show: bool = False,
+        **options: int,
     ) -> LabelIndex:
         """Index label vectors.
 
         Args:
-            vectors_LD: float32 [L, D], finite, or `Heads`, which compute rows on demand; a compressed kind keeps
-                them to score candidates.
+            vectors_LD: float32 [L, D], finite, or `Heads`, which compute rows on demand; a
+                compressed kind keeps them to score candidates.
             kind: one of `KINDS`.
-            threads: threads that build the index, 0 for faiss's default; with more than one, an HNSW graph is not
-                reproducible.
+            threads: threads that build the index, 0 for faiss's default; with more than one, an
+                HNSW graph is not reproducible.
             show: print progress.
             options: fields of `IndexOptions`.
 
@@ -172,9 +212,13 @@ class LabelIndex:
             ValueError: there are no labels, a number is not finite, or the kind is unknown.
             UnidecError: faiss is not installed.
         """
-        vectors, settings = as_heads(vectors_LD), IndexOptions(**options)
+        vectors = as_heads(vectors_LD)
+        settings = IndexOptions(**options)
         if not all(vectors.shape):
-            raise ValueError(f"vectors_LD must hold at least one label and one dimension, got shape {vectors.shape}")
+            raise ValueError(
+                "vectors_LD must hold at least one label and one dimension, got shape "
+                f"{vectors.shape}"
+            )
         index = settings.empty(kind, vectors.shape[1], vectors.shape[0])
         if kind == "hnsw":
             index.hnsw.efConstruction, index.hnsw.efSearch = settings.build, settings.search
@@ -182,8 +226,13 @@ class LabelIndex:
             if not index.is_trained:
                 _train(index, kind, vectors)
             size = _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE
-            num_labels, desc = vectors.shape[0], f"index {kind}"
-            with progress(total=num_labels, desc=desc, unit="label") if show else contextlib.nullcontext() as bar:
+            num_labels = vectors.shape[0]
+            desc = f"index {kind}"
+            with (
+                progress(total=num_labels, desc=desc, unit="label")
+                if show
+                else contextlib.nullcontext() as bar
+            ):
                 for rows in blocks(np.arange(num_labels), size):
                     index.add(_checked_rows(vectors, rows, index.d))
                     if bar is not None:
@@ -195,7 +244,8 @@ class LabelIndex:
     ) -> tuple[Floats, Labels]:
         """The k labels with the largest inner product, best first; ties are ordered by label row.
 
-        With excluded labels, more than k are searched; again with more for queries that still have too few.
+        With excluded labels, more than k are searched; again with more for queries that still have
+        too few.
 
         Args:
             queries_BD: float32 [B, D], finite.
@@ -214,7 +264,8 @@ class LabelIndex:
         open_B = np.arange(len(queries_BD))
         more = _FIRST_MORE
         while len(open_B):
-            # the same width for all queries: results of an approximate search depend on it, not on other queries
+            # the same width for all queries: results of an approximate search depend on it, not on
+            # other queries
             width = max(k, min(k + more, self.num_labels))
             scores, rows = self._search(queries_BD[open_B], width, rescore)
             removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
@@ -234,7 +285,10 @@ class LabelIndex:
         labels = np.full((len(queries_BD), k), -1, dtype=np.int64)
         num = num_results = min(k, self.num_labels)
         if self.vectors is not None:
-            num = min(max(LEAST_CANDIDATES, (rescore or self.options.rescore) * num_results), self.num_labels)
+            num = min(
+                max(LEAST_CANDIDATES, (rescore or self.options.rescore) * num_results),
+                self.num_labels,
+            )
         score_BC, rows_BC = self._candidates(queries_BD, num)
         if self.vectors is not None:
             score_BC = self._exact_scores(queries_BD, rows_BC)
@@ -245,8 +299,10 @@ class LabelIndex:
         return scores, labels
 
     def _exact_scores(self, queries_BD: Floats, rows_BC: Labels) -> Floats:
-        """Inner products of each query with its candidates by the float32 vectors, [B, C]; any value where the row is
-        -1. Computed in blocks of at most `ROWS_AT_ONCE` pairs."""
+        """Inner products of each query with its candidates by the float32 vectors, [B, C]; any
+        value where the row is
+        -1. Computed in blocks of at most `ROWS_AT_ONCE` pairs.
+        """
         assert self.vectors is not None
         out_BC = np.empty(rows_BC.shape, dtype=np.float32)
         columns = min(rows_BC.shape[1], ROWS_AT_ONCE)
@@ -255,11 +311,14 @@ class LabelIndex:
             some = slice(start, start + step)
             for first in range(0, rows_BC.shape[1], ROWS_AT_ONCE):
                 rows = rows_BC[some, first : first + ROWS_AT_ONCE].clip(0)
-                out_BC[some, first : first + ROWS_AT_ONCE] = self.vectors.scores(queries_BD[some], rows)
+                out_BC[some, first : first + ROWS_AT_ONCE] = self.vectors.scores(
+                    queries_BD[some], rows
+                )
         return out_BC
 
     def _candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Labels]:
-        """First stage of a search: candidates, and their inner products with the stored vectors or codes.
+        """First stage of a search: candidates, and their inner products with the stored vectors or
+        codes.
 
         Args:
             queries_BD: float32 [B, D], finite. num: candidates, at least 1; capped at L.
@@ -270,7 +329,9 @@ class LabelIndex:
         queries = np.asarray(queries_BD)
         if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.dim:
             expected = f"float32 of shape [B, {self.dim}], the width of the index"
-            raise ValueError(f"queries_BD must be {expected}, got {queries.dtype} of shape {queries.shape}")
+            raise ValueError(
+                f"queries_BD must be {expected}, got {queries.dtype} of shape {queries.shape}"
+            )
         if not np.isfinite(queries).all():
             raise ValueError("queries_BD must be finite")
         if num < 1:
@@ -280,7 +341,9 @@ class LabelIndex:
             return np.zeros(every.shape, dtype=np.float32), every
         with faiss_threads(self.threads, self._faiss):
             num = min(num, self.num_labels)
-            return self._index.search(_padded(queries, self._index.d), num, params=self._search_params(num))
+            return self._index.search(
+                _padded(queries, self._index.d), num, params=self._search_params(num)
+            )
 
     def with_options(self, **changes: int) -> LabelIndex:
         """The same index with another `search`, `probes` or `rescore`. Nothing is copied."""
@@ -308,36 +371,44 @@ class LabelIndex:
     ) -> LabelIndex:
         """Load an index, which must hold `num_labels` vectors of width `dim`.
 
-        The file is memory-mapped, and processes that load it share its pages (packed 4-bit codes are private memory).
-        `faiss_file.py` checks it, so that a malicious file can neither exhaust memory nor cause reads outside of it.
-        An index of an older bundle that stores each label in two lists is rebuilt.
+        The file is memory-mapped, and processes that load it share its pages (packed 4-bit codes
+        are private memory). `faiss_file.py` checks it, so that a malicious file can neither exhaust
+        memory nor cause reads outside of it. An index of an older bundle that stores each label in
+        two lists is rebuilt.
 
         Raises:
             ArtifactError: the file is missing or damaged, or holds another kind or size of index.
             ValueError: a compressed kind without `vectors`.
             UnidecError: faiss is not installed.
         """
-        options, rows = options or IndexOptions(), None if vectors is None else as_heads(vectors)
+        options = options or IndexOptions()
+        rows = None if vectors is None else as_heads(vectors)
         index, data = read_index_file(Path(path), options.empty(kind, dim, num_labels), num_labels)
         if rows is not None and index.ntotal > num_labels:
             return cls.build(rows, kind, **options.model_dump())
         return cls(index, kind, options, rows, data)
 
     def _search_params(self, num: int) -> Any:
-        """faiss search parameters; passed per search, because settings of the index are shared between threads."""
+        """faiss search parameters; passed per search, because settings of the index are shared
+        between threads.
+        """
         faiss = self._faiss
         if self.kind == "hnsw":
             return faiss.SearchParametersHNSW(efSearch=max(self.options.search, num))
         if self.kind != "ivf-pq":
             return None
         lists = self._index.nlist
-        enough = -(-2 * num * lists // self.num_labels)  # lists that hold twice the candidates if equally long
-        return faiss.SearchParametersIVF(nprobe=min(lists, max(self.options.num_probes(lists), enough)))
+        # lists that hold twice the candidates if equally long
+        enough = -(-2 * num * lists // self.num_labels)
+        return faiss.SearchParametersIVF(
+            nprobe=min(lists, max(self.options.num_probes(lists), enough))
+        )
 
 
 def _searchable(index: Any, kind: Kind) -> Any:
-    """The faiss index that searches: `index` itself, or for codes its fast-scan form. If there are many list centroids,
-    they are searched by codes too, and the nearest ones are compared exactly."""
+    """The faiss index that searches: `index` itself, or for codes its fast-scan form. If there are
+    many list centroids, they are searched by codes too, and the nearest ones are compared exactly.
+    """
     faiss = faiss_module()
     if kind == "pq":
         return faiss.IndexPQFastScan(index)
@@ -356,7 +427,8 @@ def _searchable(index: Any, kind: Kind) -> Any:
 
 
 class ExactIndex:
-    """All labels, compared one by one in tiles (`model.search`), on the model's device: for tuning and evaluation.
+    """All labels, compared one by one in tiles (`model.search`), on the model's device: for tuning
+    and evaluation.
 
     Args:
         vectors: the labels' vectors. device: where to compute; None: the CPU.
@@ -376,7 +448,9 @@ class ExactIndex:
         exclude = None
         if excluded is not None:
             pairs = np.divmod(excluded, num_labels)
-            exclude = csr_matrix((np.ones(len(excluded), bool), pairs), shape=(len(queries_BD), num_labels))
+            exclude = csr_matrix(
+                (np.ones(len(excluded), bool), pairs), shape=(len(queries_BD), num_labels)
+            )
         scores_BK, labels_BK = exact_search(
             queries_BD,
             self.vectors.take(slice(None)),
@@ -386,7 +460,9 @@ class ExactIndex:
             desc="exact search",
         )
         order_BK = np.lexsort((labels_BK, -scores_BK), axis=1)
-        return np.take_along_axis(scores_BK, order_BK, axis=1), np.take_along_axis(labels_BK, order_BK, axis=1)
+        return np.take_along_axis(scores_BK, order_BK, axis=1), np.take_along_axis(
+            labels_BK, order_BK, axis=1
+        )
 
 
 def blocks(rows: Labels, size: int = ROWS_AT_ONCE) -> Iterator[Labels]:
@@ -403,7 +479,9 @@ def _padded(array_PD: Floats, width: int) -> Floats:
 
 
 def _checked_rows(vectors: Heads, rows_P: Labels, width: int) -> Floats:
-    """Zero-padded rows float32 [P, width], contiguous; raises ValueError for a number that is not finite."""
+    """Zero-padded rows float32 [P, width], contiguous; raises ValueError for a number that is not
+    finite.
+    """
     array = vectors.take(rows_P)
     if not (finite_P := np.isfinite(array).all(axis=1)).all():
         raise ValueError(f"vectors_LD must be finite, row {rows_P[np.argmin(finite_P)]} is not")
@@ -427,15 +505,23 @@ def _train(index: Any, kind: Kind, vectors: Heads) -> None:
             from faiss.contrib.clustering import two_level_clustering
 
             num_clusters = round(index.nlist**0.5)
-            settings = {"clustering_niter": _ROUNDS, "spherical": True, "min_points_per_centroid": 1}
-            index.quantizer.add(two_level_clustering(sample, num_clusters, index.nlist, **settings)[0])
+            settings = {
+                "clustering_niter": _ROUNDS,
+                "spherical": True,
+                "min_points_per_centroid": 1,
+            }
+            index.quantizer.add(
+                two_level_clustering(sample, num_clusters, index.nlist, **settings)[0]
+            )
     index.train(sample)
 
 
 def recall(approx_NK: Labels, exact_NK: Labels) -> float:
-    """Share of the exact results that the approximate search found, over all queries, 0 to 1; 1 without any results.
+    """Share of the exact results that the approximate search found, over all queries, 0 to 1; 1
+    without any results.
 
-    Both arguments are label rows, -1 for no result; K may differ between them."""
+    Both arguments are label rows, -1 for no result; K may differ between them.
+    """
     num_results = int((exact_NK >= 0).sum())
     if not num_results:
         return 1.0

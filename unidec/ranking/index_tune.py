@@ -1,4 +1,5 @@
-"""Measures index kinds and their settings on given labels and queries, to find the fastest one with enough recall.
+"""Measures index kinds and their settings on given labels and queries, to find the fastest one with
+enough recall.
 
 Legend: L labels, N queries, K results, D' width of the searched space.
 """
@@ -52,11 +53,15 @@ class Measured:
 
 def default_kinds(num_labels: int) -> tuple[Kind, ...]:
     """Kinds worth measuring for this number of labels."""
-    skipped = {"hnsw"} if num_labels > GRAPH_LABELS else {"ivf-pq"} if num_labels < LIST_LABELS else set()
+    skipped = (
+        {"hnsw"} if num_labels > GRAPH_LABELS else {"ivf-pq"} if num_labels < LIST_LABELS else set()
+    )
     return tuple(kind for kind in KINDS if kind not in skipped)
 
 
-def tune(vectors: Heads, queries_ND: Floats, k: int, kinds: Iterable[Kind], threads: int = 1) -> list[Measured]:
+def tune(
+    vectors: Heads, queries_ND: Floats, k: int, kinds: Iterable[Kind], threads: int = 1
+) -> list[Measured]:
     """Measure each kind with each of its settings.
 
     Args:
@@ -67,14 +72,21 @@ def tune(vectors: Heads, queries_ND: Floats, k: int, kinds: Iterable[Kind], thre
     """
     exact_NK = exact_labels(vectors, queries_ND, min(k, vectors.shape[0]))
     measured: list[Measured] = []
-    builds = [(kind, {"code_dims": dims} if dims else {}) for kind in kinds for dims in CODE_DIMS.get(kind, (0,))]
+    builds = [
+        (kind, {"code_dims": dims} if dims else {})
+        for kind in kinds
+        for dims in CODE_DIMS.get(kind, (0,))
+    ]
     for kind, build in progress(builds, desc="index tune", unit="build"):
         start = time.perf_counter()
         index = LabelIndex.build(vectors, kind, threads, **build)
-        seconds, num_bytes = time.perf_counter() - start, int(faiss_module().serialize_index(index.stored).nbytes)
+        seconds = time.perf_counter() - start
+        num_bytes = int(faiss_module().serialize_index(index.stored).nbytes)
         index.threads = threads
         for settings in search_settings(index, k):
-            candidate, times, results = index.with_options(**settings), [], []
+            candidate = index.with_options(**settings)
+            times = []
+            results = []
             for query_D in itertools.chain(queries_ND[:_WARM_UP], queries_ND):
                 start = time.perf_counter()
                 results.append(candidate.search(query_D[None], exact_NK.shape[1])[1])
@@ -86,15 +98,17 @@ def tune(vectors: Heads, queries_ND: Floats, k: int, kinds: Iterable[Kind], thre
 
 
 def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:
-    """Settings from fast to thorough: number of candidates scored exactly, and for probes and efSearch the ranges of
-    faiss's `ParameterSpace`."""
+    """Settings from fast to thorough: number of candidates scored exactly, and for probes and
+    efSearch the ranges of faiss's `ParameterSpace`.
+    """
     if index.kind == "flat":
         return [{}]
     if index.kind == "pq":
         return [{"rescore": factor} for factor in (1, 2, 4, 8, 16, 32)]
     if index.kind == "hnsw":
         return [{"search": 1 << i} for i in range(2, 10) if 1 << i >= k] or [{"search": k}]
-    least, lists = max(1, index.stored.nlist // 64), index.stored.nlist
+    least = max(1, index.stored.nlist // 64)
+    lists = index.stored.nlist
     probes = [1 << i for i in range(13) if least <= 1 << i < lists] or [least]
     return [{"probes": number, "rescore": factor} for factor in (1, 2, 4, 8) for number in probes]
 

@@ -1,4 +1,5 @@
-"""The only code that ranks: candidates from the index and from votes, their scores, the fusion, and the k best labels.
+"""The only code that ranks: candidates from the index and from votes, their scores, the fusion, and
+the k best labels.
 
 Legend: B queries, L labels, P pairs of a query and a candidate label, K results, D width of a head.
 """
@@ -16,7 +17,14 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.candidates import Candidates, PairScores, Ranked, allowed_keys, candidate_keys, votes_alone
+from unidec.ranking.candidates import (
+    Candidates,
+    PairScores,
+    Ranked,
+    allowed_keys,
+    candidate_keys,
+    votes_alone,
+)
 from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE, Fusion, LabelEvidence
 from unidec.ranking.heads import Heads, Space
 from unidec.ranking.neighbours import Neighbours
@@ -45,7 +53,8 @@ class Voting:
     """How similar training queries vote.
 
     Attributes:
-        neighbours: the training queries. num: how many of them vote. weight: of the votes beside the heads' score.
+        neighbours: the training queries. num: how many of them vote. weight: of the votes beside
+        the heads' score.
         head: whose vectors are compared, unless queries are compared by words.
     """
 
@@ -55,7 +64,9 @@ class Voting:
     head: Head = "de"
 
     def compared(self, encoded: Encoded) -> Floats | csr_matrix:
-        """The part of the queries by which they are compared with training queries: words, or vectors of a head."""
+        """The part of the queries by which they are compared with training queries: words, or
+        vectors of a head.
+        """
         by_head = encoded.de_BD if self.head == "de" else encoded.clf_BD
         part = by_head if self.neighbours.words is None else encoded.words_BF
         assert part is not None
@@ -71,8 +82,9 @@ class Voting:
 
 
 class Ranker:
-    """Ranks labels for encoded queries. Serving, file prediction, tuning, evaluation and the profile of the data call
-    it. Thread-safe. Its cost is that of its parts: no method takes or returns scores of all labels.
+    """Ranks labels for encoded queries. Serving, file prediction, tuning, evaluation and the
+    profile of the data call it. Thread-safe. Its cost is that of its parts: no method takes or
+    returns scores of all labels.
 
     Args:
         heads: the labels' vectors, and how they score.
@@ -96,7 +108,9 @@ class Ranker:
         self.fusion = fusion
         self.evidence = evidence
         if evidence is None and fusion is not None and voting is not None:
-            self.evidence = LabelEvidence(heads, voting.neighbours, voting.num, fusion.propensity, fusion.words)
+            self.evidence = LabelEvidence(
+                heads, voting.neighbours, voting.num, fusion.propensity, fusion.words
+            )
         self._alone = {head: heads.alone(head) for head in SINGLE_HEADS if head in heads.vectors}
 
     def rank(
@@ -110,17 +124,19 @@ class Ranker:
         allowed: Labels | None = None,
         found: Ranked | None = None,
     ) -> Ranked:
-        """The k best labels of each query. They are as exact as the index; labels with votes are always scored.
+        """The k best labels of each query. They are as exact as the index; labels with votes are
+        always scored.
 
         Args:
             k: at least 1; may exceed L.
             excluded: int64, unique keys query * L + label of pairs that must not be returned.
             head: "both": as the ranker ranks; "de" or "clf": by that head alone, without votes.
-            tail: added to the fusion's weight of the log inverse propensity, which favours rare labels; ignored without
-                a fusion.
-            allowed: int64, ascending, rows of the only labels that may be returned; their scores are exact.
-            found: the best labels by the heads' score, at least `CANDIDATES` of them or all, without excluded pairs;
-                None: the index is searched.
+            tail: added to the fusion's weight of the log inverse propensity, which favours rare
+                labels; ignored without a fusion.
+            allowed: int64, ascending, rows of the only labels that may be returned; their scores
+            are exact.
+            found: the best labels by the heads' score, at least `CANDIDATES` of them or all,
+                without excluded pairs; None: the index is searched.
         """
         excluded = np.zeros(0, dtype=np.int64) if excluded is None else excluded
         query_BD = self.heads.queries(encoded.de_BD, encoded.clf_BD, head)
@@ -132,7 +148,8 @@ class Ranker:
         votes = None
         if self.voting is not None and head == "both":
             votes = self.voting.votes(encoded)
-        num_queries, num_labels = len(encoded), self.heads.num_labels
+        num_queries = len(encoded)
+        num_labels = self.heads.num_labels
         if allowed is not None:
             key_P = allowed_keys(allowed, num_queries, num_labels, excluded)
         else:
@@ -141,7 +158,9 @@ class Ranker:
                 return Ranked(found.rows[:, :k], found.scores[:, :k])
             key_P = candidate_keys(found.rows[:, :k], votes.key_N, num_labels, excluded)
         heads_P = self.heads.pair_scores(query_BD, *np.divmod(key_P, num_labels))
-        candidates = Candidates.of(key_P, heads_P, votes or PairScores.none((num_queries, num_labels)))
+        candidates = Candidates.of(
+            key_P, heads_P, votes or PairScores.none((num_queries, num_labels))
+        )
         ranked = candidates.top(0.0 if self.voting is None else self.voting.weight, k)
         return ranked if votes is not None else replace(ranked, knn_scores=None)
 
@@ -154,7 +173,9 @@ class Ranker:
         return self._search(self.queries(encoded), k, excluded)
 
     def with_parts(self, encoded: Encoded, ranked: Ranked, most: int | None = None) -> Ranked:
-        """The same labels with each head's own score; with `most`, scores of the first `most` labels only."""
+        """The same labels with each head's own score; with `most`, scores of the first `most`
+        labels only.
+        """
 
         def own_scores(head: Head, query_BD: Floats | None) -> Floats | None:
             heads = self._alone.get(head)
@@ -168,13 +189,15 @@ class Ranker:
     def candidates(
         self, encoded: Encoded, clf_weights: Sequence[float], k: int, excluded: Labels | None = None
     ) -> Callable[[float], Candidates]:
-        """Candidates for the k best labels by heads and votes, under any weight of the votes; to tune both weights.
+        """Candidates for the k best labels by heads and votes, under any weight of the votes; to
+        tune both weights.
 
-        The candidates are all labels with votes, and the k best by the heads' score under the first, the middle and
-        the last of `clf_weights` (ascending): only these three are searched.
+        The candidates are all labels with votes, and the k best by the heads' score under the
+        first, the middle and the last of `clf_weights` (ascending): only these three are searched.
 
         Returns:
-            a function from the classifier's weight to the candidates with their scores, which are linear in the weight.
+            a function from the classifier's weight to the candidates with their scores, which are
+            linear in the weight.
         """
         num_labels = self.heads.num_labels
         votes = PairScores.none((len(encoded), num_labels))
@@ -192,20 +215,24 @@ class Ranker:
             return heads.pair_scores(heads.queries(encoded.de_BD, encoded.clf_BD), query_P, label_P)
 
         if self.heads.space == "both":
-            heads_P, slope_P = score("de"), score("clf")
+            heads_P = score("de")
+            slope_P = score("clf")
         else:
             heads_P = score(self.heads.space)
             slope_P = np.zeros_like(heads_P)
         at_0 = Candidates.of(key_P, heads_P, votes)
         return lambda weight: replace(at_0, heads_P=heads_P + np.float32(weight) * slope_P)
 
-    def _search(self, query_BD: Floats, k: int, excluded: Labels | None, rescore: int = 0) -> Ranked:
+    def _search(
+        self, query_BD: Floats, k: int, excluded: Labels | None, rescore: int = 0
+    ) -> Ranked:
         scores_BK, rows_BK = self.index.search(query_BD, k, rescore, excluded)
         return Ranked(rows_BK, scores_BK)
 
 
 class Calibration(BaseModel):
-    """Maps a score to the probability that a label with this score is relevant: points, as stored in bundle.json.
+    """Maps a score to the probability that a label with this score is relevant: points, as stored
+    in bundle.json.
 
     Attributes:
         scores: strictly ascending, 1 to `MOST_POINTS`.
@@ -220,9 +247,13 @@ class Calibration(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Calibration:
         if len(self.scores) != len(self.probabilities):
-            raise ValueError(f"{len(self.scores)} scores, but {len(self.probabilities)} probabilities")
+            raise ValueError(
+                f"{len(self.scores)} scores, but {len(self.probabilities)} probabilities"
+            )
         if (np.diff(self.scores) <= 0).any() or (np.diff(self.probabilities) < 0).any():
-            raise ValueError("scores must be strictly ascending, and probabilities must not fall with the score")
+            raise ValueError(
+                "scores must be strictly ascending, and probabilities must not fall with the score"
+            )
         return self
 
     @cached_property
@@ -240,14 +271,17 @@ class Prediction:
 
     Attributes:
         labels, titles: uid and title of each label.
-        scores: scores by which the labels are ranked: those of the fusion (`fusion.py`), which are logits; without one,
-            in the space "both", de_scores + clf_weight * clf_scores, plus knn_weight * knn_scores if training queries
-            vote.
+        scores: scores by which the labels are ranked: those of the fusion (`fusion.py`), which are
+            logits; without one, in the space "both", de_scores + clf_weight * clf_scores, plus
+            knn_weight * knn_scores if training queries vote.
         de_scores, clf_scores: each head's own score; empty if the model lacks the head.
-        knn_scores: votes of similar training queries, 0 to 1; empty if training queries do not vote.
-        probabilities: probability that each label is relevant, given its score (`Calibration`); empty if the bundle
-            has no calibration, or if the labels were not ranked as the bundle ranks.
-        num_tokens, unknown_tokens: number of tokens of the query, and how many of them are not in the vocabulary.
+        knn_scores: votes of similar training queries, 0 to 1; empty if training queries do not
+        vote.
+        probabilities: probability that each label is relevant, given its score (`Calibration`);
+            empty if the bundle has no calibration, or if the labels were not ranked as the bundle
+            ranks.
+        num_tokens, unknown_tokens: number of tokens of the query, and how many of them are not in
+        the vocabulary.
         unknown_labels: number of allowed or denied uids that the bundle does not have.
     """
 
@@ -264,13 +298,20 @@ class Prediction:
 
 
 def named_predictions(
-    ranked: Ranked, count_B: Sequence[int], uids: pa.Array, titles: pa.Array, calibration: Calibration | None
+    ranked: Ranked,
+    count_B: Sequence[int],
+    uids: pa.Array,
+    titles: pa.Array,
+    calibration: Calibration | None,
 ) -> list[Prediction]:
-    """The first `count_B` labels of each query, by the names of all labels; with probabilities if calibrated."""
+    """The first `count_B` labels of each query, by the names of all labels; with probabilities if
+    calibrated.
+    """
     # one look-up of all names: it costs the same for one name and for a thousand
     rows = [row[:count] for row, count in zip(ranked.rows, count_B, strict=True)]
     indices = pa.array(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
-    uid_N, title_N = uids.take(indices).to_pylist(), titles.take(indices).to_pylist()
+    uid_N = uids.take(indices).to_pylist()
+    title_N = titles.take(indices).to_pylist()
     probabilities = None if calibration is None else calibration.of(ranked.scores)
     arrays = (ranked.scores, ranked.de_scores, ranked.clf_scores, ranked.knn_scores, probabilities)
     out: list[Prediction] = []

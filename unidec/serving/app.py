@@ -23,7 +23,10 @@ from unidec.serving.page import PAGE_PATHS, page_routes
 from unidec.serving.routes import JsonBytes, Routes
 from unidec.version import __version__
 
-_ABOUT = "Labels for texts. Every error is JSON with what, where, got, expected and fix. 503 has a header Retry-After."
+_ABOUT = (
+    "Labels for texts. Every error is JSON with what, where, got, expected and fix. 503 has a "
+    "header Retry-After."
+)
 
 # FastAPI's OpenTelemetry, which an environment variable meant for another program could switch on
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
@@ -31,15 +34,23 @@ _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorAnswer, "description": about}
     for status, about in {
-        400: "broken JSON", 401: "the API key is missing or wrong", 404: "not found",
-        408: "the body arrived too slowly", 413: "the body is too large", 415: "the body is not declared as JSON",
-        422: "wrong values", 503: "overloaded, not ready, or timed out: retry after Retry-After seconds",
+        400: "broken JSON",
+        401: "the API key is missing or wrong",
+        404: "not found",
+        408: "the body arrived too slowly",
+        413: "the body is too large",
+        415: "the body is not declared as JSON",
+        422: "wrong values",
+        503: "overloaded, not ready, or timed out: retry after Retry-After seconds",
     }.items()
-}  # fmt: skip
+}
 
 
 def create_app(
-    service: Service, settings: Serve, api_key: str | None = None, hosts: frozenset[str] | None = None
+    service: Service,
+    settings: Serve,
+    api_key: str | None = None,
+    hosts: frozenset[str] | None = None,
 ) -> FastAPI:
     """The server's application; the batcher lives as long as its lifespan.
 
@@ -50,19 +61,34 @@ def create_app(
     """
     routes = Routes(service, settings, api_key)
     app = FastAPI(
-        title="unidec", version=__version__, description=_ABOUT, docs_url=None, redoc_url=None,
-        openapi_url=None, lifespan=routes.lifespan, redirect_slashes=False, telemetry=_NO_TELEMETRY,
-        generate_unique_id_function=lambda route: route.name, responses=_ERRORS,
-    )  # fmt: skip
+        title="unidec",
+        version=__version__,
+        description=_ABOUT,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        lifespan=routes.lifespan,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
+        generate_unique_id_function=lambda route: route.name,
+        responses=_ERRORS,
+    )
     _add_routes(app, routes)
-    # the hot path without FastAPI's dependencies (80 of 200 us per request); FastAPI's own route documents it
+    # the hot path without FastAPI's dependencies (80 of 200 us per request); FastAPI's own route
+    # documents it
     app.router.routes.insert(0, Route("/predict", routes.predict, methods=["POST"]))
     app.router.routes.insert(0, Route("/openapi.json", _openapi_route(app), methods=["GET"]))
     app.router.routes.extend(page_routes())
     paths = frozenset(getattr(route, "path", "") for route in app.router.routes)
     free = frozenset({"/", "/healthz", "/readyz"}) | PAGE_PATHS
     app.add_middleware(
-        Guard, settings=settings, metrics=service.metrics, api_key=api_key, free=free, routes=paths, hosts=hosts
+        Guard,
+        settings=settings,
+        metrics=service.metrics,
+        api_key=api_key,
+        free=free,
+        routes=paths,
+        hosts=hosts,
     )
     app.add_exception_handler(HTTPException, _not_routed)
     app.add_exception_handler(RequestValidationError, _wrong_parameters)
@@ -81,26 +107,66 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     def post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
         body = {"schema": model.model_json_schema() | {"examples": [example]}, "example": example}
         content = {"application/json": body}
-        return {"methods": ["POST"], "openapi_extra": {"requestBody": {"required": True, "content": content}}}
+        return {
+            "methods": ["POST"],
+            "openapi_extra": {"requestBody": {"required": True, "content": content}},
+        }
 
-    not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded, or its files were edited"}}
+    not_ready: Any = {
+        503: {"model": schemas.Facts, "description": "no model is loaded, or its files were edited"}
+    }
     models = routes.models
-    add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer,
-        **post(models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip
-    add("/explain", routes.explain, "The labels of one query, and where their scores come from", schemas.Facts,
-        **post(models.explain, schemas.EXPLAIN_EXAMPLE))  # fmt: skip
+    add(
+        "/predict",
+        routes.predict,
+        "The best labels of each query",
+        schemas.PredictAnswer,
+        **post(models.predict, schemas.PREDICT_EXAMPLE),
+    )
+    add(
+        "/explain",
+        routes.explain,
+        "The labels of one query, and where their scores come from",
+        schemas.Facts,
+        **post(models.explain, schemas.EXPLAIN_EXAMPLE),
+    )
     if routes.settings.feedback:
-        full: Any = {507: {"model": schemas.ErrorAnswer, "description": "the file is full, or cannot be written"}}
-        add("/feedback", routes.feedback, "Mark a label as relevant or not for a query", schemas.Facts, responses=full,
-            **post(models.feedback, schemas.FEEDBACK_EXAMPLE))  # fmt: skip
+        full: Any = {
+            507: {
+                "model": schemas.ErrorAnswer,
+                "description": "the file is full, or cannot be written",
+            }
+        }
+        add(
+            "/feedback",
+            routes.feedback,
+            "Mark a label as relevant or not for a query",
+            schemas.Facts,
+            responses=full,
+            **post(models.feedback, schemas.FEEDBACK_EXAMPLE),
+        )
     add("/labels", routes.labels, "Search labels by prefix", schemas.Facts)
     add("/labels/{uid:path}", routes.label, "A label", schemas.Facts)
-    add("/healthz", routes.healthz, "Liveness: whether the process answers", schemas.Facts, dependencies=[])
-    add("/readyz", routes.readyz, "Readiness: whether a model is loaded, and which", schemas.Facts, dependencies=[],
-        responses=not_ready)  # fmt: skip
+    add(
+        "/healthz",
+        routes.healthz,
+        "Liveness: whether the process answers",
+        schemas.Facts,
+        dependencies=[],
+    )
+    add(
+        "/readyz",
+        routes.readyz,
+        "Readiness: whether a model is loaded, and which",
+        schemas.Facts,
+        dependencies=[],
+        responses=not_ready,
+    )
     add("/version", routes.version, "Hashes, versions and runtime of the model", schemas.Facts)
     add("/card", routes.card, "The model's card", schemas.Facts)
-    add("/metrics", routes.metrics, "Metrics for Prometheus", None, response_class=PlainTextResponse)
+    add(
+        "/metrics", routes.metrics, "Metrics for Prometheus", None, response_class=PlainTextResponse
+    )
 
 
 def _openapi_route(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
@@ -119,17 +185,30 @@ def _openapi_route(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
 async def _not_routed(request: Request, error: Exception) -> Response:
     """Starlette's own errors: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
-    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
+    headers = [
+        (name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()
+    ]
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         raise RequestError(
-            405, "method", "method not allowed", where="method", got=request.method, expected=allowed,
-            fix="use a method of the header Allow", headers=headers,
-        )  # fmt: skip
+            405,
+            "method",
+            "method not allowed",
+            where="method",
+            got=request.method,
+            expected=allowed,
+            fix="use a method of the header Allow",
+            headers=headers,
+        )
     raise RequestError(
-        error.status_code, "not_found", "no such path", where="path", got=request.scope["path"],
-        fix="GET /openapi.json lists the paths", headers=headers,
-    )  # fmt: skip
+        error.status_code,
+        "not_found",
+        "no such path",
+        where="path",
+        got=request.scope["path"],
+        fix="GET /openapi.json lists the paths",
+        headers=headers,
+    )
 
 
 async def _wrong_parameters(request: Request, error: Exception) -> Response:

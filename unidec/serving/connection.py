@@ -1,10 +1,10 @@
-"""One connection: uvicorn's protocol on httptools, with the bounds for which uvicorn has no options.
+"""One connection: uvicorn's protocol on httptools, with the bounds for which uvicorn has no
+options.
 
-A client costs little processor time, little memory and one of `serve.max_connections`, whatever bytes it sends and
-however slowly: the parser is written in C (h11 takes forty times as long for a body of one-byte chunks, and blocks all
-other clients meanwhile), and what is unfinished, slow or idle is bounded here. Bounds of whole requests are in
-`middleware.py`.
-"""
+A client costs little processor time, little memory and one of `serve.max_connections`, whatever
+bytes it sends and however slowly: the parser is written in C (h11 takes forty times as long for a
+body of one-byte chunks, and blocks all other clients meanwhile), and what is unfinished, slow or
+idle is bounded here. Bounds of whole requests are in `middleware.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from unidec.serving.errors import RequestError
 
 HEAD_BYTES = 65_536  # of a request; of its trailers, too
 MAX_TARGET = 16_384  # bytes of path and query string
-HEAD_SECONDS = 10.0  # from the first byte of a head to its last; also for a new connection to begin one
+# from the first byte of a head to its last; also for a new connection to begin one
+HEAD_SECONDS = 10.0
 READ_SECONDS = 10.0  # a client that reads nothing of its answer for this time is gone
 MAX_PIECES = 10_000  # of a body: chunks, or what arrived at once
 MAX_PIPELINED = 100  # requests that wait behind the one being answered
@@ -27,9 +28,17 @@ _ROOM = 128  # a full server ends this share (1/128) of its idle connections at 
 
 
 class Connection(HttpToolsProtocol):
-    """A connection whose unfinished heads, pieces of bodies, pipelined requests and idle time are bounded."""
+    """A connection whose unfinished heads, pieces of bodies, pipelined requests and idle time are
+    bounded.
+    """
 
-    def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: Any = None,
+    ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.max_connections = self.limit_concurrency
         self.limit_concurrency = None  # uvicorn would count requests of ended connections, too
@@ -61,8 +70,9 @@ class Connection(HttpToolsProtocol):
         return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
 
     def _make_room(self, most: int) -> None:
-        """End the connections that wait longest for their client, first those that never had an answer; if there are
-        none, this one is answered with 503."""
+        """End the connections that wait longest for their client, first those that never had an
+        answer; if there are none, this one is answered with 503.
+        """
         others: list[Any] = [one for one in self.connections if one is not self]
         waiting = [one for one in others if one.waits_for_client()]
         waiting.sort(key=lambda one: (one.is_proven, one.waits_since))
@@ -88,21 +98,27 @@ class Connection(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         if len(self.url) + len(url) > MAX_TARGET:
-            raise self._refuse("the address is too long", f"at most {MAX_TARGET} bytes", "shorten it", 414)
+            raise self._refuse(
+                "the address is too long", f"at most {MAX_TARGET} bytes", "shorten it", 414
+            )
         super().on_url(url)
 
     def on_headers_complete(self) -> None:
         self._progress()
         self._pieces = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise self._refuse("too many requests at once", f"at most {MAX_PIPELINED}", "wait for answers")
+            raise self._refuse(
+                "too many requests at once", f"at most {MAX_PIPELINED}", "wait for answers"
+            )
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._progress()
         self._pieces += 1
         if self._pieces > MAX_PIECES:
-            raise self._refuse("a body of too many pieces", f"at most {MAX_PIECES}", "send larger chunks")
+            raise self._refuse(
+                "a body of too many pieces", f"at most {MAX_PIECES}", "send larger chunks"
+            )
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -128,8 +144,13 @@ class Connection(HttpToolsProtocol):
         if not self._unfinished:  # it never began
             self.transport.close()
             return
-        expected, fix = f"all of it within {HEAD_SECONDS:g} s", "send it at once"
-        self._end(RequestError(408, "slow_head", "the head did not arrive in time", expected=expected, fix=fix))
+        expected = f"all of it within {HEAD_SECONDS:g} s"
+        fix = "send it at once"
+        self._end(
+            RequestError(
+                408, "slow_head", "the head did not arrive in time", expected=expected, fix=fix
+            )
+        )
 
     # -- what is sent
 
@@ -165,8 +186,11 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn when the parser, or a bound above, refuses."""
-        expected, fix = "a request of HTTP/1.1", "use a client of HTTP"
-        self._end(self._refused or RequestError(400, "broken_http", msg, expected=expected, fix=fix))
+        expected = "a request of HTTP/1.1"
+        fix = "use a client of HTTP"
+        self._end(
+            self._refused or RequestError(400, "broken_http", msg, expected=expected, fix=fix)
+        )
 
     def _end(self, error: RequestError) -> None:
         if self.transport.is_closing():
@@ -177,7 +201,11 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         body = error.body()
-        lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
+        lines = [
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+        ]
         self.transport.write(STATUS_LINE[error.status] + b"\r\n".join([*lines, b"", body]))
         self.transport.close()
 
@@ -185,9 +213,15 @@ class Connection(HttpToolsProtocol):
 async def _full(scope: Any, receive: Any, send: Any) -> None:
     """The application of a connection for which there is no room."""
     fix = "retry after Retry-After seconds"
-    error = RequestError(503, "overload", "too many connections", fix=fix, retry_after=1, close=True)
+    error = RequestError(
+        503, "overload", "too many connections", fix=fix, retry_after=1, close=True
+    )
     body = error.body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *error.headers,
+    ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

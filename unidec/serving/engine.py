@@ -1,8 +1,8 @@
 """An engine is one loaded bundle, which never changes; the service knows which engine is current.
 
-A request takes the current engine once and is answered by it, even if another one becomes current meanwhile. Nothing
-else holds an engine: when it is neither current nor previous and its last request is answered, it is freed.
-"""
+A request takes the current engine once and is answered by it, even if another one becomes current
+meanwhile. Nothing else holds an engine: when it is neither current nor previous and its last
+request is answered, it is freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from unidec.ranking.ranker import Prediction
 
 
-_NUM_BLOCKS, _BLOCK = 4, 1024  # of each file that /readyz compares: a fraction of a millisecond for a bundle
+# of each file that /readyz compares: a fraction of a millisecond for a bundle
+_NUM_BLOCKS = 4
+_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,22 @@ class Engine:
     """One loaded bundle with its encoder; thread-safe.
 
     Attributes:
-        identity, bundle, answerer: its parts. files: the bundle's files, which are mapped into memory.
+        identity, bundle, answerer: its parts. files: the bundle's files, which are mapped into
+        memory.
         runtime: runtime of the query encoder.
         model_json: {"sha256", "version"} as answers show it. card: the answer to GET /card.
     """
 
     def __init__(self, identity: Identity, answerer: Answerer, settings: Serve) -> None:
-        self.identity, self.answerer = identity, answerer
+        self.identity = identity
+        self.answerer = answerer
         self.bundle: Bundle = answerer.bundle
         self.files = MappedFiles(self.bundle.path)
         self.runtime: str = answerer.encoder.name
         self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
-        self.card = {"model": asdict(identity), "runtime": self.runtime} | card(self.bundle, settings)
+        self.card = {"model": asdict(identity), "runtime": self.runtime} | card(
+            self.bundle, settings
+        )
         self.answer: Callable[[Sequence[Request]], list[Prediction]] = answerer.answer
         self.explain = answerer.explain
         self.check = answerer.check
@@ -89,10 +95,16 @@ class Engine:
             identity = Identity(bundle.sha256, data=data if isinstance(data, str) else None)
         elif identity.sha256 != bundle.sha256:
             raise ArtifactError(
-                "the folder holds another bundle than the registry's", where=str(folder), got=bundle.sha256,
+                "the folder holds another bundle than the registry's",
+                where=str(folder),
+                got=bundle.sha256,
                 expected=identity.sha256,
-            )  # fmt: skip
-        return cls(identity, Answerer(bundle, open_encoder(bundle, settings.runtime, settings.threads)), settings)
+            )
+        return cls(
+            identity,
+            Answerer(bundle, open_encoder(bundle, settings.runtime, settings.threads)),
+            settings,
+        )
 
     def warm(self, batch: int) -> None:
         """Answer one query, then a batch, so that no client waits for one-time work."""
@@ -118,7 +130,8 @@ class Service:
     """
 
     def __init__(self, settings: Serve) -> None:
-        self.settings, self.metrics = settings, Metrics()
+        self.settings = settings
+        self.metrics = Metrics()
         self.current: Engine | None = None
         self.previous: Engine | None = None
         self.follower: Any = None
@@ -134,46 +147,63 @@ class Service:
 
 
 class LabelSearch:
-    """Finds labels by a prefix of their uid, their title, or a word in the title; case-insensitive."""
+    """Finds labels by a prefix of their uid, their title, or a word in the title;
+    case-insensitive.
+    """
 
     def __init__(self, uids: pa.Array, titles: pa.Array) -> None:
-        self.uids, self.titles = uids, titles
-        self._uids, self._titles = pc.utf8_lower(uids), pc.utf8_lower(titles)
+        self.uids = uids
+        self.titles = titles
+        self._uids = pc.utf8_lower(uids)
+        self._titles = pc.utf8_lower(titles)
 
     def find(self, prefix: str, limit: int) -> tuple[list[dict[str, str]], bool]:
-        """At most `limit` labels {"uid", "title"}, and whether there are more: first those whose uid or title has the
-        prefix, then those with such a word in the title, each in the order of rows."""
+        """At most `limit` labels {"uid", "title"}, and whether there are more: first those whose
+        uid or title has the prefix, then those with such a word in the title, each in the order of
+        rows.
+        """
         wanted = prefix.lower()
         begins = pc.or_(pc.starts_with(self._uids, wanted), pc.starts_with(self._titles, wanted))
         rows = pc.indices_nonzero(begins)[: limit + 1].to_pylist()
         if len(rows) <= limit and wanted:
             has_word = pc.and_not(pc.match_substring(self._titles, f" {wanted}"), begins)
             rows += pc.indices_nonzero(has_word)[: limit + 1 - len(rows)].to_pylist()
-        found = [{"uid": self.uids[row].as_py(), "title": self.titles[row].as_py()} for row in rows[:limit]]
+        found = [
+            {"uid": self.uids[row].as_py(), "title": self.titles[row].as_py()}
+            for row in rows[:limit]
+        ]
         return found, len(rows) > limit
 
 
 class MappedFiles:
-    """All files of a bundle, held open, with their sizes, modification times and a hash of some of their blocks.
+    """All files of a bundle, held open, with their sizes, modification times and a hash of some of
+    their blocks.
 
-    Editing a file in place changes answers; truncating it ends the process with SIGBUS. Replacing a file or folder by
-    renaming does neither: the old one is still mapped, and is the one compared here.
-    """
+    Editing a file in place changes answers; truncating it ends the process with SIGBUS. Replacing a
+    file or folder by renaming does neither: the old one is still mapped, and is the one compared
+    here."""
 
     def __init__(self, folder: Path) -> None:
         opened = contextlib.ExitStack()
         weakref.finalize(self, opened.close)
         paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-        files = {path.relative_to(folder).as_posix(): opened.enter_context(path.open("rb")) for path in paths}
+        files = {
+            path.relative_to(folder).as_posix(): opened.enter_context(path.open("rb"))
+            for path in paths
+        }
         self._files = {name: (file, _facts(file)) for name, file in files.items()}
 
     def changed(self) -> str:
         """Name of a file that changed since it was loaded; "" if none did."""
-        return next((name for name, (file, seen) in self._files.items() if _facts(file) != seen), "")
+        return next(
+            (name for name, (file, seen) in self._files.items() if _facts(file) != seen), ""
+        )
 
 
 def _facts(file: BinaryIO) -> tuple[int, int, bytes]:
     found = os.fstat(file.fileno())
-    blocks = (max(0, found.st_size - _BLOCK) * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS))
+    blocks = (
+        max(0, found.st_size - _BLOCK) * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS)
+    )
     sample = b"".join(os.pread(file.fileno(), _BLOCK, at) for at in blocks)
     return found.st_size, found.st_mtime_ns, hashlib.blake2b(sample).digest()

@@ -1,4 +1,6 @@
-"""Errors as clients see them: an HTTP status, and JSON that holds what, where, got, expected and fix."""
+"""Errors as clients see them: an HTTP status, and JSON that holds what, where, got, expected and
+fix.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ class RequestError(Exception):
         **parts: object,
     ) -> None:
         super().__init__(what)
-        self.status, self.kind, self.close = status, kind, close
+        self.status = status
+        self.kind = kind
+        self.close = close
         self.parts = dict.fromkeys(("what", "where", "got", "expected", "fix"), "")
         got = shown(parts.pop("got", ""))  # which may be anything: nested too deep for str, too
-        self.parts |= {"what": what, "got": got} | {name: str(value) for name, value in parts.items()}
+        self.parts |= {"what": what, "got": got} | {
+            name: str(value) for name, value in parts.items()
+        }
         self.headers = list(headers)
         if retry_after is not None:
             self.headers.append((b"retry-after", b"%d" % retry_after))
@@ -50,7 +56,9 @@ class RequestError(Exception):
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: short, printable, on one line; text as it is, anything else as JSON."""
+    """A value as an error shows it: short, printable, on one line; text as it is, anything else as
+    JSON.
+    """
     if isinstance(value, (list, dict)) and len(value) > 8:
         value = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} entries"
     if not isinstance(value, str):
@@ -59,7 +67,10 @@ def shown(value: object) -> str:
         except (TypeError, ValueError, RecursionError):
             value = f"a {type(value).__name__}"
     cut = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}... ({len(value)} characters)"
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}" for c in cut)
+    return "".join(
+        c if c.isprintable() else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
+        for c in cut
+    )
 
 
 def wrong_values(errors: Sequence[Any]) -> RequestError:
@@ -68,10 +79,17 @@ def wrong_values(errors: Sequence[Any]) -> RequestError:
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     is_unknown = first["type"] == "extra_forbidden"
-    got = "nothing" if first["type"] == "missing" else first.get("ctx", {}).get("actual_length", first["input"])
+    got = (
+        "nothing"
+        if first["type"] == "missing"
+        else first.get("ctx", {}).get("actual_length", first["input"])
+    )
     return RequestError(
-        422, "wrong_value", ("an unknown key" if is_unknown else "a wrong value") + more,
-        where=shown(place.lstrip(".") or "body"), got=got,
+        422,
+        "wrong_value",
+        ("an unknown key" if is_unknown else "a wrong value") + more,
+        where=shown(place.lstrip(".") or "body"),
+        got=got,
         expected="a key of this route" if is_unknown else first["msg"],
         fix="send a body as described in GET /openapi.json",
-    )  # fmt: skip
+    )

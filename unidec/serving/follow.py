@@ -1,9 +1,10 @@
-"""The server follows an alias: when it moves, the new version is fetched, probed in a separate process, then loaded.
+"""The server follows an alias: when it moves, the new version is fetched, probed in a separate
+process, then loaded.
 
-One thread polls the registry and does all of it; requests never wait for it. A version that cannot serve is refused and
-the old one keeps serving, whatever the cause: an unreachable registry, a damaged or hostile bundle, too little memory.
-Returning to the previous version is a swap in memory. The registry is only read.
-"""
+One thread polls the registry and does all of it; requests never wait for it. A version that cannot
+serve is refused and the old one keeps serving, whatever the cause: an unreachable registry, a
+damaged or hostile bundle, too little memory. Returning to the previous version is a swap in memory.
+The registry is only read."""
 
 from __future__ import annotations
 
@@ -39,24 +40,33 @@ from unidec.tracking.fetch import (
 )
 from unidec.tracking.store import quiet_mlflow, tracking_uri
 
-RETRY_SECONDS = 600.0  # before a refused version is retried: memory or disk space may be free by then
+# before a refused version is retried: memory or disk space may be free by then
+RETRY_SECONDS = 600.0
 KEEP_FREE = 256 << 20  # bytes of memory that loading leaves free
-PROBE_MEMORY, PROBE_SPACE = 2, 384 << 20  # a probe may allocate this multiple of the bundle's size, plus these bytes
-PROBE_SECONDS, PROBE_BYTES_A_SECOND = 60.0, 20e6  # time limit of a probe: a minute, more for a large bundle
+# a probe may allocate this multiple of the bundle's size, plus these bytes
+PROBE_MEMORY = 2
+PROBE_SPACE = 384 << 20
+# time limit of a probe: a minute, more for a large bundle
+PROBE_SECONDS = 60.0
+PROBE_BYTES_A_SECOND = 20e6
 _MAX_REASON = 600  # characters
 
 log = logging.getLogger(__name__)
 
 
 class Registry:
-    """MLflow's registry; used by one thread. MLflow itself gives up after three attempts of 20 s (`tracking.store`).
+    """MLflow's registry; used by one thread. MLflow itself gives up after three attempts of 20 s
+    (`tracking.store`).
 
     Args:
-        address: the followed address. copies: folder of fetched bundles, by hash. uri: tracking store.
+        address: the followed address. copies: folder of fetched bundles, by hash. uri: tracking
+        store.
     """
 
     def __init__(self, address: Address, copies: Path, uri: str) -> None:
-        self.address, self.copies, self.uri = address, copies, uri
+        self.address = address
+        self.copies = copies
+        self.uri = uri
         quiet_mlflow()  # before its first import, which takes seconds: in `find`, not here
 
     def find(self) -> Identity:
@@ -69,7 +79,8 @@ class Registry:
         from unidec.tracking.registry import HASH_TAG
 
         found = registered_version(self.uri, self.address)
-        sha256, data = found.tags.get(HASH_TAG, ""), found.tags.get("dataset.sha256")
+        sha256 = found.tags.get(HASH_TAG, "")
+        data = found.tags.get("dataset.sha256")
         return Identity(sha256, self.address.name, str(found.version), self.address.alias, data)
 
     def fetch(self, version: Identity) -> Path:
@@ -88,9 +99,11 @@ class Registry:
                 stored = _stored_bytes(address, max_bytes)
             if stored > max_bytes:
                 raise ArtifactError(
-                    "the version is too large for the available memory", where=address,
-                    got=f"{stored / 1e6:,.0f} MB", expected=f"at most {max_bytes / 1e6:,.0f} MB",
-                )  # fmt: skip
+                    "the version is too large for the available memory",
+                    where=address,
+                    got=f"{stored / 1e6:,.0f} MB",
+                    expected=f"at most {max_bytes / 1e6:,.0f} MB",
+                )
             return fetch_bundle(address, self.copies, uri=self.uri).resolve()
         except UnidecError:
             raise
@@ -98,14 +111,20 @@ class Registry:
             with contextlib.suppress(ConfigError):
                 self.find()  # raises if the registry is the cause, not this version
             fix = "check the network and the store's files"
-            raise ArtifactError("the version cannot be fetched", where=address, got=_named(error), fix=fix) from error
+            raise ArtifactError(
+                "the version cannot be fetched", where=address, got=_named(error), fix=fix
+            ) from error
 
 
 def _stored_bytes(address: str, enough: int) -> int:
-    """Size of all files that the registry lists for a version, or of a part of them that is more than `enough`."""
+    """Size of all files that the registry lists for a version, or of a part of them that is more
+    than `enough`.
+    """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-    repository, folders, total = get_artifact_repository(address), [""], 0
+    repository = get_artifact_repository(address)
+    folders = [""]
+    total = 0
     while folders and total <= enough:
         for entry in repository.list_artifacts(folders.pop() or None):
             if entry.is_dir:
@@ -116,16 +135,22 @@ def _stored_bytes(address: str, enough: int) -> int:
 
 
 def probe_as_served(folder: Path, settings: Serve) -> Probe:
-    """Load a bundle and query it in a fresh process with bounded time and memory, as this server would.
+    """Load a bundle and query it in a fresh process with bounded time and memory, as this server
+    would.
 
     Raises:
         ArtifactError: it does not load, takes too much memory, crashes or does not answer in time.
     """
     size = _num_bytes(folder)
     return probe_bundle(
-        folder, None, 1, PROBE_SECONDS + size / PROBE_BYTES_A_SECOND, runtime=settings.runtime,
-        threads=settings.threads, max_bytes=PROBE_MEMORY * size + PROBE_SPACE,
-    )  # fmt: skip
+        folder,
+        None,
+        1,
+        PROBE_SECONDS + size / PROBE_BYTES_A_SECOND,
+        runtime=settings.runtime,
+        threads=settings.threads,
+        max_bytes=PROBE_MEMORY * size + PROBE_SPACE,
+    )
 
 
 class Follower:
@@ -137,7 +162,8 @@ class Follower:
         registry, probe, load: replace the real ones in tests.
 
     Attributes:
-        found: a future that is done once it is known which bundle is loaded first; never done if there is none.
+        found: a future that is done once it is known which bundle is loaded first; never done if
+        there is none.
         first: a future with the first bundle that serves, or with the error if none can be loaded.
 
     Raises:
@@ -155,7 +181,9 @@ class Follower:
         probe: Callable[[Path, Serve], Probe] = probe_as_served,
         load: Callable[[Path, Serve, Identity | None], Engine] = Engine.load,
     ) -> None:
-        self.service, self.source, self.settings = service, source, settings
+        self.service = service
+        self.source = source
+        self.settings = settings
         self.address = parse_address(source)
         self.found: Future[None] = Future()
         self.first: Future[Identity] = Future()
@@ -163,16 +191,24 @@ class Follower:
         self._uri = tracking_uri(root) if self.address else ""
         if registry is None and self.address is not None:
             registry = Registry(self.address, self._copies, self._uri)
-        self._registry, self._probe, self._load = registry, probe, load
+        self._registry = registry
+        self._probe = probe
+        self._load = load
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
         self._fetched: set[Path] = set()  # copies that this server made, and removes
         self._clean_at = math.inf
         self._looked = self._refused = -math.inf  # times of the monotonic clock in seconds
         self._state: dict[str, Any] = {
-            "source": source, "alias": self.address.alias if self.address else None, "registry": "not asked",
-            "wanted": None, "refused": None, "problem": None, "swaps": 0, "refusals": 0,
-        }  # fmt: skip
+            "source": source,
+            "alias": self.address.alias if self.address else None,
+            "registry": "not asked",
+            "wanted": None,
+            "refused": None,
+            "problem": None,
+            "swaps": 0,
+            "refusals": 0,
+        }
 
     def start(self) -> None:
         """Loads the first engine in a thread, which then polls; see `first`."""
@@ -215,7 +251,9 @@ class Follower:
                 log.exception("following %s failed; the current model keeps serving", self.source)
 
     def _first_engine(self) -> Engine:
-        """The registry's version; if that is not available, the version that served before the restart."""
+        """The registry's version; if that is not available, the version that served before the
+        restart.
+        """
         if self._registry is None:
             self.found.set_result(None)
             return self._load_engine(None, Path(self.source))
@@ -264,7 +302,8 @@ class Follower:
         version = self._look(self._registry)
         # their hashes only: a reference would keep an engine from being freed
         current, previous = (
-            engine and engine.identity.sha256 for engine in (self.service.current, self.service.previous)
+            engine and engine.identity.sha256
+            for engine in (self.service.current, self.service.previous)
         )
         if version.sha256 == current:
             self._state["refused"] = None
@@ -291,7 +330,8 @@ class Follower:
 
     def _serve(self, engine: Engine) -> None:
         self.service.swap(engine)
-        self._clean_at = time.monotonic() + self.settings.timeout_seconds + 1  # then its last request has ended
+        # then its last request has ended
+        self._clean_at = time.monotonic() + self.settings.timeout_seconds + 1
 
     def _swapped(self, version: Identity) -> None:
         self._note_served(version)
@@ -302,14 +342,20 @@ class Follower:
         if self.address is not None:
             try:
                 note_known(self._copies, self._uri, self.source, asdict(identity))
-            except (ArtifactError, OSError) as error:  # a read-only folder: a restart then needs the registry
+            # a read-only folder: a restart then needs the registry
+            except (ArtifactError, OSError) as error:
                 log.warning("the served version could not be recorded for a restart: %s", error)
 
     def _new_engine(self, registry: Registry, version: Identity, probed: bool) -> Engine:
         """Fetch a version, probe it in a fresh process if `probed`, and load it."""
         if not version.sha256:
             fix = "register it with `unidec models register`"
-            raise ArtifactError("a version without its bundle's hash", where=self.source, got=version.version, fix=fix)
+            raise ArtifactError(
+                "a version without its bundle's hash",
+                where=self.source,
+                got=version.version,
+                fix=fix,
+            )
         is_new = not (self._copies / version.sha256[:16]).is_dir()
         folder = registry.fetch(version)
         if is_new:
@@ -322,7 +368,8 @@ class Follower:
         """A warmed-up engine. The previous one is freed if memory is low.
 
         Raises:
-            ArtifactError: the bundle is damaged or another one, or there is still too little memory.
+            ArtifactError: the bundle is damaged or another one, or there is still too little
+            memory.
         """
         needed = _num_bytes(folder) + KEEP_FREE
         if needed > available_host() and self.service.previous is not None:
@@ -331,21 +378,36 @@ class Follower:
             give_back()
         if needed > (free := available_host()):
             raise ArtifactError(
-                "too little memory to load it", where=str(folder), got=f"{free / 1e6:,.0f} MB available",
-                expected=f"{needed / 1e6:,.0f} MB", fix="more memory, or serve.keep_previous: false",
-            )  # fmt: skip
+                "too little memory to load it",
+                where=str(folder),
+                got=f"{free / 1e6:,.0f} MB available",
+                expected=f"{needed / 1e6:,.0f} MB",
+                fix="more memory, or serve.keep_previous: false",
+            )
         engine = self._load(folder, self.settings, version)
         engine.warm(self.settings.batch_queries)
         return engine
 
     def _refuse(self, version: Identity, error: Exception) -> None:
-        why = without_credentials(str(error) if isinstance(error, UnidecError) else _named(error))[:_MAX_REASON]
-        log.warning("version %s is refused, still serving %s: %s", version.version, self._current(), on_a_line(why))
-        self._state |= {"refused": _shown(version) | {"why": why}, "refusals": self._state["refusals"] + 1}
+        why = without_credentials(str(error) if isinstance(error, UnidecError) else _named(error))[
+            :_MAX_REASON
+        ]
+        log.warning(
+            "version %s is refused, still serving %s: %s",
+            version.version,
+            self._current(),
+            on_a_line(why),
+        )
+        self._state |= {
+            "refused": _shown(version) | {"why": why},
+            "refusals": self._state["refusals"] + 1,
+        }
         self._refused = self._clean_at = time.monotonic()
 
     def _clean(self) -> None:
-        """Give back freed memory; remove the copies that this server fetched and no longer serves."""
+        """Give back freed memory; remove the copies that this server fetched and no
+        longer serves.
+        """
         self._clean_at = math.inf
         give_back()
         engines = (self.service.current, self.service.previous)
@@ -361,7 +423,9 @@ class Follower:
         if self.service.current is None:
             return "nothing"
         identity = self.service.current.identity
-        return f"version {identity.version}" if identity.version else f"bundle {identity.sha256[:16]}"
+        return (
+            f"version {identity.version}" if identity.version else f"bundle {identity.sha256[:16]}"
+        )
 
 
 def _identity(noted: dict[str, Any]) -> Identity:
@@ -371,7 +435,9 @@ def _identity(noted: dict[str, Any]) -> Identity:
 
 
 def _num_bytes(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sum(
+        path.lstat().st_size for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
+    )
 
 
 def _named(error: Exception) -> str:

@@ -1,6 +1,8 @@
-"""The server's Prometheus metrics, in a registry per server, so that several servers in one process do not mix.
+"""The server's Prometheus metrics, in a registry per server, so that several servers in one process
+do not mix.
 
-Labels have few values: routes are those of `app.py` or "other"; a model's facts are in one info metric.
+Labels have few values: routes are those of `app.py` or "other"; a model's facts are in one info
+metric.
 """
 
 from __future__ import annotations
@@ -22,12 +24,32 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from unidec.version import __version__
 
-SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+SECONDS = (
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))  # the dual encoder's is a cosine; all parts: up to about 3
+# the dual encoder's is a cosine; all parts: up to about 3
+SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))
 
 
-_PAGE_SHARE = 0.05  # of the time may go into making the page: whoever asks often gets the same one again
+# of the time may go into making the page: whoever asks often gets the same one again
+_PAGE_SHARE = 0.05
 
 
 class _Live(NamedTuple):
@@ -38,7 +60,8 @@ class Metrics:
     """The server's counters; `registry` takes further collectors."""
 
     def __init__(self) -> None:
-        self._page, self._page_until = b"", 0.0
+        self._page = b""
+        self._page_until = 0.0
         disable_created_metrics()  # else a timestamp beside every counter
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
@@ -47,23 +70,31 @@ class Metrics:
             return Counter(f"unidec_{name}", about, labels, registry=self.registry)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"unidec_{name}", about, labels, buckets=buckets, registry=self.registry)
+            return Histogram(
+                f"unidec_{name}", about, labels, buckets=buckets, registry=self.registry
+            )
 
         self.requests = counter("requests", "Requests answered", "route", "status")
         self.request_seconds = histogram(
             "request_seconds", "From reading the head to writing the answer", SECONDS, "route"
         )
         self._errors = counter("errors", "Requests answered with an error, by kind", "kind")
-        self.in_flight = Gauge("unidec_in_flight_requests", "Requests being answered", registry=self.registry)
+        self.in_flight = Gauge(
+            "unidec_in_flight_requests", "Requests being answered", registry=self.registry
+        )
         self.batch_queries = histogram("batch_queries", "Queries per batch", BATCH)
         self.batch_seconds = histogram("batch_seconds", "The model's time per batch", SECONDS)
         self.queries = counter("queries", "Queries answered, including from the cache")
         self.cache_hits = counter("cache_hits", "Queries answered from the cache")
         self.cache_misses = counter("cache_misses", "Queries that the cache did not hold")
-        self.best_score = histogram("best_score", "Score of each query's best label, both heads", SCORES)
+        self.best_score = histogram(
+            "best_score", "Score of each query's best label, both heads", SCORES
+        )
         self.empty = counter("empty_answers", "Queries without any label in their answer")
         self.tokens = counter("tokens", "Tokens of queries")
-        self.unknown_tokens = counter("unknown_tokens", "Tokens of queries that the tokenizer does not know")
+        self.unknown_tokens = counter(
+            "unknown_tokens", "Tokens of queries that the tokenizer does not know"
+        )
 
     def error(self, kind: str) -> None:
         """Count an error."""
@@ -97,7 +128,9 @@ def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:
     facts = {"sha256": identity.sha256, "runtime": engine.runtime, "unidec": __version__}
     facts |= {name: getattr(identity, name) or "" for name in ("name", "version", "alias")}
     yield InfoMetricFamily("unidec_model", "The current model", facts)
-    yield GaugeMetricFamily("unidec_model_labels", "Labels of the current model", engine.bundle.num_labels)
+    yield GaugeMetricFamily(
+        "unidec_model_labels", "Labels of the current model", engine.bundle.num_labels
+    )
 
 
 def follow_metrics(state: dict[str, Any]) -> Iterable[Any]:
@@ -107,8 +140,16 @@ def follow_metrics(state: dict[str, Any]) -> Iterable[Any]:
         yield CounterMetricFamily(f"unidec_follow_{name}", about, value=state[name])
     for name, about, value in (
         ("registry_up", "1: the registry answered the last request", state["registry"] == "up"),
-        ("refused", "1: the version that the alias names was refused", state["refused"] is not None),
-        ("look_age_seconds", "Seconds since the last request to the registry", state["looked_seconds_ago"]),
+        (
+            "refused",
+            "1: the version that the alias names was refused",
+            state["refused"] is not None,
+        ),
+        (
+            "look_age_seconds",
+            "Seconds since the last request to the registry",
+            state["looked_seconds_ago"],
+        ),
     ):
         if value is not None:
             yield GaugeMetricFamily(f"unidec_follow_{name}", about, value=float(value))

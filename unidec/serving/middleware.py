@@ -1,8 +1,9 @@
-"""Checks before every route: the host name, the API key, a body's size and time; errors as JSON; request metrics.
+"""Checks before every route: the host name, the API key, a body's size and time; errors as JSON;
+request metrics.
 
-Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. `connection.py` bounds what is
-not a whole request yet: heads, pieces of bodies, slow and idle clients.
-"""
+Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing.
+`connection.py` bounds what is not a whole request yet: heads, pieces of bodies, slow and idle
+clients."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Guard:
 
     Args:
         api_key: required on every path but those in `free`; None: on none.
-        routes: paths by which requests are counted; others count as the prefix in `routes` or as "other".
+        routes: paths by which requests are counted; others count as the prefix in `routes` or as
+        "other".
         hosts: names that the header Host may hold, besides IP addresses and localhost; None: any.
     """
 
@@ -49,8 +51,13 @@ class Guard:
         routes: frozenset[str],
         hosts: frozenset[str] | None = None,
     ) -> None:
-        self.app, self.metrics, self.free, self.routes, self.hosts = app, metrics, free, routes, hosts
-        self.max_body, self.seconds = settings.max_body_bytes, settings.timeout_seconds
+        self.app = app
+        self.metrics = metrics
+        self.free = free
+        self.routes = routes
+        self.hosts = hosts
+        self.max_body = settings.max_body_bytes
+        self.seconds = settings.timeout_seconds
         self.key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
         self.key_env = settings.api_key_env
 
@@ -74,17 +81,24 @@ class Guard:
                 self.metrics.error(error.kind)
                 await _refuse(error, receive, counted_send, self.seconds)
         except Exception as error:
-            if isinstance(error, ClientGone) or "handler is closed" in str(error):  # of uvloop: the client reset it
+            # of uvloop: the client reset it
+            if isinstance(error, ClientGone) or "handler is closed" in str(error):
                 self.metrics.error("client_gone")
                 status = 499  # nginx's code for a client that closed the request
-                await asyncio.sleep(0.01)  # uvicorn needs time to notice it; then it expects no answer
+                # uvicorn needs time to notice it; then it expects no answer
+                await asyncio.sleep(0.01)
                 return
             log.exception("%s %s failed", scope["method"], scope["path"])
             self.metrics.error("internal")
             if status:
                 raise  # the answer is half sent: the connection must end
             fix = "ask the server's operator: its log has the cause"
-            await _refuse(RequestError(500, "internal", "the server failed", fix=fix), receive, counted_send, 0)
+            await _refuse(
+                RequestError(500, "internal", "the server failed", fix=fix),
+                receive,
+                counted_send,
+                0,
+            )
         finally:
             self.metrics.in_flight.dec()
             route = self._route(scope["path"])
@@ -96,10 +110,15 @@ class Guard:
         _check_head(scope, headers)
         if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
             raise RequestError(
-                421, "wrong_host", "this server does not accept that host name", where="header Host",
-                got=headers[b"host"].decode("latin-1"), expected="localhost, an address, or a name of serve.hosts",
-                fix="add the name to serve.hosts", close=True,
-            )  # fmt: skip
+                421,
+                "wrong_host",
+                "this server does not accept that host name",
+                where="header Host",
+                got=headers[b"host"].decode("latin-1"),
+                expected="localhost, an address, or a name of serve.hosts",
+                fix="add the name to serve.hosts",
+                close=True,
+            )
         if self.key_digest is not None and scope["path"] not in self.free:
             self._check_key(headers)
         scope[BODY] = b""
@@ -115,14 +134,19 @@ class Guard:
         assert self.key_digest is not None
         if not hmac.compare_digest(hashlib.sha256(given.strip()).digest(), self.key_digest):
             raise RequestError(
-                401, "unauthorized", "the API key is wrong" if given else "an API key is required",
-                where="header Authorization", expected="Authorization: Bearer KEY",
-                fix=f"the server reads the key from {self.key_env}", headers=[(b"www-authenticate", b"Bearer")],
-            )  # fmt: skip
+                401,
+                "unauthorized",
+                "the API key is wrong" if given else "an API key is required",
+                where="header Authorization",
+                expected="Authorization: Bearer KEY",
+                fix=f"the server reads the key from {self.key_env}",
+                headers=[(b"www-authenticate", b"Bearer")],
+            )
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The whole body, within bounds of size and time."""
-        body, more = bytearray(), True
+        body = bytearray()
+        more = True
         self._check_size(int(headers.get(b"content-length", 0)), "{} bytes")
         try:
             async with asyncio.timeout(self.seconds):
@@ -135,18 +159,29 @@ class Guard:
                     self._check_size(len(body), f"more than {self.max_body} bytes")
         except TimeoutError:
             raise RequestError(
-                408, "slow_body", "the body did not arrive in time", where="body", got=f"{len(body)} bytes",
-                expected=f"all of it within {self.seconds:g} s", fix="send the whole body within the limit", close=True,
-            ) from None  # fmt: skip
+                408,
+                "slow_body",
+                "the body did not arrive in time",
+                where="body",
+                got=f"{len(body)} bytes",
+                expected=f"all of it within {self.seconds:g} s",
+                fix="send the whole body within the limit",
+                close=True,
+            ) from None
         return bytes(body)
 
     def _check_size(self, size: int, got: str) -> None:
         if size > self.max_body:
             raise RequestError(
-                413, "too_large", "the body is too large", where="body", got=got.format(size), close=True,
+                413,
+                "too_large",
+                "the body is too large",
+                where="body",
+                got=got.format(size),
+                close=True,
                 expected=f"at most {self.max_body} bytes",
                 fix="send the queries in several requests (serve.max_body_bytes)",
-            )  # fmt: skip
+            )
 
     def _route(self, path: str) -> str:
         if path in self.routes:
@@ -162,25 +197,34 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     num_parameters = scope["query_string"].count(b"&") + 1
     if num_parameters > MAX_PARAMETERS:
         raise RequestError(
-            400, "large_target", "too many parameters", where="query string", got=f"{num_parameters}",
-            expected=f"at most {MAX_PARAMETERS}", fix="GET /openapi.json lists the parameters of each path",
-        )  # fmt: skip
+            400,
+            "large_target",
+            "too many parameters",
+            where="query string",
+            got=f"{num_parameters}",
+            expected=f"at most {MAX_PARAMETERS}",
+            fix="GET /openapi.json lists the parameters of each path",
+        )
     num_hosts = sum(name == b"host" for name, _ in scope["headers"])
     wrong = ""
-    if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
+    # two lengths: request smuggling
+    if b"transfer-encoding" in headers and b"content-length" in headers:
         wrong = "both Transfer-Encoding and Content-Length"
     elif num_hosts > 1:
         wrong = "more than one Host"
     elif num_hosts == 0 and scope["http_version"] == "1.1":
         wrong = "no Host"
     if wrong:
-        raise RequestError(400, "broken_http", wrong, where="headers", fix="send exactly one", close=True)
+        raise RequestError(
+            400, "broken_http", wrong, where="headers", fix="send exactly one", close=True
+        )
 
 
 @functools.lru_cache(256)
 def _is_host(header: bytes, hosts: frozenset[str]) -> bool:
-    """Whether a header Host names this server. An address always does: a web page of a foreign name whose DNS entry
-    points here (DNS rebinding) sends that name."""
+    """Whether a header Host names this server. An address always does: a web page of a foreign name
+    whose DNS entry points here (DNS rebinding) sends that name.
+    """
     host = header.decode("latin-1").lower().strip()
     name, colon, port = host.rpartition(":")
     name = name if colon and port.isdigit() else host
@@ -199,8 +243,14 @@ async def _refuse(error: RequestError, receive: Receive, send: Send, seconds: fl
     A socket closed with unread bytes resets the connection, and the client never sees the answer.
     """
     body = error.body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), NO_SNIFFING]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers + error.headers})
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        NO_SNIFFING,
+    ]
+    await send(
+        {"type": "http.response.start", "status": error.status, "headers": headers + error.headers}
+    )
     if not error.close:
         await send({"type": "http.response.body", "body": body})
         return

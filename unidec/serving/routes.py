@@ -1,8 +1,8 @@
 """The routes: read a request, have the current engine answer it, write the answer.
 
-POST /predict is the hot path: its body is checked by pydantic without FastAPI's dependencies, and its answer is written
-by hand and not checked again. `benchmarks/results/serving.md` has a request's cost besides the model.
-"""
+POST /predict is the hot path: its body is checked by pydantic without FastAPI's dependencies, and
+its answer is written by hand and not checked again. `benchmarks/results/serving.md` has a request's
+cost besides the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from unidec.serving.schemas import Answer, answer_of, explain_json, predict_json
 from unidec.version import __version__
 
 MAX_LABELS = 50
-CACHED_BYTES = 4096  # room for each cached answer; one of five labels takes 800. Longer requests are not cached
+# room for each cached answer; one of five labels takes 800. Longer requests are not cached
+CACHED_BYTES = 4096
 STUCK_SECONDS = 60.0
 
 _JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
@@ -41,8 +42,12 @@ _JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
 class JsonBytes(Response):
     """JSON that is already bytes; without Starlette's search for missing headers."""
 
-    def __init__(self, body: bytes, status_code: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self.status_code, self.body, self.background = status_code, body, None
+    def __init__(
+        self, body: bytes, status_code: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self.status_code = status_code
+        self.body = body
+        self.background = None
         self.raw_headers = [*_JSON, (b"content-length", b"%d" % len(body)), *headers]
 
 
@@ -50,25 +55,32 @@ class Routes:
     """Handlers of the routes."""
 
     def __init__(self, service: Service, settings: Serve, api_key: str | None) -> None:
-        self.service, self.settings, self.has_key = service, settings, api_key is not None
+        self.service = service
+        self.settings = settings
+        self.has_key = api_key is not None
         self.figures = service.metrics
         self.models = schemas.request_models(settings)
         self.cache: LRUCache[tuple[str, Asked], Answer] = LRUCache(
-            settings.cache_queries * CACHED_BYTES, lambda answer: max(CACHED_BYTES, len(answer.json))
+            settings.cache_queries * CACHED_BYTES,
+            lambda answer: max(CACHED_BYTES, len(answer.json)),
         )
         self.batcher: Batcher | None = None
         self.side_thread = ThreadPoolExecutor(1, "unidec-side")
-        self.figures.watch(lambda: model_metrics(self.service.current, self.batcher.waiting if self.batcher else 0))
+        self.figures.watch(
+            lambda: model_metrics(self.service.current, self.batcher.waiting if self.batcher else 0)
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         settings = self.settings
         self.batcher = Batcher(
             lambda engine, batch: [answer_of(prediction) for prediction in engine.answer(batch)],
-            batch_queries=settings.batch_queries, queue_queries=settings.queue_queries,
-            wait_seconds=settings.batch_wait_ms / 1000, timeout_seconds=settings.timeout_seconds,
+            batch_queries=settings.batch_queries,
+            queue_queries=settings.queue_queries,
+            wait_seconds=settings.batch_wait_ms / 1000,
+            timeout_seconds=settings.timeout_seconds,
             on_batch=self._count_batch,
-        )  # fmt: skip
+        )
         try:
             yield
         finally:
@@ -76,35 +88,53 @@ class Routes:
             self.side_thread.shutdown(wait=False, cancel_futures=True)
 
     async def predict(self, request: Request) -> Response:
-        """Labels for up to `serve.max_queries` texts, best first; the named model answers all of them."""
-        engine, asked = self._engine(), _read_request(request, self.models.predict)
+        """Labels for up to `serve.max_queries` texts, best first; the named model answers all of
+        them.
+        """
+        engine = self._engine()
+        asked = _read_request(request, self.models.predict)
         queries = _queries(engine, asked.queries, asked)
         answers = await self._cached_or_new(engine, queries, request)
         self._count(queries[0], answers)
         return JsonBytes(predict_json(engine.model_json, [answer.json for answer in answers]))
 
     async def explain(self, request: Request) -> Response:
-        """Each part of each score with its weight, the nearest training queries, and the query's tokens."""
-        engine, asked = self._engine(), _read_request(request, self.models.explain)
+        """Each part of each score with its weight, the nearest training queries, and the query's
+        tokens.
+        """
+        engine = self._engine()
+        asked = _read_request(request, self.models.explain)
         (query,) = _queries(engine, [asked.query], asked)
         explanation = await self._aside(lambda: engine.explain(query))
         self._count(query, [answer_of(explanation.prediction)])
         return JsonBytes(explain_json(engine.model_json, explanation))
 
     async def feedback(self, request: Request) -> Response:
-        """Append a person's judgement to the file `serve.feedback`, which `unidec models monitor` reads."""
-        engine, mark = self._engine(), _read_request(request, self.models.feedback)
+        """Append a person's judgement to the file `serve.feedback`, which `unidec models monitor`
+        reads.
+        """
+        engine = self._engine()
+        mark = _read_request(request, self.models.feedback)
         if mark.label not in engine.bundle.row_of:
             raise _no_such_label(mark.label)
         facts = mark.model_dump() | {"bundle": engine.identity.sha256, "at": datetime.now(UTC)}
         line = orjson.dumps(facts, option=orjson.OPT_APPEND_NEWLINE)
-        await self._aside(lambda: _append(self.settings.feedback, line, self.settings.feedback_bytes))
+        await self._aside(
+            lambda: _append(self.settings.feedback, line, self.settings.feedback_bytes)
+        )
         return JsonBytes(b'{"kept":true}')
 
-    async def _cached_or_new(self, engine: Engine, queries: list[Asked], request: Request) -> list[Answer]:
-        """Answers from the cache, whose keys hold the bundle's hash; missing ones from the model, then cached."""
+    async def _cached_or_new(
+        self, engine: Engine, queries: list[Asked], request: Request
+    ) -> list[Answer]:
+        """Answers from the cache, whose keys hold the bundle's hash; missing ones from the model,
+        then cached.
+        """
         filters = sum(map(len, queries[0].allow or ())) + sum(map(len, queries[0].deny))
-        if not self.cache.maxsize or filters + max(len(query.text) for query in queries) > CACHED_BYTES:
+        if (
+            not self.cache.maxsize
+            or filters + max(len(query.text) for query in queries) > CACHED_BYTES
+        ):
             return await self._answers(engine, queries, request)
         sha256 = engine.identity.sha256
         cached = [self.cache.get((sha256, query)) for query in queries]
@@ -118,7 +148,9 @@ class Routes:
         rest = iter(made)
         return [next(rest) if answer is None else answer for answer in cached]
 
-    async def _answers(self, engine: Engine, queries: Sequence[Asked], request: Request) -> list[Answer]:
+    async def _answers(
+        self, engine: Engine, queries: Sequence[Asked], request: Request
+    ) -> list[Answer]:
         """Answers from the model, in batches with other requests."""
         assert self.batcher is not None
 
@@ -148,7 +180,9 @@ class Routes:
 
     async def labels(
         self,
-        prefix: Annotated[str, Query(max_length=200, description="prefix of the uid, the title, or a word in it")] = "",
+        prefix: Annotated[
+            str, Query(max_length=200, description="prefix of the uid, the title, or a word in it")
+        ] = "",
         limit: Annotated[int, Query(ge=1, le=MAX_LABELS)] = 20,
     ) -> Response:
         """Case-insensitive."""
@@ -162,7 +196,9 @@ class Routes:
         row = await self._aside(lambda: engine.bundle.row_of.get(uid))
         if row is None:
             raise _no_such_label(uid)
-        return JsonBytes(orjson.dumps({"uid": uid, "title": engine.bundle.titles[row].as_py(), "row": row}))
+        return JsonBytes(
+            orjson.dumps({"uid": uid, "title": engine.bundle.titles[row].as_py(), "row": row})
+        )
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
         """Run work in a separate thread, next to the model's."""
@@ -180,9 +216,12 @@ class Routes:
         return JsonBytes(b'{"status":"alive"}')
 
     async def readyz(self) -> Response:
-        """503 until a model is loaded and warmed up, and if one of its memory-mapped files was edited (size,
-        modification time or sampled content changed). `follow`: the registry's state; an outdated model is ready."""
-        engine, follow = self.service.current, self._follow()
+        """503 until a model is loaded and warmed up, and if one of its memory-mapped files was
+        edited (size, modification time or sampled content changed). `follow`: the registry's state;
+        an outdated model is ready.
+        """
+        engine = self.service.current
+        follow = self._follow()
         model = None if engine is None else asdict(engine.identity)
         changed = "" if engine is None else engine.files.changed()
         if engine is not None and not changed:
@@ -190,17 +229,25 @@ class Routes:
         error = _not_ready()
         if changed:
             error = RequestError(
-                503, "edited_file", "a file of the bundle was edited while being served", where=changed,
-                expected="the bytes that were loaded", retry_after=60,
-                fix="restore the bundle and restart the server; replace bundles by renaming, never in place",
-            )  # fmt: skip
+                503,
+                "edited_file",
+                "a file of the bundle was edited while being served",
+                where=changed,
+                expected="the bytes that were loaded",
+                retry_after=60,
+                fix=(
+                    "restore the bundle and restart the server; replace bundles by renaming, "
+                    "never in place"
+                ),
+            )
         self.figures.error(error.kind)
         body = {"error": error.parts, "ready": False, "model": model, "follow": follow}
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
 
     async def version(self) -> Response:
         """Versions of the bundle, its data, the previous model, and this program."""
-        engine, previous = self._engine(), self.service.previous
+        engine = self._engine()
+        previous = self.service.previous
         info = engine.bundle.info
         facts = {
             "model": asdict(engine.identity),
@@ -236,9 +283,14 @@ def _read_request(request: Request, model: Any) -> Any:
     kind = next((value for name, value in request.scope["headers"] if name == b"content-type"), b"")
     if kind.partition(b";")[0].strip().lower() != b"application/json":
         raise RequestError(
-            415, "content_type", "the body is not declared as JSON", where="header Content-Type",
-            got=kind.decode("latin-1"), expected="application/json", fix='send "Content-Type: application/json"',
-        )  # fmt: skip
+            415,
+            "content_type",
+            "the body is not declared as JSON",
+            where="header Content-Type",
+            got=kind.decode("latin-1"),
+            expected="application/json",
+            fix='send "Content-Type: application/json"',
+        )
     return schemas.parse_request(model, request.scope.pop(BODY))
 
 
@@ -248,20 +300,31 @@ def _no_such_label(uid: str) -> RequestError:
 
 
 def _append(path: str, line: bytes, most: int) -> None:
-    """Append a whole line to a file that only its owner reads; a RequestError if it was not, e.g. the disk is full."""
-    got, fix = f"{most} bytes at most", "move the file away after reading it, or raise serve.feedback_bytes"
+    """Append a whole line to a file that only its owner reads; a RequestError if it was not, e.g.
+    the disk is full.
+    """
+    got = f"{most} bytes at most"
+    fix = "move the file away after reading it, or raise serve.feedback_bytes"
     try:
         if append_line(path, line, most):
             return
     except OSError as error:
-        got, fix = error.strerror or str(error), "make room, or name another file: serve.feedback"
-    raise RequestError(507, "feedback", "the feedback was not saved", where="serve.feedback", got=got, fix=fix)
+        got = error.strerror or str(error)
+        fix = "make room, or name another file: serve.feedback"
+    raise RequestError(
+        507, "feedback", "the feedback was not saved", where="serve.feedback", got=got, fix=fix
+    )
 
 
 def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
-    """Each text with the request's settings; an error if the bundle does not support them, e.g. lacks a head."""
-    allow, deny = None if asked.allow is None else tuple(asked.allow), tuple(asked.deny)
-    queries = [Asked(text, asked.k, allow, deny, asked.min_score, asked.head, asked.tail) for text in texts]
+    """Each text with the request's settings; an error if the bundle does not support them, e.g.
+    lacks a head.
+    """
+    allow = None if asked.allow is None else tuple(asked.allow)
+    deny = tuple(asked.deny)
+    queries = [
+        Asked(text, asked.k, allow, deny, asked.min_score, asked.head, asked.tail) for text in texts
+    ]
     try:
         engine.check(queries[0])
     except DataError as error:
@@ -271,9 +334,14 @@ def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
 
 def _not_answerable(error: DataError) -> RequestError:
     return RequestError(
-        422, "wrong_value", error.what, where=(error.where or "body").removeprefix("request."), got=error.got or "",
-        expected=error.expected or "", fix=error.fix or "see GET /card for what this model has",
-    )  # fmt: skip
+        422,
+        "wrong_value",
+        error.what,
+        where=(error.where or "body").removeprefix("request."),
+        got=error.got or "",
+        expected=error.expected or "",
+        fix=error.fix or "see GET /card for what this model has",
+    )
 
 
 def _not_ready() -> RequestError:

@@ -1,9 +1,8 @@
 """`unidec serve`: one process, uvicorn's event loop, and a thread for the model.
 
-It listens at once (/healthz answers, /readyz returns 503) and loads meanwhile. On SIGTERM, Ctrl-C or SIGHUP (its
-terminal was closed) new connections are refused, requests on open ones are answered for `DRAIN_SECONDS` more, exit code
-0; a second Ctrl-C ends it at once.
-"""
+It listens at once (/healthz answers, /readyz returns 503) and loads meanwhile. On SIGTERM, Ctrl-C
+or SIGHUP (its terminal was closed) new connections are refused, requests on open ones are answered
+for `DRAIN_SECONDS` more, exit code 0; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -35,7 +34,8 @@ KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after this time
 BACKLOG = 2048
 DRAIN_SECONDS = 2.0  # after SIGTERM: open connections may send requests for this time
 OTHER_FILES = 512  # open files besides connections: the model's, the registry's, the log
-SWITCH_SECONDS = 0.001  # Python's switch interval: the event loop waits no longer than this for the model's thread
+# Python's switch interval: the event loop waits no longer than this for the model's thread
+SWITCH_SECONDS = 0.001
 _NEEDED = ("uvicorn", "httptools", "prometheus_client", "orjson", "cachetools")
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
         settings: section `serve`. root: the project, for the tracking store.
 
     Raises:
-        ConfigError: the address is not available, a package is not installed, or there is no such bundle.
+        ConfigError: the address is not available, a package is not installed, or there is no such
+        bundle.
         ArtifactError: the bundle is damaged.
     """
     begun = time.monotonic()
@@ -73,7 +74,9 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
         try:
             server = _server(service, settings, api_key)
             address = _address(listener)
-            follower.found.add_done_callback(lambda _: print(f"serve: listening at {address}", flush=True))
+            follower.found.add_done_callback(
+                lambda _: print(f"serve: listening at {address}", flush=True)
+            )
 
             def loaded(first: Future[Identity]) -> None:
                 if first.exception() is None:
@@ -82,7 +85,8 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
                     server.should_exit = True
 
             follower.first.add_done_callback(loaded)
-            for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sets its own, and re-raises at its end
+            # uvicorn sets its own, and re-raises at its end
+            for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: None)
             _end_at_hangup(server)
             server.run(sockets=[listener])
@@ -116,16 +120,25 @@ def _allow_files(num_connections: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
-        log.warning("only %d open files are allowed: raise `ulimit -Hn`, or lower serve.max_connections", hard)
+        log.warning(
+            "only %d open files are allowed: raise `ulimit -Hn`, or lower serve.max_connections",
+            hard,
+        )
 
 
 def _require() -> None:
     missing = [name for name in _NEEDED if util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            "not installed", where="unidec serve", got=", ".join(missing), expected="the extra `serve`",
-            fix='pip install "unidec-xmc[cpu,serve]", in a checkout pip install -e ".[cpu,serve]" -c constraints.txt',
-        )  # fmt: skip
+            "not installed",
+            where="unidec serve",
+            got=", ".join(missing),
+            expected="the extra `serve`",
+            fix=(
+                'pip install "unidec-xmc[cpu,serve]", in a checkout pip install -e '
+                '".[cpu,serve]" -c constraints.txt'
+            ),
+        )
 
 
 def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.Server:
@@ -135,9 +148,10 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """uvicorn resets connections that wait to be accepted, and closes idle ones while a request is on its way.
-            Here waiting ones are accepted first, and all may send requests for `DRAIN_SECONDS` more: each answer
-            carries `Connection: close`."""
+            """uvicorn resets connections that wait to be accepted, and closes idle ones while a
+            request is on its way. Here waiting ones are accepted first, and all may send requests
+            for `DRAIN_SECONDS` more: each answer carries `Connection: close`.
+            """
             self.server_state.default_headers.append((b"connection", b"close"))
             await _accept_rest(self, sockets or [])
             end = time.monotonic() + DRAIN_SECONDS
@@ -146,7 +160,8 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
             await super().shutdown(sockets)
 
     config = uvicorn.Config(
-        create_app(service, settings, api_key, hosts_of(settings, api_key)), **server_options(settings)
+        create_app(service, settings, api_key, hosts_of(settings, api_key)),
+        **server_options(settings),
     )
     return Server(config)
 
@@ -156,11 +171,19 @@ def server_options(settings: Serve) -> dict[str, Any]:
     from unidec.serving.connection import Connection
 
     return {
-        "http": Connection, "limit_concurrency": settings.max_connections,
-        "ws": "none", "lifespan": "on", "log_config": None, "access_log": False, "proxy_headers": False,
-        "server_header": False, "date_header": False, "backlog": BACKLOG, "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+        "http": Connection,
+        "limit_concurrency": settings.max_connections,
+        "ws": "none",
+        "lifespan": "on",
+        "log_config": None,
+        "access_log": False,
+        "proxy_headers": False,
+        "server_header": False,
+        "date_header": False,
+        "backlog": BACKLOG,
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
         "timeout_graceful_shutdown": int(settings.timeout_seconds) + 5,
-    }  # fmt: skip
+    }
 
 
 async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -> None:
@@ -193,9 +216,11 @@ def _listen(settings: Serve) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(
-            "cannot listen", where="serve.host, serve.port", got=f"{settings.host}:{settings.port}: {error}",
+            "cannot listen",
+            where="serve.host, serve.port",
+            got=f"{settings.host}:{settings.port}: {error}",
             fix="another --port; --port 0 takes any free one",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _address(listener: socket.socket) -> str:
@@ -210,26 +235,32 @@ def _print_ready(service: Service, address: str, seconds: float) -> None:
     gc.freeze()  # what is loaded by now stays: garbage collection need not scan it
     version = f", version {engine.identity.version}" if engine.identity.version else ""
     print(
-        f"serve: ready at {address} after {seconds:.2f} s: bundle {engine.identity.sha256[:16]}{version}, "
+        f"serve: ready at {address} after {seconds:.2f} s: bundle "
+        f"{engine.identity.sha256[:16]}{version}, "
         f"{engine.runtime}, {engine.bundle.num_labels} labels",
         flush=True,
     )
 
 
 def _api_key(settings: Serve) -> str | None:
-    """The API key from the environment; warns if others in the network may send requests without one."""
+    """The API key from the environment; warns if others in the network may send requests without
+    one.
+    """
     key = os.environ.get(settings.api_key_env, "").strip() or None
     if key is None and not _is_loopback(settings.host):
         log.warning(
             "anyone who can reach %s may send requests: set %s, or listen on 127.0.0.1",
-            settings.host, settings.api_key_env,
-        )  # fmt: skip
+            settings.host,
+            settings.api_key_env,
+        )
     return key
 
 
 def hosts_of(settings: Serve, api_key: str | None) -> frozenset[str] | None:
-    """Names that the header Host may hold; None: any. On loopback without a key no name is accepted, so that no web
-    page whose name points at this machine can use the server through its user's browser (no page has the key)."""
+    """Names that the header Host may hold; None: any. On loopback without a key no name is
+    accepted, so that no web page whose name points at this machine can use the server through its
+    user's browser (no page has the key).
+    """
     if settings.hosts:
         return frozenset(name.lower() for name in settings.hosts)
     return frozenset() if api_key is None and _is_loopback(settings.host) else None
@@ -244,7 +275,9 @@ def _is_loopback(host: str) -> bool:
 
 def _log_to_stderr() -> None:
     logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=logging.WARNING,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     logging.getLogger("unidec").setLevel(logging.INFO)
     # uvicorn warns of every broken request: a client could fill the disk

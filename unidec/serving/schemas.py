@@ -1,9 +1,8 @@
 """Schemas of requests and answers: requests are checked by pydantic, OpenAPI shows both.
 
-Requests are read with the limits of section `serve`, so their models are created for each server. Answers are written
-by hand, once per query, so that the cache holds bytes, and not checked again: their models here are documentation,
-which tests keep up to date.
-"""
+Requests are read with the limits of section `serve`, so their models are created for each server.
+Answers are written by hand, once per query, so that the cache holds bytes, and not checked again:
+their models here are documentation, which tests keep up to date."""
 
 from __future__ import annotations
 
@@ -12,7 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
 from pydantic_core import PydanticCustomError
 
 from unidec.config import Serve
@@ -29,7 +36,8 @@ Head = Literal["both", "de", "clf"]
 Uid = Annotated[str, Field(min_length=1)]
 DEFAULT_K = 5
 MAX_KEYS = 50  # of a body
-_MORE_TOKENS = 4096  # than a valid body has: a list that is slightly too long gets an error that names it
+# than a valid body has: a list that is slightly too long gets an error that names it
+_MORE_TOKENS = 4096
 _TOKEN = rb'[^"\[{,]*+(?:"(?:[^"\\]++|\\.)*+"|[\[{,])'  # a JSON string, or up to one of [ { ,
 NUM_EXAMPLES = 6
 LABELS_SHOWN = 10  # of a training query
@@ -61,23 +69,55 @@ def request_models(settings: Serve) -> RequestModels:
     """The models with a server's limits."""
     written = Field(max_length=settings.max_query_chars, pattern=r"[^\s\x85]")
     text: Any = Annotated[str, written, AfterValidator(_not_blank)]
-    queries: Any = Annotated[list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)]
+    queries: Any = Annotated[
+        list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)
+    ]
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
     k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
     shared: dict[str, Any] = {
-        "k": (k, Field(min(DEFAULT_K, settings.max_k), description="labels per query; fewer if fewer are left")),
-        "allow": (uids | None, Field(
-            None, description="uids: only these labels may be returned; unknown ones are ignored and counted",
-        )),
-        "deny": (uids, Field(default_factory=list, description="uids: these labels are never returned")),
-        "min_score": (float | None, Field(None, description="labels with a lower score are dropped")),
-        "head": (Head, Field(
-            "both", description="rank by both heads (the bundle's ranking), the dual encoder, or the classifier",
-        )),
-        "tail": (float, Field(
-            0.0, ge=-10, le=10, description="above 0 ranks rare labels higher; only with a learnt fusion",
-        )),
-    }  # fmt: skip
+        "k": (
+            k,
+            Field(
+                min(DEFAULT_K, settings.max_k),
+                description="labels per query; fewer if fewer are left",
+            ),
+        ),
+        "allow": (
+            uids | None,
+            Field(
+                None,
+                description=(
+                    "uids: only these labels may be returned; unknown ones are ignored and counted"
+                ),
+            ),
+        ),
+        "deny": (
+            uids,
+            Field(default_factory=list, description="uids: these labels are never returned"),
+        ),
+        "min_score": (
+            float | None,
+            Field(None, description="labels with a lower score are dropped"),
+        ),
+        "head": (
+            Head,
+            Field(
+                "both",
+                description=(
+                    "rank by both heads (the bundle's ranking), the dual encoder, or the classifier"
+                ),
+            ),
+        ),
+        "tail": (
+            float,
+            Field(
+                0.0,
+                ge=-10,
+                le=10,
+                description="above 0 ranks rare labels higher; only with a learnt fusion",
+            ),
+        ),
+    }
 
     tokens = 2 * (settings.max_queries + 2 * settings.max_filter_labels) + _MORE_TOKENS
     too_many = re.compile(b"(?:%b){%d}+" % (_TOKEN, tokens), re.DOTALL)
@@ -90,7 +130,13 @@ def request_models(settings: Serve) -> RequestModels:
     return RequestModels(
         model("PredictRequest", shared, queries=(queries, Field(description="texts to label"))),
         model("ExplainRequest", shared, query=(text, Field(description="text to label"))),
-        model("FeedbackRequest", {}, query=(text, ...), label=(Uid, Field(description="uid")), relevant=(bool, ...)),
+        model(
+            "FeedbackRequest",
+            {},
+            query=(text, ...),
+            label=(Uid, Field(description="uid")),
+            relevant=(bool, ...),
+        ),
     )
 
 
@@ -103,23 +149,30 @@ def _not_blank(text: str) -> str:
 
 def _whole(value: Any) -> Any:
     """JSON Schema counts 5.0 among the integers."""
-    return int(value) if isinstance(value, float) and abs(value) < 2**53 and value.is_integer() else value
+    return (
+        int(value)
+        if isinstance(value, float) and abs(value) < 2**53 and value.is_integer()
+        else value
+    )
 
 
 def parse_request(model: Any, body: bytes) -> Any:
     """A request's body as an instance of its model.
 
     Raises:
-        RequestError: 400: not UTF-8, not JSON, nested too deep, too many values, or NaN; 422: what does not fit the
-            model.
+        RequestError: 400: not UTF-8, not JSON, nested too deep, too many values, or NaN; 422: what
+            does not fit the model.
     """
-    if model.too_many.match(body):  # takes a millisecond; parsing 300,000 lists takes a hundred, and 20 MB
+    # takes a millisecond; parsing 300,000 lists takes a hundred, and 20 MB
+    if model.too_many.match(body):
         raise _broken("the body has too many values", "body", f"{len(body)} bytes")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise _broken(f"the body is not JSON: {error.msg}", where, error.doc[error.pos : error.pos + 20]) from None
+        raise _broken(
+            f"the body is not JSON: {error.msg}", where, error.doc[error.pos : error.pos + 20]
+        ) from None
     if isinstance(value, dict) and len(value) > MAX_KEYS:
         raise _broken("the body has too many keys", "body", f"{len(value)} keys")
     try:
@@ -129,7 +182,8 @@ def parse_request(model: Any, body: bytes) -> Any:
 
 
 def _broken(what: str, where: str, got: str) -> RequestError:
-    expected, fix = 'JSON such as {"queries": ["a text"]}', "send a body as described in GET /openapi.json"
+    expected = 'JSON such as {"queries": ["a text"]}'
+    fix = "send a body as described in GET /openapi.json"
     return RequestError(400, "broken_json", what, where=where, got=got, expected=expected, fix=fix)
 
 
@@ -161,8 +215,9 @@ class Label(_Answer):
     title: str
     score: float
     probability: float | None = Field(
-        description="probability that the label is relevant, by its score, as measured on the validation split; null "
-        "if the bundle does not have it, with another `head` than both, or with a `tail`"
+        description="probability that the label is relevant, by its score, as measured on the "
+        "validation split; null if the bundle does not have it, with another `head` than both, "
+        "or with a `tail`"
     )
     de: float | None = Field(description="the dual encoder's own score, before its weight")
     clf: float | None = Field(description="the classifier's own score, before its weight")
@@ -211,7 +266,9 @@ class Answer(NamedTuple):
 def answer_of(prediction: Prediction) -> Answer:
     """The answer to one query."""
     best = prediction.scores[0] if prediction.scores else None
-    return Answer(orjson.dumps(_facts(prediction)), best, prediction.num_tokens, prediction.unknown_tokens)
+    return Answer(
+        orjson.dumps(_facts(prediction)), best, prediction.num_tokens, prediction.unknown_tokens
+    )
 
 
 def predict_json(model: bytes, answers: Sequence[bytes]) -> bytes:
@@ -225,13 +282,18 @@ def explain_json(model: bytes, explanation: Explanation) -> bytes:
     facts["weights"] = {name: explanation.weights.get(name, 0.0) for name in ("de", "clf", "knn")}
     facts["nearest"] = [
         {
-            "uid": near.uid, "title": near.title, "cosine": near.cosine, "vote": near.vote,
+            "uid": near.uid,
+            "title": near.title,
+            "cosine": near.cosine,
+            "vote": near.vote,
             "labels": [{"uid": uid, "title": title} for uid, title in near.labels[:LABELS_SHOWN]],
         }
         for near in explanation.neighbours or ()
-    ]  # fmt: skip
+    ]
     facts["tokens"] = [
-        {"piece": token.text, "unknown": token.unknown} for token in explanation.tokens if not token.special
+        {"piece": token.text, "unknown": token.unknown}
+        for token in explanation.tokens
+        if not token.special
     ]
     facts["truncated"] = explanation.cut
     return b'{"model":%b,%b' % (model, orjson.dumps(facts)[1:])
@@ -240,13 +302,26 @@ def explain_json(model: bytes, explanation: Explanation) -> bytes:
 def _facts(prediction: Prediction) -> dict[str, Any]:
     missing: list[None] = [None] * len(prediction.labels)
     rows = zip(
-        prediction.labels, prediction.titles, prediction.scores, prediction.probabilities or missing,
-        prediction.de_scores or missing, prediction.clf_scores or missing, prediction.knn_scores or missing,
+        prediction.labels,
+        prediction.titles,
+        prediction.scores,
+        prediction.probabilities or missing,
+        prediction.de_scores or missing,
+        prediction.clf_scores or missing,
+        prediction.knn_scores or missing,
         strict=True,
-    )  # fmt: skip
+    )
     return {
         "labels": [
-            {"uid": uid, "title": title, "score": score, "probability": probability, "de": de, "clf": clf, "knn": knn}
+            {
+                "uid": uid,
+                "title": title,
+                "score": score,
+                "probability": probability,
+                "de": de,
+                "clf": clf,
+                "knn": knn,
+            }
             for uid, title, score, probability, de, clf, knn in rows
         ],
         "unknown_tokens": prediction.unknown_tokens,
@@ -257,9 +332,16 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
 def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
     """What the page shows of a bundle; the server adds model, runtime, api_key and feedback."""
     info = bundle.info
-    texts = bundle.titles if bundle.neighbours is None else bundle.neighbours.titles  # queries of the data
-    shown = dict.fromkeys((2 * i + 1) * len(texts) // (2 * NUM_EXAMPLES) for i in range(NUM_EXAMPLES) if len(texts))
-    weights = {"de": 1.0, "clf": info.clf_weight, "knn": info.knn.weight if info.knn is not None else 0.0}
+    # queries of the data
+    texts = bundle.titles if bundle.neighbours is None else bundle.neighbours.titles
+    shown = dict.fromkeys(
+        (2 * i + 1) * len(texts) // (2 * NUM_EXAMPLES) for i in range(NUM_EXAMPLES) if len(texts)
+    )
+    weights = {
+        "de": 1.0,
+        "clf": info.clf_weight,
+        "knn": info.knn.weight if info.knn is not None else 0.0,
+    }
     if info.space != "both":
         weights["de"], weights["clf"] = float(info.space == "de"), float(info.space == "clf")
     return {

@@ -1,1 +1,3 @@
-"""MLflow: tracking of runs, the model registry, promotion and lineage; mlflow is imported on use only."""
+"""MLflow: tracking of runs, the model registry, promotion and lineage; mlflow is imported on use
+only.
+"""

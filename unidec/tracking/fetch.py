@@ -1,6 +1,8 @@
-"""Registered bundle -> folder: fetches `models:/name@alias` or `models:/name/version` and checks its hash.
+"""Registered bundle -> folder: fetches `models:/name@alias` or `models:/name/version` and checks
+its hash.
 
-What an address named last is noted beside the copies: while the registry does not answer, that version is used.
+What an address named last is noted beside the copies: while the registry does not answer, that
+version is used.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import answers, open_client, quiet_mlflow, sqlite_path, store_errors, tracking_uri
+from unidec.tracking.store import (
+    answers,
+    open_client,
+    quiet_mlflow,
+    sqlite_path,
+    store_errors,
+    tracking_uri,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -71,8 +80,11 @@ def parse_address(text: str) -> Address | None:
     return Address(found["name"], found["alias"], found["version"])
 
 
-def fetch_bundle(source: str | os.PathLike[str], folder: str | os.PathLike[str], uri: str | None = None) -> Path:
-    """The folder of a bundle: `source` itself, or a registered one's copy in `folder`, named by its hash.
+def fetch_bundle(
+    source: str | os.PathLike[str], folder: str | os.PathLike[str], uri: str | None = None
+) -> Path:
+    """The folder of a bundle: `source` itself, or a registered one's copy in `folder`, named by its
+    hash.
 
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`.
@@ -92,12 +104,14 @@ def fetch_bundle(source: str | os.PathLike[str], folder: str | os.PathLike[str],
 
 
 def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
-    """`fetch_bundle` for a command or `unidec.load`: while the registry does not answer, the version that it named last
-    for this address, with a warning."""
+    """`fetch_bundle` for a command or `unidec.load`: while the registry does not answer, the
+    version that it named last for this address, with a warning.
+    """
     address = parse_address(source)
     if address is None:
         return Path(source)
-    copies, uri = Path(folder), tracking_uri()
+    copies = Path(folder)
+    uri = tracking_uri()
     try:
         version = registered_version(uri, address)
         with _errors_of(uri):
@@ -112,7 +126,12 @@ def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
             raise
     else:
         sha256 = version.tags.get(HASH_TAG, "")
-        facts = {"sha256": sha256, "name": address.name, "version": str(version.version), "alias": address.alias}
+        facts = {
+            "sha256": sha256,
+            "name": address.name,
+            "version": str(version.version),
+            "alias": address.alias,
+        }
         with contextlib.suppress(ArtifactError, OSError):  # a read-only folder
             note_known(copies, uri, source, facts)
     return found
@@ -122,7 +141,8 @@ def registered_version(uri: str, address: Address) -> ModelVersion:
     """The version that an address names now.
 
     Raises:
-        ConfigError: there is no such model, version or alias. RegistryAway: no answer, or none that can be read.
+        ConfigError: there is no such model, version or alias. RegistryAway: no answer, or none that
+        can be read.
     """
     quiet_mlflow()
     problem = _problem(uri)
@@ -138,7 +158,9 @@ def registered_version(uri: str, address: Address) -> ModelVersion:
 
 @contextlib.contextmanager
 def _errors_of(uri: str) -> Iterator[None]:
-    """Whatever a registry that is away or damaged makes MLflow, its database or a parser raise is a RegistryAway."""
+    """Whatever a registry that is away or damaged makes MLflow, its database or a parser raise is a
+    RegistryAway.
+    """
     try:
         yield
     except UnidecError:
@@ -149,20 +171,29 @@ def _errors_of(uri: str) -> Iterator[None]:
 
 def _away(uri: str, got: str) -> RegistryAway:
     lines = without_credentials(got).splitlines()
-    fix = "check MLFLOW_TRACKING_URI and the server, or restore the database; a bundle's folder needs no registry"
+    fix = (
+        "check MLFLOW_TRACKING_URI and the server, or restore the database; a bundle's folder "
+        "needs no registry"
+    )
     what = "the registry does not answer"
-    return RegistryAway(what, where=without_credentials(uri), got=lines[0][:300] if lines else "", fix=fix)
+    return RegistryAway(
+        what, where=without_credentials(uri), got=lines[0][:300] if lines else "", fix=fix
+    )
 
 
 def _problem(uri: str) -> str:
-    """Why a store cannot be read, found within seconds (MLflow itself tries for a minute); "" if nothing was found."""
+    """Why a store cannot be read, found within seconds (MLflow itself tries for a minute); "" if
+    nothing was found.
+    """
     database = sqlite_path(uri)
     if database is None:
         return "" if answers(uri, LOCK_SECONDS) else "no answer"
     if not database.is_file():  # nothing was registered yet
         return ""
     try:
-        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", LOCK_SECONDS, uri=True)) as opened:
+        with contextlib.closing(
+            sqlite3.connect(f"{database.as_uri()}?mode=ro", LOCK_SECONDS, uri=True)
+        ) as opened:
             opened.execute("SELECT name FROM sqlite_master").fetchall()
     except sqlite3.Error as error:
         return f"{error}"
@@ -195,7 +226,10 @@ def last_known(copies: Path, uri: str, source: str) -> dict[str, Any] | None:
 
 def words_of(noted: Mapping[str, Any], source: str) -> str:
     """The noted version in words: its number, and when the registry named it."""
-    return f"version {noted.get('version')}, which {source} named at {noted.get('at', 'an unknown time')}"
+    return (
+        f"version {noted.get('version')}, which {source} named at "
+        f"{noted.get('at', 'an unknown time')}"
+    )
 
 
 def on_a_line(error: object) -> str:
@@ -204,7 +238,8 @@ def on_a_line(error: object) -> str:
 
 
 def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
-    """The folder of the registered bundle with this hash; an intact local copy is used without asking the registry.
+    """The folder of the registered bundle with this hash; an intact local copy is used without
+    asking the registry.
 
     Raises:
         ArtifactError: the registry does not have it, or its files are damaged.
@@ -217,7 +252,9 @@ def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
     found = find_version(open_client(uri), model_name, sha256)
     if found is None:
         fix = "set MLFLOW_TRACKING_URI to the registry that it was registered in"
-        raise ArtifactError(f"no version of {model_name} holds this bundle", where=uri, got=sha256, fix=fix)
+        raise ArtifactError(
+            f"no version of {model_name} holds this bundle", where=uri, got=sha256, fix=fix
+        )
     return _fetch(found, folder, uri)
 
 
@@ -226,21 +263,32 @@ def find_alias(model_name: str, alias: str) -> ModelVersion | None:
     return version_of(open_client(tracking_uri()), model_name, alias)
 
 
-def measured_before(tracker: Tracker, model_name: str, dataset_sha256: str) -> dict[str, dict[str, float]]:
-    """Test metrics in percent ({"P@1": ...}) of the champion's run and of the experiment's last other run with metrics,
-    by the name of the run; {} for a run on another data set. No entries if the store does not answer."""
+def measured_before(
+    tracker: Tracker, model_name: str, dataset_sha256: str
+) -> dict[str, dict[str, float]]:
+    """Test metrics in percent ({"P@1": ...}) of the champion's run and of the experiment's last
+    other run with metrics, by the name of the run; {} for a run on another data set. No entries if
+    the store does not answer.
+    """
     if not tracker.run_id or not answers(tracker.uri):
         return {}
-    with contextlib.suppress(*store_errors()):  # these metrics are optional: the report is written without them
+    # these metrics are optional: the report is written without them
+    with contextlib.suppress(*store_errors()):
         client = open_client(tracker.uri)
         place = client.get_run(tracker.run_id).info.experiment_id
         found = {tracker.run_id: "this run"}
         if champion := version_of(client, model_name, CHAMPION):
             found.setdefault(champion.run_id, f"the champion (version {champion.version})")
-        last = client.search_runs([place], "metrics.`test/nDCG_at_5` >= 0", order_by=["start_time DESC"], max_results=3)
+        last = client.search_runs(
+            [place], "metrics.`test/nDCG_at_5` >= 0", order_by=["start_time DESC"], max_results=3
+        )
         other = next((run.info for run in last if run.info.run_id not in found), None)
         found |= {other.run_id: f"the last run ({other.run_name})"} if other else {}
-        runs = {name: client.get_run(run_id) for run_id, name in found.items() if run_id != tracker.run_id}
+        runs = {
+            name: client.get_run(run_id)
+            for run_id, name in found.items()
+            if run_id != tracker.run_id
+        }
         return {name: _test_metrics(run, dataset_sha256) for name, run in runs.items()}
     return {}
 
@@ -255,14 +303,19 @@ def _test_metrics(run: Run, dataset_sha256: str) -> dict[str, float]:
 
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
-    """A version's bundle, from its local copy or the registry; safe from several processes at once."""
+    """A version's bundle, from its local copy or the registry; safe from several
+    processes at once.
+    """
     sha256 = version.tags.get(HASH_TAG, "")
     target = folder / (sha256[:16] or f"{version.name}-{version.version}")
     if _is_whole(target, sha256):  # without a lock: the folder may be read-only
         return target
     with lock_file(folder / f".{target.name}.lock"):
         if not _is_whole(target, sha256):
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
+            with (
+                tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch,
+                tracking_to(uri),
+            ):
                 stored = download(f"models:/{version.name}/{version.version}", sha256, scratch)
                 shutil.rmtree(target, ignore_errors=True)
                 os.replace(stored, target)

@@ -1,8 +1,8 @@
-"""Lineage: from a model back to its inputs, and from data to the models made from it; reads only the registry's tags.
+"""Lineage: from a model back to its inputs, and from data to the models made from it; reads only
+the registry's tags.
 
-A version's tags, written at registration, hold its commit, the hash of dvc.lock, DVC's hash of each artifact and the
-version it started from.
-"""
+A version's tags, written at registration, hold its commit, the hash of dvc.lock, DVC's hash of each
+artifact and the version it started from."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ class Version:
 
 @dataclass(frozen=True)
 class DataUse:
-    """A version made from some data: directly (`what` names the artifacts) or `through` the version it started from."""
+    """A version made from some data: directly (`what` names the artifacts) or `through` the version
+    it started from.
+    """
 
     version: str
     aliases: list[str]
@@ -90,11 +92,12 @@ class DataUse:
 
 
 def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> list[Version]:
-    """A model, the version it started from, and so on, back to one trained from scratch or from a deleted version.
+    """A model, the version it started from, and so on, back to one trained from scratch or from a
+    deleted version.
 
     Args:
-        source: models:/name@alias, models:/name/version, "bundle:" and the first digits of a bundle's hash (every
-            served answer has it), or a bundle's folder.
+        source: models:/name@alias, models:/name/version, "bundle:" and the first digits of a
+            bundle's hash (every served answer has it), or a bundle's folder.
         model_name: the model in which a hash or a folder is looked up.
 
     Raises:
@@ -102,7 +105,9 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     """
     client = open_client(tracking_uri())
     version = _version(client, os.fspath(source), model_name)
-    versions = {item.tags.get(HASH_TAG, ""): item for item in all_versions(client, version.name)[::-1]}
+    versions = {
+        item.tags.get(HASH_TAG, ""): item for item in all_versions(client, version.name)[::-1]
+    }
     versions.pop(version.tags.get(HASH_TAG, ""), None)
     named = aliases(client, version.name)
 
@@ -117,8 +122,8 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
     """The versions that were made from some data, newest first.
 
     Args:
-        prefix: at least `SHORTEST` digits of DVC's hash of an artifact or of raw data, of a data set's sha256, or of a
-            bundle's.
+        prefix: at least `SHORTEST` digits of DVC's hash of an artifact or of raw data, of a data
+            set's sha256, or of a bundle's.
 
     Raises:
         ConfigError: not a hash.
@@ -129,8 +134,11 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
     rows: list[DataUse] = []
     made_by: dict[str, str] = {}  # bundle hash -> version, for the versions made from the data
     for item in all_versions(client, model_name)[::-1]:
-        number, tags = str(item.version), item.tags
-        hashes = _artifacts(tags) | {name: tags[name] for name in (DATASET_TAG, HASH_TAG) if name in tags}
+        number = str(item.version)
+        tags = item.tags
+        hashes = _artifacts(tags) | {
+            name: tags[name] for name in (DATASET_TAG, HASH_TAG) if name in tags
+        }
         what = sorted(name for name, value in hashes.items() if value.startswith(prefix))
         through = None if what else made_by.get(tags.get("start.bundle.sha256", ""))
         if what or through:
@@ -144,7 +152,9 @@ def list_versions(model_name: str) -> list[Version]:
     client = open_client(tracking_uri())
     named = aliases(client, model_name)
     versions = all_versions(client, model_name)
-    return [replace(_about(version, named), metrics=_metrics(client, version)) for version in versions]
+    return [
+        replace(_about(version, named), metrics=_metrics(client, version)) for version in versions
+    ]
 
 
 def _restorable(version: ModelVersion, named: Mapping[str, str]) -> Version:
@@ -162,10 +172,15 @@ def _restore(version: ModelVersion, commit: str | None) -> list[str]:
 def _about(version: ModelVersion, named: Mapping[str, str]) -> Version:
     tags = version.tags
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000, UTC)
-    dirty, unknown = tags.get(DIRTY_TAG) == "true", unknown_code(tags)
+    dirty = tags.get(DIRTY_TAG) == "true"
+    unknown = unknown_code(tags)
 
     def part(of: str) -> dict[str, str]:
-        return {name.removeprefix(f"{of}."): tags[name] for name in sorted(tags) if name.startswith(f"{of}.")}
+        return {
+            name.removeprefix(f"{of}."): tags[name]
+            for name in sorted(tags)
+            if name.startswith(f"{of}.")
+        }
 
     return Version(
         model=version.name,
@@ -174,21 +189,32 @@ def _about(version: ModelVersion, named: Mapping[str, str]) -> Version:
         registered=registered.isoformat(timespec="seconds"),
         bundle_sha256=tags.get(HASH_TAG),
         dataset={"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
-        code={"commit": tags.get(COMMIT_TAG), "dirty": dirty, "lock_commit": tags.get(LOCK_COMMIT_TAG)}
+        code={
+            "commit": tags.get(COMMIT_TAG),
+            "dirty": dirty,
+            "lock_commit": tags.get(LOCK_COMMIT_TAG),
+        }
         | ({"unknown": unknown} if unknown else {}),
         lock_sha256=tags.get(LOCK_TAG),
         artifacts=_artifacts(tags),
         differs=[path for path in tags.get(DIFFERS_TAG, "").split(", ") if path],
         run=version.run_id or None,
         restore=_restore(version, tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)),
-        prefect=part("prefect"), gate=part("gate"), promoted=part("promoted"), rolled_back=part("rolled_back"),
+        prefect=part("prefect"),
+        gate=part("gate"),
+        promoted=part("promoted"),
+        rolled_back=part("rolled_back"),
         start={"kind": "cold"} | part("start"),
-    )  # fmt: skip
+    )
 
 
 def _artifacts(tags: Mapping[str, str]) -> dict[str, str]:
     found = {name: tags[name] for name in sorted(tags) if name.startswith(DVC_TAG)}
-    return {name.removeprefix(DVC_TAG): value for name, value in found.items() if name not in (DIFFERS_TAG, LOCK_TAG)}
+    return {
+        name.removeprefix(DVC_TAG): value
+        for name, value in found.items()
+        if name not in (DIFFERS_TAG, LOCK_TAG)
+    }
 
 
 def _named(named: Mapping[str, str], version: str) -> list[str]:
@@ -197,7 +223,9 @@ def _named(named: Mapping[str, str], version: str) -> list[str]:
 
 def _check_hash(prefix: str, where: str) -> None:
     if not _HASH.fullmatch(prefix):
-        expected = f"{SHORTEST} to 64 hexadecimal digits, as in dvc.lock and `unidec models lineage`"
+        expected = (
+            f"{SHORTEST} to 64 hexadecimal digits, as in dvc.lock and `unidec models lineage`"
+        )
         raise ConfigError("not a hash", where=where, got=prefix, expected=expected)
 
 
@@ -210,11 +238,24 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
     elif source and (Path(source) / MANIFEST).is_file():
         prefix = folder_sha256(source)
     else:
-        expected = f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>, or a bundle's folder"
-        raise ConfigError("not an address of a model", where="lineage", got=source, expected=expected)
-    held = [item for item in all_versions(client, model_name) if item.tags.get(HASH_TAG, "").startswith(prefix)]
+        expected = (
+            f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>, or a "
+            "bundle's folder"
+        )
+        raise ConfigError(
+            "not an address of a model", where="lineage", got=source, expected=expected
+        )
+    held = [
+        item
+        for item in all_versions(client, model_name)
+        if item.tags.get(HASH_TAG, "").startswith(prefix)
+    ]
     if len({item.tags[HASH_TAG] for item in held}) != 1:
-        what = f"several versions of {model_name} match" if held else f"no version of {model_name} holds this bundle"
+        what = (
+            f"several versions of {model_name} match"
+            if held
+            else f"no version of {model_name} holds this bundle"
+        )
         fix = "give more digits" if held else "`unidec models list` lists the registered versions"
         raise ConfigError(what, where=source, got=prefix, fix=fix)
     return min(held, key=lambda item: int(item.version))
@@ -232,7 +273,9 @@ def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
 def as_lines(found: Sequence[Version]) -> list[str]:
     """A lineage as a tree of lines, each parent below the version that started from it."""
     own, *parents = found
-    origin, code, data = own.start.get("bundle.sha256"), own.code, own.dataset
+    origin = own.start.get("bundle.sha256")
+    code = own.code
+    data = own.dataset
     changes = " + uncommitted changes" if code["dirty"] else ""
     code_words = f"{code['commit'] or 'no commit'}{changes}" if code["commit"] or changes else None
     code_words = f"unknown: {code['unknown']}" if "unknown" in code else code_words
@@ -259,8 +302,13 @@ def as_lines(found: Sequence[Version]) -> list[str]:
     lines += [f"   {name:<{width}}  {value}" for name, value in facts.items() if value]
     if origin:
         how = "same model with other labels:" if own.start["kind"] == "refresh" else "started from"
-        gone = f"version {own.start.get('version')} (bundle {origin[:12]}): deleted from the registry"
-        lines += [f"└─ {how}", *(f"   {line}" for line in (as_lines(parents) if parents else [gone]))]
+        gone = (
+            f"version {own.start.get('version')} (bundle {origin[:12]}): deleted from the registry"
+        )
+        lines += [
+            f"└─ {how}",
+            *(f"   {line}" for line in (as_lines(parents) if parents else [gone])),
+        ]
     return lines
 
 
@@ -270,14 +318,23 @@ def rows_of(versions: Sequence[Version]) -> list[list[str]]:
     for found in versions:
         measured = found.metrics or {}
         metrics = [f"{measured[name]:.2f}" if name in measured else "" for name in METRICS]
-        data, code, start = found.dataset, found.code, found.start
-        rows.append([
-            found.version, " ".join(found.aliases), *metrics,
-            f"{data['name'] or ''} {(data['sha256'] or '')[:8]}".strip(),
-            f"{start['kind']} {start.get('version', '')}".strip(),
-            "unknown" if "unknown" in code else str(code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
-            "rolled back" if found.rolled_back else _verdict(found.gate), found.registered[:16],
-        ])  # fmt: skip
+        data = found.dataset
+        code = found.code
+        start = found.start
+        rows.append(
+            [
+                found.version,
+                " ".join(found.aliases),
+                *metrics,
+                f"{data['name'] or ''} {(data['sha256'] or '')[:8]}".strip(),
+                f"{start['kind']} {start.get('version', '')}".strip(),
+                "unknown"
+                if "unknown" in code
+                else str(code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
+                "rolled back" if found.rolled_back else _verdict(found.gate),
+                found.registered[:16],
+            ]
+        )
     return rows
 
 
@@ -290,4 +347,6 @@ def _verdict(gate: Mapping[str, str], against: str = "") -> str:
 def _words(part: Mapping[str, str]) -> str:
     by = f"by {part['by']}" if part.get("by") else ""
     more = [key for key in ("dirty", "forced") if part.get(key) == "true"]
-    return " ".join(word for word in (part.get("at", ""), by, part.get("reason", ""), *more) if word)
+    return " ".join(
+        word for word in (part.get("at", ""), by, part.get("reason", ""), *more) if word
+    )

@@ -1,7 +1,8 @@
-"""Creations on a server whose replies may get lost: each is sent once, and looked for before it is sent again.
+"""Creations on a server whose replies may get lost: each is sent once, and looked for before it is
+sent again.
 
-MLflow itself repeats every request whose reply is lost. A server that has acted already would then create twins.
-"""
+MLflow itself repeats every request whose reply is lost. A server that has acted already would then
+create twins."""
 
 from __future__ import annotations
 

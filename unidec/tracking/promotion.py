@@ -1,8 +1,9 @@
 """Promotion and rollback: the aliases `champion` and `previous`, moved as one step.
 
-A promotion is first recorded as a tag on the version that becomes champion; then the alias `champion` moves: that one
-write decides. `previous` and the tags of the versions follow; after a kill in between, the next call completes them.
-`champion` never names a version that was not verified.
+A promotion is first recorded as a tag on the version that becomes champion; then the alias
+`champion` moves: that one write decides. `previous` and the tags of the versions follow; after a
+kill in between, the next call completes them. `champion` never names a version that was not
+verified.
 
 Promotions on one machine wait for each other. Between machines there is no lock: MLflow has none.
 """
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
+CHAMPION = "champion"
+PREVIOUS = "previous"
+CHALLENGER = "challenger"
 PENDING_TAG = "promotion.pending"
 ROLLED_BACK = ("rolled_back.at", "rolled_back.by", "rolled_back.reason")
 LOCK_SECONDS = 60.0
@@ -43,7 +46,8 @@ class Promotion:
     """The new champion (`version`) and the `previous` one.
 
     Attributes:
-        dirty: the version was made with uncommitted changes, or git did not answer; None after a rollback.
+        dirty: the version was made with uncommitted changes, or git did not answer; None after a
+        rollback.
         forced: it was promoted despite `hindrances`; None after a rollback.
         changed: it was not already the champion; None after a rollback.
     """
@@ -66,7 +70,10 @@ def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
 
 def all_versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
     """Every version (MLflow returns up to 10,000), newest first; [] if there is no such model."""
-    return sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: -int(version.version))
+    return sorted(
+        client.search_model_versions(f"name = '{model_name}'"),
+        key=lambda version: -int(version.version),
+    )
 
 
 def version_of(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion | None:
@@ -85,23 +92,35 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     """
     if found := version_of(client, model_name, which):
         return found
-    named, numbers = aliases(client, model_name), [str(v.version) for v in all_versions(client, model_name)]
-    what, near = "no such version" if str(which).isdecimal() else "no such alias", nearest(str(which), list(named))
+    named = aliases(client, model_name)
+    numbers = [str(v.version) for v in all_versions(client, model_name)]
+    what = "no such version" if str(which).isdecimal() else "no such alias"
+    near = nearest(str(which), list(named))
     known = [*sorted(named), *numbers[:_LISTED]]
     if not numbers:
         known = [model.name for model in client.search_registered_models(max_results=_LISTED)]
         what = "no such model, or it has no version yet" if known else "it has no model yet"
         near = nearest(model_name, known)
     raise ConfigError(
-        f"not in the registry: {what}", where=f"models:/{model_name}", got=str(which),
+        f"not in the registry: {what}",
+        where=f"models:/{model_name}",
+        got=str(which),
         expected=f"one of {', '.join(known)}" if known else None,
-        fix=f"nearest: {near}" if near not in (None, model_name) else
-        "`unidec models list` lists versions and aliases; `unidec models register` registers outputs/bundle",
-    )  # fmt: skip
+        fix=f"nearest: {near}"
+        if near not in (None, model_name)
+        else (
+            "`unidec models list` lists versions and aliases; `unidec models register` registers "
+            "outputs/bundle"
+        ),
+    )
 
 
-def record_verdict(client: MlflowClient, version: ModelVersion, verdict: Mapping[str, Any], settings: str) -> None:
-    """Write the verdict to the version's tags. `gate.passed` is written last: if it is set, all others are."""
+def record_verdict(
+    client: MlflowClient, version: ModelVersion, verdict: Mapping[str, Any], settings: str
+) -> None:
+    """Write the verdict to the version's tags. `gate.passed` is written last: if it is set, all
+    others are.
+    """
     reasons = verdict["reasons"]
     lines = [f"{'pass' if r.passed else 'FAIL'} {r.check}: {r.words}" for r in reasons]
     own = verdict.get("metrics", {}).get("challenger", {})
@@ -124,14 +143,23 @@ def record_verdict(client: MlflowClient, version: ModelVersion, verdict: Mapping
 
 def hindrances(version: ModelVersion, champion: str | None) -> list[str]:
     """The reasons why a version must not become champion; [] if there are none."""
-    tags, found = version.tags, []
+    tags = version.tags
+    found = []
     if "gate.passed" not in tags:
         found.append("the gate has not checked it: run `unidec models gate`")
     elif tags["gate.passed"] != "true":
-        found.append(f"it did not pass the gate: {tags.get('gate.failed') or 'no reasons are stored'}")
+        found.append(
+            f"it did not pass the gate: {tags.get('gate.failed') or 'no reasons are stored'}"
+        )
     if "gate.passed" in tags and tags.get("gate.champion", "") != (champion or ""):
-        then, now = (f"version {one}" if one else "no champion" for one in (tags.get("gate.champion"), champion))
-        found.append(f"the gate compared it with {then}, but there is now {now}: run `unidec models gate` again")
+        then, now = (
+            f"version {one}" if one else "no champion"
+            for one in (tags.get("gate.champion"), champion)
+        )
+        found.append(
+            f"the gate compared it with {then}, but there is now {now}: run `unidec models "
+            "gate` again"
+        )
     if ROLLED_BACK[0] in tags:
         found.append(rolled_back_words(tags))
     return found
@@ -143,8 +171,11 @@ def rolled_back_words(tags: Mapping[str, str]) -> str:
     return f"it was rolled back at {at} by {by or 'an unknown user'}: {reason or 'no reason given'}"
 
 
-def promote(model_name: str, which: str | int = CHALLENGER, *, force: bool = False, reason: str = "") -> Promotion:
-    """Make a version champion and the champion previous; if it is already the champion, nothing changes.
+def promote(
+    model_name: str, which: str | int = CHALLENGER, *, force: bool = False, reason: str = ""
+) -> Promotion:
+    """Make a version champion and the champion previous; if it is already the champion, nothing
+    changes.
 
     Args:
         which: version number or alias.
@@ -158,9 +189,18 @@ def promote(model_name: str, which: str | int = CHALLENGER, *, force: bool = Fal
     with _one_at_a_time(model_name) as (client, _):
         version = known_version(client, model_name, which)
         now = aliases(client, model_name)
-        number, champion = str(version.version), now.get(CHAMPION)
-        dirty, before = not is_clean(version.tags), now.get(PREVIOUS)
-        done = Promotion(model=model_name, version=number, dirty=dirty, previous=before, forced=False, changed=False)
+        number = str(version.version)
+        champion = now.get(CHAMPION)
+        dirty = not is_clean(version.tags)
+        before = now.get(PREVIOUS)
+        done = Promotion(
+            model=model_name,
+            version=number,
+            dirty=dirty,
+            previous=before,
+            forced=False,
+            changed=False,
+        )
         if number == champion:
             return done
         against = hindrances(version, champion)
@@ -168,38 +208,59 @@ def promote(model_name: str, which: str | int = CHALLENGER, *, force: bool = Fal
             fix = f"unidec models promote {number} --force --reason TEXT"
             if version.tags.get("gate.failed") == "code":
                 fix = f"commit the changes and run `make train`, or: {fix}"
-            raise Refused(f"version {number} is not promoted", where=model_name, got="; ".join(against), fix=fix)
-        flags = {"promoted.dirty": str(done.dirty).lower(), "promoted.forced": str(bool(against)).lower()}
+            raise Refused(
+                f"version {number} is not promoted",
+                where=model_name,
+                got="; ".join(against),
+                fix=fix,
+            )
+        flags = {
+            "promoted.dirty": str(done.dirty).lower(),
+            "promoted.forced": str(bool(against)).lower(),
+        }
         _move(client, version, champion, {number: _record("promoted", reason) | flags})
         return replace(done, previous=champion, forced=bool(against), changed=True)
 
 
 def rollback(model_name: str, *, reason: str = "") -> Promotion:
-    """Swap champion and previous. From then on gate and promotion refuse the version that was champion.
+    """Swap champion and previous. From then on gate and promotion refuse the version that was
+    champion.
 
     Called again after a kill, it completes the interrupted rollback.
 
     Raises:
         Refused: there is no previous version, or another promotion is under way.
-        ArtifactError: the stored bundle of the previous version is damaged; the champion does not change.
+        ArtifactError: the stored bundle of the previous version is damaged; the champion does not
+        change.
     """
     with _one_at_a_time(model_name) as (client, is_completed):
         now = aliases(client, model_name)
-        champion, previous = now.get(CHAMPION), now.get(PREVIOUS)
-        if is_completed and champion and ROLLED_BACK[0] in known_version(client, model_name, previous or "").tags:
+        champion = now.get(CHAMPION)
+        previous = now.get(PREVIOUS)
+        if (
+            is_completed
+            and champion
+            and ROLLED_BACK[0] in known_version(client, model_name, previous or "").tags
+        ):
             return Promotion(model=model_name, version=champion, previous=previous)
         if champion is None or previous is None or champion == previous:
             got = f"champion {champion}, previous {previous}"
             fix = "unidec models promote VERSION --force accepts any version"
-            raise Refused("there is no earlier champion to go back to", where=model_name, got=got, fix=fix)
-        back = _record("promoted", f"rollback from version {champion}" + (f": {reason}" if reason else ""))
+            raise Refused(
+                "there is no earlier champion to go back to", where=model_name, got=got, fix=fix
+            )
+        back = _record(
+            "promoted", f"rollback from version {champion}" + (f": {reason}" if reason else "")
+        )
         tags = {previous: back, champion: _record("rolled_back", reason)}
         _move(client, known_version(client, model_name, previous), champion, tags)
         return Promotion(model=model_name, version=previous, previous=champion)
 
 
 def recover(client: MlflowClient, model_name: str) -> bool:
-    """Complete a promotion that was killed after the alias `champion` had moved; whether there was one."""
+    """Complete a promotion that was killed after the alias `champion` had moved; whether there was
+    one.
+    """
     champion = version_of(client, model_name, CHAMPION)
     if champion is None or PENDING_TAG not in champion.tags:
         return False
@@ -217,20 +278,28 @@ def recover(client: MlflowClient, model_name: str) -> bool:
 
 
 def _move(
-    client: MlflowClient, version: ModelVersion, champion: str | None, tags: Mapping[str, Mapping[str, str]]
+    client: MlflowClient,
+    version: ModelVersion,
+    champion: str | None,
+    tags: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Verify a version and make it champion; `tags`: of the versions concerned, by number."""
-    name, number = version.name, str(version.version)
+    name = version.name
+    number = str(version.version)
     verify_version(name, number, version.tags.get(HASH_TAG, ""))
     previous = champion or aliases(client, name).get(PREVIOUS)
-    client.set_model_version_tag(name, number, PENDING_TAG, json.dumps({"previous": previous, "tags": tags}))
+    client.set_model_version_tag(
+        name, number, PENDING_TAG, json.dumps({"previous": previous, "tags": tags})
+    )
     client.set_registered_model_alias(name, CHAMPION, number)
     recover(client, name)
 
 
 @contextlib.contextmanager
 def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
-    """Lock out other promotions of this model on this machine; yields a client, and whether `recover` completed one."""
+    """Lock out other promotions of this model on this machine; yields a client, and whether
+    `recover` completed one.
+    """
     from filelock import Timeout
 
     uri = tracking_uri()
@@ -243,7 +312,9 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
         with lock_file(lock, timeout=LOCK_SECONDS), tracking_to(uri):
             yield client, recover(client, model_name)
     except Timeout as error:
-        raise Refused("another promotion is under way", where=str(error.lock_file), fix="retry later") from error
+        raise Refused(
+            "another promotion is under way", where=str(error.lock_file), fix="retry later"
+        ) from error
 
 
 def _record(what: str, reason: str) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Provenance of a run: git commit, uncommitted changes, dvc.lock, versions; git and DVC are asked by their commands."""
+"""Provenance of a run: git commit, uncommitted changes, dvc.lock, versions; git and DVC are asked
+by their commands.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,27 @@ from unidec.tracking.store import user
 from unidec.version import __version__
 
 ARTIFACTS = (
-    "data/dataset", "data/tokens", "data/propensity", "data/label_graph", "data/validation", "outputs/model",
+    "data/dataset",
+    "data/tokens",
+    "data/propensity",
+    "data/label_graph",
+    "data/validation",
+    "outputs/model",
     "outputs/bundle",
-)  # fmt: skip
+)
 """Outputs of the pipeline whose hashes a registered version carries."""
 RECORDS = ("dvc.lock", "params.yaml", "data/start.json")
-"""Files that together with a commit record how a model was made; its MLflow run keeps copies from that time."""
+"""Files that together with a commit record how a model was made; its MLflow run keeps copies from
+that time.
+"""
 RECORDS_FOLDER = "made_of"
-DVC_TAG, DIFFERS_TAG, LOCK_TAG = "dvc.", "dvc.differs", "dvc.lock.sha256"
+DVC_TAG = "dvc."
+DIFFERS_TAG = "dvc.differs"
+LOCK_TAG = "dvc.lock.sha256"
 LOCK_COMMIT_TAG = "git.lock_commit"  # set by the flow: the commit that has this version's dvc.lock
-COMMIT_TAG, DIRTY_TAG, CHANGED_TAG = "mlflow.source.git.commit", "git.dirty", "git.changed"
+COMMIT_TAG = "mlflow.source.git.commit"
+DIRTY_TAG = "git.dirty"
+CHANGED_TAG = "git.changed"
 UNKNOWN_TAG = "git.unknown"  # why git does not tell commit or changes
 CODE_TAGS = (COMMIT_TAG, DIRTY_TAG, CHANGED_TAG, UNKNOWN_TAG)
 
@@ -48,26 +61,35 @@ _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag
 def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Tags that identify the code and the lock file of a run; unavailable facts are left out.
 
-    A run is dirty only by what affects a model: tracked files of the code, compared with the commit by content, and
-    parameters, compared with the commit's params.yaml by value. Data has its own hashes: `artifact_tags`.
+    A run is dirty only by what affects a model: tracked files of the code, compared with the commit
+    by content, and
+    parameters, compared with the commit's params.yaml by value. Data has its own hashes:
+    `artifact_tags`.
 
     Args:
         root: folder of the project, or a trial's folder in it.
-        made_with: all parameters that made the model, by section; None: parameters are not compared.
+        made_with: all parameters that made the model, by section; None: parameters are not
+        compared.
 
     Returns:
-        "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: file -> hash of its content, for
-        `uncommitted`), "git.unknown" (why git does not tell these), "dvc.lock.sha256", "unidec.version",
-        "mlflow.source.name", "mlflow.user".
+        "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: file -> hash
+        of its content, for `uncommitted`), "git.unknown" (why git does not tell these),
+        "dvc.lock.sha256", "unidec.version", "mlflow.source.name", "mlflow.user".
     """
-    tags = {"unidec.version": __version__, "mlflow.source.name": "flows/train.py", "mlflow.user": user()}
+    tags = {
+        "unidec.version": __version__,
+        "mlflow.source.name": "flows/train.py",
+        "mlflow.user": user(),
+    }
     tags |= _git_tags(_project(root), made_with)
     lock = lock_sha256(root)
     return tags | ({LOCK_TAG: lock} if lock else {})
 
 
 def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, str]:
-    """The tags of `CODE_TAGS`; {} without a repository. A repository without a commit has everything uncommitted."""
+    """The tags of `CODE_TAGS`; {} without a repository. A repository without a commit has
+    everything uncommitted.
+    """
     if not is_inside(project):
         return {}
     tags: dict[str, str] = {}
@@ -90,7 +112,9 @@ def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, s
 
 
 def unknown_code(tags: Mapping[str, str]) -> str:
-    """Why it is unknown which code made a version (by its tags); "" if it is known, or there was no repository."""
+    """Why it is unknown which code made a version (by its tags); "" if it is known, or there was no
+    repository.
+    """
     was_asked = COMMIT_TAG in tags and DIRTY_TAG not in tags  # by an older version of unidec
     return tags.get(UNKNOWN_TAG) or ("git did not list the changes" if was_asked else "")
 
@@ -101,22 +125,30 @@ def is_clean(tags: Mapping[str, str]) -> bool:
 
 
 def changed_between(root: Path | str, first: str, second: str, *more: str) -> list[str]:
-    """Files of the code, and `more`, that differ between two commits; those that were added do not count."""
+    """Files of the code, and `more`, that differ between two commits; those that were added do not
+    count.
+    """
     words = ("--diff-filter=a", first, second, "--", *_CODE, *more)
     found = git(_project(root), "diff", "--name-only", "--relative", "-z", *words)
-    return ["files that git does not list"] if found is None else [name for name in found.split("\0") if name]
+    return (
+        ["files that git does not list"]
+        if found is None
+        else [name for name in found.split("\0") if name]
+    )
 
 
 def uncommitted(tags: Mapping[str, str], root: Path | str = ".", at: str = "HEAD") -> list[str]:
-    """Files that made a version (by its tags, see `code_tags`) and differ from a commit, by default the one that is
-    checked out."""
+    """Files that made a version (by its tags, see `code_tags`) and differ from a commit, by default
+    the one that is checked out.
+    """
     if tags.get(DIRTY_TAG) != "true":
         return []
     try:
         changed = dict(json.loads(tags[CHANGED_TAG]))
     except (KeyError, TypeError, ValueError):
         return ["changes that were not recorded"]
-    project, commit = _project(root), tags.get(COMMIT_TAG, "")
+    project = _project(root)
+    commit = tags.get(COMMIT_TAG, "")
     # files added since did not exist when the version was made
     words = ("--diff-filter=a", commit, at, "--", *_CODE)
     since = git(project, "diff", "--name-only", "--relative", "-z", *words)
@@ -124,18 +156,28 @@ def uncommitted(tags: Mapping[str, str], root: Path | str = ".", at: str = "HEAD
         return sorted(changed)
     made = changed.pop(PARAMS, None) or _committed_sha256(project, commit)
     left = {name for name in since.split("\0") if name and name not in changed}
-    left |= {name for name, blob in changed.items() if (git(project, "rev-parse", f"{at}:./{name}") or "") != blob}
+    left |= {
+        name
+        for name, blob in changed.items()
+        if (git(project, "rev-parse", f"{at}:./{name}") or "") != blob
+    }
     return sorted(left | ({PARAMS} if made != _committed_sha256(project, at) else set()))
 
 
 def _project(root: Path | str) -> Path:
-    """The folder of params.yaml: `root`, or for a trial below runs/own/ the project that it belongs to."""
+    """The folder of params.yaml: `root`, or for a trial below runs/own/ the project that it belongs
+    to.
+    """
     root = Path(root).resolve()
-    return next((folder for folder in (root, *root.parents[:3]) if (folder / "params.yaml").is_file()), root)
+    return next(
+        (folder for folder in (root, *root.parents[:3]) if (folder / "params.yaml").is_file()), root
+    )
 
 
 def _changed_files(project: Path, commit: str) -> dict[str, str]:
-    """Tracked files that differ from the commit -> git's hash of their content, "" where deleted."""
+    """Tracked files that differ from the commit -> git's hash of their content, ""
+    where deleted.
+    """
     found = ask(project, "diff", "--name-only", "--relative", "-z", commit, "--", *_CODE)
     names = [name for name in found.split("\0") if name]
     there = [name for name in names if (project / name).is_file()]
@@ -144,20 +186,28 @@ def _changed_files(project: Path, commit: str) -> dict[str, str]:
 
 
 def _committed_sha256(project: Path, commit: str) -> str:
-    """`_parameters_sha256` of the commit's params.yaml and its recipe; "" if it has no readable one."""
+    """`_parameters_sha256` of the commit's params.yaml and its recipe; "" if it has no readable
+    one.
+    """
     text = git(project, "show", f"{commit}:./{PARAMS}")
     if text is None:
         return ""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file, contextlib.suppress(ConfigError):
+    with (
+        tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file,
+        contextlib.suppress(ConfigError),
+    ):
         print(text, file=file, flush=True)
         return _parameters_sha256(load_params(file.name).model_dump(), project)
     return ""
 
 
 def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
-    """sha256 (hex) of the values of all parameters that decide a result; paths in the project relative to it."""
+    """sha256 (hex) of the values of all parameters that decide a result; paths in the project
+    relative to it.
+    """
     values = {key: value_at(params, key) for key in keys_deciding(*RESULTS, warm=True)}
-    text = json.dumps(values, sort_keys=True).replace(f"{project}{os.sep}", "")  # a trial's paths are absolute
+    # a trial's paths are absolute
+    text = json.dumps(values, sort_keys=True).replace(f"{project}{os.sep}", "")
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -168,17 +218,20 @@ def lock_sha256(root: Path | str = ".") -> str | None:
 
 
 def dvc_hash(path: str, root: Path | str = ".") -> str | None:
-    """The hash under which DVC's lock file knows the output `path` (relative to the root), e.g. "0a1b...dir"."""
+    """The hash under which DVC's lock file knows the output `path` (relative to the root), e.g.
+    "0a1b...dir".
+    """
     return _entries(_lock(root), "outs").get(path.rstrip("/"))
 
 
-def artifact_tags(raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
+def artifact_tags(
+    raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFACTS
+) -> dict[str, str]:
     """DVC's hash of each artifact: {"dvc.data/dataset": "0a1b...dir", ...}; {} without a lock file.
 
-    An artifact whose content differs from its hash in dvc.lock, according to DVC, is left out and named in
-    "dvc.differs"; so are all, if DVC does not answer. The hash of the raw data (at the path `raw`) is taken from the
-    lock file unchecked, if data/dataset matches its own.
-    """
+    An artifact whose content differs from its hash in dvc.lock, according to DVC, is left out and
+    named in "dvc.differs"; so are all, if DVC does not answer. The hash of the raw data (at the
+    path `raw`) is taken from the lock file unchecked, if data/dataset matches its own."""
     lock = _lock(root)
     outs = _entries(lock, "outs")
     known = {path: outs[path] for path in only if path in outs}
@@ -192,7 +245,9 @@ def artifact_tags(raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFA
 
 
 def _changed_outputs(root: Path | str) -> set[str] | None:
-    """Outputs in dvc.lock whose content is different now, or that are gone; None if DVC does not answer."""
+    """Outputs in dvc.lock whose content is different now, or that are gone; None if DVC does not
+    answer.
+    """
     command = [sys.executable, "-m", "dvc", "data", "status", "--json"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -212,4 +267,6 @@ def _lock(root: Path | str) -> dict[str, Any]:
 def _entries(stages: Mapping[str, Any], kind: str) -> dict[str, str]:
     """path -> hash of the stages' outputs or dependencies."""
     entries = (entry for stage in stages.values() for entry in stage.get(kind, []))
-    return {entry.get("path", "").rstrip("/"): entry["md5"] for entry in entries if entry.get("md5")}
+    return {
+        entry.get("path", "").rstrip("/"): entry["md5"] for entry in entries if entry.get("md5")
+    }

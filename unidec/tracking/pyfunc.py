@@ -1,6 +1,7 @@
 """A bundle as an MLflow model, from code: MLflow copies and runs this file; nothing is pickled.
 
-Input: a table with a text column `query`. Parameters: `registry.signature`. Output: rows query, rank (from 1), label,
+Input: a table with a text column `query`. Parameters: `registry.signature`. Output: rows query,
+rank (from 1), label,
 title, score. Nothing else in the library imports this module.
 """
 
@@ -22,33 +23,42 @@ class _Calls:
     def load_context(self, context: Any) -> None:
         """Opens the bundle; its hashes are checked before anything in it is parsed.
 
-        `load_model(..., model_config={"runtime": "torch", "threads": 2})` chooses the runtime of the query encoder;
-        default: the fastest that keeps quality.
-        """
+        `load_model(..., model_config={"runtime": "torch", "threads": 2})` chooses the runtime of
+        the query encoder; default: the fastest that keeps quality."""
         from unidec.bundle.answer import Answerer
 
         options = context.model_config or {}
-        runtime, threads = options.get("runtime", "auto"), int(options.get("threads", 0))
+        runtime = options.get("runtime", "auto")
+        threads = int(options.get("threads", 0))
         self._answerer = Answerer.open(context.artifacts["bundle"], runtime, threads)
 
-    # without type hints, and inherited below: MLflow would derive a schema from them, besides the given signature
+    # without type hints, and inherited below: MLflow would derive a schema from them, besides the
+    # given signature
     def predict(self, context, model_input, params=None):
         """The `k` best labels of each query, best first.
 
         Args:
-            model_input: DataFrame with a column `query`; what MLflow makes of dicts and lists is one too.
+            model_input: DataFrame with a column `query`; what MLflow makes of dicts and lists is
+            one too.
 
         Raises:
-            MlflowException: a parameter is out of range, or a query is not a string; a server answers 400.
+            MlflowException: a parameter is out of range, or a query is not a string; a server
+            answers 400.
         """
         from unidec.errors import ConfigError, DataError
 
         options = {name: value for name, value in (params or {}).items() if value is not None}
-        options |= {name: [str(uid) for uid in options[name]] for name in ("allow", "deny") if name in options}
+        options |= {
+            name: [str(uid) for uid in options[name]]
+            for name in ("allow", "deny")
+            if name in options
+        }
         try:
             options["k"] = k = int(options.get("k", 5))
             if not 1 <= k <= MAX_K:
-                raise ConfigError("k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}")
+                raise ConfigError(
+                    "k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}"
+                )
             # MLflow turns {"query": ["a", "b"]} into one row that holds the list
             queries = model_input.explode("query", ignore_index=True)
             return self._answerer.table(queries, **options)

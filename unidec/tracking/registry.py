@@ -1,4 +1,6 @@
-"""Bundle -> registered MLflow model: one version per bundle hash, and an alias that moves only to verified versions."""
+"""Bundle -> registered MLflow model: one version per bundle hash, and an alias that moves only to
+verified versions.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,33 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
 HASH_TAG = "bundle.sha256"
-_SERVING = (  # what a loaded bundle needs of our dependencies; versions come from the distribution's own metadata
-    "torch", "transformers", "safetensors", "numpy", "scipy", "pandas", "pyarrow", "pydantic", "pyyaml", "tqdm",
-    "mlflow", "faiss-cpu", "onnx", "onnxruntime",
-)  # fmt: skip
+# what a loaded bundle needs of our dependencies; versions come from the distribution's own metadata
+_SERVING = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "scipy",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "pyyaml",
+    "tqdm",
+    "mlflow",
+    "faiss-cpu",
+    "onnx",
+    "onnxruntime",
+)
 
 # variables that would lead MLflow's fluent calls to another store, experiment or run
 _DIVERTING = (
-    "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME",
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_REGISTRY_URI",
+    "MLFLOW_RUN_ID",
+    "MLFLOW_EXPERIMENT_ID",
+    "MLFLOW_EXPERIMENT_NAME",
     "MLFLOW_ACTIVE_MODEL_ID",
-)  # fmt: skip
+)
 _DESCRIPTION = "UniDEC bundles: encoder, heads, classifier, label index"
 _FIX = "delete that version in the MLflow UI and register again; no alias has moved"
 
@@ -49,9 +68,11 @@ def register(
     card: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> int:
-    """Log a bundle as a pyfunc model and register it as `challenger`; registering it again changes nothing.
+    """Log a bundle as a pyfunc model and register it as `challenger`; registering it again changes
+    nothing.
 
-    A kill at any point leaves the alias where it was, and the next call creates or finds the version.
+    A kill at any point leaves the alias where it was, and the next call creates or finds the
+    version.
 
     Args:
         run_id: the MLflow run that trained it; None: a new run.
@@ -62,12 +83,13 @@ def register(
         the version's number.
 
     Raises:
-        ArtifactError: the bundle is damaged, the registry holds another one under its hash, or the store's folder of
-            files no longer exists.
+        ArtifactError: the bundle is damaged, the registry holds another one under its hash, or the
+            store's folder of files no longer exists.
     """
     from mlflow.exceptions import MlflowException
 
-    bundle_path, uri = Path(bundle_path).absolute(), tracking_uri()
+    bundle_path = Path(bundle_path).absolute()
+    uri = tracking_uri()
     sha256 = checked_sha256(bundle_path)
     client = open_client(uri)
     with lock_file(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
@@ -94,19 +116,25 @@ def register(
             )
             version = create_once(lambda: find_version(client, model_name, sha256), create)
         verify_version(model_name, version.version, sha256)
-        if client.get_registered_model(model_name).aliases.get("challenger") != str(version.version):
+        if client.get_registered_model(model_name).aliases.get("challenger") != str(
+            version.version
+        ):
             client.set_registered_model_alias(model_name, "challenger", str(version.version))
     return int(version.version)
 
 
 def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVersion | None:
     """The version that holds the bundle with this hash, or None."""
-    found = client.search_model_versions(f"name = '{model_name}' and tags.`{HASH_TAG}` = '{sha256}'")
+    found = client.search_model_versions(
+        f"name = '{model_name}' and tags.`{HASH_TAG}` = '{sha256}'"
+    )
     return min(found, key=lambda version: int(version.version), default=None)
 
 
 def checked_sha256(bundle_path: Path) -> str:
-    """The bundle's hash, after checking every file against its manifest; an ArtifactError if missing or damaged."""
+    """The bundle's hash, after checking every file against its manifest; an ArtifactError if
+    missing or damaged.
+    """
     return manifest_sha256(read_manifest(bundle_path, "bundle"))
 
 
@@ -115,12 +143,27 @@ def model_card(card: Mapping[str, Any], sha256: str) -> str:
     facts = dict(card)
     splits = {split: values for split, values in facts.pop("metrics", {}).items() if values}
     names = sorted({name for values in splits.values() for name in values if "/" not in name})
-    lines = ["# UniDEC bundle", "", "| metric | " + " | ".join(splits) + " |", "|---" * (len(splits) + 1) + "|"]
+    lines = [
+        "# UniDEC bundle",
+        "",
+        "| metric | " + " | ".join(splits) + " |",
+        "|---" * (len(splits) + 1) + "|",
+    ]
     for name in names:
         shown = [f"{values[name]:.2f}" if name in values else "" for values in splits.values()]
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
-    lines += ["", *(f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list)))]
-    lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
+    lines += [
+        "",
+        *(
+            f"- {key}: {value}"
+            for key, value in facts.items()
+            if not isinstance(value, (Mapping, list))
+        ),
+    ]
+    lines += [
+        "",
+        '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`',
+    ]
     return without_credentials("\n".join([*lines, "", f"Bundle sha256: `{sha256}`"]))
 
 
@@ -132,7 +175,13 @@ def signature() -> ModelSignature:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
-    columns = [("string", "query"), ("long", "rank"), ("string", "label"), ("string", "title"), ("double", "score")]
+    columns = [
+        ("string", "query"),
+        ("long", "rank"),
+        ("string", "label"),
+        ("string", "title"),
+        ("double", "score"),
+    ]
     params = [
         ParamSpec("k", "long", 5),
         ParamSpec("allow", "string", [], (-1,)),
@@ -148,34 +197,54 @@ def signature() -> ModelSignature:
 
 
 def serving_requirements() -> list[str]:
-    """Requirements of a served bundle, as our distribution declares them; without unidec, whose code is copied."""
+    """Requirements of a served bundle, as our distribution declares them; without unidec, whose
+    code is copied.
+    """
     from packaging.requirements import Requirement
 
     declared = [Requirement(line) for line in importlib.metadata.requires("unidec-xmc") or []]
-    kept = {need.name.lower(): f"{need.name}{need.specifier}" for need in declared if need.name.lower() in _SERVING}
+    kept = {
+        need.name.lower(): f"{need.name}{need.specifier}"
+        for need in declared
+        if need.name.lower() in _SERVING
+    }
     return [kept[name] for name in _SERVING if name in kept]
 
 
 def check_artifacts(experiment: Experiment | None, uri: str) -> None:
-    """Refuse to write to a folder that was chosen for an experiment and is gone: MLflow would create it.
+    """Refuse to write to a folder that was chosen for an experiment and is gone: MLflow would
+    create it.
 
     Raises:
-        ArtifactError: the experiment's files are not next to the store, but in a folder that no longer exists.
+        ArtifactError: the experiment's files are not next to the store, but in a folder that no
+        longer exists.
     """
     path = sqlite_path(uri)
     address = urlsplit(experiment.artifact_location if experiment else "")
     folder = Path(unquote(address.path))
     # MLflow creates the folder itself on the first write
-    if path is None or address.scheme != "file" or folder.is_relative_to(path.parent) or folder.parent.is_dir():
+    if (
+        path is None
+        or address.scheme != "file"
+        or folder.is_relative_to(path.parent)
+        or folder.parent.is_dir()
+    ):
         return
     raise ArtifactError(
         "the experiment keeps its files in a folder that no longer exists",
-        where=str(path), got=str(folder), expected=str(path.parent / ARTIFACTS),
-        fix="mount or move it back, or replace its address in the database: docs/servers.md, 'Moving a store'",
-    )  # fmt: skip
+        where=str(path),
+        got=str(folder),
+        expected=str(path.parent / ARTIFACTS),
+        fix=(
+            "mount or move it back, or replace its address in the database: docs/servers.md, "
+            "'Moving a store'"
+        ),
+    )
 
 
-def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: Mapping[str, str]) -> tuple[str, str]:
+def _log_model(
+    client: MlflowClient, bundle_path: Path, run: Run | None, tags: Mapping[str, str]
+) -> tuple[str, str]:
     """Logs the model under its run, whose status stays what it was. Returns model id and run id."""
     import mlflow
 
@@ -183,13 +252,19 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # MLflow's use of pandas, and its advice to write type hints
+        # MLflow's use of pandas, and its advice to write type hints
+        warnings.simplefilter("ignore")
         if run is not None:
             stack.callback(client.update_run, run.info.run_id, status=run.info.status)
         own = run or create_once(lambda: _own_run(client, sha256), lambda: _new_run(client, sha256))
         active = stack.enter_context(mlflow.start_run(run_id=own.info.run_id)).info.run_id
-        steps = [m.step for m in client.get_run(active).data.to_proto().metrics if m.key.startswith("training/")]
-        place, params = own.info.experiment_id, own.data.params
+        steps = [
+            m.step
+            for m in client.get_run(active).data.to_proto().metrics
+            if m.key.startswith("training/")
+        ]
+        place = own.info.experiment_id
+        params = own.data.params
         earlier = _logged_model(client, place, active, sha256)
         if earlier is not None and earlier.status == "READY":  # an attempt that was killed after it
             _link_test_metrics(client, active, earlier.model_id)
@@ -207,11 +282,13 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
             artifacts={"bundle": str(bundle_path)},
             code_paths=[str(PACKAGE)],
             signature=signature(),
-            # no input example: MLflow would load the whole model to run it, and the signature is given
+            # no input example: MLflow would load the whole model to run it, and the signature is
+            # given
             model_config={"runtime": "auto", "threads": 0},
             pip_requirements=serving_requirements(),
             metadata={HASH_TAG: sha256},
-            step=max([1, *steps]),  # its figures become the model's; those without a step: `_link_test_metrics`
+            # its figures become the model's; those without a step: `_link_test_metrics`
+            step=max([1, *steps]),
         )
     _link_test_metrics(client, active, model.model_id)
     return model.model_id, active
@@ -228,46 +305,63 @@ def _own_run(client: MlflowClient, sha256: str) -> Run | None:
     return next(iter(client.search_runs(["0"], wanted)), None)
 
 
-def _logged_model(client: MlflowClient, experiment: str, run_id: str, sha256: str) -> LoggedModel | None:
+def _logged_model(
+    client: MlflowClient, experiment: str, run_id: str, sha256: str
+) -> LoggedModel | None:
     """The model that an earlier attempt began to log for this bundle."""
     wanted = f"tags.`{HASH_TAG}` = '{sha256}' and source_run_id = '{run_id}'"
     return next(iter(client.search_logged_models([experiment], wanted)), None)
 
 
 def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:
-    """Link the run's test metrics to the model, with the run's data set, by which MLflow's Models tab groups. Timestamp
-    and step stay the same, so that the run's own history has each metric once."""
+    """Link the run's test metrics to the model, with the run's data set, by which MLflow's Models
+    tab groups. Timestamp and step stay the same, so that the run's own history has each metric
+    once.
+    """
     from mlflow.entities import Metric
 
     run = client.get_run(run_id)
     used = run.inputs.dataset_inputs if run.inputs else []
-    data = {"dataset_name": used[0].dataset.name, "dataset_digest": used[0].dataset.digest} if used else {}
+    data = (
+        {"dataset_name": used[0].dataset.name, "dataset_digest": used[0].dataset.digest}
+        if used
+        else {}
+    )
     found = [metric for metric in run.data.to_proto().metrics if metric.key.startswith("test/")]
-    client.log_batch(run_id, [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found])
+    client.log_batch(
+        run_id, [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found]
+    )
 
 
 def download(address: str, sha256: str, folder: Path | str | None) -> Path:
-    """The bundle of a registered version, in a new folder below `folder`, or (None) in place if it is on this machine;
-    call it within `tracking_to`.
+    """The bundle of a registered version, in a new folder below `folder`, or (None) in place if it
+    is on this machine; call it within `tracking_to`.
 
     Raises:
-        ArtifactError: no bundle there, a damaged one, or another one. MlflowException: the registry does not answer.
+        ArtifactError: no bundle there, a damaged one, or another one. MlflowException: the registry
+        does not answer.
     """
     import mlflow
 
     try:
         path = mlflow.artifacts.download_artifacts(address, dst_path=folder and str(folder))
     except OSError as error:
-        raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX) from error
+        raise ArtifactError(
+            "the stored bundle cannot be read", where=address, got=error, fix=_FIX
+        ) from error
     stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
     got = checked_sha256(stored[0].parent) if len(stored) == 1 else "no bundle"
     if got != sha256:
-        raise ArtifactError("the registry holds another bundle", where=address, got=got, expected=sha256, fix=_FIX)
+        raise ArtifactError(
+            "the registry holds another bundle", where=address, got=got, expected=sha256, fix=_FIX
+        )
     return stored[0].parent
 
 
 def verify_version(model_name: str, version: str | int, sha256: str) -> None:
-    """Check the files of a version like `download`, without keeping them; missing files are an ArtifactError, too."""
+    """Check the files of a version like `download`, without keeping them; missing files are an
+    ArtifactError, too.
+    """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
@@ -278,12 +372,16 @@ def verify_version(model_name: str, version: str | int, sha256: str) -> None:
             in_place = urlsplit(stored).scheme == "file"
             download(stored if in_place else address, sha256, None if in_place else scratch)
         except (MlflowException, OSError) as error:
-            raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX) from error
+            raise ArtifactError(
+                "the stored bundle cannot be read", where=address, got=error, fix=_FIX
+            ) from error
 
 
 @contextlib.contextmanager
 def tracking_to(uri: str) -> Iterator[Any]:
-    """MLflow with its process-wide store set to `uri` (fluent calls use no other), and restored afterwards."""
+    """MLflow with its process-wide store set to `uri` (fluent calls use no other), and restored
+    afterwards.
+    """
     mlflow = import_mlflow()
     kept = {name: os.environ.pop(name) for name in _DIVERTING if name in os.environ}
     mlflow.set_tracking_uri(uri)

@@ -1,8 +1,7 @@
 """An SQLite store that was copied or moved with its project: its locations of files follow it.
 
-MLflow stores absolute locations. In a copied project they name the original's folder, so that the copy would write
-there.
-"""
+MLflow stores absolute locations. In a copied project they name the original's folder, so that the
+copy would write there."""
 
 from __future__ import annotations
 
@@ -31,9 +30,11 @@ def artifacts_uri(database: Path) -> str:
 
 
 def follow_database(database: Path) -> bool:
-    """Let the locations of a copied or moved store point to the folder next to its database; whether any did not.
+    """Let the locations of a copied or moved store point to the folder next to its database;
+    whether any did not.
 
-    A location that was chosen by hand is kept: a folder outside the project that has no database beside it. So is a
+    A location that was chosen by hand is kept: a folder outside the project that has no database
+    beside it. So is a
     database that cannot be written: MLflow refuses to write through it.
     """
     if _former_artifacts(database) is None or not _is_writable(database):
@@ -57,7 +58,9 @@ def _is_writable(database: Path) -> bool:
 
 
 def _former_artifacts(database: Path) -> str | None:
-    """The location that the store had as its folder of files; None if it is the present one, or chosen by hand."""
+    """The location that the store had as its folder of files; None if it is the present one, or
+    chosen by hand.
+    """
     own = database.parent / ARTIFACTS
     for location in _experiment_locations(database):
         stem = location.removesuffix("/0")  # of the default experiment
@@ -77,7 +80,9 @@ def _experiment_locations(database: Path) -> list[str]:
     order = "ORDER BY CAST(experiment_id AS INTEGER)"
     try:
         with _opened(database) as connection:
-            rows = connection.execute(f"SELECT artifact_location FROM experiments {order}").fetchall()
+            rows = connection.execute(
+                f"SELECT artifact_location FROM experiments {order}"
+            ).fetchall()
     except sqlite3.Error:  # MLflow says what is wrong with it
         return []
     return [str(location) for (location,) in rows if location]
@@ -99,14 +104,18 @@ def _is_same(folder: Path, own: Path) -> bool:
         return False
 
 
-def _replace_prefix(connection: sqlite3.Connection, where: tuple[str, str], old: str, new: str) -> None:
+def _replace_prefix(
+    connection: sqlite3.Connection, where: tuple[str, str], old: str, new: str
+) -> None:
     table, column = where
     columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
     if column not in columns:  # of an older schema
         return
     rest = f"substr({column}, {len(old) + 1})"
     is_below = f"substr({column}, 1, {len(old)}) = :old AND ({rest} = '' OR {rest} LIKE '/%')"
-    connection.execute(f"UPDATE {table} SET {column} = :new || {rest} WHERE {is_below}", {"old": old, "new": new})
+    connection.execute(
+        f"UPDATE {table} SET {column} = :new || {rest} WHERE {is_below}", {"old": old, "new": new}
+    )
 
 
 def _own_copy(database: Path) -> None:

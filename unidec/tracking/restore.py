@@ -1,8 +1,8 @@
-"""The commit from which a version can be restored: the one that holds its dvc.lock, and best also its code.
+"""The commit from which a version can be restored: the one that holds its dvc.lock, and best also
+its code.
 
-A version's own commit is the one that was checked out while it was made. What the training wrote (dvc.lock) and what
-was not committed then is in a later commit, or in none.
-"""
+A version's own commit is the one that was checked out while it was made. What the training wrote
+(dvc.lock) and what was not committed then is in a later commit, or in none."""
 
 from __future__ import annotations
 
@@ -29,15 +29,22 @@ _MOST_COMPARED = 50  # commits with the same dvc.lock whose code is compared
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """The best commit for a version, None without one, and what of the version it lacks, in words."""
+    """The best commit for a version, None without one, and what of the version it
+    lacks, in words.
+    """
 
     commit: str | None
     missing: list[str]
 
 
-def restore_point(tags: Mapping[str, str], run_id: str | None, root: Path | str = ".") -> RestorePoint:
-    """The oldest commit of any branch with the version's dvc.lock and code; else with its dvc.lock; else its own."""
-    own, lock = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG), tags.get(LOCK_TAG)
+def restore_point(
+    tags: Mapping[str, str], run_id: str | None, root: Path | str = "."
+) -> RestorePoint:
+    """The oldest commit of any branch with the version's dvc.lock and code; else with its dvc.lock;
+    else its own.
+    """
+    own = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
+    lock = tags.get(LOCK_TAG)
     if own is None or not lock or not is_inside(root):
         return RestorePoint(own, [])
     if git(root, "cat-file", "-e", f"{own}^{{commit}}") is None:  # of another clone
@@ -52,7 +59,8 @@ def restore_point(tags: Mapping[str, str], run_id: str | None, root: Path | str 
     for commit in holders[:_MOST_COMPARED]:
         if not _code_that_differs(tags, commit, root):
             return RestorePoint(commit, [])
-    commit, missing = (holders or [own])[0], []
+    commit = (holders or [own])[0]
+    missing = []
     if not holders:
         kept = f"; MLflow run {run_id} keeps it as {RECORDS_FOLDER}/{LOCK}" if run_id else ""
         missing.append(f"its {LOCK} is in no commit here{kept}")

@@ -1,10 +1,10 @@
 """One MLflow run for one training, shared by every process that works on it.
 
-`Tracker.start(run_dir, ...)` writes `run_dir/tracking.json`; later processes continue with `Tracker.resume(run_dir)`.
-Everything is first written to `run_dir/tracking.jsonl`; `flush` sends the lines that the store has not confirmed.
-An unreachable store stops nothing: the next flush, of this process or a later one, sends what is missing. After a
-failed attempt, the store is not tried again for a hundred times as long as that took: at most 1% of the time is lost.
-"""
+`Tracker.start(run_dir, ...)` writes `run_dir/tracking.json`; later processes continue with
+`Tracker.resume(run_dir)`. Everything is first written to `run_dir/tracking.jsonl`; `flush` sends
+the lines that the store has not confirmed. An unreachable store stops nothing: the next flush, of
+this process or a later one, sends what is missing. After a failed attempt, the store is not tried
+again for a hundred times as long as that took: at most 1% of the time is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from unidec.addresses import without_credentials
 from unidec.data.storage import write_json
 from unidec.tracking.once import create_once
-from unidec.tracking.store import answers, experiment_id, open_client, store_errors, tracking_uri, ui_url
+from unidec.tracking.store import (
+    answers,
+    experiment_id,
+    open_client,
+    store_errors,
+    tracking_uri,
+    ui_url,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -32,16 +39,25 @@ if TYPE_CHECKING:
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-STATE, LOGGED, UNSENT = "tracking.json", "tracking.jsonl", "tracking-files"
+STATE = "tracking.json"
+LOGGED = "tracking.jsonl"
+UNSENT = "tracking-files"
 RUN_TAGS = "UNIDEC_RUN_TAGS"
-"""Environment variable with tags (JSON) of every run started in this process, set by its parent process:
-`mlflow.parentRunId` nests the run below another one; `mlflow.runName` names it."""
+"""Environment variable with tags (JSON) of every run started in this process, set by its parent
+process: `mlflow.parentRunId` nests the run below another one; `mlflow.runName` names it.
+"""
 TRIAL_TAG = "trial"
 """Tag of a training with other parameters than params.yaml: which, such as optim.epochs=3."""
-_PARAMS_A_BATCH, _METRICS_A_BATCH, _VALUE_LIMIT, _DIGEST_LIMIT = 100, 1000, 6000, 36  # MLflow's limits
-_KEY_TAG, _TWIN_TAG = "unidec.run_key", "unidec.twin_of"
+# MLflow's limits
+_PARAMS_A_BATCH = 100
+_METRICS_A_BATCH = 1000
+_VALUE_LIMIT = 6000
+_DIGEST_LIMIT = 36
+_KEY_TAG = "unidec.run_key"
+_TWIN_TAG = "unidec.twin_of"
 _EVERY = 10.0  # seconds between two flushes of a training
-_SECONDS_APART = 5.0  # tolerance: the clock that start times are computed from may have been adjusted
+# tolerance: the clock that start times are computed from may have been adjusted
+_SECONDS_APART = 5.0
 _TIMES = 100  # a failed attempt is repeated after this multiple of its duration
 
 _ask_again: dict[str, float] = {}  # unreachable store -> when it may be tried again
@@ -50,17 +66,20 @@ log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """An MLflow run, in the store of `store.tracking_uri`, that outlives its processes and never raises into training.
+    """An MLflow run, in the store of `store.tracking_uri`, that outlives its processes and never
+    raises into training.
 
     Args:
         experiment: MLflow experiment, created if missing.
     """
 
     def __init__(self, experiment: str = "unidec") -> None:
-        self.experiment, self.uri = experiment, tracking_uri()
+        self.experiment = experiment
+        self.uri = tracking_uri()
         self._state: dict[str, Any] = {}
         self._client: MlflowClient | None = None
-        self._newest: dict[str, tuple[int, float]] = {}  # last step and value of each metric in the store
+        # last step and value of each metric in the store
+        self._newest: dict[str, tuple[int, float]] = {}
         self._flushed = time.monotonic()
 
     def start(
@@ -76,7 +95,8 @@ class Tracker:
 
         Args:
             run_dir: the training's folder; it keeps the run's id.
-            params_flat: every parameter, dotted keys. tags: see `code_tags`. run_name: default: the folder's name.
+            params_flat: every parameter, dotted keys. tags: see `code_tags`. run_name: default: the
+            folder's name.
             dataset: {"name", "digest", "path" (relative)}, and any figures: its profile.
             run_id: the run named in a checkpoint; used if the folder has lost its own record of it.
 
@@ -92,8 +112,14 @@ class Tracker:
             run_name=outer.pop("mlflow.runName", None) or run_name or self._run_dir.name,
             run_key=old.get("run_key") or uuid.uuid4().hex,
             run_id=old.get("run_id", run_id),
-            params={key: without_credentials(str(value))[:_VALUE_LIMIT] for key, value in params_flat.items()},
-            tags={key: without_credentials(str(tag)) for key, tag in (dict(tags or {}) | outer).items()},
+            params={
+                key: without_credentials(str(value))[:_VALUE_LIMIT]
+                for key, value in params_flat.items()
+            },
+            tags={
+                key: without_credentials(str(tag))
+                for key, tag in (dict(tags or {}) | outer).items()
+            },
             dataset=dict(dataset) if dataset else None,
             begun=old.get("begun") or _now_ms(),
             status=None,
@@ -104,10 +130,13 @@ class Tracker:
 
     @classmethod
     def resume(cls, run_dir: Path | str) -> Tracker:
-        """Continue the run that was started in `run_dir`; if there is none, the tracker does nothing."""
+        """Continue the run that was started in `run_dir`; if there is none, the tracker does
+        nothing.
+        """
         state = tracking_state(Path(run_dir))
         tracker = cls(state.get("experiment", ""))
-        tracker._run_dir, tracker._state = Path(run_dir), state if "run_key" in state else {}
+        tracker._run_dir = Path(run_dir)
+        tracker._state = state if "run_key" in state else {}
         return tracker
 
     @property
@@ -140,10 +169,11 @@ class Tracker:
             self.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of one step, in order of steps; a resumed training that repeats a step does not duplicate them.
+        """Log metrics of one step, in order of steps; a resumed training that repeats a step does
+        not duplicate them.
 
-        They are sent every ten seconds, together with metrics of processor, memory, disk, network and GPU.
-        """
+        They are sent every ten seconds, together with metrics of processor, memory, disk, network
+        and GPU."""
         self._add(step=int(step), metrics=_named(metrics))
         if self._state and time.monotonic() - self._flushed > _EVERY:
             if self._client is not None:  # creating MLflow's collectors asks the store
@@ -156,7 +186,8 @@ class Tracker:
         self.flush()
 
     def log_files(self, paths: Iterable[Path | str], folder: str | None = None) -> None:
-        """Send files and the contents of folders that exist, as they are now, to the run's artifacts, below `folder`.
+        """Send files and the contents of folders that exist, as they are now, to the run's
+        artifacts, below `folder`.
 
         They are copied first, as the originals may be overwritten while the store is away.
         """
@@ -180,11 +211,14 @@ class Tracker:
         self.flush()
 
     def _add(self, **entry: Any) -> None:
-        """Append a line: one write, about 30 microseconds. On a full disk the line is lost, with a warning."""
+        """Append a line: one write, about 30 microseconds. On a full disk the line is lost, with a
+        warning.
+        """
         if not self._state:
             return
         # the line break comes first: a line truncated by a kill does not damage the next
-        line, path = f"\n{json.dumps(entry | {'at': _now_ms()})}".encode(), self._run_dir / LOGGED
+        line = f"\n{json.dumps(entry | {'at': _now_ms()})}".encode()
+        path = self._run_dir / LOGGED
         try:
             path.touch(0o600)
             with open(path, "ab", buffering=0) as file:
@@ -205,11 +239,15 @@ class Tracker:
             if self._client is None:
                 self._connect()
             self._send()
-        except Exception as error:  # no error of MLflow, its database or the network may end a training
+        # no error of MLflow, its database or the network may end a training
+        except Exception as error:
             self._client = None  # the next attempt looks up how much arrived
             self._flushed = time.monotonic()
             if self.uri not in _ask_again:
-                words = f"{self.uri} is unreachable; logs wait in {self._run_dir}: {type(error).__name__}: {error}"
+                words = (
+                    f"{self.uri} is unreachable; logs wait in {self._run_dir}: "
+                    f"{type(error).__name__}: {error}"
+                )
                 log.warning("%s", without_credentials(words).splitlines()[0][:400])
             _ask_again[self.uri] = self._flushed + _TIMES * (self._flushed - begin)
             return False
@@ -229,19 +267,25 @@ class Tracker:
             self._note(sent=0)
         self._note(run_id=run.info.run_id, experiment_id=place)
         self._describe(client, run)
-        # the store keeps each metric's newest step beside the run: its whole history need not be read
-        self._newest = {metric.key: (metric.step, metric.value) for metric in run.data.to_proto().metrics}
+        # the store keeps each metric's newest step beside the run: its whole history need not be
+        # read
+        self._newest = {
+            metric.key: (metric.step, metric.value) for metric in run.data.to_proto().metrics
+        }
         self._client = client
 
     def _find_run(self, client: MlflowClient, place: str) -> Run | None:
-        """The run started before: by its key, even if the reply to its creation was lost; or by a checkpoint's id."""
+        """The run started before: by its key, even if the reply to its creation was lost; or by a
+        checkpoint's id.
+        """
         for wanted in (_with_key(self._state["run_key"]), f"attributes.run_id = '{self.run_id}'"):
             if found := client.search_runs([place], wanted, order_by=["attributes.start_time ASC"]):
                 return next((run for run in found if run.info.run_id == self.run_id), found[0])
         return None
 
     def twins(self) -> list[str]:
-        """Ids of other runs with this run's key that were never ended; [] if the store does not answer.
+        """Ids of other runs with this run's key that were never ended; [] if the store does not
+        answer.
 
         They come from replies of the server that were lost after it had created a run.
         """
@@ -256,27 +300,38 @@ class Tracker:
 
     def end_twins(self) -> int:
         """End `twins` as KILLED, with a tag that names this run; returns their number."""
-        twins, client = self.twins(), open_client(self.uri)
+        twins = self.twins()
+        client = open_client(self.uri)
         for run_id in twins:
             client.set_tag(run_id, _TWIN_TAG, str(self.run_id))
             client.set_terminated(run_id, status="KILLED")
         return len(twins)
 
     def _describe(self, client: MlflowClient, run: Run) -> None:
-        """Send parameters, tags and data set that the run does not have yet (MLflow's parameters never change)."""
+        """Send parameters, tags and data set that the run does not have yet (MLflow's parameters
+        never change).
+        """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
-        run_id, known = run.info.run_id, run.data.params
-        new = [Param(key, value) for key, value in self._state["params"].items() if key not in known]
+        run_id = run.info.run_id
+        known = run.data.params
+        new = [
+            Param(key, value) for key, value in self._state["params"].items() if key not in known
+        ]
         for start in range(0, len(new), _PARAMS_A_BATCH):
             client.log_batch(run_id, params=new[start : start + _PARAMS_A_BATCH])
-        client.log_batch(run_id, tags=[RunTag(key, str(value)) for key, value in self._state["tags"].items()])
+        client.log_batch(
+            run_id, tags=[RunTag(key, str(value)) for key, value in self._state["tags"].items()]
+        )
         if self._state["dataset"] and not (run.inputs and run.inputs.dataset_inputs):
             about = dict(self._state["dataset"])
             source = json.dumps({"uri": str(about.pop("path", ""))})
-            name, digest = str(about.pop("name", "dataset")), str(about.pop("digest", ""))[:_DIGEST_LIMIT]
+            name = str(about.pop("name", "dataset"))
+            digest = str(about.pop("digest", ""))[:_DIGEST_LIMIT]
             entity = Dataset(name, digest, "local", source, profile=json.dumps(about))
-            client.log_inputs(run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", "training")])])
+            client.log_inputs(
+                run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", "training")])]
+            )
         if self.status is None and run.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")
 
@@ -285,7 +340,8 @@ class Tracker:
 
         assert self._client is not None and self.run_id is not None
         entries, sent = self._unconfirmed()
-        newest, metrics = dict(self._newest), list[Metric]()
+        newest = dict(self._newest)
+        metrics = list[Metric]()
         final: dict[str, Metric] = {}
         tags: dict[str, str] = {}
         for entry in entries:
@@ -293,15 +349,24 @@ class Tracker:
                 if entry["step"] > newest.get(name, (-1, 0.0))[0]:
                     metrics.append(Metric(name, value, entry["at"], entry["step"]))
                     newest[name] = (entry["step"], value)
-            final |= {name: Metric(name, value, entry["at"], 0) for name, value in entry.get("final", {}).items()}
+            final |= {
+                name: Metric(name, value, entry["at"], 0)
+                for name, value in entry.get("final", {}).items()
+            }
             tags |= entry.get("tags", {})
-        changed = [metric for name, metric in final.items() if newest.get(name, (0, None))[1] != metric.value]
+        changed = [
+            metric
+            for name, metric in final.items()
+            if newest.get(name, (0, None))[1] != metric.value
+        ]
         newest |= {metric.key: (0, metric.value) for metric in changed}
         metrics += changed
         for start in range(0, len(metrics), _METRICS_A_BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_A_BATCH])
         if tags:
-            self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+            self._client.log_batch(
+                self.run_id, tags=[RunTag(key, value) for key, value in tags.items()]
+            )
         if (self._run_dir / UNSENT).is_dir():
             self._client.log_artifacts(self.run_id, str(self._run_dir / UNSENT))
             shutil.rmtree(self._run_dir / UNSENT)
@@ -313,8 +378,11 @@ class Tracker:
             self._note(sent=sent)
 
     def _unconfirmed(self) -> tuple[list[dict[str, Any]], int]:
-        """Logged entries that are not confirmed, oldest first, and their end position in the file."""
-        path, sent = self._run_dir / LOGGED, self._state.get("sent", 0)
+        """Logged entries that are not confirmed, oldest first, and their end position
+        in the file.
+        """
+        path = self._run_dir / LOGGED
+        sent = self._state.get("sent", 0)
         data = path.read_bytes()[sent:] if path.exists() else b""
         entries = []
         for line in filter(None, data.splitlines()):
@@ -325,7 +393,9 @@ class Tracker:
         return entries, sent + len(data)
 
     def _note(self, **changes: Any) -> None:
-        """Update the folder's tracking.json, keeping what other trackers of this run wrote meanwhile."""
+        """Update the folder's tracking.json, keeping what other trackers of this run wrote
+        meanwhile.
+        """
         self._state = self._state | tracking_state(self._run_dir) | changes
         write_json(self._run_dir / STATE, self._state, mode=0o600)
 
@@ -339,12 +409,17 @@ def this_process() -> dict[str, Any]:
     """{"host", "pid", "started" (seconds since 1970)} of the calling process; see `is_alive`."""
     import psutil
 
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+    }
 
 
 def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
-    """Whether a process that `this_process` described still runs (not another one that reuses its id); None if that
-    cannot be known from here."""
+    """Whether a process that `this_process` described still runs (not another one that reuses its
+    id); None if that cannot be known from here.
+    """
     import psutil
 
     try:
@@ -381,16 +456,21 @@ def has_died(run_dir: Path) -> bool:
 
 def is_behind(run_dir: Path) -> bool:
     """Whether a run has ended, but the store has not confirmed everything that it logged."""
-    state, logged = tracking_state(run_dir), run_dir / LOGGED
+    state = tracking_state(run_dir)
+    logged = run_dir / LOGGED
     size = logged.stat().st_size if logged.exists() else 0
-    return bool(state.get("status")) and (size > state.get("sent", 0) or (run_dir / UNSENT).exists())
+    return bool(state.get("status")) and (
+        size > state.get("sent", 0) or (run_dir / UNSENT).exists()
+    )
 
 
 def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
-    """End runs whose process died as KILLED, and send what the store has not confirmed of other ended runs.
+    """End runs whose process died as KILLED, and send what the store has not confirmed of other
+    ended runs.
 
     Returns:
-        names of the folders whose run was ended; if the store is unreachable, the entries stay pending.
+        names of the folders whose run was ended; if the store is unreachable, the entries stay
+        pending.
     """
     ended = []
     for run_dir in run_dirs:
@@ -426,7 +506,9 @@ def _system_figures(uri: str) -> dict[str, float]:
     try:
         monitor = _system_monitor(uri)
         monitor.collect_metrics()
-        figures = {f"system/{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
+        figures = {
+            f"system/{name}": float(value) for name, value in monitor.aggregate_metrics().items()
+        }
         for collector in monitor.monitors:
             collector.clear_metrics()
         return figures

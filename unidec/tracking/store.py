@@ -1,6 +1,8 @@
-"""Where MLflow keeps runs and models: its address, a safe first start, and a client with short timeouts.
+"""Where MLflow keeps runs and models: its address, a safe first start, and a client with short
+timeouts.
 
-Default store: SQLite in `<root>/mlflow/mlflow.db`, artifacts in `<root>/mlflow/artifacts`; `MLFLOW_TRACKING_URI` names
+Default store: SQLite in `<root>/mlflow/mlflow.db`, artifacts in `<root>/mlflow/artifacts`;
+`MLFLOW_TRACKING_URI` names
 any other. A DVC experiment in a temporary copy of the checkout uses the checkout's store.
 """
 
@@ -35,18 +37,22 @@ if TYPE_CHECKING:
 
 _SQLITE = "sqlite:///"
 _VARIABLES = "environment_variables.py"  # of MLflow
-_SCHEMES = frozenset(("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc"))
+_SCHEMES = frozenset(
+    ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc")
+)
 _DATABASE_ATTEMPTS = 3  # MLflow's own 10 take minutes
 _LONGEST_REASON = 400
 VIEW = "unidec"
 """A shared view of the table of runs: MLflow shows it at `.../runs?viewStateShareKey=unidec`."""
 _COLUMNS = ("test/P_at_1", "test/PSP_at_5", "test/R_at_100", "training/minutes")
 _VIEW_STATE = {
-    "orderByKey": "attributes.start_time", "orderByAsc": False,
+    "orderByKey": "attributes.start_time",
+    "orderByAsc": False,
     "selectedColumns": [f"metrics.`{name}`" for name in _COLUMNS],
-}  # fmt: skip
+}
 
-# MLflow's own defaults would block training for minutes when its server is down; it accepts only 'true', no other word
+# MLflow's own defaults would block training for minutes when its server is down; it accepts only
+# 'true', no other word
 _QUIET = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -60,7 +66,8 @@ log = logging.getLogger(__name__)
 
 
 def quiet_mlflow() -> None:
-    """Turns telemetry, long retries and migration logs off; call it before the first `import mlflow`.
+    """Turns telemetry, long retries and migration logs off; call it before the first `import
+    mlflow`.
 
     Raises:
         UnidecError: MLflow is not installed; the project's own folder mlflow/ is not a package.
@@ -78,13 +85,17 @@ def quiet_mlflow() -> None:
 
 @functools.cache
 def _drop_invalid_variables() -> None:
-    """Ignore variables of MLflow with values that it does not accept: it would fail in the middle of its work."""
+    """Ignore variables of MLflow with values that it does not accept: it would fail in the middle
+    of its work.
+    """
     if not any(name.startswith("MLFLOW_") for name in os.environ):
         return
     package = importlib.util.find_spec("mlflow")
     assert package is not None and package.origin is not None
     # the file alone: importing the package reads some of them
-    spec = importlib.util.spec_from_file_location("_mlflow_variables", Path(package.origin).with_name(_VARIABLES))
+    spec = importlib.util.spec_from_file_location(
+        "_mlflow_variables", Path(package.origin).with_name(_VARIABLES)
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -108,10 +119,11 @@ def import_mlflow() -> Any:
 
 
 def tracking_uri(root: Path | str = ".") -> str:
-    """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`; SQLite paths absolute.
+    """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`; SQLite
+    paths absolute.
 
-    User and password of a server's address move to MLflow's variables for them, so that MLflow's messages do not show
-    them. Those of a database address are kept: see `without_credentials`.
+    User and password of a server's address move to MLflow's variables for them, so that MLflow's
+    messages do not show them. Those of a database address are kept: see `without_credentials`.
 
     Raises:
         ConfigError: not the address of a store.
@@ -125,10 +137,15 @@ def tracking_uri(root: Path | str = ".") -> str:
     is_known = address.scheme.partition("+")[0] in _SCHEMES | _plugins()
     if not is_known and "MLFLOW_ALLOW_FILE_STORE" not in os.environ:
         raise ConfigError(
-            "not the address of a tracking store", where="MLFLOW_TRACKING_URI", got=uri,
-            expected="http://127.0.0.1:5000, postgresql://..., mysql://..., or sqlite:///mlflow/mlflow.db",
+            "not the address of a tracking store",
+            where="MLFLOW_TRACKING_URI",
+            got=uri,
+            expected=(
+                "http://127.0.0.1:5000, postgresql://..., mysql://..., or "
+                "sqlite:///mlflow/mlflow.db"
+            ),
             fix="correct it, or unset it to use mlflow/mlflow.db",
-        )  # fmt: skip
+        )
     path = sqlite_path(uri, root)
     return uri if path is None else f"{_SQLITE}{path}"
 
@@ -136,11 +153,14 @@ def tracking_uri(root: Path | str = ".") -> str:
 @functools.cache
 def _plugins() -> frozenset[str]:
     """Schemes of addresses that plugins of MLflow add."""
-    return frozenset(entry.name for entry in importlib.metadata.entry_points(group="mlflow.tracking_store"))
+    return frozenset(
+        entry.name for entry in importlib.metadata.entry_points(group="mlflow.tracking_store")
+    )
 
 
 def project_folder() -> Path:
-    """The working folder; in a temporary copy made by `dvc exp run --temp` or `dvc queue`, the checkout itself.
+    """The working folder; in a temporary copy made by `dvc exp run --temp` or `dvc queue`, the
+    checkout itself.
 
     DVC sets DVC_ROOT to the checkout, and keeps its copies below `.dvc/tmp` there.
     """
@@ -149,7 +169,9 @@ def project_folder() -> Path:
 
 
 def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
-    """The database file of a `sqlite:///` address, made absolute from `root`; None for any other address."""
+    """The database file of a `sqlite:///` address, made absolute from `root`; None for any other
+    address.
+    """
     if not uri.startswith(_SQLITE) or ":memory:" in uri:
         return None
     base = project_folder() if Path(root) == Path() else Path(root)
@@ -157,16 +179,22 @@ def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
 
 
 def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
-    """Address of a run's page: on `UNIDEC_MLFLOW_UI`, else the tracking server; None if there is neither."""
+    """Address of a run's page: on `UNIDEC_MLFLOW_UI`, else the tracking server; None if there is
+    neither.
+    """
     base = parse(os.environ.get("UNIDEC_MLFLOW_UI") or uri).without_user().rstrip("/")
-    return f"{base}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}" if base.startswith("http") else None
+    return (
+        f"{base}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
+        if base.startswith("http")
+        else None
+    )
 
 
 def answers(uri: str, seconds: float = 2.0) -> bool:
     """Whether a store answers: MLflow itself retries for minutes before it gives up.
 
-    A server must answer a request, with any status; a database must accept a connection; a file always counts.
-    """
+    A server must answer a request, with any status; a database must accept a connection; a file
+    always counts."""
     address = parse(uri)
     port = {"postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
     try:
@@ -177,18 +205,20 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
     except HTTPError:
         return True
     except (OSError, HTTPException, ValueError) as error:
-        return isinstance(getattr(error, "reason", None), ssl.SSLError)  # of a certificate that MLflow may accept
+        # of a certificate that MLflow may accept
+        return isinstance(getattr(error, "reason", None), ssl.SSLError)
     return True
 
 
 def prepare_store(uri: str | None = None) -> str:
-    """Create an SQLite store if it does not exist, safely from several processes; returns the absolute address.
+    """Create an SQLite store if it does not exist, safely from several processes; returns the
+    absolute address.
 
     A store that was copied or moved with its project is first separated from the original's files.
 
-    MLflow's first start is a race (several processes migrate the same empty file, and a kill half-way leaves one that
-    no later start can use), so it happens under a file lock, on a temporary file that is renamed when complete.
-    """
+    MLflow's first start is a race (several processes migrate the same empty file, and a kill
+    half-way leaves one that no later start can use), so it happens under a file lock, on a
+    temporary file that is renamed when complete."""
     uri = uri or tracking_uri()
     path = sqlite_path(uri)
     if path is None:
@@ -196,9 +226,17 @@ def prepare_store(uri: str | None = None) -> str:
     if _is_there(path):
         if follow_database(path):
             own = path.parent / ARTIFACTS
-            log.warning("%s was copied or moved: its files are now in %s; copy them too if they are missing", path, own)
+            log.warning(
+                (
+                    "%s was copied or moved: its files are now in %s; copy them too if they are "
+                    "missing"
+                ),
+                path,
+                own,
+            )
         return uri
-    with lock_file(Path(f"{path}-lock")):  # the system releases it if its process dies, so it never becomes stale
+    # the system releases it if its process dies, so it never becomes stale
+    with lock_file(Path(f"{path}-lock")):
         if not _is_there(path):
             temporary = path.with_name(f"{path.name}-new")
             temporary.unlink(missing_ok=True)
@@ -223,7 +261,8 @@ def open_client(uri: str) -> MlflowClient:
     """A client of the store at `uri`; an SQLite store is created first.
 
     Raises:
-        ArtifactError: the database belongs to another version of MLflow. MlflowException: the store does not answer.
+        ArtifactError: the database belongs to another version of MLflow. MlflowException: the store
+        does not answer.
     """
     quiet_mlflow()
     prepare_store(uri)
@@ -233,16 +272,16 @@ def open_client(uri: str) -> MlflowClient:
 
     utils.MAX_RETRY_COUNT = _DATABASE_ATTEMPTS
     if not answers(uri):
-        raise MlflowException(f"{without_credentials(uri)} does not answer: check MLFLOW_TRACKING_URI")
+        raise MlflowException(
+            f"{without_credentials(uri)} does not answer: check MLFLOW_TRACKING_URI"
+        )
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except MlflowException as error:
         if "out-of-date database schema" not in str(error):
             raise
-        what, fix = (
-            "the tracking database was written by another version of MLflow",
-            f"copy it, then: mlflow db upgrade {uri}",
-        )
+        what = "the tracking database was written by another version of MLflow"
+        fix = f"copy it, then: mlflow db upgrade {uri}"
         raise ArtifactError(what, where=str(sqlite_path(uri) or uri), fix=fix) from error
 
 
@@ -260,12 +299,15 @@ def check_store() -> None:
             raise
         fix = "start the server, or correct MLFLOW_TRACKING_URI; unset, it is mlflow/mlflow.db"
         got = " ".join(str(error).split())[:_LONGEST_REASON]
-        raise ConfigError("the tracking store cannot be used", where=uri, got=got, fix=fix) from error
+        raise ConfigError(
+            "the tracking store cannot be used", where=uri, got=got, fix=fix
+        ) from error
 
 
 def store_errors() -> tuple[type[Exception], ...]:
-    """The errors of a store that cannot be reached or read: MLflow's, a database's that MLflow does not wrap, the
-    system's, and ours."""
+    """The errors of a store that cannot be reached or read: MLflow's, a database's that MLflow does
+    not wrap, the system's, and ours.
+    """
     quiet_mlflow()
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -291,7 +333,9 @@ def user() -> str:
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """The experiment's id; a new one keeps artifacts next to an SQLite store, else where the server puts them."""
+    """The experiment's id; a new one keeps artifacts next to an SQLite store, else where the server
+    puts them.
+    """
     from mlflow.exceptions import MlflowException
 
     path = sqlite_path(uri)

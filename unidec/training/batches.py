@@ -1,6 +1,8 @@
-"""Prepares the batches of training steps: draws a pool for some queries and puts pairs and texts on the device.
+"""Prepares the batches of training steps: draws a pool for some queries and puts pairs and texts on
+the device.
 
-Legend: B queries in a batch, S pool labels, N queries of the data set, L labels, F ignored pairs, P positive pairs.
+Legend: B queries in a batch, S pool labels, N queries of the data set, L labels, F ignored pairs, P
+positive pairs.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ def query_pairs(dataset: XMCDataset) -> TrainingPairs:
 
 
 def inverse_propensities(settings: TrainingSettings, dataset: XMCDataset) -> np.ndarray | None:
-    """Inverse propensities from the training queries, float64 [L], if losses or the draw of positives are weighted by
-    them, else None."""
+    """Inverse propensities from the training queries, float64 [L], if losses or the draw of
+    positives are weighted by them, else None.
+    """
     if not weighs_by_propensity(settings.loss, settings.pool):
         return None
     rows = dataset.rows("train")
@@ -69,7 +72,9 @@ class TrainingTexts:
     def parts(self, rows: np.ndarray) -> TextParts:
         """Texts of training rows; `rows` must have those of queries first, then those of labels."""
         query_rows = rows[rows < self.num_queries]
-        return self.of_queries(query_rows) + self.of_labels(rows[len(query_rows) :] - self.num_queries)
+        return self.of_queries(query_rows) + self.of_labels(
+            rows[len(query_rows) :] - self.num_queries
+        )
 
     def of_queries(self, rows: np.ndarray) -> TextParts:
         """Texts of queries."""
@@ -136,7 +141,9 @@ class Batches:
 
     @property
     def clf_labels(self) -> Labels:
-        """Labels in the classifier's loss. "some" becomes "all" if gathering so many rows would take longer."""
+        """Labels in the classifier's loss. "some" becomes "all" if gathering so many rows would
+        take longer.
+        """
         labels = head_labels(self.settings.model, self.settings.pool)[1]
         if labels != "some" or self.settings.run.table_place != "device":
             return labels
@@ -149,9 +156,15 @@ class Batches:
         return number if isinstance(number, int) else 0
 
     def _label_texts(self, labels: np.ndarray) -> TextParts:
-        return self.texts.parts(labels) if self.pairs.labels_are_texts else self.texts.of_labels(labels)
+        return (
+            self.texts.parts(labels)
+            if self.pairs.labels_are_texts
+            else self.texts.of_labels(labels)
+        )
 
-    def prepare(self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None) -> Prepared:
+    def prepare(
+        self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None
+    ) -> Prepared:
         """Draw the pool of some queries, and put it and the texts to encode on the device.
 
         Args:
@@ -165,7 +178,8 @@ class Batches:
         drawn = self._draw(rows_B, epoch, step, negatives)
         added, further = self.methods.draw(drawn)
         texts, own_labels, counts = self._texts(drawn, further)
-        size, losses = self.settings.optim.encode_chunk, self.settings.loss
+        size = self.settings.optim.encode_chunk
+        losses = self.settings.loss
         targets = self._targets(drawn.pool)
         clf_targets = targets if drawn.clf_pool is drawn.pool else self._targets(drawn.clf_pool)
         return Prepared(
@@ -178,13 +192,17 @@ class Batches:
             added=added,
         )
 
-    def _draw(self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None) -> Drawn:
+    def _draw(
+        self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None
+    ) -> Drawn:
         num_labels = self.sampler.num_labels
         most = {"pool": 0, "some": self._num_clf_labels, "all": num_labels}
         kind = "all" if self.de_labels == "all" else "pool"
         clf_kind = kind if self.clf_labels == "none" else self.clf_labels
         pools = {
-            each: self.sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives, up_to=most[each])
+            each: self.sampler.batch(
+                rows_B, epoch=epoch, step=step, shortlist_NH=negatives, up_to=most[each]
+            )
             for each in {kind, clf_kind}
         }
         encodes = encoded_labels(self.settings.model, self.settings.pool) != "none"
@@ -200,7 +218,8 @@ class Batches:
 
     def _texts(self, drawn: Drawn, further: np.ndarray) -> tuple[TextParts, np.ndarray, TextCounts]:
         """The texts that this rank encodes, the labels among them, int64, and counts."""
-        rows_B, encoded = drawn.pool.rows_B, drawn.encoded
+        rows_B = drawn.pool.rows_B
+        encoded = drawn.encoded
         own_rows = rows_B[slice(*self.ranks.part(len(rows_B)))]
         own_labels = encoded[slice(*self.ranks.part(len(encoded)))]
         others = self.texts.of_queries(further) if len(further) else []
@@ -216,7 +235,9 @@ class Batches:
     def _targets(self, pool: PoolBatch) -> PoolTargets:
         weighted = self.settings.loss.weights == "propensity"
         importance_L = self.inverse_L if weighted else None
-        return PoolTargets.from_batch(pool, self.device, soft=self.pairs.soft, importance_L=importance_L)
+        return PoolTargets.from_batch(
+            pool, self.device, soft=self.pairs.soft, importance_L=importance_L
+        )
 
     def _columns(self, pool: PoolBatch, labels: Labels, loss: str) -> Columns:
         """Which labels of a head this rank scores, as columns of the logits."""
@@ -227,11 +248,15 @@ class Batches:
             to_device(np.flatnonzero((begin <= column) & (column < end)), self.device)
             for column in (pool.positive_col_P, pool.ignored_col_F)
         )
-        return OwnColumns(self.ranks, begin, self.sampler.num_labels, own_P, own_F, len(pool.positive_col_P))
+        return OwnColumns(
+            self.ranks, begin, self.sampler.num_labels, own_P, own_F, len(pool.positive_col_P)
+        )
 
     def _classifier(self, clf_pool: PoolBatch, targets: PoolTargets) -> ClassifierLabels:
         num_labels = self.sampler.num_labels
-        targets = replace(targets, columns=self._columns(clf_pool, self.clf_labels, self.settings.loss.clf))
+        targets = replace(
+            targets, columns=self._columns(clf_pool, self.clf_labels, self.settings.loss.clf)
+        )
         if self.clf_labels not in ("pool", "some"):
             return ClassifierLabels(targets=targets, ids=None, sizes=self.ranks.sizes(num_labels))
         sizes = self.ranks.sizes_among(clf_pool.pool_S, num_labels)
@@ -243,16 +268,25 @@ class Batches:
     def ahead(
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None
     ) -> Iterator[Prepared]:
-        """Yields an epoch's prepared batches from number `first` on. For a GPU a thread prepares the next batch while
-        the current one is used."""
+        """Yields an epoch's prepared batches from number `first` on. For a GPU a thread prepares
+        the next batch while the current one is used.
+        """
         numbers = range(first, len(batches))
         if self.device.type == "cpu":
-            yield from (self.prepare(batches[number], epoch, number, negatives) for number in numbers)
+            yield from (
+                self.prepare(batches[number], epoch, number, negatives) for number in numbers
+            )
             return
         with ThreadPoolExecutor(1) as thread:
             upcoming = None
             for number in numbers:
-                prepared = upcoming.result() if upcoming else self.prepare(batches[number], epoch, number, negatives)
+                prepared = (
+                    upcoming.result()
+                    if upcoming
+                    else self.prepare(batches[number], epoch, number, negatives)
+                )
                 if number + 1 < len(batches):
-                    upcoming = thread.submit(self.prepare, batches[number + 1], epoch, number + 1, negatives)
+                    upcoming = thread.submit(
+                        self.prepare, batches[number + 1], epoch, number + 1, negatives
+                    )
                 yield prepared

@@ -2,15 +2,17 @@
 
 Layout of a run's folder:
 
-- `checkpoints/step-0000000120/`: `dense.safetensors`; `rows-00000.safetensors`, one file for each rank with tensors
-  `<table>/<name>` and the ranges of rows in its metadata; `state.json`; `manifest.json`;
+- `checkpoints/step-0000000120/`: `dense.safetensors`; `rows-00000.safetensors`, one file for each
+  rank with tensors `<table>/<name>` and the ranges of rows in its metadata; `state.json`;
+  `manifest.json`;
 - `checkpoints/latest`: name of the newest checkpoint, for people;
-- `refresh/epoch-00004/`: clusters and hard negatives of a round. A checkpoint inside the round contains the sha256 of
-  its manifest, and is incomplete without it.
+- `refresh/epoch-00004/`: clusters and hard negatives of a round. A checkpoint inside the round
+  contains the sha256 of its manifest, and is incomplete without it.
 
-Steps of a save: write the files to a temporary folder, fsync, write the manifest, fsync, rename, fsync the parent, read
-back, update `latest`, remove all but the newest two complete checkpoints. Readers take the newest complete checkpoint.
-"""
+Steps of a save: write the files to a temporary folder, fsync, write the manifest, fsync, rename,
+fsync the parent, read
+back, update `latest`, remove all but the newest two complete checkpoints. Readers take the newest
+complete checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ from unidec.errors import ArtifactError
 from unidec.training import refresh
 from unidec.training.distributed import ALONE, Ranks
 
-KIND, VERSION = "checkpoint", 2
+KIND = "checkpoint"
+VERSION = 2
 KEPT = 2  # complete checkpoints of a run
 Loaded = TypeVar("Loaded")
 RowRanges = Mapping[str, tuple[int, int]]  # table name -> (begin, end)
@@ -52,8 +55,9 @@ RowRanges = Mapping[str, tuple[int, int]]  # table name -> (begin, end)
 
 @dataclass(frozen=True)
 class RowPart:
-    """Rows [first_row, first_row + n) of a table that has `num_rows` rows over all ranks; tensors: "weight" and the
-    optimiser's state (such as "first" and "second"), each [n, ...]."""
+    """Rows [first_row, first_row + n) of a table that has `num_rows` rows over all ranks; tensors:
+    "weight" and the optimiser's state (such as "first" and "second"), each [n, ...].
+    """
 
     first_row: int
     num_rows: int
@@ -70,10 +74,12 @@ class Checkpoint:
     """Content of a checkpoint.
 
     Attributes:
-        state: JSON: epoch, epoch_step, step, seconds, work_seconds, refresh (sha256 of a manifest, or None), identity,
-            notes.
-        dense: "model.<name>" (all but the tables' weights), "adamw.<i>.<key>", "random.cpu", "random.cuda".
-        rows: table name -> its rows on this rank; a table that every rank holds completely is written once.
+        state: JSON: epoch, epoch_step, step, seconds, work_seconds, refresh (sha256 of a manifest,
+            or None), identity, notes.
+        dense: "model.<name>" (all but the tables' weights), "adamw.<i>.<key>", "random.cpu",
+        "random.cuda".
+        rows: table name -> its rows on this rank; a table that every rank holds completely is
+        written once.
     """
 
     state: dict[str, Any]
@@ -83,7 +89,10 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors of all ranks."""
-        rows = (num_bytes(part.tensors) * part.num_rows // max(1, part.held) for part in self.rows.values())
+        rows = (
+            num_bytes(part.tensors) * part.num_rows // max(1, part.held)
+            for part in self.rows.values()
+        )
         return num_bytes(self.dense) + sum(rows)
 
 
@@ -95,25 +104,33 @@ class CheckpointWriter:
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks = ALONE):
-        self.run_dir, self.root, self.ranks = run_dir, run_dir / "checkpoints", ranks
+        self.run_dir = run_dir
+        self.root = run_dir / "checkpoints"
+        self.ranks = ranks
         self.seconds = 0.0
         self._last: Path | None = None
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Save a checkpoint and return its folder. When this returns, the files are durable and have been read back.
+        """Save a checkpoint and return its folder. When this returns, the files are durable and
+        have been read back.
 
         Raises:
             ArtifactError: the checkpoint cannot be written; earlier ones are unchanged.
         """
-        begin, ranks = time.perf_counter(), self.ranks
+        begin = time.perf_counter()
+        ranks = self.ranks
         path = self.root / f"step-{checkpoint.state['step']:010d}"
         beside = None if ranks.alone else f".{path.name}.ranks.tmp"
-        folder: contextlib.AbstractContextManager[Folder] = contextlib.nullcontext(Folder(self.root / str(beside)))
+        folder: contextlib.AbstractContextManager[Folder] = contextlib.nullcontext(
+            Folder(self.root / str(beside))
+        )
         if ranks.is_first:
             remove_stale(self.root)
             for interrupted in self.root.glob(".*.ranks.tmp"):
                 shutil.rmtree(interrupted, ignore_errors=True)
-            folder = write_folder(path, KIND, VERSION, num_bytes=checkpoint.num_bytes, beside=beside)
+            folder = write_folder(
+                path, KIND, VERSION, num_bytes=checkpoint.num_bytes, beside=beside
+            )
         with folder as out:
             ranks.barrier()  # until the first rank has created the folder
             written = _write_rows(out.path, checkpoint, ranks.rank)
@@ -136,7 +153,9 @@ class CheckpointWriter:
         try:
             for name, digest in written.items():
                 if file_sha256(path / name) != digest:
-                    what = "damaged file: the bytes read back from the disk differ from those written"
+                    what = (
+                        "damaged file: the bytes read back from the disk differ from those written"
+                    )
                     raise ArtifactError(what, where=str(path / name), fix="check the disk")
             if self.ranks.is_first:
                 read_manifest(path, KIND, VERSION, verify=False)
@@ -146,12 +165,18 @@ class CheckpointWriter:
             raise
 
     def _publish(self, path: Path) -> None:
-        """Update `latest`, and remove all checkpoints but this one and the newest complete one before it."""
+        """Update `latest`, and remove all checkpoints but this one and the newest complete one
+        before it.
+        """
         write_bytes_atomic(self.root / "latest", path.name.encode())
         num_kept = 1
         for other in checkpoint_folders(self.run_dir):
             # checkpoints of later steps were discarded by a resume
-            if num_kept < KEPT and other.name < path.name and (other == self._last or _is_whole(self.run_dir, other)):
+            if (
+                num_kept < KEPT
+                and other.name < path.name
+                and (other == self._last or _is_whole(self.run_dir, other))
+            ):
                 num_kept += 1
             elif other != path:
                 with contextlib.suppress(OSError):
@@ -159,16 +184,21 @@ class CheckpointWriter:
 
 
 def load_checkpoint(
-    run_dir: Path, row_ranges: RowRanges | None = None, check: Callable[[dict[str, Any]], None] | None = None
+    run_dir: Path,
+    row_ranges: RowRanges | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint (None if the run has no checkpoints), and why newer ones were rejected.
+    """The newest complete checkpoint (None if the run has no checkpoints), and why newer ones were
+    rejected.
 
     Args:
-        row_ranges: rows to read of each table, from files of any number of ranks; other tables are read completely.
+        row_ranges: rows to read of each table, from files of any number of ranks; other tables are
+        read completely.
         check: called with the state before any tensor is read; raises an error to reject it.
 
     Raises:
-        ArtifactError: there are checkpoints but none is complete, or the newest has a newer format version.
+        ArtifactError: there are checkpoints but none is complete, or the newest has a newer format
+        version.
     """
 
     def load(path: Path) -> Checkpoint:
@@ -181,14 +211,18 @@ def load_checkpoint(
 
 
 def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Folder and state of the checkpoint that `load_checkpoint` would load, and why newer ones were rejected, without
-    reading tensors; (None, {}, []) if the run has no checkpoints. Raises the same errors."""
+    """Folder and state of the checkpoint that `load_checkpoint` would load, and why newer ones were
+    rejected, without reading tensors; (None, {}, []) if the run has no checkpoints. Raises the same
+    errors.
+    """
     newest, rejected = _newest(run_dir, lambda path: (path, read_state(run_dir, path)))
     return (*(newest or (None, {})), rejected)
 
 
 def _newest(run_dir: Path, read: Callable[[Path], Loaded]) -> tuple[Loaded | None, list[str]]:
-    """The result of `read` for the newest checkpoint where it raises no ArtifactError, and the errors of newer ones."""
+    """The result of `read` for the newest checkpoint where it raises no ArtifactError, and the
+    errors of newer ones.
+    """
     rejected: list[str] = []
     for path in checkpoint_folders(run_dir):
         try:
@@ -199,9 +233,11 @@ def _newest(run_dir: Path, read: Callable[[Path], Loaded]) -> tuple[Loaded | Non
             rejected.append(str(error))
     if rejected:
         raise ArtifactError(
-            "no checkpoint of this run is complete", where=str(run_dir / "checkpoints"), got="; ".join(rejected),
+            "no checkpoint of this run is complete",
+            where=str(run_dir / "checkpoints"),
+            got="; ".join(rejected),
             fix="delete the run's folder to train from the start",
-        )  # fmt: skip
+        )
     return None, rejected
 
 
@@ -214,7 +250,8 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
     """`Checkpoint.state` of a checkpoint's folder.
 
     Args:
-        verify: check all hashes, also those of the refresh that the checkpoint needs; else names and sizes only.
+        verify: check all hashes, also those of the refresh that the checkpoint needs; else names
+        and sizes only.
 
     Raises:
         ArtifactError: the checkpoint is incomplete or damaged.
@@ -225,19 +262,26 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
         state = json.loads((path / "state.json").read_bytes())
         counters = {key: int(state[key]) for key in ("epoch", "step")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what, fix = "invalid state of a checkpoint", "delete the checkpoint: the one before it is used"
-        raise ArtifactError(what, where=str(path / "state.json"), got=repr(error), fix=fix) from error
+        what = "invalid state of a checkpoint"
+        fix = "delete the checkpoint: the one before it is used"
+        raise ArtifactError(
+            what, where=str(path / "state.json"), got=repr(error), fix=fix
+        ) from error
     refresh_sha256 = state.get("refresh")
     if verify and refresh_sha256 is not None and not _has_refresh(run_dir, refresh_sha256):
         what = "the refresh of the checkpoint's round is missing or damaged"
-        raise ArtifactError(what, where=str(path), expected=f"{run_dir / 'refresh'} with sha256 {refresh_sha256}")
+        raise ArtifactError(
+            what, where=str(path), expected=f"{run_dir / 'refresh'} with sha256 {refresh_sha256}"
+        )
     return state | counters
 
 
 def _has_refresh(run_dir: Path, sha256: str) -> bool:
     for manifest in (run_dir / "refresh").glob(f"epoch-*/{MANIFEST}"):
         with contextlib.suppress(ArtifactError):
-            if file_sha256(manifest) == sha256 and read_manifest(manifest.parent, refresh.KIND, refresh.VERSION):
+            if file_sha256(manifest) == sha256 and read_manifest(
+                manifest.parent, refresh.KIND, refresh.VERSION
+            ):
                 return True
     return False
 
@@ -265,19 +309,29 @@ def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, str]:
-    """Write a rank's rows, and return the file's hash by name. A table that every rank holds completely is written by
-    the first rank only."""
+    """Write a rank's rows, and return the file's hash by name. A table that every rank holds
+    completely is written by the first rank only.
+    """
     # a table of one row cannot be distinguished from a complete one; writing it twice does no harm
-    parts = {t: part for t, part in checkpoint.rows.items() if rank == 0 or part.held < part.num_rows or part.held == 1}
-    tensors = {f"{table}/{name}": x for table, part in parts.items() for name, x in part.tensors.items()}
+    parts = {
+        t: part
+        for t, part in checkpoint.rows.items()
+        if rank == 0 or part.held < part.num_rows or part.held == 1
+    }
+    tensors = {
+        f"{table}/{name}": x for table, part in parts.items() for name, x in part.tensors.items()
+    }
     ranges = {table: [part.first_row, part.held, part.num_rows] for table, part in parts.items()}
     name = _rows_name(rank)
-    return {name: write_tensors(folder / name, tensors, {"ranges": json.dumps(ranges, sort_keys=True)})}
+    return {
+        name: write_tensors(folder / name, tensors, {"ranges": json.dumps(ranges, sort_keys=True)})
+    }
 
 
 def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
     with contextlib.ExitStack() as stack:
-        held: dict[str, list[tuple[int, int, int, TensorFile]]] = {}  # table -> (first row, rows, rows of all, file)
+        # table -> (first row, rows, rows of all, file)
+        held: dict[str, list[tuple[int, int, int, TensorFile]]] = {}
         for name in sorted(path.glob("rows-*.safetensors")):
             file = stack.enter_context(open_tensors(name))
             for table, (first, count, total) in json.loads(file.metadata["ranges"]).items():
@@ -286,24 +340,40 @@ def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoin
         for table, parts in held.items():
             total = parts[0][2]
             begin, end = row_ranges.get(table, (0, total))
-            names = sorted({n.partition("/")[2] for p in parts for n in p[3].names if n.startswith(f"{table}/")})
-            tensors = {name: _read_rows(path, f"{table}/{name}", parts, begin, end) for name in names}
+            names = sorted(
+                {
+                    n.partition("/")[2]
+                    for p in parts
+                    for n in p[3].names
+                    if n.startswith(f"{table}/")
+                }
+            )
+            tensors = {
+                name: _read_rows(path, f"{table}/{name}", parts, begin, end) for name in names
+            }
             rows[table] = RowPart(begin, total, tensors)
         return Checkpoint(state, read_tensors(path / "dense.safetensors"), rows)
 
 
-def _read_rows(path: Path, name: str, parts: list[tuple[int, int, int, TensorFile]], begin: int, end: int) -> Tensor:
+def _read_rows(
+    path: Path, name: str, parts: list[tuple[int, int, int, TensorFile]], begin: int, end: int
+) -> Tensor:
     """Rows [begin, end) of one tensor from the files that hold them."""
-    pieces, position = [], begin
+    pieces = []
+    position = begin
     for first, count, _, file in sorted(parts, key=lambda part: part[:2]):
         if first <= position < min(first + count, end):
             until = min(first + count, end)
             whole = (position, until) == (first, first + count)
-            pieces.append(file.read(name) if whole else file.read(name, position - first, until - first))
+            pieces.append(
+                file.read(name) if whole else file.read(name, position - first, until - first)
+            )
             position = until
     if begin == end:
         return parts[0][3].read(name, 0, 0)
     if position != end:
         got = f"{name} up to row {position}"
-        raise ArtifactError("rows are missing", where=str(path), got=got, expected=f"up to row {end}")
+        raise ArtifactError(
+            "rows are missing", where=str(path), got=got, expected=f"up to row {end}"
+        )
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

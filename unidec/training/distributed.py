@@ -1,20 +1,23 @@
 """Ranks: the processes of one training that `torchrun` started, or this process alone.
 
-Legend: R rows held by one rank, G rows of all ranks together, D width, U table rows used in a step, B queries, S labels
+Legend: R rows held by one rank, G rows of all ranks together, D width, U table rows used in a step,
+B queries, S labels
 of a loss, P positive pairs, F ignored pairs.
 
-Every rank draws the same batch and the same pool, encodes its part of both, and gathers the embeddings of the others.
-Each rank computes the loss over the whole pool, which equals the loss of a single process. So parameters applied after
-the gather (classifier rows, temperatures) have their full gradient on every rank, and parameters applied before it
-(encoder, heads, bag) have a part of it on each: `data_parallel`, `sum_gradients` and `sum_rows` add these up.
+Every rank draws the same batch and the same pool, encodes its part of both, and gathers the
+embeddings of the others. Each rank computes the loss over the whole pool, which equals the loss of
+a single process. So parameters applied after the gather (classifier rows, temperatures) have their
+full gradient on every rank, and parameters applied before it (encoder, heads, bag) have a part of
+it on each: `data_parallel`, `sum_gradients` and `sum_rows` add these up.
 
-A loss over all labels gathers the queries only, and each rank compares them with its own labels (`OwnColumns`). Sums
-over labels are added up over the ranks, so that every rank has the full loss, and full gradients of the parameters
-that all ranks use. The gradient of a label's row stays on the rank that holds the row.
+A loss over all labels gathers the queries only, and each rank compares them with its own labels
+(`OwnColumns`). Sums over labels are added up over the ranks, so that every rank has the full loss,
+and full gradients of the parameters that all ranks use. The gradient of a label's row stays on the
+rank that holds the row.
 
-Steps have a short timeout, so that a hanging rank ends the job. Work between rounds has a long one, since ranks may
-take unequal time there. A rank that dies closes its connections, which the others notice at once.
-"""
+Steps have a short timeout, so that a hanging rank ends the job. Work between rounds has a long one,
+since ranks may take unequal time there. A rank that dies closes its connections, which the others
+notice at once."""
 
 from __future__ import annotations
 
@@ -39,35 +42,45 @@ from unidec.model.pairs import MASKED, Columns, Pairs
 from unidec.model.row_table import RowTable
 from unidec.training.precision import choose_device
 
-STEP_TIMEOUT = timedelta(seconds=25)  # torchrun takes 30 s more to kill hanging ranks, so the job ends within 60 s
+# torchrun takes 30 s more to kill hanging ranks, so the job ends within 60 s
+STEP_TIMEOUT = timedelta(seconds=25)
 _HEAD_BYTES = 256  # size of the JSON with an array's dtype and shape
-PATIENCE = timedelta(hours=2)  # for a refresh, a checkpoint, and the first rank's work between rounds
+# for a refresh, a checkpoint, and the first rank's work between rounds
+PATIENCE = timedelta(hours=2)
 
 
 class LostRank(TrainingError):
-    """Another process of the training died or hangs; the error in this process is only a consequence."""
+    """Another process of the training died or hangs; the error in this process is only a
+    consequence.
+    """
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train together; by default this process alone, for which the methods cost nothing.
+    """The processes that train together; by default this process alone, for which the methods cost
+    nothing.
 
     Attributes:
-        rank: number of this process, from 0; world: number of processes, `local_world` of them on this machine.
+        rank: number of this process, from 0; world: number of processes, `local_world` of them on
+        this machine.
     """
 
     rank: int = 0
     world: int = 1
     local_world: int = 1
-    _steps: Any = field(default=None, compare=False, repr=False)  # process group for a step's tensors on the device
-    _flags: Any = field(default=None, compare=False, repr=False)  # process group for a step's tensors on the host
-    _patient: Any = field(default=None, compare=False, repr=False)  # process group for host arrays between rounds
-    _failures: list[RuntimeError] = field(default_factory=list, compare=False, repr=False)  # of sums in a backward pass
+    # process group for a step's tensors on the device
+    _steps: Any = field(default=None, compare=False, repr=False)
+    # process group for a step's tensors on the host
+    _flags: Any = field(default=None, compare=False, repr=False)
+    # process group for host arrays between rounds
+    _patient: Any = field(default=None, compare=False, repr=False)
+    # of sums in a backward pass
+    _failures: list[RuntimeError] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> Ranks:
-        """Connect the ranks that `torchrun` started (RANK, WORLD_SIZE, LOCAL_RANK); without torchrun: this process
-        alone.
+        """Connect the ranks that `torchrun` started (RANK, WORLD_SIZE, LOCAL_RANK); without
+        torchrun: this process alone.
 
         On GPUs each process uses the GPU with the number LOCAL_RANK, and NCCL.
 
@@ -86,19 +99,28 @@ class Ranks:
             local = int(os.environ.get("LOCAL_RANK", "0"))
             if local >= torch.cuda.device_count():
                 raise ConfigError(
-                    "more processes than GPUs on this machine", where="run.devices", got=local + 1,
+                    "more processes than GPUs on this machine",
+                    where="run.devices",
+                    got=local + 1,
                     expected=f"at most {torch.cuda.device_count()}",
-                )  # fmt: skip
+                )
             torch.cuda.set_device(local)
             backend = "nccl"
         with _lost_rank():
             if not dist.is_initialized():
                 store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
-                # torchrun keeps its store when it restarts the ranks: a prefix hides the addresses of dead ones
-                store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+                # torchrun keeps its store when it restarts the ranks: a prefix hides the addresses
+                # of dead ones
+                store = dist.PrefixStore(
+                    f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+                )
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE
+                )
             steps = dist.new_group(backend=backend, timeout=STEP_TIMEOUT)
-            flags = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if backend == "nccl" else steps
+            flags = (
+                dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if backend == "nccl" else steps
+            )
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
         return cls(dist.get_rank(), world, local_world, steps, flags, dist.group.WORLD)
 
@@ -114,11 +136,15 @@ class Ranks:
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this is the first process of its machine, which verifies the files that all of them read there."""
+        """Whether this is the first process of its machine, which verifies the files that all of
+        them read there.
+        """
         return self.rank % self.local_world == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Begin and end of this rank's contiguous part of `count` items; sizes of parts differ by at most one."""
+        """Begin and end of this rank's contiguous part of `count` items; sizes of parts differ by
+        at most one.
+        """
         return count * self.rank // self.world, count * (self.rank + 1) // self.world
 
     def sizes(self, count: int) -> list[int]:
@@ -126,24 +152,30 @@ class Ranks:
         return np.diff(self._bounds(count)).tolist()
 
     def sizes_among(self, sorted_ids: np.ndarray, count: int) -> list[int]:
-        """The number of ascending ids, all below `count`, in each rank's part of `count` items, [world]."""
+        """The number of ascending ids, all below `count`, in each rank's part of `count` items,
+        [world].
+        """
         return np.diff(np.searchsorted(sorted_ids, self._bounds(count))).tolist()
 
     def _bounds(self, count: int) -> list[int]:
         return [count * rank // self.world for rank in range(self.world + 1)]
 
     def gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Rows of all ranks [G, D], of which each has `sizes`; backward returns this rank's slice of the gradient."""
+        """Rows of all ranks [G, D], of which each has `sizes`; backward returns this rank's slice
+        of the gradient.
+        """
         if self.alone:
             return x_RD
         return _Gather.apply(x_RD, self, list(sizes))
 
     def data_parallel(self, encoder: nn.Module, no_texts: Any) -> nn.Module:
-        """The encoder wrapped in torch's DistributedDataParallel: a backward pass through its output adds up the
-        gradients of its trained parameters over the ranks, in buckets, while further gradients are computed.
+        """The encoder wrapped in torch's DistributedDataParallel: a backward pass through its
+        output adds up the gradients of its trained parameters over the ranks, in buckets, while
+        further gradients are computed.
 
-        A backward pass through the encoder itself accumulates gradients on this rank only; they are added up in the
-        next backward pass through the wrapper. Parameters keep their names in the encoder.
+        A backward pass through the encoder itself accumulates gradients on this rank only; they are
+        added up in the next backward pass through the wrapper. Parameters keep their names in the
+        encoder.
 
         Args:
             encoder: must have trained parameters; its weights are the same on all ranks.
@@ -157,11 +189,16 @@ class Ranks:
             # torch 2.13 deprecates the argument; its replacement covers only a part of it
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             parallel = DistributedDataParallel(
-                encoder, process_group=self._steps, init_sync=False, broadcast_buffers=False,
-                gradient_as_bucket_view=True, find_unused_parameters=any(grad is None for grad in grads),
-            )  # fmt: skip
+                encoder,
+                process_group=self._steps,
+                init_sync=False,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=any(grad is None for grad in grads),
+            )
         parallel.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket))
-        # the first backward pass decides the buckets: with this one, a resumed run adds gradients in the same order
+        # the first backward pass decides the buckets: with this one, a resumed run adds gradients
+        # in the same order
         self.barrier()
         with self.exchanging():
             parallel(no_texts).sum().backward()
@@ -172,18 +209,22 @@ class Ranks:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Context of a backward pass: raises `LostRank` if a sum of `data_parallel` cannot reach a rank."""
+        """Context of a backward pass: raises `LostRank` if a sum of `data_parallel` cannot reach a
+        rank.
+        """
         try:
             yield
         except RuntimeError as error:
             if not self._failures:
                 raise
             with _lost_rank():
-                raise self._failures[0] from error  # `error` has only the failure's text, not its type
+                # `error` has only the failure's text, not its type
+                raise self._failures[0] from error
 
     def _sum_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """The sum of a bucket's gradients over the ranks. DistributedDataParallel's default, the mean, would be wrong:
-        each rank has a part of the gradient of the same loss."""
+        """The sum of a bucket's gradients over the ranks. DistributedDataParallel's default, the
+        mean, would be wrong: each rank has a part of the gradient of the same loss.
+        """
 
         def total(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
             try:
@@ -196,13 +237,17 @@ class Ranks:
         assert work is not None
         return work.get_future().then(total)
 
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()) -> None:
+    def sum_gradients(
+        self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()
+    ) -> None:
         """Add up the ranks' gradients of replicated parameters, with one all-reduce for each dtype.
 
-        A gradient that is missing on some ranks counts as zero there; if it is missing on all, it stays missing.
+        A gradient that is missing on some ranks counts as zero there; if it is missing on all, it
+        stays missing.
 
         Args:
-            complete: parameters whose full gradient is on every rank already: the first rank's is taken.
+            complete: parameters whose full gradient is on every rank already: the first rank's is
+            taken.
         """
         if self.alone or not parameters:
             return
@@ -213,7 +258,9 @@ class Ranks:
         with_gradient = [p for p, is_present in zip(parameters, present, strict=True) if is_present]
         for dtype in dict.fromkeys(p.dtype for p in with_gradient):
             group = [p for p in with_gradient if p.dtype == dtype]
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group])
+            flat = torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group]
+            )
             self._all_reduce(flat)
             for parameter, grad in zip(group, flat.split([p.numel() for p in group]), strict=True):
                 parameter.grad = grad.view_as(parameter)
@@ -221,9 +268,8 @@ class Ranks:
     def sum_rows(self, tables: Sequence[RowTable]) -> None:
         """Add up the ranks' gradients of the rows that each gathered from replicated tables.
 
-        Afterwards each table has as gathered rows, on every rank, the ascending rows of all ranks. Gradients are added
-        in the order of ranks, so that their bits are the same on all ranks.
-        """
+        Afterwards each table has as gathered rows, on every rank, the ascending rows of all ranks.
+        Gradients are added in the order of ranks, so that their bits are the same on all ranks."""
         for table in () if self.alone else tables:
             if table.used is None:
                 continue
@@ -242,7 +288,8 @@ class Ranks:
         counts[self.rank] = len(rows_U)
         self._all_reduce(counts, self._flags)
         sizes = counts.tolist()
-        rows_G, grad_GD = self._gather(rows_U.unsqueeze(1), sizes).squeeze(1), self._gather(grad_UD, sizes)
+        rows_G = self._gather(rows_U.unsqueeze(1), sizes).squeeze(1)
+        grad_GD = self._gather(grad_UD, sizes)
         all_rows, place_G = torch.unique(rows_G, return_inverse=True)
         sum_UD = grad_GD.new_zeros(len(all_rows), grad_GD.shape[1])
         # rank by rank: a rank has each row once, so the order of the additions is fixed
@@ -255,10 +302,15 @@ class Ranks:
 
         Args:
             gradients: all gradients on this rank, already summed over the ranks.
-            sharded: those among them of rows that only this rank holds; the others are counted on the first rank only.
+            sharded: those among them of rows that only this rank holds; the others are counted on
+            the first rank only.
         """
         counted = list(gradients if self.is_first else sharded)
-        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=gradients[0].device)
+        norm = (
+            torch.nn.utils.get_total_norm(counted)
+            if counted
+            else torch.zeros((), device=gradients[0].device)
+        )
         if self.alone:
             return norm
         square = norm.double().square()
@@ -296,20 +348,29 @@ class Ranks:
         """The first rank's value, a JSON value, on every rank."""
         if self.alone:
             return value
-        encoded = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.is_first else None
+        encoded = (
+            np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.is_first else None
+        )
         return json.loads(self.gather_array(encoded).tobytes())
 
     def gather_array(self, array: np.ndarray | None) -> np.ndarray:
-        """The arrays of all ranks, concatenated along the first axis (the other axes must agree); None: this rank has
-        no rows."""
+        """The arrays of all ranks, concatenated along the first axis (the other axes must agree);
+        None: this rank has no rows.
+        """
         if self.alone:
             assert array is not None
             return array
         # torch's collectives for objects would unpickle data from the network
-        head = json.dumps(None if array is None else [array.dtype.str, array.shape]).encode().ljust(_HEAD_BYTES)
+        head = (
+            json.dumps(None if array is None else [array.dtype.str, array.shape])
+            .encode()
+            .ljust(_HEAD_BYTES)
+        )
         parts = [torch.empty(_HEAD_BYTES, dtype=torch.uint8) for _ in range(self.world)]
         with _lost_rank():
-            dist.all_gather(parts, torch.frombuffer(bytearray(head), dtype=torch.uint8), group=self._patient)
+            dist.all_gather(
+                parts, torch.frombuffer(bytearray(head), dtype=torch.uint8), group=self._patient
+            )
         heads = [json.loads(part.numpy().tobytes()) for part in parts]
         dtype, (_, *tail) = next(head for head in heads if head is not None)
         ends = np.cumsum([0 if head is None else head[1][0] for head in heads]).tolist()
@@ -335,7 +396,8 @@ class OwnColumns(Columns):
 
     Attributes:
         first: number of this rank's first column; num_columns: S.
-        own_P, own_F: int64, numbers of the positive pairs and of the ignored pairs in this rank's columns.
+        own_P, own_F: int64, numbers of the positive pairs and of the ignored pairs in this rank's
+        columns.
         num_pairs: P.
     """
 
@@ -374,14 +436,23 @@ class OwnColumns(Columns):
         return top_B + self.sum((lse_B - top_B).exp()).log()
 
     def remove_top(self, x_BS: Tensor, k: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        # each rank gathers every rank's k + 1 highest entries, and finds its own among the highest of all
-        num_rows, world = len(x_BS), self.ranks.world
+        # each rank gathers every rank's k + 1 highest entries, and finds its own among the highest
+        # of all
+        num_rows = len(x_BS)
+        world = self.ranks.world
         value_BJ, place_BJ = x_BS.topk(min(k + 1, x_BS.shape[1]), dim=1)
         best_BK = x_BS.new_full((num_rows, k + 1), -torch.inf)
         best_BK[:, : value_BJ.shape[1]] = value_BJ
-        best_BG = self.ranks.gather(best_BK, [num_rows] * world).view(world, num_rows, k + 1).transpose(0, 1).flatten(1)
+        best_BG = (
+            self.ranks.gather(best_BK, [num_rows] * world)
+            .view(world, num_rows, k + 1)
+            .transpose(0, 1)
+            .flatten(1)
+        )
         top_BK, top_place_BK = best_BG.topk(k + 1, dim=1)
-        is_top_BG = torch.zeros_like(best_BG, dtype=torch.bool).scatter_(1, top_place_BK[:, :k], True)
+        is_top_BG = torch.zeros_like(best_BG, dtype=torch.bool).scatter_(
+            1, top_place_BK[:, :k], True
+        )
         begin = self.ranks.rank * (k + 1)
         is_top_BJ = is_top_BG[:, begin : begin + value_BJ.shape[1]]
         x_BS.scatter_(1, place_BJ, value_BJ.masked_fill(is_top_BJ, MASKED))
@@ -389,7 +460,9 @@ class OwnColumns(Columns):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks; backward passes the gradient, which is the same on all ranks, unchanged."""
+    """The sum over the ranks; backward passes the gradient, which is the same on all ranks,
+    unchanged.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -422,7 +495,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, ranks: Ranks, sizes: list[int]) -> Tensor:
-        ctx.begin, ctx.count = sum(sizes[: ranks.rank]), len(x_RD)
+        ctx.begin = sum(sizes[: ranks.rank])
+        ctx.count = len(x_RD)
         return ranks._gather(x_RD, sizes)
 
     @staticmethod
@@ -442,7 +516,10 @@ def _lost_rank() -> Iterator[None]:
             "another process of this training has died or does not respond",
             where=f"rank {os.environ.get('RANK', '?')}",
             got=str(error).splitlines()[0][:300],
-            fix="start the training again: it resumes from its last checkpoint, with any number of processes",
+            fix=(
+                "start the training again: it resumes from its last checkpoint, with any number "
+                "of processes"
+            ),
         ) from error
 
 

@@ -1,5 +1,5 @@
-"""Encodes a training's texts with its model, as its steps compute: on its device, in its number format, and
-from its caches.
+"""Encodes a training's texts with its model, as its steps compute: on its device, in its number
+format, and from its caches.
 
 Legend: n texts, D width of a head, W width of the encoder.
 """
@@ -39,7 +39,9 @@ class Encoding:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which steps compute."""
-        return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
+        return torch.autocast(
+            self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None
+        )
 
     def outputs(self, name: str, rows: np.ndarray) -> Tensor:
         """The encoder's outputs of texts without dropout, [n, W]."""
@@ -55,7 +57,9 @@ class Encoding:
         """Vectors float32 [n, D] of the dual encoder, of a classifier alone the classifier's."""
         only: Literal["de", "clf"] = "clf" if self.model.heads == "clf" else "de"
         with self.autocast():
-            de, clf = self.model.vectors(name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=only)
+            de, clf = self.model.vectors(
+                name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=only
+            )
         vectors = clf if only == "clf" else de
         assert vectors is not None
         return vectors

@@ -11,8 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class UncheckedStep:
-    """A step that the host has not checked yet: rows of some of its queries, its losses (0-d), and whether a loss or
-    gradient of this or an earlier unchecked step was not finite (0-d, 1 or 0)."""
+    """A step that the host has not checked yet: rows of some of its queries, its losses (0-d), and
+    whether a loss or gradient of this or an earlier unchecked step was not finite (0-d, 1 or 0).
+    """
 
     epoch: int
     step: int
@@ -24,8 +25,8 @@ class UncheckedStep:
 class FiniteChecks:
     """Notes steps on the device, and finds the first that failed.
 
-    On a GPU the host checks only when it logs or writes a checkpoint; until then `failed` stops all updates from the
-    first step on that is not finite.
+    On a GPU the host checks only when it logs or writes a checkpoint; until then `failed` stops all
+    updates from the first step on that is not finite.
 
     Attributes:
         each_step: whether the host checks after each step.
@@ -37,7 +38,9 @@ class FiniteChecks:
         self.failed = torch.zeros((), device=device)
         self._steps: list[UncheckedStep] = []
 
-    def note(self, epoch: int, step: int, some_rows: np.ndarray, losses: dict[str, Tensor], value: Tensor) -> None:
+    def note(
+        self, epoch: int, step: int, some_rows: np.ndarray, losses: dict[str, Tensor], value: Tensor
+    ) -> None:
         """Note a step.
 
         Args:
@@ -45,7 +48,9 @@ class FiniteChecks:
         """
         self.failed = torch.maximum(self.failed, (~torch.isfinite(value)).float())
         self._steps.append(
-            UncheckedStep(epoch=epoch, step=step, some_rows=some_rows, losses=losses, failed=self.failed)
+            UncheckedStep(
+                epoch=epoch, step=step, some_rows=some_rows, losses=losses, failed=self.failed
+            )
         )
 
     @property
@@ -54,8 +59,11 @@ class FiniteChecks:
         return None if self.each_step else self.failed
 
     def first_failure(self) -> UncheckedStep | None:
-        """The first step since the last call whose loss or gradient was not finite; waits for the device."""
-        steps, self._steps = self._steps, []
+        """The first step since the last call whose loss or gradient was not finite; waits for the
+        device.
+        """
+        steps = self._steps
+        self._steps = []
         if not steps or not bool(self.failed):
             return None
         self.failed = torch.zeros_like(self.failed)

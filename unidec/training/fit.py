@@ -1,7 +1,7 @@
 """The only loop over training rounds: UniDEC's Algorithm 1.
 
-The command line, the Prefect flow, comparisons, trainings on several ranks and `unidec.fit` all run it.
-"""
+The command line, the Prefect flow, comparisons, trainings on several ranks and `unidec.fit` all run
+it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ class RoundReport:
         steps, train_seconds, steps_per_s: of this report.
         finished: whether the training is complete.
         memory: most memory used, in GiB.
-        work_seconds: of the whole run, processor time, on a GPU wall time; validation adds the time of refreshes.
-        trained_seconds, round, validation, validation_seconds, refresh, seconds: set by validation: seconds of all
-            rounds, number of the round, metrics in percent, and figures of the round's phases.
+        work_seconds: of the whole run, processor time, on a GPU wall time; validation adds the time
+        of refreshes.
+        trained_seconds, round, validation, validation_seconds, refresh, seconds: set by validation:
+            seconds of all rounds, number of the round, metrics in percent, and figures of the
+            round's phases.
     """
 
     epoch: int = 0
@@ -47,8 +49,9 @@ Report = Figures | RoundReport
 
 
 class Rounds(Protocol):
-    """Runs the phases of rounds: in this process, or in several that are started for each phase. A phase that is
-    already complete returns at once."""
+    """Runs the phases of rounds: in this process, or in several that are started for each phase. A
+    phase that is already complete returns at once.
+    """
 
     @property
     def finished(self) -> bool: ...
@@ -60,14 +63,17 @@ class Rounds(Protocol):
     def validate(self) -> RoundReport: ...
 
 
-Phase = Callable[[str, int, Callable[[], Report]], Report]  # runs a phase, given its name, round number and function
+# runs a phase, given its name, round number and function
+Phase = Callable[[str, int, Callable[[], Report]], Report]
 
 
 def fit(rounds: Rounds, phase: Phase = lambda _name, _round, work: work()) -> None:
-    """Train until the last round is complete: refresh (cluster, mine), train a round, validate; repeat.
+    """Train until the last round is complete: refresh (cluster, mine), train a round, validate;
+    repeat.
 
-    After an interruption at any point, a new call resumes from the newest checkpoint. `phase` runs each phase; a flow
-    passes a function that runs it as a task."""
+    After an interruption at any point, a new call resumes from the newest checkpoint. `phase` runs
+    each phase; a flow passes a function that runs it as a task.
+    """
     while not rounds.finished:
         number = rounds.round_number
         phase("cluster", number, rounds.cluster)

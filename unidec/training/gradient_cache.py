@@ -1,16 +1,17 @@
-"""Gradient caching: the texts of a step are encoded in chunks, with the activations of one chunk in memory at a time.
+"""Gradient caching: the texts of a step are encoded in chunks, with the activations of one chunk in
+memory at a time.
 
 Legend: B texts of a step, C texts of a chunk, U distinct tokens, W width of the encoder.
 
 1. Each chunk is encoded without a graph; its vectors and the random state before it are kept.
 2. The loss is computed on all vectors together, and its gradient with regard to them.
-3. Each chunk is encoded again from its random state, so with the same dropout, and its part of that gradient is
-   propagated through the encoder.
+3. Each chunk is encoded again from its random state, so with the same dropout, and its part of that
+   gradient is propagated through the encoder.
 
-The gradient equals that of one pass over all texts, at the cost of a second forward pass. Source: Gao et al. 2021,
-"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache), with the replay of the random
-state that DEXML's dropout needs. Only the encoder runs twice; heads and classifier run once.
-"""
+The gradient equals that of one pass over all texts, at the cost of a second forward pass. Source:
+Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
+(GradCache), with the replay of the random state that DEXML's dropout needs. Only the encoder runs
+twice; heads and classifier run once."""
 
 from __future__ import annotations
 
@@ -33,19 +34,26 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.device) -> TextChunks:
-    """Cut a step's texts, (name of the source, its tokens, rows int64) each, into chunks of at most `size`."""
+    """Cut a step's texts, (name of the source, its tokens, rows int64) each, into chunks of at most
+    `size`.
+    """
     chunks: list[tuple[Tensor, EncoderInput]] = []
     first = 0
     for name, tokens, rows in parts:
         cut = length_chunks(tokens.lengths(rows), size)
-        chunks += [(to_device(places + first, device), build([(name, tokens, rows[places])])) for places in cut]
+        chunks += [
+            (to_device(places + first, device), build([(name, tokens, rows[places])]))
+            for places in cut
+        ]
         first += len(rows)
-    if not chunks:  # fewer texts than ranks, none for this rank, which still takes part in the sums over ranks
+    # fewer texts than ranks, none for this rank, which still takes part in the sums over ranks
+    if not chunks:
         chunks.append((to_device(np.empty(0, dtype=np.int64), device), build(parts)))
     if all(given.unique_U is None for _, given in chunks):
         return TextChunks(first, tuple(chunks))
     # computed again on the host: on the device the host would have to wait for their number
-    bag, ragged = build.encoder.bag, [tokens.ragged(rows) for _, tokens, rows in parts]
+    bag = build.encoder.bag
+    ragged = [tokens.ragged(rows) for _, tokens, rows in parts]
     assert bag is not None
     token_ids = [np.unique(bag.features(flat, np.diff(offsets))[0]) for flat, offsets in ragged]
     return TextChunks(first, tuple(chunks), to_device(np.unique(np.concatenate(token_ids)), device))
@@ -57,21 +65,25 @@ def encode_texts(
     context: Context,
     parallel: Callable[[EncoderInput], Tensor] | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], None]]:
-    """Vectors of a step's texts, encoded in one pass or in chunks, and the backward function for a loss on them.
+    """Vectors of a step's texts, encoded in one pass or in chunks, and the backward function for a
+    loss on them.
 
     Args:
-        context: returns the context of a pass (autocast), a new one for each pass: autocast caches casts of the weights
-            until it ends, and some versions of torch would reuse those of a pass without a graph in one with a graph.
-        parallel: with several ranks the result of `Ranks.data_parallel`, used for the last pass with a graph.
+        context: returns the context of a pass (autocast), a new one for each pass: autocast caches
+            casts of the weights until it ends, and some versions of torch would reuse those of a
+            pass without a graph in one with a graph.
+        parallel: with several ranks the result of `Ranks.data_parallel`, used for the last pass
+        with a graph.
 
     Returns:
-        float32 [B, W] (with chunks a leaf), and a function that computes all gradients of a loss, 0-d. With chunks it
-        restores the random state at its end.
+        float32 [B, W] (with chunks a leaf), and a function that computes all gradients of a loss,
+        0-d. With chunks it restores the random state at its end.
     """
     if not isinstance(texts, TextChunks):
         with context():
             return (parallel or encoder)(texts), Tensor.backward
-    device, states = next(encoder.parameters()).device, []
+    device = next(encoder.parameters()).device
+    states = []
     x_BW = torch.empty(texts.num_texts, encoder.width, device=device)
     with torch.no_grad(), context():
         for places, chunk in texts.chunks:
@@ -86,9 +98,13 @@ def encode_texts(
         with contextlib.ExitStack() as stack:
             stack.callback(restore_random_state, random_state(device), device)
             if texts.unique_U is not None:  # each chunk gathers a part of the rows of all texts
-                for table in [module for module in encoder.modules() if isinstance(module, RowTable)]:
+                for table in [
+                    module for module in encoder.modules() if isinstance(module, RowTable)
+                ]:
                     stack.enter_context(table.parts(texts.unique_U))
-            for number, (state, (places, chunk)) in enumerate(zip(states, texts.chunks, strict=True), 1):
+            for number, (state, (places, chunk)) in enumerate(
+                zip(states, texts.chunks, strict=True), 1
+            ):
                 restore_random_state(state, device)
                 with context():
                     x_CW = (parallel if parallel and number == len(states) else encoder)(chunk)

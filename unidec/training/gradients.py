@@ -14,11 +14,13 @@ class Gradients:
     """Gradients of a model's parameters and tables.
 
     Args:
-        parallel: the encoder whose gradients are summed during the backward pass, with several ranks and a transformer
-            that trains; else None.
+        parallel: the encoder whose gradients are summed during the backward pass, with several
+            ranks and a transformer that trains; else None.
     """
 
-    def __init__(self, model: UniDEC, optimisers: Optimisers, ranks: Ranks, parallel: torch.nn.Module | None):
+    def __init__(
+        self, model: UniDEC, optimisers: Optimisers, ranks: Ranks, parallel: torch.nn.Module | None
+    ):
         self.model = model
         self.optimisers = optimisers
         self.ranks = ranks
@@ -29,7 +31,8 @@ class Gradients:
     def complete(self) -> Tensor:
         """Add up gradients over the ranks, and return the norm of all gradients, 0-d."""
         self.ranks.sum_gradients(self._summed_after, complete=[self.model.log_scale])
-        bag_tables, sharded = [], []
+        bag_tables = []
+        sharded = []
         for name, row in self.optimisers.row.items():
             if name.startswith("encoder."):
                 bag_tables.append(row.table)

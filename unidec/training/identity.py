@@ -1,7 +1,8 @@
-"""The identity of a training run: parameters, data, tokenizer and code as a flat dictionary of strings.
+"""The identity of a training run: parameters, data, tokenizer and code as a flat dictionary of
+strings.
 
-The run's folder is named by it, every checkpoint contains it, and a run resumes only if it is unchanged.
-"""
+The run's folder is named by it, every checkpoint contains it, and a run resumes only if it is
+unchanged."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ def run_identity(
         start: hash of the bundle from which a warm start begins.
 
     Returns:
-        `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries", "tokens.labels",
-        "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" if the run uses them.
+        `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries",
+        "tokens.labels", "tokenizer" and "code", and as "encoder.start", "start" and "label_graph"
+        if the run uses them.
 
     Raises:
         ArtifactError: there is no model at `encoder.start`.
@@ -60,7 +62,9 @@ def run_identity(
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
         files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]
-        identity[f"tokens.{name}"] = files_sha256({name: entry["sha256"] for name, entry in files.items()})
+        identity[f"tokens.{name}"] = files_sha256(
+            {name: entry["sha256"] for name, entry in files.items()}
+        )
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
     identity["code"] = code_sha256("training")
     if reads_graph and label_graph is not None:
@@ -73,24 +77,34 @@ def run_identity(
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """One line for each key that differs, such as "optim.lr_clf: 0.003 when the run began, 0.001 now"."""
-    changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
-    return [f"{key}: {_short(old.get(key))} when the run began, {_short(new.get(key))} now" for key in changed]
-
-
-def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collection[str], where: str) -> None:
-    """Raise ConfigError if the run in the folder `where` must not be resumed: it lists all keys that differ and are not
-    accepted. `old` is empty if the run has no checkpoint yet.
+    """One line for each key that differs, such as "optim.lr_clf: 0.003 when the run began, 0.001
+    now".
     """
+    changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
+    return [
+        f"{key}: {_short(old.get(key))} when the run began, {_short(new.get(key))} now"
+        for key in changed
+    ]
+
+
+def check_same(
+    old: Mapping[str, str], new: Mapping[str, str], accepted: Collection[str], where: str
+) -> None:
+    """Raise ConfigError if the run in the folder `where` must not be resumed: it lists all keys
+    that differ and are not accepted. `old` is empty if the run has no checkpoint yet."""
     lines = {line.partition(":")[0]: line for line in differences(old, new)} if old else {}
     changed = [key for key in lines if key not in accepted]
     if changed:
-        kinds = ", ".join(dict.fromkeys("parameters" if key in what_decides() else key for key in changed))
+        kinds = ", ".join(
+            dict.fromkeys("parameters" if key in what_decides() else key for key in changed)
+        )
         accept = " ".join(f"--accept {key}" for key in changed)
         raise ConfigError(
-            "the run was started with other " + kinds, where=where, got="\n       ".join(lines[key] for key in changed),
+            "the run was started with other " + kinds,
+            where=where,
+            got="\n       ".join(lines[key] for key in changed),
             fix=f"undo the change, or resume with it ({accept}), or train in another folder",
-        )  # fmt: skip
+        )
 
 
 def _short(value: str | None) -> str:

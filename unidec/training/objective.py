@@ -1,9 +1,11 @@
-"""The loss of a step: both heads' losses on the vectors of a batch and its labels (UniDEC, Algorithm 1, line 5).
+"""The loss of a step: both heads' losses on the vectors of a batch and its labels (UniDEC,
+Algorithm 1, line 5).
 
-Heads and the products of queries and labels compute in autocast's type, which accumulates in float32; normalisation,
-temperature and losses compute in float32.
+Heads and the products of queries and labels compute in autocast's type, which accumulates in
+float32; normalisation, temperature and losses compute in float32.
 
-Legend: B queries of all ranks, S labels that a head sees, D width of a head, W width of the encoder.
+Legend: B queries of all ranks, S labels that a head sees, D width of a head, W width of the
+encoder.
 """
 
 from __future__ import annotations
@@ -57,26 +59,35 @@ class Objective:
         """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).
 
         Args:
-            x_BW: the encoder's outputs for this rank's texts of the batch: queries, then pool labels.
+            x_BW: the encoder's outputs for this rank's texts of the batch: queries, then pool
+            labels.
             step: number of the step in the run; with the seed it decides random numbers.
 
         Returns:
-            0-d losses: "loss_de" and "loss_clf" of the heads that the model has, then those that methods add.
+            0-d losses: "loss_de" and "loss_clf" of the heads that the model has, then those that
+            methods add.
         """
-        heads, balance = self.model.heads, self.settings.balance
+        heads = self.model.heads
+        balance = self.settings.balance
         for change in self.methods.changes if self.model.training else ():
             x_BW, batch = change.apply(x_BW, batch)
         losses = {}
         if heads != "clf":
-            losses["loss_de"] = (balance if heads == "both" else 1.0) * self._de_loss(x_BW, batch, step)
+            losses["loss_de"] = (balance if heads == "both" else 1.0) * self._de_loss(
+                x_BW, batch, step
+            )
         if heads != "de":
-            losses["loss_clf"] = (1.0 - balance if heads == "both" else 1.0) * self._clf_loss(x_BW, batch, step)
+            losses["loss_clf"] = (1.0 - balance if heads == "both" else 1.0) * self._clf_loss(
+                x_BW, batch, step
+            )
         for method in self.methods.losses:
             head_loss = partial(self._head_loss, self._scales()[1], step)
             losses[method.name] = method.loss(x_BW[: batch.counts.own_queries], batch, head_loss)
         return losses
 
-    def _head_loss(self, scale: Tensor, step: int, score_BS: Tensor, targets: PoolTargets) -> Tensor:
+    def _head_loss(
+        self, scale: Tensor, step: int, score_BS: Tensor, targets: PoolTargets
+    ) -> Tensor:
         """The classifier's loss, query to label, 0-d, of scores that a method computed."""
         return self.loss(self.settings.clf, score_BS, scale, targets, forward=1.0, step=step)
 
@@ -86,38 +97,53 @@ class Objective:
 
     def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
         """L_D: queries against the texts of the labels."""
-        num_queries, targets = batch.counts.own_queries, batch.targets
+        num_queries = batch.counts.own_queries
+        targets = batch.targets
         with self.autocast():
             de_BD = self.model.de(x_BW, batch.own_labels)
         query_BD, scale = self._queries(de_BD[:num_queries], self._scales()[0], batch, targets)
-        label_SD = self._labels(de_BD[num_queries:], self.ranks.sizes(len(batch.pool.pool_S)), targets)
+        label_SD = self._labels(
+            de_BD[num_queries:], self.ranks.sizes(len(batch.pool.pool_S)), targets
+        )
         similarity_BS = self._products(query_BD, label_SD)
         forward = self.settings.de_forward
-        return self.loss(self.settings.de, similarity_BS, scale, targets, forward=forward, step=step)
+        return self.loss(
+            self.settings.de, similarity_BS, scale, targets, forward=forward, step=step
+        )
 
     def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
         """L_C + clf_bce * BCE: queries against the classifier's rows."""
-        model, settings, targets = self.model, self.settings, batch.clf.targets
+        model = self.model
+        settings = self.settings
+        targets = batch.clf.targets
         num_queries = batch.counts.own_queries
         with self.autocast():
             own_BD = model.clf(x_BW[:num_queries])
         query_BD, scale = self._queries(own_BD, self._scales()[1], batch, targets)
         row_SD, bias_S1 = self._rows(x_BW[num_queries:], batch)
-        if settings.clf == "bce" and batch.clf.ids is None:  # over all labels: without all logits in memory
+        # over all labels: without all logits in memory
+        if settings.clf == "bce" and batch.clf.ids is None:
             with self.autocast():
-                return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise)
+                return full_bce(
+                    query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise
+                )
         logit_BS = self._products(query_BD, row_SD)
         if bias_S1 is not None:
             logit_BS = logit_BS + bias_S1.T
-        loss = self.loss(settings.clf, logit_BS, scale, targets, forward=settings.clf_forward, step=step)
+        loss = self.loss(
+            settings.clf, logit_BS, scale, targets, forward=settings.clf_forward, step=step
+        )
         if settings.clf_bce > 0:
             bce = self.loss("bce", logit_BS, scale, targets, forward=1.0, step=step)
             loss = loss + settings.clf_bce * bce
         return loss
 
     def _rows(self, text_TW: Tensor, batch: Prepared) -> tuple[Tensor, Tensor | None]:
-        """The classifier's rows [S, D] and biases [S, 1] of the labels that this rank compares with the queries."""
-        model, clf = self.model, batch.clf
+        """The classifier's rows [S, D] and biases [S, 1] of the labels that this rank compares with
+        the queries.
+        """
+        model = self.model
+        clf = batch.clf
         assert model.table is not None
         own_SD = F.dropout(model.table.gather(clf.ids), model.settings.clf_dropout, model.training)
         table_SD = self._labels(own_SD, clf.sizes, clf.targets)
@@ -127,14 +153,18 @@ class Objective:
             return row_SD, None
         return row_SD, self._labels(model.bias.gather(clf.ids), clf.sizes, clf.targets)
 
-    def _queries(self, own_BD: Tensor, scale: Tensor, batch: Prepared, targets: PoolTargets) -> tuple[Tensor, Tensor]:
+    def _queries(
+        self, own_BD: Tensor, scale: Tensor, batch: Prepared, targets: PoolTargets
+    ) -> tuple[Tensor, Tensor]:
         """The queries of all ranks, and the scale, both with full gradients on every rank."""
         sum_gradient = targets.columns.sum_gradient
         query_BD = self.ranks.gather(own_BD, self.ranks.sizes(len(batch.pool.rows_B)))
         return sum_gradient(query_BD), sum_gradient(scale)
 
     def _labels(self, own_SD: Tensor, sizes: list[int], targets: PoolTargets) -> Tensor:
-        """The labels that this rank compares with the queries: its own ones, or those of all ranks."""
+        """The labels that this rank compares with the queries: its own ones, or those
+        of all ranks.
+        """
         return own_SD if targets.columns.partial else self.ranks.gather(own_SD, sizes)
 
     def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:
@@ -143,7 +173,14 @@ class Objective:
             return (query_BD @ row_SD.T).to(query_BD.dtype)
 
     def loss(
-        self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, *, forward: float, step: int
+        self,
+        kind: str,
+        similarity_BS: Tensor,
+        scale: Tensor,
+        targets: PoolTargets,
+        *,
+        forward: float,
+        step: int,
     ) -> Tensor:
         """The loss `kind` of a head, 0-d; the weighted sum over a mixture of targets.
 
@@ -163,4 +200,6 @@ class Objective:
         if settings.reduction == "pol":  # draws one of the sampled positives
             options["generator"] = torch.Generator().manual_seed(hash((self.seed, step)) % 2**63)
         logit_BS = similarity_BS if kind in UNSCALED else similarity_BS * scale
-        return symmetric_loss(kind, logit_BS, targets, reduction=settings.reduction, forward=forward, **options)
+        return symmetric_loss(
+            kind, logit_BS, targets, reduction=settings.reduction, forward=forward, **options
+        )

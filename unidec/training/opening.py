@@ -1,4 +1,5 @@
-"""Opens a training: a new model or the newest checkpoint's, the methods that the recipe names, batches and optimisers.
+"""Opens a training: a new model or the newest checkpoint's, the methods that the recipe names,
+batches and optimisers.
 
 Legend: L labels, D width of a head.
 """
@@ -41,8 +42,9 @@ from unidec.training.start import Start, cluster_labels, start_bag, take_model, 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Input of a training: a data set, its token caches, and if needed the label graph, csr [L, L]: soft targets of
-    label texts for `pool.gandalf`, relations between labels for `model.clf_graph`."""
+    """Input of a training: a data set, its token caches, and if needed the label graph, csr [L, L]:
+    soft targets of label texts for `pool.gandalf`, relations between labels for `model.clf_graph`.
+    """
 
     dataset: XMCDataset
     query_tokens: TokenCache
@@ -57,7 +59,9 @@ class TrainingData:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a training runs: its folder, the folder of the caches of frozen results, and its processes."""
+    """Where a training runs: its folder, the folder of the caches of frozen results, and its
+    processes.
+    """
 
     run_dir: Path
     cache_dir: Path
@@ -133,7 +137,9 @@ def open_training(
         ranks=ranks,
         inverse_L=inverse_propensities(settings, data.dataset),
     )
-    objective = Objective(settings.loss, model, methods, seed=settings.seed, ranks=ranks, autocast=encoding.autocast)
+    objective = Objective(
+        settings.loss, model, methods, seed=settings.seed, ranks=ranks, autocast=encoding.autocast
+    )
     return Opened(
         model=model,
         encoding=encoding,
@@ -173,8 +179,11 @@ def _new_model(settings: TrainingSettings, data: TrainingData, place: Place) -> 
     return model
 
 
-def _encoding(settings: TrainingSettings, model: UniDEC, texts: TrainingTexts, place: Place) -> Encoding:
-    device, ranks = model.device, place.ranks
+def _encoding(
+    settings: TrainingSettings, model: UniDEC, texts: TrainingTexts, place: Place
+) -> Encoding:
+    device = model.device
+    ranks = place.ranks
     amp = autocast_type(settings.optim.precision, device)
     if not ranks.is_first:  # until the first rank has computed the caches
         ranks.barrier()
@@ -184,10 +193,14 @@ def _encoding(settings: TrainingSettings, model: UniDEC, texts: TrainingTexts, p
     return Encoding(model, texts.tokens, build, device, amp)
 
 
-def _newest(model: UniDEC, place: Place, identity: dict[str, str], accept: Collection[str]) -> Checkpoint | None:
+def _newest(
+    model: UniDEC, place: Place, identity: dict[str, str], accept: Collection[str]
+) -> Checkpoint | None:
     """The newest checkpoint of the run."""
     tables = model.tables().items()
-    row_ranges = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
+    row_ranges = {
+        name: (table.first_row, table.first_row + table.own_rows) for name, table in tables
+    }
 
     def check(state: dict[str, Any]) -> None:
         check_same(state["identity"], identity, accept, str(place.run_dir))
@@ -200,24 +213,38 @@ def _newest(model: UniDEC, place: Place, identity: dict[str, str], accept: Colle
 
 def _restore(checkpoint: Checkpoint, model: UniDEC, optimisers: Optimisers, run_dir: Path) -> None:
     prefix = "model."
-    weights = {key.removeprefix(prefix): x for key, x in checkpoint.dense.items() if key.startswith(prefix)}
+    weights = {
+        key.removeprefix(prefix): x for key, x in checkpoint.dense.items() if key.startswith(prefix)
+    }
     try:
         model.load_dense_state(weights)
         optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
     except (KeyError, RuntimeError) as error:
-        what, fix = "the checkpoint does not fit the model", "delete it, or the run's folder to start over"
+        what = "the checkpoint does not fit the model"
+        fix = "delete it, or the run's folder to start over"
         raise ArtifactError(what, where=str(run_dir), got=str(error), fix=fix) from error
     optimisers.load_dense_state(checkpoint.dense)
     restore_random_state(checkpoint.dense, model.device)
 
 
 def _start_rows(
-    settings: TrainingSettings, encoding: Encoding, data: TrainingData, rows: Rows, start: Start | None
+    settings: TrainingSettings,
+    encoding: Encoding,
+    data: TrainingData,
+    rows: Rows,
+    start: Start | None,
 ) -> None:
     """The classifier's first rows."""
     if start is not None:
         uids = data.dataset.labels["uid"]
-        take_rows(encoding.model, start, uids, encoding.label_outputs, keep=settings.keep, holds_text=rows.holds_text)
+        take_rows(
+            encoding.model,
+            start,
+            uids,
+            encoding.label_outputs,
+            keep=settings.keep,
+            holds_text=rows.holds_text,
+        )
     elif not rows.holds_text:  # otherwise the table starts at 0
         encoding.model.start_table(encoding.label_outputs)
 
@@ -232,7 +259,9 @@ def _parallel(model: UniDEC, batches: Batches, ranks: Ranks) -> torch.nn.Module 
 
 
 def _drop_later_lines(run_dir: Path, state: dict[str, Any]) -> None:
-    """Remove the lines of the run's records that it will write again after the checkpoint of this state."""
+    """Remove the lines of the run's records that it will write again after the checkpoint of this
+    state.
+    """
     last_step = int(state.get("step", 0)) - 1  # steps are numbered from 0
     _keep_lines(run_dir / "history.jsonl", "step", last_step)
     _keep_lines(run_dir / "rounds.jsonl", "epoch", int(state.get("epoch", 0)))

@@ -1,14 +1,16 @@
-"""Optimisers and schedule: AdamW in learning-rate groups for dense parameters, row-sparse optimisers for tables.
+"""Optimisers and schedule: AdamW in learning-rate groups for dense parameters, row-sparse
+optimisers for tables.
 
 Legend: R rows of a table, U rows used in a step, D width.
 
-A row-sparse optimiser does not touch rows that a step does not use: their moments do not decay, they have no weight
-decay, and a row that is used again after k steps continues with its old state (`torch.optim.SparseAdam` does the same).
-A step then costs U x D instead of R x D, hardly more for a large table (benchmarks/results/classifier-rows.md).
+A row-sparse optimiser does not touch rows that a step does not use: their moments do not decay,
+they have no weight decay, and a row that is used again after k steps continues with its old state
+(`torch.optim.SparseAdam` does the same). A step then costs U x D instead of R x D, hardly more for
+a large table (benchmarks/results/classifier-rows.md).
 
-All optimisers compute in float32. A table in bfloat16 is written with stochastic rounding: rounding to nearest would
-lose each update smaller than half a unit of bfloat16's 8 bits, while stochastic rounding is correct on average.
-"""
+All optimisers compute in float32. A table in bfloat16 is written with stochastic rounding: rounding
+to nearest would lose each update smaller than half a unit of bfloat16's 8 bits, while stochastic
+rounding is correct on average."""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from unidec.config import Optim
 from unidec.model.row_table import RowTable
 from unidec.model.unidec import UniDEC
 
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+BETA1 = 0.9
+BETA2 = 0.999
+EPS = 1e-8
 MOMENTUM = 0.9
 State = dict[str, Tensor]  # an optimiser's state by name
 
@@ -39,15 +43,21 @@ class RowOptimiser:
         decay: weight decay, for `AllRowsAdamW` and `RowMomentum` only.
     """
 
-    columns: ClassVar[dict[str, bool]] = {}  # state by name: one value for each entry (True) or for each row (False)
+    # state by name: one value for each entry (True) or for each row (False)
+    columns: ClassVar[dict[str, bool]] = {}
 
     def __init__(self, table: RowTable, lr: float, seed: int | str = 0, decay: float = 0.0):
-        self.table, self.lr, self.seed, self.decay = table, lr, seed, decay
+        self.table = table
+        self.lr = lr
+        self.seed = seed
+        self.decay = decay
         for name, wide in self.columns.items():
             table.add_state(name, *([table.weight.shape[1]] if wide else []))
 
     @torch.no_grad()
-    def step(self, step: int, factor: float, scale: Tensor | float = 1.0, failed: Tensor | None = None) -> None:
+    def step(
+        self, step: int, factor: float, scale: Tensor | float = 1.0, failed: Tensor | None = None
+    ) -> None:
         """Update the gathered rows with their leaf's gradient, and end the table's use of them.
 
         Args:
@@ -60,10 +70,13 @@ class RowOptimiser:
         if leaf is None or leaf.grad is None:
             self.table.forget()
             return
-        weight, state = leaf.detach(), self.table.used_state()  # the leaf holds the rows' values
+        # the leaf holds the rows' values
+        weight = leaf.detach()
+        state = self.table.used_state()
         # created on the device: the host would wait for the copy of a Python number
         scales = torch.ones((), dtype=weight.dtype, device=weight.device).mul_(scale)
-        if failed is not None:  # the gradient may not be finite; with a gradient of 0, `update` handles moments
+        # the gradient may not be finite; with a gradient of 0, `update` handles moments
+        if failed is not None:
             leaf.grad.masked_fill_(failed.bool(), 0.0)
             scales = torch.where(failed.bool(), 0.0, scales)
         self.update(weight, leaf.grad, state, step, self.lr * factor, scales, failed)
@@ -71,14 +84,24 @@ class RowOptimiser:
             if rows_U is None:
                 first = self.table.first_row
                 rows_U = torch.arange(first, first + self.table.own_rows, device=weight.device)
-            weight = round_to_bfloat16(weight, row_noise(rows_U, weight.shape[1], f"{self.seed} {step}"))
+            weight = round_to_bfloat16(
+                weight, row_noise(rows_U, weight.shape[1], f"{self.seed} {step}")
+            )
         self.table.write_back(weight, state)
 
     def update(
-        self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        step: int,
+        lr: float,
+        scale: Tensor,
+        failed: Tensor | None,
     ) -> None:
-        """Update weight [U, D] and state in place; may overwrite the gradient. If `failed` is 1, gradient and scale are
-        0, and weight and state must not change."""
+        """Update weight [U, D] and state in place; may overwrite the gradient. If `failed` is 1,
+        gradient and scale are 0, and weight and state must not change.
+        """
         weight.addcmul_(grad, scale, value=-lr)
 
 
@@ -92,40 +115,72 @@ class RowAdam(RowOptimiser):
         self._count = torch.zeros((), dtype=torch.float32, device=table.device)
 
     def update(
-        self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        step: int,
+        lr: float,
+        scale: Tensor,
+        failed: Tensor | None,
     ) -> None:
         self._count.fill_(step - 1)
         adamw(  # one pass over gradient, moments and weight
-            [weight], [grad.mul_(scale)], [state["first"]], [state["second"]], [], [self._count], fused=True,
-            amsgrad=False, beta1=BETA1, beta2=BETA2, lr=lr, weight_decay=self.decay, eps=EPS, maximize=False,
+            [weight],
+            [grad.mul_(scale)],
+            [state["first"]],
+            [state["second"]],
+            [],
+            [self._count],
+            fused=True,
+            amsgrad=False,
+            beta1=BETA1,
+            beta2=BETA2,
+            lr=lr,
+            weight_decay=self.decay,
+            eps=EPS,
+            maximize=False,
             found_inf=failed,
-        )  # fmt: skip
+        )
 
 
 class AllRowsAdamW(RowAdam):
-    """AdamW (Loshchilov and Hutter, 2019) of a whole table, as in torch: a step changes every row, those without a
-    gradient by their moments and weight decay. A step costs R x D."""
+    """AdamW (Loshchilov and Hutter, 2019) of a whole table, as in torch: a step changes every row,
+    those without a gradient by their moments and weight decay. A step costs R x D.
+    """
 
     @torch.no_grad()
-    def step(self, step: int, factor: float, scale: Tensor | float = 1.0, failed: Tensor | None = None) -> None:
+    def step(
+        self, step: int, factor: float, scale: Tensor | float = 1.0, failed: Tensor | None = None
+    ) -> None:
         """As `RowOptimiser.step`; rows that were not gathered have a gradient of 0."""
         rows_U, leaf = self.table.used or (None, None)
         if rows_U is not None and leaf is not None and leaf.grad is not None:
             self.table.forget()
             with torch.enable_grad():
                 leaf_RD = self.table.gather(None)
-            leaf_RD.grad = torch.zeros_like(leaf_RD).index_copy_(0, rows_U - self.table.first_row, leaf.grad)
+            leaf_RD.grad = torch.zeros_like(leaf_RD).index_copy_(
+                0, rows_U - self.table.first_row, leaf.grad
+            )
         super().step(step, factor, scale, failed)
 
 
 class RowMomentum(RowOptimiser):
-    """Gradient descent with momentum (Polyak, 1964) and weight decay, as in Renee: velocity = 0.9 velocity + g + decay
-    w; w -= lr velocity."""
+    """Gradient descent with momentum (Polyak, 1964) and weight decay, as in Renee: velocity = 0.9
+    velocity + g + decay w; w -= lr velocity.
+    """
 
     columns: ClassVar = {"velocity": True}
 
     def update(
-        self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        step: int,
+        lr: float,
+        scale: Tensor,
+        failed: Tensor | None,
     ) -> None:
         ok = torch.ones_like(scale) if failed is None else 1 - failed
         velocity = state["velocity"].mul_(1 - (1 - MOMENTUM) * ok).addcmul_(grad, scale)
@@ -135,7 +190,8 @@ class RowMomentum(RowOptimiser):
 
 
 class RowAdagrad(RowOptimiser):
-    """Row-wise AdaGrad (Mudigere et al., 2022; AdaGrad: Duchi et al., 2011), with one value of state for each row.
+    """Row-wise AdaGrad (Mudigere et al., 2022; AdaGrad: Duchi et al., 2011), with one value of
+    state for each row.
 
     sum += mean_d(g_d^2); w -= lr g / (sqrt(sum) + eps). With D = 1 (a bias) it is AdaGrad.
     """
@@ -143,17 +199,29 @@ class RowAdagrad(RowOptimiser):
     columns: ClassVar = {"sum": False}
 
     def update(
-        self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        step: int,
+        lr: float,
+        scale: Tensor,
+        failed: Tensor | None,
     ) -> None:
-        norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)  # reads the gradient once, without a [U, D] copy
+        # reads the gradient once, without a [U, D] copy
+        norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)
         sum_U = state["sum"].addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
         rate_U = sum_U.sqrt().add_(EPS).reciprocal_().mul_(scale)
         weight.addcmul_(grad, rate_U.unsqueeze(1), value=-lr)
 
 
 ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {  # by `optim.clf_state`
-    "adam": RowAdam, "adamw": AllRowsAdamW, "adagrad": RowAdagrad, "sgd": RowOptimiser, "momentum": RowMomentum,
-}  # fmt: skip
+    "adam": RowAdam,
+    "adamw": AllRowsAdamW,
+    "adagrad": RowAdagrad,
+    "sgd": RowOptimiser,
+    "momentum": RowMomentum,
+}
 
 
 def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
@@ -163,17 +231,17 @@ def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
 
 
 class Optimisers:
-    """The optimisers of a model, which must be on its device: AdamW for dense parameters, one optimiser for each table;
-    gradient clipping; and the learning-rate schedule.
+    """The optimisers of a model, which must be on its device: AdamW for dense parameters, one
+    optimiser for each table; gradient clipping; and the learning-rate schedule.
 
-    Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag, classifier table.
-    Weight decay applies to matrices of the dense groups, `clf_decay` to the classifier's rows. The bag's tables train
-    by Adam, the classifier's by `clf_state`.
+    Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag,
+    classifier table. Weight decay applies to matrices of the dense groups, `clf_decay` to the
+    classifier's rows. The bag's tables train by Adam, the classifier's by `clf_state`.
 
     Attributes:
         dense: parameters that AdamW trains; row: the tables' optimisers by name of the table.
-        last_round: with patience: finished steps of the run at the begin and at the end of the last round, as known so
-            far.
+        last_round: with patience: finished steps of the run at the begin and at the end of the last
+            round, as known so far.
     """
 
     def __init__(self, model: UniDEC, settings: Optim, steps_per_epoch: int, *, seed: int = 0):
@@ -186,30 +254,44 @@ class Optimisers:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 part = "encoder" if name.startswith("encoder.transformer.") else "heads"
-                # no weight decay on biases, norms and temperatures: in every architecture they are vectors
+                # no weight decay on biases, norms and temperatures: in every architecture they are
+                # vectors
                 groups.setdefault((part, parameter.ndim > 1), []).append(parameter)
-        groups = groups or {("heads", False): []}  # AdamW needs a group even if no dense parameter trains
+        # AdamW needs a group even if no dense parameter trains
+        groups = groups or {("heads", False): []}
         self.dense = [p for parameters in groups.values() for p in parameters]
         self.adamw = torch.optim.AdamW(
             [
-                {"params": parameters, "lr": self.rates[part], "part": part,
-                 "weight_decay": settings.weight_decay if decays else 0.0}
+                {
+                    "params": parameters,
+                    "lr": self.rates[part],
+                    "part": part,
+                    "weight_decay": settings.weight_decay if decays else 0.0,
+                }
                 for (part, decays), parameters in groups.items()
             ],
-            betas=(BETA1, BETA2), eps=EPS, fused=True,
-        )  # fmt: skip
+            betas=(BETA1, BETA2),
+            eps=EPS,
+            fused=True,
+        )
         self.device = model.device
         self.row = {}
         for name, table in model.tables().items():
             if name.startswith("encoder."):  # a frozen table needs no state: sgd has none
-                self.row[name] = ROW_OPTIMISERS["sgd" if model.encoder.frozen else "adam"](table, settings.lr_bag)
+                self.row[name] = ROW_OPTIMISERS["sgd" if model.encoder.frozen else "adam"](
+                    table, settings.lr_bag
+                )
             else:
-                decay = settings.clf_decay if table.weight.shape[1] > 1 else 0.0  # biases do not decay
-                self.row[name] = ROW_OPTIMISERS[settings.clf_state](table, settings.lr_clf, f"{seed} {name}", decay)
+                # biases do not decay
+                decay = settings.clf_decay if table.weight.shape[1] > 1 else 0.0
+                self.row[name] = ROW_OPTIMISERS[settings.clf_state](
+                    table, settings.lr_clf, f"{seed} {name}", decay
+                )
 
     def factor(self, step: int) -> float:
-        """Factor of the learning rates at a step (from 0): linear warm-up, then a cosine to 0; with patience constant
-        after the warm-up, and linear to 0 in the last round."""
+        """Factor of the learning rates at a step (from 0): linear warm-up, then a cosine to 0; with
+        patience constant after the warm-up, and linear to 0 in the last round.
+        """
         if self.settings.patience:
             begin, end = self.last_round
             return min(1.0, (step + 1) / self.warmup) * min(1.0, (end - step) / (end - begin))
@@ -228,8 +310,8 @@ class Optimisers:
 
         Args:
             norm: of all gradients, 0-d.
-            failed: float32 0-d; if it is 1, nothing changes. The device decides this, so that the host need not wait.
-                None: 0.
+            failed: float32 0-d; if it is 1, nothing changes. The device decides this, so that the
+                host need not wait. None: 0.
         """
         scale: Tensor | float = 1.0
         if self.settings.clip_norm > 0:
@@ -253,7 +335,9 @@ class Optimisers:
             row.table.forget()
 
     def dense_state(self) -> dict[str, Tensor]:
-        """AdamW's moments and step counts as "adamw.<number of the parameter>.<key>"; empty before the first step."""
+        """AdamW's moments and step counts as "adamw.<number of the parameter>.<key>"; empty before
+        the first step.
+        """
         return {
             f"adamw.{index}.{key}": torch.as_tensor(value)
             for index, parameter in enumerate(self.dense)
@@ -264,18 +348,25 @@ class Optimisers:
         """Restore a `dense_state` of the same model; other names are ignored."""
         for index, parameter in enumerate(self.dense):
             prefix = f"adamw.{index}."
-            state: dict[str, Any] = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
+            state: dict[str, Any] = {
+                k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)
+            }
             if state:
                 # also the step counts, which the fused update reads on the device
-                self.adamw.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in state.items()}
+                self.adamw.state[parameter] = {
+                    k: v.to(parameter.device, copy=True) for k, v in state.items()
+                }
 
     def row_states(self) -> dict[str, dict[str, Tensor]]:
-        """By table the weight (as "weight") and optimiser state of the rows held here: the tensors themselves."""
+        """By table the weight (as "weight") and optimiser state of the rows held here: the tensors
+        themselves.
+        """
         return {name: row.table.rows() for name, row in self.row.items()}
 
     def load_row_states(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        """Copy the tensors of a `row_states` into the tables. Raises KeyError or RuntimeError: they are of another
-        model."""
+        """Copy the tensors of a `row_states` into the tables. Raises KeyError or RuntimeError: they
+        are of another model.
+        """
         for name, state in self.row_states().items():
             for key, tensor in state.items():
                 tensor.copy_(tensors[name][key].view(tensor.shape))
@@ -284,16 +375,16 @@ class Optimisers:
 def row_noise(rows_U: Tensor, width: int, seed: str) -> Tensor:
     """Random int16 [U, D], uniform over all values, from a hash of (seed, row, column).
 
-    The values are the same on every device, for any order of the rows and any number of processes. The hash is
-    SplitMix64 (Steele, Lea and Flood, 2014), with one 64-bit word for four columns.
-    """
+    The values are the same on every device, for any order of the rows and any number of processes.
+    The hash is SplitMix64 (Steele, Lea and Flood, 2014), with one 64-bit word for four columns."""
     start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
     words = (width + 3) // 4
     counter = rows_U.unsqueeze(1) * words
     z = counter + torch.arange(words, device=rows_U.device)
     z.mul_(_signed(0x9E3779B97F4A7C15)).add_(start)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))  # >> copies the sign
+        # >> copies the sign
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
     z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
     return z.view(torch.int16)[:, :width]
 
@@ -303,11 +394,12 @@ def _signed(word: int) -> int:
 
 
 def round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16, up or down at random so that the expected result is x; exact values do not change.
+    """Round float32 to bfloat16, up or down at random so that the expected result is x; exact
+    values do not change.
 
-    The upper half of a float32 is a bfloat16. Adding 16 random bits to the lower half carries into the upper half with
-    a probability in proportion to the lower half's value. Infinity and NaN do not change; a value beyond the largest
-    finite bfloat16 becomes infinity or that bfloat16.
+    The upper half of a float32 is a bfloat16. Adding 16 random bits to the lower half carries into
+    the upper half with a probability in proportion to the lower half's value. Infinity and NaN do
+    not change; a value beyond the largest finite bfloat16 becomes infinity or that bfloat16.
 
     Args:
         x: is overwritten.
@@ -315,5 +407,6 @@ def round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
     """
     nan = x.isnan()
     bits = x.view(torch.int32).add_(noise).add_(0x8000)  # noise is signed, the sum is not negative
-    upper = bits.view(torch.int16).unflatten(-1, (-1, 2))[..., 1]  # little endian, as torch's platforms are
+    # little endian, as torch's platforms are
+    upper = bits.view(torch.int16).unflatten(-1, (-1, 2))[..., 1]
     return upper.view(torch.bfloat16).masked_fill(nan, torch.nan)

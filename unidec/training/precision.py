@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 
 def choose_device(device: str) -> torch.device:
-    """The torch device of the parameter `device`; "auto" is a GPU if there is one, under torchrun that of LOCAL_RANK.
+    """The torch device of the parameter `device`; "auto" is a GPU if there is one, under torchrun
+    that of LOCAL_RANK.
 
-    A GPU is returned with its number: without one, torch would use the current device of each thread, and batches are
+    A GPU is returned with its number: without one, torch would use the current device of each
+    thread, and batches are
     prepared in another thread.
 
     Raises:
@@ -34,10 +36,9 @@ def choose_device(device: str) -> torch.device:
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     """The type for autocast: bfloat16, or None for float32.
 
-    "auto" is bfloat16 on GPUs and processors that multiply it in hardware (AVX512-BF16 or AMX); on others it was
-    measured to be three times slower than float32. The hardware's flags decide, so the result on a machine is always
-    the same.
-    """
+    "auto" is bfloat16 on GPUs and processors that multiply it in hardware (AVX512-BF16 or AMX); on
+    others it was measured to be three times slower than float32. The hardware's flags decide, so
+    the result on a machine is always the same."""
     import torch
 
     use_bfloat16 = precision == "bf16"

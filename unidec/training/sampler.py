@@ -1,6 +1,8 @@
-"""Divides the training queries into batches, and reads from the settings which labels each head sees.
+"""Divides the training queries into batches, and reads from the settings which labels each head
+sees.
 
-No random state is kept: every draw is seeded by the seed and the epoch, so a resumed run needs only the counters.
+No random state is kept: every draw is seeded by the seed and the epoch, so a resumed run needs only
+the counters.
 """
 
 from __future__ import annotations
@@ -12,19 +14,25 @@ import numpy as np
 from unidec.config import Loss, Model, Pool
 from unidec.model.pool import num_clusters, step_rng
 
-_RANDOM_BATCHES, _CLUSTER_ORDER = 1, 2  # streams of random numbers; `unidec.model.pool` has another
+# streams of random numbers; `unidec.model.pool` has another
+_RANDOM_BATCHES = 1
+_CLUSTER_ORDER = 2
 
 
 def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
     """ceil(n / batch_size) batches of shuffled rows, int64, whose sizes differ by at most one."""
-    shuffled = step_rng(seed, epoch, 0, _RANDOM_BATCHES).permutation(np.asarray(rows, dtype=np.int64))
+    shuffled = step_rng(seed, epoch, 0, _RANDOM_BATCHES).permutation(
+        np.asarray(rows, dtype=np.int64)
+    )
     return np.array_split(shuffled, -(-len(rows) // batch_size))
 
 
 def queries_a_batch(pool: Pool, num_rows: int) -> int:
-    """Number of queries in the largest batch: `pool.batch_size`, or with `pool.batch_fit: least` the smallest
-    N / 2^depth, rounded up, that is at least that (spec, detail 7: so are the published 1,152 on 131K and 1,098 on
-    1.3M)."""
+    """Number of queries in the largest batch: `pool.batch_size`, or with `pool.batch_fit: least`
+    the smallest N / 2^depth, rounded up, that is at least that (spec, detail 7: so are the
+    published 1,152 on 131K and 1,098 on
+    1.3M).
+    """
     if pool.batch_fit == "most" or pool.batches == "random":
         return pool.batch_size
     depth = max(num_rows // pool.batch_size, 1).bit_length() - 1
@@ -42,21 +50,26 @@ def steps_an_epoch(pool: Pool, num_rows: int) -> int:
 def clustered_batches(
     order: np.ndarray, offsets: np.ndarray, seed: int, epoch: int, num_batches: int
 ) -> list[np.ndarray]:
-    """Batches of whole clusters, one or several in each, in a random order for each epoch; without empty batches.
+    """Batches of whole clusters, one or several in each, in a random order for each epoch; without
+    empty batches.
 
     Args:
-        order: int [n], data set rows, cluster after cluster; offsets: int [C + 1], where each cluster begins.
-        num_batches: if there are more clusters, they are distributed at random to this many batches, whose sizes differ
-            by at most one if the clusters' sizes do.
+        order: int [n], data set rows, cluster after cluster; offsets: int [C + 1], where each
+        cluster begins.
+        num_batches: if there are more clusters, they are distributed at random to this many
+            batches, whose sizes differ by at most one if the clusters' sizes do.
     """
-    order, offsets = np.asarray(order, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
+    order = np.asarray(order, dtype=np.int64)
+    offsets = np.asarray(offsets, dtype=np.int64)
     clusters = step_rng(seed, epoch, 0, _CLUSTER_ORDER).permutation(len(offsets) - 1)
     groups = list(clusters[:, None])
     if num_batches < len(clusters):
         # in turn, larger clusters first: each batch gets an even share of large and small ones
         by_size = clusters[np.argsort(-np.diff(offsets)[clusters], kind="stable")]
         groups = [by_size[number::num_batches] for number in range(num_batches)]
-    batches = [np.concatenate([order[offsets[c] : offsets[c + 1]] for c in group]) for group in groups]
+    batches = [
+        np.concatenate([order[offsets[c] : offsets[c + 1]] for c in group]) for group in groups
+    ]
     return [batch for batch in batches if len(batch)]
 
 
@@ -64,9 +77,14 @@ Labels = Literal["none", "pool", "some", "all"]  # some: the pool, and other lab
 
 
 def head_labels(model: Model, pool: Pool) -> tuple[Labels, Labels]:
-    """Labels in the dual encoder's loss, and in the classifier's; "none" for a head that the model does not have."""
+    """Labels in the dual encoder's loss, and in the classifier's; "none" for a head that the model
+    does not have.
+    """
     clf_labels: Labels = "some" if isinstance(pool.clf_labels, int) else pool.clf_labels
-    return "none" if model.heads == "clf" else pool.de_labels, "none" if model.heads == "de" else clf_labels
+    return (
+        "none" if model.heads == "clf" else pool.de_labels,
+        "none" if model.heads == "de" else clf_labels,
+    )
 
 
 def draws_pools(model: Model, pool: Pool) -> bool:
@@ -75,7 +93,9 @@ def draws_pools(model: Model, pool: Pool) -> bool:
 
 
 def encoded_labels(model: Model, pool: Pool) -> Labels:
-    """Labels whose texts a step encodes: those of the dual encoder; without it those of a residual classifier."""
+    """Labels whose texts a step encodes: those of the dual encoder; without it those of a residual
+    classifier.
+    """
     de, clf = head_labels(model, pool)
     return clf if de == "none" and model.clf_residual else de
 

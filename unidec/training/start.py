@@ -1,6 +1,8 @@
-"""Initial weights that depend on the data, or for a warm start on an earlier model, with classifier rows by label uid.
+"""Initial weights that depend on the data, or for a warm start on an earlier model, with classifier
+rows by label uid.
 
-Legend: L labels, K labels of the earlier model, D width of a head, W width of the encoder, V features of the bag.
+Legend: L labels, K labels of the earlier model, D width of a head, W width of the encoder, V
+features of the bag.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Start:
         model: folder of the exported model.
         uids: Arrow strings [K], the uid of each row of its classifier.
         sha256: hash of the bundle that contains both; part of a run's identity.
-        vectors: folder of a bundle's arrays; its clf.npy and bias.npy are the classifier if the model's file has none.
+        vectors: folder of a bundle's arrays; its clf.npy and bias.npy are the classifier if the
+        model's file has none.
     """
 
     model: Path
@@ -50,24 +53,31 @@ class Start:
     vectors: Path | None = None
 
     def rows_of(self, uids: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """Row of each label in the earlier model, int64 [L], -1 for labels that it does not have."""
+        """Row of each label in the earlier model, int64 [L], -1 for labels that it does
+        not have.
+        """
         rows = pc.fill_null(pc.index_in(uids, value_set=self.uids.cast(uids.type)), -1)
         return np.asarray(rows, dtype=np.int64)
 
 
 def start_bag(model: UniDEC, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> None:
-    """Set the bag's initial token weights from document frequencies in the training texts, given as (source, tokens,
-    rows int64). Does nothing without a bag, or with `encoder.start`. Draws no random numbers, since a resumed run calls
-    it too."""
+    """Set the bag's initial token weights from document frequencies in the training texts, given as
+    (source, tokens, rows int64). Does nothing without a bag, or with `encoder.start`. Draws no
+    random numbers, since a resumed run calls it too.
+    """
     bag = model.encoder.bag
     if bag is None or model.encoder_settings.start:
         return
     vocab = bag.embedding.num_rows
-    frequency_V = np.sum([document_frequency(tokens, rows, vocab, bag.features) for _, tokens, rows in parts], axis=0)
+    frequency_V = np.sum(
+        [document_frequency(tokens, rows, vocab, bag.features) for _, tokens, rows in parts], axis=0
+    )
     bag.start_weights(frequency_V, sum(len(rows) for _, _, rows in parts))
 
 
-def document_frequency(tokens: Tokens, rows: np.ndarray, vocab: int, features: Features) -> np.ndarray:
+def document_frequency(
+    tokens: Tokens, rows: np.ndarray, vocab: int, features: Features
+) -> np.ndarray:
     """Number of texts that have each feature, int64 [V]; `features` is `BagEncoder.features`."""
     frequency_V = np.zeros(vocab, dtype=np.int64)
     for begin in range(0, len(rows), TEXTS_AT_ONCE):
@@ -81,7 +91,8 @@ def document_frequency(tokens: Tokens, rows: np.ndarray, vocab: int, features: F
 def take_model(model: UniDEC, start: Start) -> None:
     """Copy the start's encoder, heads and, if they are learnt, temperatures into a new model.
 
-    Raises ArtifactError: the start is damaged; ConfigError: its tokenizer, encoder or width differs.
+    Raises ArtifactError: the start is damaged; ConfigError: its tokenizer, encoder or width
+    differs.
     """
     take_start(model, start.model, where="data/start.json", fix=_FIX)
     if model.settings.learn_temperature:
@@ -91,7 +102,9 @@ def take_model(model: UniDEC, start: Start) -> None:
 
 @torch.no_grad()
 def cluster_labels(model: UniDEC, label_LD: np.ndarray, size: int, seed: int, ranks: Ranks) -> None:
-    """Set the model's `label_cluster` by clustering label vectors, float32 [L, D], into clusters of at most `size`."""
+    """Set the model's `label_cluster` by clustering label vectors, float32 [L, D], into clusters of
+    at most `size`.
+    """
     order_L, offsets, _ = balanced_clusters(label_LD, size, seed, model.device, ranks)
     cluster_L = np.empty(len(label_LD), dtype=np.int64)
     cluster_L[order_L] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -110,13 +123,15 @@ def take_rows(
 ) -> None:
     """Initialise the classifier's rows and biases from those of the start with the same label uid.
 
-    A row becomes `keep` times the start's row plus (1 - `keep`) times the embedding of the label's text in the model.
-    The embedding is scaled to unit length, or to the mean length of the reused rows if that is shorter: longer rows of
-    new labels would outrank learnt ones. A label that the start does not have begins with its embedding alone, whatever
-    `model.clf_init` is. Biases are mixed likewise, with the mean of the reused biases in place of the embedding. The
-    computation runs in blocks, wherever the table lives.
+    A row becomes `keep` times the start's row plus (1 - `keep`) times the embedding of the label's
+    text in the model. The embedding is scaled to unit length, or to the mean length of the reused
+    rows if that is shorter: longer rows of new labels would outrank learnt ones. A label that the
+    start does not have begins with its embedding alone, whatever `model.clf_init` is. Biases are
+    mixed likewise, with the mean of the reused biases in place of the embedding. The computation
+    runs in blocks, wherever the table lives.
 
-    Source: shrinking learnt weights (Ash and Adams 2020, On Warm-Starting Neural Network Training), here towards the
+    Source: shrinking learnt weights (Ash and Adams 2020, On Warm-Starting Neural Network Training),
+    here towards the
     label's text instead of random weights.
 
     Args:
@@ -124,7 +139,8 @@ def take_rows(
         uids: uids of the L labels.
         encode: returns the encoder's outputs [n, W] of label rows, int64 [n].
         keep: share of the start's rows.
-        holds_text: whether a row contains its label's embedding, which its row of the table then lacks.
+        holds_text: whether a row contains its label's embedding, which its row of the table then
+        lacks.
 
     Raises:
         ArtifactError: the start's rows and uids differ in number.
@@ -132,15 +148,20 @@ def take_rows(
     table = model.table
     if table is None:
         return
-    length, bias, source_L = 1.0, 0.0, np.full(len(uids), -1, dtype=np.int64)
+    length = 1.0
+    bias = 0.0
+    source_L = np.full(len(uids), -1, dtype=np.int64)
     own = np.arange(table.first_row, table.first_row + table.own_rows)
     rows_KD, bias_K1 = _classifier_of(start)
     if rows_KD is not None:  # the start has a classifier
         if len(rows_KD) != len(start.uids):
             raise ArtifactError(
-                "the start's classifier must have one row for each of its labels", where=str(start.model), fix=_FIX,
-                got=f"{len(rows_KD)} rows", expected=f"{len(start.uids)} rows",
-            )  # fmt: skip
+                "the start's classifier must have one row for each of its labels",
+                where=str(start.model),
+                fix=_FIX,
+                got=f"{len(rows_KD)} rows",
+                expected=f"{len(start.uids)} rows",
+            )
         source_L = start.rows_of(uids)
         reused = source_L[source_L >= 0]
         if len(reused):  # means over the labels of all ranks, so that all ranks have the same
@@ -156,21 +177,32 @@ def take_rows(
     if model.bias is not None:
         _add(model.bias, own, torch.from_numpy(bias * rest)[:, None])
     share = length * rest - holds_text
-    own, share = own[share != 0], share[share != 0]
+    own = own[share != 0]
+    share = share[share != 0]
     was_training = model.training
     model.eval()
-    for begin in progress(range(0, len(own), START_BLOCK), desc="classifier rows from label texts", unit="block"):
+    for begin in progress(
+        range(0, len(own), START_BLOCK), desc="classifier rows from label texts", unit="block"
+    ):
         some = own[begin : begin + START_BLOCK]
         texts_BD = model.text_rows(encode(some))
-        _add(table, some, torch.from_numpy(share[begin : begin + START_BLOCK])[:, None].to(texts_BD) * texts_BD)
+        _add(
+            table,
+            some,
+            torch.from_numpy(share[begin : begin + START_BLOCK])[:, None].to(texts_BD) * texts_BD,
+        )
     model.train(was_training)
 
 
 def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
-    """Rows float32 [K, D] and biases [K, 1] of the start's classifier; None for what it does not have."""
+    """Rows float32 [K, D] and biases [K, 1] of the start's classifier; None for what it does not
+    have.
+    """
     with open_tensors(start.model / WEIGHTS) as file:
         if CLASSIFIER[0] in file.names:
-            rows, bias = (file.read(name).float() if name in file.names else None for name in CLASSIFIER)
+            rows, bias = (
+                file.read(name).float() if name in file.names else None for name in CLASSIFIER
+            )
             return rows, bias
     if start.vectors is None:
         return None, None
@@ -185,4 +217,6 @@ def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
 def _add(table: RowTable, labels: np.ndarray, values: Tensor) -> None:
     """Add values to the rows of some labels, which must be held here."""
     local = torch.from_numpy(labels - table.first_row).to(table.weight.device)
-    table.weight[local] = (table.weight[local].float() + values.to(table.weight.device)).to(table.weight.dtype)
+    table.weight[local] = (table.weight[local].float() + values.to(table.weight.device)).to(
+        table.weight.dtype
+    )

@@ -47,7 +47,8 @@ class Progress:
     """How far a training is.
 
     Attributes:
-        epoch: finished epochs; epoch_step: finished steps of the next epoch; step: finished steps of the run.
+        epoch: finished epochs; epoch_step: finished steps of the next epoch; step: finished steps
+        of the run.
         seconds: wall time of all steps; work_seconds: time of all rounds by `Trainer.clock`.
         notes: a JSON object that checkpoints store for the caller (the tracker's run id).
     """
@@ -75,11 +76,13 @@ class Saved:
 
 
 class Trainer:
-    """A training run in a folder. If the folder has checkpoints, it resumes from the newest one, also inside a round.
+    """A training run in a folder. If the folder has checkpoints, it resumes from the newest one,
+    also inside a round.
 
     Args:
         cache_dir: folder of the caches of frozen transformers' outputs, shared by runs.
-        accept: keys of the run's identity (`unidec.training.identity`) that may differ from the checkpoint's.
+        accept: keys of the run's identity (`unidec.training.identity`) that may differ from the
+        checkpoint's.
         start: an earlier model to start from; None: a new model.
 
     Attributes:
@@ -87,8 +90,8 @@ class Trainer:
         made: the refresh of the current round: its clusters and hard negatives.
 
     Raises:
-        ConfigError: data, parameters, tokenizer, code or start differ from those of the newest checkpoint, with the
-            keys that differ; or the start has another encoder.
+        ConfigError: data, parameters, tokenizer, code or start differ from those of the newest
+            checkpoint, with the keys that differ; or the start has another encoder.
     """
 
     def __init__(
@@ -117,7 +120,8 @@ class Trainer:
         self.writer = CheckpointWriter(run_dir, ranks)
         self.at = Progress.of(parts.state)
         self.made = Refresh()
-        self._clusters: Clusters | None = None  # of the next round, until its hard negatives are mined
+        # of the next round, until its hard negatives are mined
+        self._clusters: Clusters | None = None
         self._saved = Saved(step=int(parts.state.get("step", 0)), at=time.monotonic())
 
     @property
@@ -153,7 +157,8 @@ class Trainer:
     @property
     def stopping(self) -> Stopping:
         """Decides when the training ends."""
-        optim, pool = self.settings.optim, self.settings.pool
+        optim = self.settings.optim
+        pool = self.settings.pool
         return Stopping(optim.epochs, pool.refresh, optim.patience, optim.budget_minutes)
 
     def clock(self) -> float:
@@ -161,15 +166,17 @@ class Trainer:
         return time.process_time() if self.device.type == "cpu" else time.perf_counter()
 
     def classifier(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """(rows float32 [L, D], biases float32 [L]) of the labels, as exported; None for what the model does not have.
-        With several ranks those held here."""
+        """(rows float32 [L, D], biases float32 [L]) of the labels, as exported; None for what the
+        model does not have. With several ranks those held here.
+        """
         rows_LD, bias_L = self.batches.methods.rows.exported()
         table_LD, table_bias_L = self.model.classifier_table()
         return table_LD if rows_LD is None else rows_LD, table_bias_L if bias_L is None else bias_L
 
     def label_vectors(self) -> dict[str, np.ndarray]:
-        """Vectors of all labels by name, as a bundle has them: "de" and "clf" float32 [L, D], "bias" float32 [L]; those
-        that the model has."""
+        """Vectors of all labels by name, as a bundle has them: "de" and "clf" float32 [L, D],
+        "bias" float32 [L]; those that the model has.
+        """
         with self.encoding.autocast():
             label_de = self.model.encode_labels(self.encoding.tokens["labels"], self.encoding.build)
             rows_LD, bias_L = self.classifier()
@@ -181,7 +188,9 @@ class Trainer:
         self.model.save_into(folder, extra, self.batches.methods.export())
 
     def save(self) -> None:
-        """Write a checkpoint, durable when this returns. Raises ArtifactError: it cannot be written."""
+        """Write a checkpoint, durable when this returns. Raises ArtifactError: it cannot be
+        written.
+        """
         tables = self.model.tables()
         rows = {
             name: RowPart(tables[name].first_row, tables[name].num_rows, tensors)
@@ -202,7 +211,9 @@ class Trainer:
 
     @property
     def _inside_round(self) -> bool:
-        return self.at.epoch_step > 0 or (self.at.epoch % self.settings.pool.refresh > 0 and not self.finished)
+        return self.at.epoch_step > 0 or (
+            self.at.epoch % self.settings.pool.refresh > 0 and not self.finished
+        )
 
     @property
     def _round_begin(self) -> int:
@@ -216,21 +227,33 @@ class Trainer:
 
     @property
     def refresh_due(self) -> bool:
-        """Whether a round begins here whose clusters and hard negatives have not been computed yet."""
+        """Whether a round begins here whose clusters and hard negatives have not been
+        computed yet.
+        """
         folder = self.refresh_folder(self.at.epoch)
         return not (self.finished or self._inside_round or Refresh.exists(folder, self.at.epoch))
 
     def refresh_folder(self, epoch: int) -> Path:
-        """Folder of the clusters and hard negatives of the round that begins after `epoch` epochs."""
+        """Folder of the clusters and hard negatives of the round that begins after
+        `epoch` epochs.
+        """
         return self.run_dir / "refresh" / f"epoch-{epoch:05d}"
 
     def cluster(self) -> Figures:
-        """Cluster the training queries for the next round with the current model, and return figures of the clusters.
+        """Cluster the training queries for the next round with the current model, and return
+        figures of the clusters.
 
-        Queries and labels are compared in the dual encoder's space, of a classifier alone in the classifier's."""
+        Queries and labels are compared in the dual encoder's space, of a classifier alone in the
+        classifier's.
+        """
         begin = self.clock()
         clusters = make_clusters(
-            self.settings, self.rows, self._query_vectors, self.device, ranks=self.ranks, epoch=self.at.epoch
+            self.settings,
+            self.rows,
+            self._query_vectors,
+            self.device,
+            ranks=self.ranks,
+            epoch=self.at.epoch,
         )
         figures = clusters[2]
         figures["work_seconds"] = self.clock() - begin
@@ -238,11 +261,13 @@ class Trainer:
         return figures
 
     def refresh(self) -> Figures:
-        """Mine hard negatives for the next round, and write them and the clusters to the run's folder; returns figures
-        of both. Runs `cluster` if it has not been called."""
+        """Mine hard negatives for the next round, and write them and the clusters to the run's
+        folder; returns figures of both. Runs `cluster` if it has not been called.
+        """
         if self._clusters is None:
             self.cluster()
-        clusters, self._clusters = self._clusters, None
+        clusters = self._clusters
+        self._clusters = None
         assert clusters is not None
         begin = self.clock()
         refresh, report = make_refresh(
@@ -263,7 +288,10 @@ class Trainer:
     def _write_refresh(self, refresh: Refresh) -> None:
         epoch = self.at.epoch
         refresh.save(self.refresh_folder(epoch), epoch)
-        needed = {self.refresh_folder(epoch), self.refresh_folder(epoch - self.settings.pool.refresh)}
+        needed = {
+            self.refresh_folder(epoch),
+            self.refresh_folder(epoch - self.settings.pool.refresh),
+        }
         for old in set((self.run_dir / "refresh").glob("epoch-*")) - needed:
             shutil.rmtree(old, ignore_errors=True)  # no remaining checkpoint is inside its round
 
@@ -272,7 +300,9 @@ class Trainer:
         shortlister = self.batches.methods.shortlister
         assert shortlister is not None
         with self.encoding.autocast():
-            return shortlister.shortlist(self._row_outputs, self.rows, self.batches.sampler.relevance)
+            return shortlister.shortlist(
+                self._row_outputs, self.rows, self.batches.sampler.relevance
+            )
 
     def _row_outputs(self, rows: np.ndarray) -> Tensor:
         """The encoder's outputs of training rows, [n, W]."""
@@ -291,17 +321,24 @@ class Trainer:
             return rows_LD
         return self.encoding.vectors("labels", np.arange(*self.ranks.part(self.dataset.num_labels)))
 
-    def train_round(self, on_log: Callable[[int, dict[str, float]], None] | None = None) -> RoundReport:
-        """Train until the next refresh is due or the training ends, with checkpoints as configured and at the end.
-        SIGINT and SIGTERM take effect after the current step and a checkpoint.
+    def train_round(
+        self, on_log: Callable[[int, dict[str, float]], None] | None = None
+    ) -> RoundReport:
+        """Train until the next refresh is due or the training ends, with checkpoints as configured
+        and at the end. SIGINT and SIGTERM take effect after the current step and a checkpoint.
 
         Args:
             on_log: called on the first rank at logging steps, with the step and its figures.
         """
-        begin, first_step, first = time.perf_counter(), self.at.step, self.ranks.is_first
+        begin = time.perf_counter()
+        first_step = self.at.step
+        first = self.ranks.is_first
         work_begin = self.clock() - self.at.work_seconds
         last_begin, last_end = self.stopping.read(self.run_dir, self.at.epoch)
-        self.optimisers.last_round = (last_begin * self.steps_per_epoch, last_end * self.steps_per_epoch)
+        self.optimisers.last_round = (
+            last_begin * self.steps_per_epoch,
+            last_end * self.steps_per_epoch,
+        )
         self.made = Refresh.load(self.refresh_folder(self._round_begin), self._round_begin)
         until = min(self.settings.optim.epochs, self._round_begin + self.settings.pool.refresh)
         total = (until - self.at.epoch) * self.steps_per_epoch - self.at.epoch_step
@@ -309,8 +346,12 @@ class Trainer:
         self.ranks.barrier()  # start together, since steps have a short timeout
         with (
             stop_signals() as stop,
-            progress(total=total, desc=f"epochs {self.at.epoch + 1} to {until}", unit="step") as bar,
-            open(self.run_dir / "history.jsonl" if first else os.devnull, "a", encoding="utf-8") as history,
+            progress(
+                total=total, desc=f"epochs {self.at.epoch + 1} to {until}", unit="step"
+            ) as bar,
+            open(
+                self.run_dir / "history.jsonl" if first else os.devnull, "a", encoding="utf-8"
+            ) as history,
         ):
             for logs in self.steps(until):
                 bar.update(1)
@@ -325,12 +366,14 @@ class Trainer:
                     self.at.work_seconds = self.clock() - work_begin
                     history.flush()
                     if first:
-                        os.fsync(history.fileno())  # a resumed run needs the lines before its checkpoint
+                        # a resumed run needs the lines before its checkpoint
+                        os.fsync(history.fileno())
                     self.save()
                 if stopping:
                     stop.asked = stop.asked or signal.SIGTERM  # ranks that got no signal stop, too
                     break
-        seconds, steps = time.perf_counter() - begin, self.at.step - first_step
+        seconds = time.perf_counter() - begin
+        steps = self.at.step - first_step
         return RoundReport(
             epoch=self.at.epoch,
             steps=steps,
@@ -343,11 +386,18 @@ class Trainer:
         )
 
     def steps(self, until: int) -> Iterator[dict[str, float] | None]:
-        """Run the remaining steps up to epoch `until`; yields after each step, with figures to log or None."""
+        """Run the remaining steps up to epoch `until`; yields after each step, with figures to log
+        or None.
+        """
         while self.at.epoch < until:
-            # depends on the seed and the epoch only: a resumed run gets the same batches and skips finished ones
-            batches = self.made.batches(self.rows, self.batch_size, self.settings.seed, self.at.epoch)
-            for prepared in self.batches.ahead(batches, self.at.epoch, self.at.epoch_step, self.made.negatives):
+            # depends on the seed and the epoch only: a resumed run gets the same batches and skips
+            # finished ones
+            batches = self.made.batches(
+                self.rows, self.batch_size, self.settings.seed, self.at.epoch
+            )
+            for prepared in self.batches.ahead(
+                batches, self.at.epoch, self.at.epoch_step, self.made.negatives
+            ):
                 logs = self.train_step(prepared)
                 self.at.step += 1
                 self.at.epoch_step += 1
@@ -361,18 +411,22 @@ class Trainer:
         return self.batches.prepare(rows_B, self.at.epoch, step, self.made.negatives)
 
     def train_step(self, batch: Prepared) -> dict[str, float] | None:
-        """One step of Algorithm 1: encode queries and pool once, compute both heads' losses, backward, update.
+        """One step of Algorithm 1: encode queries and pool once, compute both heads' losses,
+        backward, update.
 
         Returns:
             every `LOG_EVERY` steps figures to log, else None.
 
         Raises:
-            TrainingError: a loss or gradient is not finite (weights are not updated; on a GPU the error is raised at
-                the next logging step or checkpoint), or the GPU is out of memory.
+            TrainingError: a loss or gradient is not finite (weights are not updated; on a GPU the
+                error is raised at the next logging step or checkpoint), or the GPU is out of
+                memory.
         """
         begin = time.perf_counter()
         if not self.ranks.is_first:  # ranks must draw different dropout masks
-            stream = np.random.SeedSequence([self.settings.seed % 2**63, self.ranks.rank, self.at.step])
+            stream = np.random.SeedSequence(
+                [self.settings.seed % 2**63, self.ranks.rank, self.at.step]
+            )
             torch.manual_seed(int(stream.generate_state(1, np.uint64)[0]))
         try:
             x_BW, backward = encode_texts(
@@ -398,7 +452,9 @@ class Trainer:
         return self.figures(batch, losses, norm)
 
     def check_finite(self) -> None:
-        """Raise TrainingError for the first step since the last check whose loss or gradient was not finite."""
+        """Raise TrainingError for the first step since the last check whose loss or gradient was
+        not finite.
+        """
         failure = self.checks.first_failure()
         if failure is not None:
             raise self._not_finite(failure)
@@ -431,7 +487,9 @@ class Trainer:
         return TrainingError(
             "a loss or gradient is not finite; the weights are as they were before this step",
             where=f"epoch {step.epoch}, step {step.step}, queries {', '.join(uids)}, ...",
-            got=", ".join(f"{name} {float(value.detach()):g}" for name, value in step.losses.items()),
+            got=", ".join(
+                f"{name} {float(value.detach()):g}" for name, value in step.losses.items()
+            ),
             fix="a lower learning rate, a higher model.temperature, or optim.clip_norm above 0",
         )
 
@@ -442,6 +500,7 @@ class Trainer:
             where=f"epoch {self.at.epoch}, step {self.at.step}",
             got=f"{len(batch.pool.rows_B)} queries, {len(batch.pool.pool_S)} pool labels, "
             f"up to {self.settings.everything['tokens']['max_length']} tokens",
-            fix=f"pool.batch_size: {max(1, self.settings.pool.batch_size // 2)}, a smaller pool.size or max_length, "
-            "run.recompute or optim.encode_chunk; the run resumes from its last checkpoint",
+            fix=f"pool.batch_size: {max(1, self.settings.pool.batch_size // 2)}, a smaller "
+            "pool.size or max_length, run.recompute or optim.encode_chunk; the run resumes from "
+            "its last checkpoint",
         )

@@ -1,5 +1,5 @@
-"""The tables that are checked: a row per query, label and pair of a data set, with facts about the texts as the model
-reads them.
+"""The tables that are checked: a row per query, label and pair of a data set, with facts about the
+texts as the model reads them.
 
 Shape suffixes: N queries of all splits, L labels, P pairs.
 """
@@ -42,8 +42,10 @@ TITLES = Reading()
 
 
 def query_frame(dataset: XMCDataset, reading: Reading) -> pd.DataFrame:
-    """A row per query: uid, split, text_length, num_positives, queries_with_this_text, text_in_train (of non-empty
-    test queries), and with a tokenizer unknown_tokens (share of the text's tokens)."""
+    """A row per query: uid, split, text_length, num_positives, queries_with_this_text,
+    text_in_train (of non-empty test queries), and with a tokenizer unknown_tokens (share of the
+    text's tokens).
+    """
     text_N, length_N = text_facts(dataset, "queries", reading.text)
     split_N = np.asarray(dataset.split_N)
     tested_N, in_train_N = tested_in_training(dataset, text_N, length_N)
@@ -57,16 +59,19 @@ def query_frame(dataset: XMCDataset, reading: Reading) -> pd.DataFrame:
     }
     if reading.tokenizer is not None:
         rows = spaced(np.arange(dataset.num_queries), TOKENISED_QUERIES)
-        tokens = encode_texts(dataset.query_texts(rows, reading.text), reading.tokenizer, reading.max_length)
+        tokens = encode_texts(
+            dataset.query_texts(rows, reading.text), reading.tokenizer, reading.max_length
+        )
         columns["unknown_tokens"] = np.full(dataset.num_queries, np.nan)
         columns["unknown_tokens"][rows] = unknown_shares(tokens, reading)
     return pd.DataFrame(columns)
 
 
 def label_frame(dataset: XMCDataset, reading: Reading) -> pd.DataFrame:
-    """A row per label: uid, text_length, num_train_queries, labels_with_this_text, and with a tokenizer unknown_tokens
-    (share of the text's tokens), labels_with_these_tokens (number of labels with other texts but the same tokens) and
-    cut (the text has more tokens than are read)."""
+    """A row per label: uid, text_length, num_train_queries, labels_with_this_text, and with a
+    tokenizer unknown_tokens (share of the text's tokens), labels_with_these_tokens (number of
+    labels with other texts but the same tokens) and cut (the text has more tokens than are read).
+    """
     text_L, length_L = text_facts(dataset, "labels", reading.text)
     with_this_text_L = _group_sizes(text_L, length_L)
     columns = {
@@ -86,25 +91,47 @@ def label_frame(dataset: XMCDataset, reading: Reading) -> pd.DataFrame:
 
 
 def pair_frame(dataset: XMCDataset) -> pd.DataFrame:
-    """A row per (query, label) pair: query, label, relevance, filtered (1: it is also a filter pair)."""
-    filters, matrix = dataset.filter_pairs, dataset.relevance
-    rows_of = [np.repeat(np.arange(dataset.num_queries), np.diff(m.indptr)) for m in (matrix, filters)]
-    query_P, label_P = rows_of[0], np.asarray(matrix.indices, dtype=np.int64)
-    filtered_P = np.isin(query_P * dataset.num_labels + label_P, rows_of[1] * dataset.num_labels + filters.indices)
+    """A row per (query, label) pair: query, label, relevance, filtered (1: it is also a filter
+    pair).
+    """
+    filters = dataset.filter_pairs
+    matrix = dataset.relevance
+    rows_of = [
+        np.repeat(np.arange(dataset.num_queries), np.diff(m.indptr)) for m in (matrix, filters)
+    ]
+    query_P = rows_of[0]
+    label_P = np.asarray(matrix.indices, dtype=np.int64)
+    filtered_P = np.isin(
+        query_P * dataset.num_labels + label_P, rows_of[1] * dataset.num_labels + filters.indices
+    )
     relevance_P = np.asarray(matrix.data, dtype=np.float64)
-    facts = {"query": query_P, "label": label_P, "relevance": relevance_P, "filtered": filtered_P.astype(np.int64)}
+    facts = {
+        "query": query_P,
+        "label": label_P,
+        "relevance": relevance_P,
+        "filtered": filtered_P.astype(np.int64),
+    }
     return pd.DataFrame(facts)
 
 
-def text_counts(dataset: XMCDataset, reading: Reading, queries: pd.DataFrame, labels: pd.DataFrame) -> dict[str, int]:
+def text_counts(
+    dataset: XMCDataset, reading: Reading, queries: pd.DataFrame, labels: pd.DataFrame
+) -> dict[str, int]:
     """Numbers of duplicate texts, and of rows whose content is read because they have no title."""
     counts = {
-        "queries with the text of another query": int((queries["queries_with_this_text"] > 1).sum()),
-        "test queries with the text of a training query": int((queries["text_in_train"] == 1).sum()),
+        "queries with the text of another query": int(
+            (queries["queries_with_this_text"] > 1).sum()
+        ),
+        "test queries with the text of a training query": int(
+            (queries["text_in_train"] == 1).sum()
+        ),
         "labels with the text of another label": int((labels["labels_with_this_text"] > 1).sum()),
     }
     if reading.text == "title":
-        for which, table, frame in (("queries", dataset.queries, queries), ("labels", dataset.labels, labels)):
+        for which, table, frame in (
+            ("queries", dataset.queries, queries),
+            ("labels", dataset.labels, labels),
+        ):
             without_title_N = are_blank(table["title"]).to_numpy()
             read_N = without_title_N & (frame["text_length"].to_numpy() > 0)
             counts[f"{which} without a title, whose content is read instead"] = int(read_N.sum())
@@ -112,15 +139,21 @@ def text_counts(dataset: XMCDataset, reading: Reading, queries: pd.DataFrame, la
 
 
 def unknown_shares(tokens: Tokens, reading: Reading) -> np.ndarray:
-    """Share of each text's tokens that the tokenizer does not know, without special tokens: float64 [N]."""
+    """Share of each text's tokens that the tokenizer does not know, without special tokens: float64
+    [N].
+    """
     assert reading.tokenizer is not None
     tokenizer = load_tokenizer(reading.tokenizer, reading.max_length)
     text_of_token = np.repeat(np.arange(len(tokens)), tokens.lengths())
-    unknown_N = np.bincount(text_of_token[tokens.ids == tokenizer.unknown_id], minlength=len(tokens))
+    unknown_N = np.bincount(
+        text_of_token[tokens.ids == tokenizer.unknown_id], minlength=len(tokens)
+    )
     return unknown_N / np.maximum(tokens.lengths() - tokenizer.num_specials, 1)
 
 
 def _group_sizes(hash_N: np.ndarray, length_N: np.ndarray) -> np.ndarray:
-    """Number of rows with the hash of each row; 1 for empty texts, which are counted by themselves."""
+    """Number of rows with the hash of each row; 1 for empty texts, which are counted by
+    themselves.
+    """
     _, group_N, count_N = np.unique(hash_N, return_inverse=True, return_counts=True)
     return np.where(length_N > 0, count_N[group_N], 1)

@@ -11,7 +11,9 @@ def world(helper, tmp_path, tiny_bert, tiny_distilbert):
     real = helper("bundle/export/real_model")
 
     def make(source: str = "bert", **options):
-        return real.real_bundle(tmp_path, {"bert": tiny_bert, "distilbert": tiny_distilbert}[source], **options)
+        return real.real_bundle(
+            tmp_path, {"bert": tiny_bert, "distilbert": tiny_distilbert}[source], **options
+        )
 
     make.real = real
     return make

@@ -18,23 +18,57 @@ from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex
 
-LABELS = ["river engine", "music window", "garden", "planet bread letter", "river river w1", "music w17 label"]
-# of all lengths: cut at 16 tokens, of one piece and of many, empty, of characters that the tokenizer does not know
-TEXTS = ["river", "music engine w3 w44", "", "gardenmusic planetriver breadwindowletter", "☃ é river", "w1 " * 40,
-         "letter planet window bread garden river engine music w1 w2 w3 w4 w5 w6 w7"]  # fmt: skip
+LABELS = [
+    "river engine",
+    "music window",
+    "garden",
+    "planet bread letter",
+    "river river w1",
+    "music w17 label",
+]
+# of all lengths: cut at 16 tokens, of one piece and of many, empty, of characters that the
+# tokenizer does not know
+TEXTS = [
+    "river",
+    "music engine w3 w44",
+    "",
+    "gardenmusic planetriver breadwindowletter",
+    "☃ é river",
+    "w1 " * 40,
+    "letter planet window bread garden river engine music w1 w2 w3 w4 w5 w6 w7",
+]
 
 
 def real_bundle(
-    folder: Path, source: Path, *, heads: str = "both", space: str | None = None, clf_normalize: bool = False,
-    clf_bias: bool = False, clf_weight: float = 0.8, dim: int = 24, unit_length: bool = True, **encoder: Any,
-) -> Bundle:  # fmt: skip
-    """A bundle of `LABELS` on the tiny transformer in `source`, every weight random; loaded. Another width
-    than 24 is the encoder's: without projection."""
+    folder: Path,
+    source: Path,
+    *,
+    heads: str = "both",
+    space: str | None = None,
+    clf_normalize: bool = False,
+    clf_bias: bool = False,
+    clf_weight: float = 0.8,
+    dim: int = 24,
+    unit_length: bool = True,
+    **encoder: Any,
+) -> Bundle:
+    """A bundle of `LABELS` on the tiny transformer in `source`, every weight random; loaded.
+    Another width than 24 is the encoder's: without projection.
+    """
     settings = Encoder(name=str(source), dropout=0.0, bag_dropout=0.0, **encoder)
-    options = Model(heads=heads, dim=dim, projection=dim == 24, normalize=unit_length, dropout=0.0, clf_bias=clf_bias)  # type: ignore[arg-type]
+    options = Model(
+        heads=heads,
+        dim=dim,
+        projection=dim == 24,
+        normalize=unit_length,
+        dropout=0.0,
+        clf_bias=clf_bias,
+    )  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = UniDEC.create(settings, options, len(LABELS), source, 0, {"tokens": {"max_length": 16}}).eval()
+        model = UniDEC.create(
+            settings, options, len(LABELS), source, 0, {"tokens": {"max_length": 16}}
+        ).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if not name.startswith("encoder.transformer."):
@@ -43,14 +77,26 @@ def real_bundle(
                 table.weight.copy_(torch.randn_like(table.weight) * 0.3)
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
-    de_LD, (clf_LD, bias_L) = model.encode_labels(encode_texts(LABELS, source, 16)), model.classifier_table()
+    de_LD, (clf_LD, bias_L) = (
+        model.encode_labels(encode_texts(LABELS, source, 16)),
+        model.classifier_table(),
+    )
     space = space or heads
-    index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind="flat")
+    index = LabelIndex.build(
+        label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind="flat"
+    )
     write_bundle(
-        folder / "bundle", folder / "model", index,
-        BundleLabels([f"L{row}" for row in range(len(LABELS))], LABELS, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
-        Scoring(space, clf_weight, clf_normalize), Facts(dataset={"name": "tiny", "sha256": "0" * 64}),
-    )  # fmt: skip
+        folder / "bundle",
+        folder / "model",
+        index,
+        BundleLabels(
+            [f"L{row}" for row in range(len(LABELS))],
+            LABELS,
+            {"de": de_LD, "clf": clf_LD, "bias": bias_L},
+        ),
+        Scoring(space, clf_weight, clf_normalize),
+        Facts(dataset={"name": "tiny", "sha256": "0" * 64}),
+    )
     return Bundle.load(folder / "bundle")
 
 

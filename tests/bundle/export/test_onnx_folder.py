@@ -34,7 +34,9 @@ def run(folder, texts: list[str]) -> dict[str, np.ndarray]:
     from tokenizers import Tokenizer
 
     found = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(texts)
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
+    )
     inputs = {
         "input_ids": np.array([one.ids for one in found], dtype=np.int64),
         "attention_mask": np.array([one.attention_mask for one in found], dtype=np.int64),
@@ -44,13 +46,16 @@ def run(folder, texts: list[str]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("normalize", "bias"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("normalize", "bias"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
+)
 def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) -> None:
     bundle = world(**KINDS[name], clf_normalize=normalize, clf_bias=bias)
     told = export_onnx(bundle, tmp_path / "out")
     texts = world.real.TEXTS
     de, clf = world.real.one_by_one(bundle, texts)
-    together, alone = run(tmp_path / "out", texts), run(tmp_path / "out", [texts[1]])
+    together = run(tmp_path / "out", texts)
+    alone = run(tmp_path / "out", [texts[1]])
     assert list(together) == told["outputs"] == ["de", "clf", "vector"]
     expected = {"de": de, "clf": clf, "vector": world.real.queries(scored_by(bundle.info), de, clf)}
     for output, vectors in expected.items():
@@ -60,7 +65,9 @@ def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) ->
     assert np.abs(clf[0] - clf[1]).max() > 0.01
     sides = Heads(bundle.vectors, bundle.info.space, bundle.info.clf_normalize).take(slice(None))
     best = (together["vector"] @ sides.T).argmax(axis=1)
-    assert [bundle.uids[int(row)].as_py() for row in best] == [p.labels[0] for p in bundle.predict(texts, k=1)]
+    assert [bundle.uids[int(row)].as_py() for row in best] == [
+        p.labels[0] for p in bundle.predict(texts, k=1)
+    ]
 
 
 @pytest.mark.parametrize("head", ["de", "clf"])
@@ -87,7 +94,11 @@ def test_the_folder(world, tmp_path) -> None:
     onnx.checker.check_model(model, full_check=True)
     assert {entry.domain for entry in model.opset_import} == {""}  # standard operators only
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["bundle_sha256"] == bundle.sha256 and config["head"] == "de" and config["max_length"] == 16
+    assert (
+        config["bundle_sha256"] == bundle.sha256
+        and config["head"] == "de"
+        and config["max_length"] == 16
+    )
     assert "`vector`" in (tmp_path / "out" / "README.md").read_text()
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"model.onnx", "tokenizer.json", "config.json", "README.md", "manifest.json"}
@@ -97,7 +108,8 @@ def test_the_folder(world, tmp_path) -> None:
 def test_words_of_padded_texts_are_those_of_texts_one_after_another(num_words) -> None:
     draw = np.random.default_rng()
     for _ in range(20):
-        vocabulary, num_texts = int(draw.integers(2, 60)), int(draw.integers(1, 6))
+        vocabulary = int(draw.integers(2, 60))
+        num_texts = int(draw.integers(1, 6))
         continues_V = draw.random(vocabulary) < draw.random()
         lengths_B = draw.integers(0, 20, num_texts)
         flat_F = draw.integers(0, vocabulary, lengths_B.sum())
@@ -105,10 +117,14 @@ def test_words_of_padded_texts_are_those_of_texts_one_after_another(num_words) -
         ids_BT = np.zeros(mask_BT.shape, dtype=np.int64)
         ids_BT[mask_BT] = flat_F
         given = (ids_BT, mask_BT.astype(np.int64), continues_V)
-        row_BT, ends_BT, place_BT = (x.numpy() for x in padded_words(*map(torch.from_numpy, given), num_words))
+        row_BT, ends_BT, place_BT = (
+            x.numpy() for x in padded_words(*map(torch.from_numpy, given), num_words)
+        )
         expected, counts_B = with_words(flat_F, lengths_B, continues_V, num_words)
         got: list[int] = []
-        for place, ids, real, ends, row in zip(place_BT, ids_BT, mask_BT, ends_BT, row_BT, strict=True):
+        for place, ids, real, ends, row in zip(
+            place_BT, ids_BT, mask_BT, ends_BT, row_BT, strict=True
+        ):
             at = np.concatenate([place[real], place[ends] + 1])
             got += np.concatenate([ids[real], row[ends]])[np.argsort(at)].tolist()
             assert sorted(at) == list(range(len(at)))

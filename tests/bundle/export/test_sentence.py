@@ -13,7 +13,9 @@ from unidec.bundle.export.vectors import scored_by
 from unidec.errors import ConfigError
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="an extra of its own"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sentence_transformers") is None, reason="an extra of its own"
+    ),
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers"),
 ]
 
@@ -23,7 +25,12 @@ STOCK = {
     "cls, unit length": {"kind": "transformer", "trainable_layers": 0, "pooling": "cls"},
     "distilbert": {"kind": "transformer", "trainable_layers": -1, "source": "distilbert"},
     "no projection": {"kind": "transformer", "trainable_layers": -1, "dim": 32},
-    "no projection, any length": {"kind": "transformer", "trainable_layers": -1, "dim": 32, "unit_length": False},
+    "no projection, any length": {
+        "kind": "transformer",
+        "trainable_layers": -1,
+        "dim": 32,
+        "unit_length": False,
+    },
 }
 
 
@@ -41,10 +48,13 @@ def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head, capf
     said = "".join(capfd.readouterr()) + caplog.text
     assert "pooler" not in said and "MISSING" not in said and "UNEXPECTED" not in said, said
     got = model.encode(world.real.TEXTS)
-    expected = world.real.queries(scored_by(bundle.info, head), *world.real.one_by_one(bundle, world.real.TEXTS))
+    expected = world.real.queries(
+        scored_by(bundle.info, head), *world.real.one_by_one(bundle, world.real.TEXTS)
+    )
     assert got.dtype == np.float32 and got.shape == expected.shape == (7, told["width"])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-    assert np.abs(expected[0] - expected[1]).max() > 0.01  # texts differ: the comparison says something
+    # texts differ: the comparison says something
+    assert np.abs(expected[0] - expected[1]).max() > 0.01
     assert model.max_seq_length == 16 and model.similarity_fn_name == "dot"
 
 
@@ -53,12 +63,22 @@ def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head, capf
     [
         ({"kind": "both", "trainable_layers": 0}, "de", ["a bag of tokens", "unidec export onnx"]),
         ({"kind": "bag", "trainable_layers": 0}, "both", ["a bag of tokens"]),
-        ({"kind": "transformer", "trainable_layers": -1, "residual": True}, "de", ["a residual layer"]),
-        ({"kind": "transformer", "trainable_layers": -1}, "both", ["both heads", "--head de or clf"]),
+        (
+            {"kind": "transformer", "trainable_layers": -1, "residual": True},
+            "de",
+            ["a residual layer"],
+        ),
+        (
+            {"kind": "transformer", "trainable_layers": -1},
+            "both",
+            ["both heads", "--head de or clf"],
+        ),
     ],
     ids=["both parts", "bag", "residual", "both heads"],
 )
-def test_what_modules_in_a_row_cannot_express_is_refused(world, tmp_path, encoder, head, reasons) -> None:
+def test_what_modules_in_a_row_cannot_express_is_refused(
+    world, tmp_path, encoder, head, reasons
+) -> None:
     with pytest.raises(ConfigError) as caught:
         export_sentence_transformers(world(**encoder), tmp_path / "out", head=head)
     assert all(reason in str(caught.value) for reason in reasons)

@@ -22,7 +22,9 @@ def real(helper):
     return helper("bundle/export/real_model")
 
 
-def slow_scores(parts: dict, weight: float, normalize: bool, head: str, de_D: np.ndarray, clf_D: np.ndarray):
+def slow_scores(
+    parts: dict, weight: float, normalize: bool, head: str, de_D: np.ndarray, clf_D: np.ndarray
+):
     """The score of every label for one query, by the words of docs/bundles.md: label by label."""
     scores = []
     for row in range(12):
@@ -41,7 +43,9 @@ def slow_scores(parts: dict, weight: float, normalize: bool, head: str, de_D: np
 
 @pytest.mark.parametrize("head", ["both", "de", "clf"])
 @pytest.mark.parametrize(("normalize", "bias"), [(True, False), (False, True), (False, False)])
-def test_inner_products_are_the_heads_scores(tmp_path, rng, real, monkeypatch, head, normalize, bias) -> None:
+def test_inner_products_are_the_heads_scores(
+    tmp_path, rng, real, monkeypatch, head, normalize, bias
+) -> None:
     monkeypatch.setattr(heads, "BLOCK_BYTES", 5 * 4 * 13)  # several blocks, the last one smaller
     options = {"clf_normalize": normalize, "bias": bias, "clf_weight": 0.7}
     parts = tiny.write_tiny_bundle(tmp_path / "bundle", rng, **options)
@@ -72,13 +76,17 @@ def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, real, st
     export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet")
     table = pq.read_table(tmp_path / "labels.parquet")
     facts = json.loads(table.schema.metadata[b"unidec"])
-    assert facts["similarity"] == "inner product" and facts["bundle_sha256"] == folder_sha256(tmp_path / "bundle")
+    assert facts["similarity"] == "inner product" and facts["bundle_sha256"] == folder_sha256(
+        tmp_path / "bundle"
+    )
     assert facts["head"] == "both" and facts["clf_weight"] == 0.9 and facts["dtype"] == "float32"
 
     from unidec.data.tokens import encode_texts
 
     texts = ["red car", "old blue boat"]
-    encoded = bundle.model.encode_queries(encode_texts(texts, bundle.model.tokenizer_folder, 8), np.arange(2))
+    encoded = bundle.model.encode_queries(
+        encode_texts(texts, bundle.model.tokenizer_folder, 8), np.arange(2)
+    )
     query_BW = real.queries(scored_by(bundle.info), *encoded)
     scores = query_BW @ np.stack(table["vector"].to_numpy()).T
     for row, prediction in enumerate(bundle.predict(texts, k=4)):
@@ -93,7 +101,9 @@ def test_the_same_bytes_twice(tmp_path, rng) -> None:
         export_vectors(tmp_path / "bundle", tmp_path / name, head="de")
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
     schema = pq.read_schema(tmp_path / "a.parquet")
-    assert schema.field("vector").type == pa.list_(pa.field("element", pa.float32(), nullable=False), tiny.DIM)
+    assert schema.field("vector").type == pa.list_(
+        pa.field("element", pa.float32(), nullable=False), tiny.DIM
+    )
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path, rng) -> None:

@@ -1,1 +1,3 @@
-"""Exports of a bundle for other programs: label vectors, and query encoders for ONNX and sentence-transformers."""
+"""Exports of a bundle for other programs: label vectors, and query encoders for ONNX and
+sentence-transformers.
+"""

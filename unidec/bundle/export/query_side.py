@@ -1,9 +1,12 @@
-"""Exports encoder and heads for other programs: as one ONNX file, or as a folder for sentence-transformers.
+"""Exports encoder and heads for other programs: as one ONNX file, or as a folder for
+sentence-transformers.
 
-The sentence-transformers folder uses only that library's own modules in sequence, which express a transformer with one
-head exactly. A bag of tokens, a residual layer, or both heads side by side cannot be expressed and are refused.
+The sentence-transformers folder uses only that library's own modules in sequence, which express a
+transformer with one head exactly. A bag of tokens, a residual layer, or both heads side by side
+cannot be expressed and are refused.
 
-Legend: B texts, T tokens of the longest, F rows of the bag, V tokens of the vocabulary, W width of the encoder's
+Legend: B texts, T tokens of the longest, F rows of the bag, V tokens of the vocabulary, W width of
+the encoder's
 output, D width of a head, D' width of the searched space.
 """
 
@@ -23,7 +26,13 @@ from torch import Tensor, nn
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import BundleInfo
-from unidec.bundle.export.vectors import ExportFacts, check_replaceable, facts, scored_by, write_readme
+from unidec.bundle.export.vectors import (
+    ExportFacts,
+    check_replaceable,
+    facts,
+    scored_by,
+    write_readme,
+)
 from unidec.data.storage import write_folder, write_json
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
@@ -32,16 +41,22 @@ from unidec.model.onnx_export import MAX_BYTES, OPSET, TransformerGraph, export_
 from unidec.model.unidec import UniDEC
 from unidec.model.words import MIX, ODD, PLACES
 
-ONNX, SENTENCE_TRANSFORMERS = "onnx-export", "sentence-transformers"  # kinds of folder
+# kinds of folder
+ONNX = "onnx-export"
+SENTENCE_TRANSFORMERS = "sentence-transformers"
 VERSION = 1
 
 
-def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | None = None) -> ExportFacts:
+def export_onnx(
+    bundle: Bundle, folder: str | os.PathLike[str], *, head: str | None = None
+) -> ExportFacts:
     """Write model.onnx, tokenizer.json and README.md into a folder.
 
-    Inputs: `input_ids`, `attention_mask` int64 [B, T], padded on the right. Outputs, float32: `de` and `clf` [B, D], if
-    the model has the head; `vector` [B, D'], whose inner product with the label vectors of `export_vectors` for the
-    same head is the bundle's score (without votes of training queries). The graph uses only standard operators.
+    Inputs: `input_ids`, `attention_mask` int64 [B, T], padded on the right. Outputs, float32: `de`
+    and `clf` [B, D], if
+    the model has the head; `vector` [B, D'], whose inner product with the label vectors of
+    `export_vectors` for the same head is the bundle's score (without votes of training queries).
+    The graph uses only standard operators.
 
     Args:
         bundle: a loaded bundle, on the CPU.
@@ -53,11 +68,15 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
 
     Raises:
         DataError: the bundle does not have the head.
-        ConfigError: onnx is not installed, the encoder is too large for one file, or the folder is not an export.
+        ConfigError: onnx is not installed, the encoder is too large for one file, or the folder is
+        not an export.
     """
     if importlib.util.find_spec("onnx") is None:
-        raise ConfigError("onnx is not installed", where="export onnx", fix="pip install 'unidec-xmc[serve]'")
-    score, model = scored_by(bundle.info, head), bundle.model
+        raise ConfigError(
+            "onnx is not installed", where="export onnx", fix="pip install 'unidec-xmc[serve]'"
+        )
+    score = scored_by(bundle.info, head)
+    model = bundle.model
     check_replaceable(Path(folder))
     size = sum(4 * parameter.numel() for parameter in model.encoder.parameters())
     if size > MAX_BYTES:
@@ -72,16 +91,24 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
         # includes truncation and padding, so that `encode_batch` returns valid inputs of the model
         source = load_tokenizer(model.tokenizer_folder, model.max_length)
         tokenizer = Tokenizer.from_file(str(source.file))
-        tokenizer.enable_truncation(model.max_length, stride=0, strategy="longest_first", direction="right")
+        tokenizer.enable_truncation(
+            model.max_length, stride=0, strategy="longest_first", direction="right"
+        )
         pad_token = tokenizer.id_to_token(source.pad_id)
         tokenizer.enable_padding(direction="right", pad_id=source.pad_id, pad_token=pad_token)
         tokenizer.save(str(out.path / "tokenizer.json"))
-        write_json(out.path / "config.json", meta | {"max_length": model.max_length, "opset": OPSET})
+        write_json(
+            out.path / "config.json", meta | {"max_length": model.max_length, "opset": OPSET}
+        )
         write_readme(out.path, bundle, score, graph.outputs, OPSET)
     return {
-        "head": score.space, "width": score.width, "outputs": graph.outputs, "opset": OPSET, "bytes": size,
+        "head": score.space,
+        "width": score.width,
+        "outputs": graph.outputs,
+        "opset": OPSET,
+        "bytes": size,
         "output": str(folder),
-    }  # fmt: skip
+    }
 
 
 class QueryGraph(nn.Module):
@@ -93,9 +120,14 @@ class QueryGraph(nn.Module):
 
     def __init__(self, model: UniDEC, score: BundleInfo) -> None:
         super().__init__()
-        self.model, self.score = model, score
-        self.transformer = None if model.encoder.transformer is None else TransformerGraph(model.encoder)
-        self.outputs = [head for head in ("de", "clf") if model.heads in ("both", head)] + ["vector"]
+        self.model = model
+        self.score = score
+        self.transformer = (
+            None if model.encoder.transformer is None else TransformerGraph(model.encoder)
+        )
+        self.outputs = [head for head in ("de", "clf") if model.heads in ("both", head)] + [
+            "vector"
+        ]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         encoder = self.model.encoder
@@ -109,26 +141,34 @@ class QueryGraph(nn.Module):
 
     def _vector(self, de: Tensor | None = None, clf: Tensor | None = None) -> Tensor:
         """As `Heads.queries`."""
-        score, parts = self.score, []
+        score = self.score
+        parts = []
         if de is not None and score.space != "clf":
             parts.append(de)
         if clf is not None and score.space != "de":
-            parts.append((F.normalize(clf, dim=-1) if score.clf_normalize else clf) * score.clf_weight)
+            parts.append(
+                (F.normalize(clf, dim=-1) if score.clf_normalize else clf) * score.clf_weight
+            )
             if "bias" in score.vectors:  # the dimension in which labels have their bias
                 parts.append(torch.full_like(clf[:, :1], score.clf_weight))
         return torch.cat(parts, dim=-1)
 
 
 def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
-    """`BagEncoder` for padded texts: output of its layers, or the bag of all tokens and, if used, of the first ones."""
+    """`BagEncoder` for padded texts: output of its layers, or the bag of all tokens and, if used,
+    of the first ones.
+    """
     if bag.inception is not None:
         weight_BT = F.embedding(ids_BT, bag.log_weight.weight)[..., 0].exp() * mask_BT
         x_BTD = F.embedding(ids_BT, bag.embedding.weight) * weight_BT.unsqueeze(-1)
         return [bag.inception(F.pad(x_BTD, (0, 0, 0, bag.num_read))[:, : bag.num_read])]
-    rows, counts, places = ids_BT, mask_BT, mask_BT.cumsum(1) - 1
+    rows = ids_BT
+    counts = mask_BT
+    places = mask_BT.cumsum(1) - 1
     if bag.num_words:  # each word follows its last piece; tokens at which no word ends have count 0
         word_BT, ends_BT, place_BT = padded_words(ids_BT, mask_BT, bag.continues, bag.num_words)
-        rows, counts = torch.cat([ids_BT, word_BT], 1), torch.cat([mask_BT, ends_BT.float()], 1)
+        rows = torch.cat([ids_BT, word_BT], 1)
+        counts = torch.cat([mask_BT, ends_BT.float()], 1)
         places = torch.cat([place_BT, place_BT + 1], 1)
     rows_BFD = F.embedding(rows, bag.embedding.weight)
     weights = [F.embedding(rows, bag.log_weight.weight)[..., 0].exp() * counts]
@@ -140,21 +180,27 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
 def padded_words(
     ids_BT: Tensor, mask_BT: Tensor, continues_V: Tensor, num_buckets: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `unidec.model.words.with_words`, by standard operators: finds each word of several pieces at its last piece.
+    """As `unidec.model.words.with_words`, by standard operators: finds each word of several pieces
+    at its last piece.
 
     Args:
         ids_BT, mask_BT: int64, padded on the right. continues_V: bool, tokens that continue a word.
 
     Returns:
-        int64 [B, T]: row of the word that ends at each token, V or larger; bool [B, T]: whether a word ends there;
-        int64 [B, T]: position of each token in its text, counting the words before it.
+        int64 [B, T]: row of the word that ends at each token, V or larger; bool [B, T]: whether a
+        word ends there; int64 [B, T]: position of each token in its text, counting the words before
+        it.
     """
-    place_T, real_BT = torch.arange(ids_BT.shape[1]), mask_BT > 0
+    place_T = torch.arange(ids_BT.shape[1])
+    real_BT = mask_BT > 0
     begins_BT = ~continues_V[ids_BT] | (place_T == 0) | ~real_BT
     word_BT = begins_BT.long().cumsum(1)
-    inside_BT = ((word_BT[:, :, None] == word_BT[:, None]) & (place_T < place_T[:, None])).long().sum(-1)
+    inside_BT = (
+        ((word_BT[:, :, None] == word_BT[:, None]) & (place_T < place_T[:, None])).long().sum(-1)
+    )
     key_BT = _mixed(ids_BT * PLACES + inside_BT)
-    before_BT = key_BT.cumsum(1) - key_BT  # sums may overflow; their differences are correct nevertheless
+    # sums may overflow; their differences are correct nevertheless
+    before_BT = key_BT.cumsum(1) - key_BT
     sum_BT = before_BT + key_BT - before_BT.gather(1, place_T - inside_BT)
     row_BT = len(continues_V) + _remainder(_mixed(sum_BT), num_buckets)
     ends_BT = (inside_BT > 0) & torch.cat([begins_BT[:, 1:], torch.ones_like(begins_BT[:, :1])], 1)
@@ -190,8 +236,8 @@ def export_sentence_transformers(
 ) -> ExportFacts:
     """Write the query side of a score as a sentence-transformers folder.
 
-    The inner product of its vectors with the label vectors of `export_vectors` for the same head is the bundle's score
-    (without votes of training queries).
+    The inner product of its vectors with the label vectors of `export_vectors` for the same head is
+    the bundle's score (without votes of training queries).
 
     Args:
         bundle: a loaded bundle, on the CPU.
@@ -203,27 +249,36 @@ def export_sentence_transformers(
 
     Raises:
         DataError: the bundle does not have the head.
-        ConfigError: the modules cannot express the encoder, sentence-transformers is not installed, or the folder is
-            not an export.
+        ConfigError: the modules cannot express the encoder, sentence-transformers is not installed,
+            or the folder is not an export.
     """
-    model, score = bundle.model, scored_by(bundle.info, head)
+    model = bundle.model
+    score = scored_by(bundle.info, head)
     encoder = model.encoder
-    only_transformer = encoder.transformer is not None and encoder.bag is None and encoder.residual is None
+    only_transformer = (
+        encoder.transformer is not None and encoder.bag is None and encoder.residual is None
+    )
     if not only_transformer or score.space == "both":
         raise ConfigError(
-            "modules of sentence-transformers cannot express this encoder", where=str(bundle.path),
-            got="both heads side by side" if only_transformer else "a bag of tokens or a residual layer",
+            "modules of sentence-transformers cannot express this encoder",
+            where=str(bundle.path),
+            got="both heads side by side"
+            if only_transformer
+            else "a bag of tokens or a residual layer",
             fix="--head de or clf exports one head" if only_transformer else "unidec export onnx",
-        )  # fmt: skip
+        )
     check_replaceable(Path(folder))
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        what, fix = f"sentence-transformers cannot be imported: {error}", "pip install 'unidec-xmc[bench]'"
+        what = f"sentence-transformers cannot be imported: {error}"
+        fix = "pip install 'unidec-xmc[bench]'"
         raise ConfigError(what, fix=fix) from error
 
     modules = _modules(model, score)
-    with write_folder(folder, SENTENCE_TRANSFORMERS, VERSION, {"bundle_sha256": bundle.sha256, **facts(score)}) as out:
+    with write_folder(
+        folder, SENTENCE_TRANSFORMERS, VERSION, {"bundle_sha256": bundle.sha256, **facts(score)}
+    ) as out:
         pipeline = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot")
         pipeline.save(str(out.path), create_model_card=False)
         _keep_load_options(out.path, _load_options(encoder.transformer))
@@ -236,22 +291,32 @@ def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
     from sentence_transformers.base.modules import Normalize
     from sentence_transformers.sentence_transformer.modules import Pooling
 
-    encoder, normalize = model.encoder, Normalize()
+    encoder = model.encoder
+    normalize = Normalize()
     assert encoder.transformer is not None
     modules = [_transformer(model, encoder.transformer.transformer)]
     modules.append(Pooling(encoder.transformer.width, encoder.settings.pooling))
     modules += [normalize] if encoder.unit_vectors else []
     if score.space == "de":
         assert model.head_de is not None
-        layers = [_dense(*_weights(model.head_de[0]), nn.Tanh())] if model.settings.projection else []
+        layers = (
+            [_dense(*_weights(model.head_de[0]), nn.Tanh())] if model.settings.projection else []
+        )
         return [*modules, *layers, *([normalize] if model.settings.normalize else [])]
     assert model.head_clf is not None
-    weight, bias = torch.eye(encoder.width), torch.zeros(encoder.width)
+    weight = torch.eye(encoder.width)
+    bias = torch.zeros(encoder.width)
     if model.settings.projection:
         weight, bias = _weights(model.head_clf[0])
-    if "bias" in score.vectors:  # an additional output, always 1: the dimension in which labels have their bias
-        weight, bias = torch.cat([weight, torch.zeros(1, weight.shape[1])]), torch.cat([bias, torch.ones(1)])
-    return [*modules, _dense(weight, bias, nn.Identity()), *([normalize] if score.clf_normalize else [])]
+    # an additional output, always 1: the dimension in which labels have their bias
+    if "bias" in score.vectors:
+        weight = torch.cat([weight, torch.zeros(1, weight.shape[1])])
+        bias = torch.cat([bias, torch.ones(1)])
+    return [
+        *modules,
+        _dense(weight, bias, nn.Identity()),
+        *([normalize] if score.clf_normalize else []),
+    ]
 
 
 def _weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -267,19 +332,30 @@ def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
 
 
 def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
-    """A transformer and the model's tokenizer, loaded from a temporary folder in the layout of the library."""
+    """A transformer and the model's tokenizer, loaded from a temporary folder in the layout of the
+    library.
+    """
     from sentence_transformers.base.modules import Transformer
     from transformers import PreTrainedTokenizerFast
 
-    source, settings_file = load_tokenizer(model.tokenizer_folder, model.max_length), "tokenizer_config.json"
+    source = load_tokenizer(model.tokenizer_folder, model.max_length)
+    settings_file = "tokenizer_config.json"
     settings: dict[str, Any] = {}
     if (model.tokenizer_folder / settings_file).is_file():
         settings = json.loads((model.tokenizer_folder / settings_file).read_text(encoding="utf-8"))
-    tokens = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
+    tokens = {
+        name: token
+        for name, token in settings.items()
+        if name.endswith("_token") and isinstance(token, str)
+    }
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(source.file), model_max_length=model.max_length, padding_side="right",
-        truncation_side="right", model_input_names=["input_ids", "attention_mask"], **tokens,
-    )  # fmt: skip
+        tokenizer_file=str(source.file),
+        model_max_length=model.max_length,
+        padding_side="right",
+        truncation_side="right",
+        model_input_names=["input_ids", "attention_mask"],
+        **tokens,
+    )
     if tokenizer.pad_token is None:  # padding is always masked
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(source.pad_id)
     with tempfile.TemporaryDirectory() as folder:
@@ -290,12 +366,16 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
 
 
 def _load_options(encoder: Any) -> dict[str, bool]:
-    """Options with which `transformers` loads the weights as they are: without a pooler, which no encoder here has."""
+    """Options with which `transformers` loads the weights as they are: without a pooler, which no
+    encoder here has.
+    """
     return {"add_pooling_layer": False} if hasattr(encoder.transformer, "pooler") else {}
 
 
 def _keep_load_options(folder: Path, options: dict[str, bool]) -> None:
-    """The library reads these options from its file when it loads the folder, but does not write them."""
+    """The library reads these options from its file when it loads the folder, but does not write
+    them.
+    """
     file = folder / "sentence_bert_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     write_json(file, settings | {"model_args": options})

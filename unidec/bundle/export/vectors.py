@@ -1,8 +1,10 @@
-"""Scores that can be exported, parts shared by all exported folders, and export of the label vectors.
+"""Scores that can be exported, parts shared by all exported folders, and export of the label
+vectors.
 
-Each export of vectors has a head: "de", "clf", or "both" if the bundle ranks by both. The inner product of the exported
-query and label vectors of a head is that head's score (`ranking/heads.py`), without the votes of training queries.
-"""
+Each export of vectors has a head: "de", "clf", or "both" if the bundle ranks by both. The inner
+product of the exported
+query and label vectors of a head is that head's score (`ranking/heads.py`), without the votes of
+training queries."""
 
 from __future__ import annotations
 
@@ -30,39 +32,56 @@ BLOCK_BYTES = 32 << 20  # of the rows held in memory at once, and of a Parquet r
 def scored_by(info: BundleInfo, head: str | None = None) -> BundleInfo:
     """`bundle.json` of a bundle that ranks by one head alone; None: by the bundle's own space.
 
-    Its `space` is the head. `clf_weight` is 1 for the classifier alone. `vectors` contain "bias" only if the score has
-    a bias; queries then have an additional dimension.
+    Its `space` is the head. `clf_weight` is 1 for the classifier alone. `vectors` contain "bias"
+    only if the score has a bias; queries then have an additional dimension.
 
     Raises:
         DataError: the head is unknown, or the bundle does not have it.
     """
     chosen: Any = head or info.space
-    available = [*sorted(info.vectors.keys() - {"bias"}), *(["both"] if info.space == "both" else [])]
+    available = [
+        *sorted(info.vectors.keys() - {"bias"}),
+        *(["both"] if info.space == "both" else []),
+    ]
     if chosen not in available:
-        raise DataError("the bundle has no such head", where="--head", got=head, expected=" or ".join(available))
+        raise DataError(
+            "the bundle has no such head", where="--head", got=head, expected=" or ".join(available)
+        )
     has_bias = "bias" in info.vectors and chosen != "de" and not info.clf_normalize
     changes = {
-        "space": chosen, "clf_weight": info.clf_weight if chosen == "both" else 1.0,
+        "space": chosen,
+        "clf_weight": info.clf_weight if chosen == "both" else 1.0,
         "width": width(info.dim, chosen, info.clf_normalize, has_bias),
-        "vectors": {name: shape for name, shape in info.vectors.items() if name != "bias" or has_bias},
-    }  # fmt: skip
+        "vectors": {
+            name: shape for name, shape in info.vectors.items() if name != "bias" or has_bias
+        },
+    }
     return info.model_copy(update=changes)
 
 
 def facts(score: BundleInfo) -> dict[str, str | float]:
     """Facts about a score, for the metadata of a file."""
     return {
-        "head": score.space, "clf_weight": score.clf_weight, "clf_normalize": score.clf_normalize, "width": score.width,
+        "head": score.space,
+        "clf_weight": score.clf_weight,
+        "clf_normalize": score.clf_normalize,
+        "width": score.width,
         "similarity": "inner product",
-    }  # fmt: skip
+    }
 
 
-def write_readme(folder: Path, bundle: Bundle, score: BundleInfo, outputs: Sequence[str] = (), opset: int = 0) -> None:
-    """Write README.md, which describes an exported folder and how to load it; `outputs` are those of its ONNX graph."""
+def write_readme(
+    folder: Path, bundle: Bundle, score: BundleInfo, outputs: Sequence[str] = (), opset: int = 0
+) -> None:
+    """Write README.md, which describes an exported folder and how to load it; `outputs` are those
+    of its ONNX graph.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined)
-    text = pages.get_template("readme.md.jinja").render(bundle=bundle, score=score, outputs=outputs, opset=opset)
+    text = pages.get_template("readme.md.jinja").render(
+        bundle=bundle, score=score, outputs=outputs, opset=opset
+    )
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")
 
 
@@ -80,22 +99,24 @@ def check_replaceable(folder: Path) -> None:
         kind = None
     if kind not in ("sentence-transformers", "onnx-export"):
         raise ConfigError(
-            "the folder exists and is not an earlier export", where=str(folder),
+            "the folder exists and is not an earlier export",
+            where=str(folder),
             fix="name a new folder, or remove this one",
-        )  # fmt: skip
+        )
 
 
 def export_vectors(
     bundle: str | os.PathLike[str], target: str | os.PathLike[str], *, head: str | None = None
 ) -> ExportFacts:
-    """Write the label vectors of a score; the other exports write the query side, with the same head.
+    """Write the label vectors of a score; the other exports write the query side, with the same
+    head.
 
     Only uids, titles and a block of vectors are held in memory. The output is deterministic.
 
     Args:
         bundle: a bundle's folder; its model and index are not loaded.
-        target: a .parquet file with columns `uid`, `title` and `vector` (float32, fixed-size list) in the bundle's
-            order, and facts in the schema's metadata under `unidec`.
+        target: a .parquet file with columns `uid`, `title` and `vector` (float32, fixed-size list)
+            in the bundle's order, and facts in the schema's metadata under `unidec`.
         head: "both", "de" or "clf"; None: the bundle's own space.
 
     Returns:
@@ -107,30 +128,43 @@ def export_vectors(
     """
     import pyarrow.parquet as pq
 
-    path, root = Path(target), Path(bundle)
+    path = Path(target)
+    root = Path(bundle)
     if path.suffix.lower() != ".parquet":
         raise DataError("the output has an unknown format", where=str(path), expected=".parquet")
     manifest = read_manifest(root, bundle_folder.KIND, bundle_folder.VERSION)
     bundle_folder.check_names(root, manifest["files"])
     info = bundle_folder.read_info(root)
-    score, labels = scored_by(info, head), bundle_folder.read_labels(root, info.num_labels)
+    score = scored_by(info, head)
+    labels = bundle_folder.read_labels(root, info.num_labels)
     rows = bundle_folder.read_heads(root, score)
     kind = pa.list_(pa.field("element", pa.float32(), nullable=False), score.width)
     schema = bundle_folder.LABEL_SCHEMA.append(pa.field("vector", kind, nullable=False))
     metadata = {"dtype": "float32", "bundle_sha256": folder_sha256(root), **facts(score)}
     schema = schema.with_metadata({"unidec": json.dumps(metadata, sort_keys=True)})
     # vectors are hardly compressible, and dictionary encoding of them would only take time
-    options: dict[str, Any] = {"compression": {"uid": "zstd", "title": "zstd", "vector.list.element": "none"}}
+    options: dict[str, Any] = {
+        "compression": {"uid": "zstd", "title": "zstd", "vector.list.element": "none"}
+    }
     step = max(1, BLOCK_BYTES // (4 * score.width))
     bar: Progress[None] = progress(total=info.num_labels, desc="vectors", unit="label")
-    with bar, write_file(path) as file, pq.ParquetWriter(file, schema, use_dictionary=False, **options) as writer:
+    with (
+        bar,
+        write_file(path) as file,
+        pq.ParquetWriter(file, schema, use_dictionary=False, **options) as writer,
+    ):
         for begin in range(0, info.num_labels, step):
             table = labels.slice(begin, step).combine_chunks()
             block = rows.take(np.arange(begin, begin + table.num_rows))
             values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), type=kind)
-            writer.write_table(pa.table([*table.columns, values], schema=schema), row_group_size=len(block))
+            writer.write_table(
+                pa.table([*table.columns, values], schema=schema), row_group_size=len(block)
+            )
             bar.update(len(block))
     return {
-        "labels": info.num_labels, "width": score.width, "head": score.space, "bytes": path.stat().st_size,
+        "labels": info.num_labels,
+        "width": score.width,
+        "head": score.space,
+        "bytes": path.stat().st_size,
         "output": str(path),
-    }  # fmt: skip
+    }

@@ -9,10 +9,9 @@
 # ///
 """napkinXC's probabilistic label tree on a peer task (`linear.py`).
 
-Logistic regression by LIBLINEAR in the nodes of a tree by hierarchical k-means over labels, exact search; the best of
-`TRIALS`. Source: Jasinska-Kobus, Wydmuch, Dembczynski, Kuznetsov and Busa-Fekete 2020, "Probabilistic label trees for
-extreme multi-label classification".
-"""
+Logistic regression by LIBLINEAR in the nodes of a tree by hierarchical k-means over labels, exact
+search; the best of `TRIALS`. Source: Jasinska-Kobus, Wydmuch, Dembczynski, Kuznetsov and
+Busa-Fekete 2020, "Probabilistic label trees for extreme multi-label classification"."""
 
 from __future__ import annotations
 
@@ -28,9 +27,15 @@ from napkinxc.models import PLT
 from scipy.sparse import csr_matrix
 
 TRIALS: tuple[dict[str, Any], ...] = (  # cost, loss, and form of the tree
-    {}, {"liblinear_c": 2.0}, {"liblinear_c": 32.0}, {"loss": "l2", "liblinear_c": 1.0},
-    {"loss": "l2", "liblinear_c": 0.2}, {"max_leaves": 400}, {"arity": 16}, {"ensemble": 3},
-)  # fmt: skip
+    {},
+    {"liblinear_c": 2.0},
+    {"liblinear_c": 32.0},
+    {"loss": "l2", "liblinear_c": 1.0},
+    {"loss": "l2", "liblinear_c": 0.2},
+    {"max_leaves": 400},
+    {"arity": 16},
+    {"ensemble": 3},
+)
 BYTES = 8  # of a stored weight and its feature
 
 
@@ -38,7 +43,8 @@ class LabelTree:
     """A trained tree, or several."""
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
-        self._folder, self._task = tempfile.TemporaryDirectory(dir="."), task
+        self._folder = tempfile.TemporaryDirectory(dir=".")
+        self._task = task
         self._model = PLT(self._folder.name, seed=task.seed, threads=task.threads, **settings)
         relevant = task.y_train
         labels = np.split(relevant.indices, relevant.indptr[1:-1])

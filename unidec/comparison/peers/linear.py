@@ -1,4 +1,5 @@
-"""What the scripts of linear peers share: their task, eight trials on the validation split, what is left behind.
+"""What the scripts of linear peers share: their task, eight trials on the validation split, what is
+left behind.
 
 A script imports this file as it lies beside it, and nothing of unidec.
 
@@ -51,26 +52,44 @@ class Task:
     seed: int
 
 
-def main(train: Callable[[Task, Mapping[str, Any]], Model], trials: Sequence[Mapping[str, Any]], version: str) -> None:
-    """Train, predict the test split: `SCRIPT TASK OUT SETTINGS` (unidec/comparison/peers/running.py).
+def main(
+    train: Callable[[Task, Mapping[str, Any]], Model],
+    trials: Sequence[Mapping[str, Any]],
+    version: str,
+) -> None:
+    """Train, predict the test split: `SCRIPT TASK OUT SETTINGS`
+    (unidec/comparison/peers/running.py).
 
     Args:
-        train: with some settings. trials: settings; of several the best on the validation split is kept.
+        train: with some settings. trials: settings; of several the best on the validation split is
+        kept.
         version: of the package.
     """
-    folder, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    folder = Path(sys.argv[1])
+    out = Path(sys.argv[2])
+    given = json.loads(sys.argv[3])
     task = _read(folder, given)
     if task.validation is None:
         trials = trials[:1]
-    best, chosen = None, -1.0
+    best = None
+    chosen = -1.0
     for settings in trials:
         start = time.perf_counter()
         model = train(task, settings)
-        seconds = time.perf_counter() - start  # of this training: trials are not part of a system's costs
-        quality = ndcg(model.predict(task.validation[0]), task.validation[1]) if task.validation else 0.0
-        print(f"{dict(settings) or 'defaults'}: nDCG@{AT} {100 * quality:.2f}, {seconds:.1f} s", flush=True)
+        # of this training: trials are not part of a system's costs
+        seconds = time.perf_counter() - start
+        quality = (
+            ndcg(model.predict(task.validation[0]), task.validation[1]) if task.validation else 0.0
+        )
+        print(
+            f"{dict(settings) or 'defaults'}: nDCG@{AT} {100 * quality:.2f}, {seconds:.1f} s",
+            flush=True,
+        )
         if quality > chosen:
-            best, chosen, kept, train_seconds = model, quality, settings, seconds
+            best = model
+            chosen = quality
+            kept = settings
+            train_seconds = seconds
     assert best is not None
     start = time.perf_counter()
     predicted = best.predict(task.x_test)
@@ -89,23 +108,39 @@ def _read(folder: Path, given: Mapping[str, Any]) -> Task:
     def matrix(name: str) -> csr_matrix:
         return load_npz(folder / f"{name}.npz").astype(np.float32)
 
-    x_train, y_train, x_labels, x_test = (matrix(name) for name in ("X.train", "Y.train", "X.labels", "X.test"))
+    x_train, y_train, x_labels, x_test = (
+        matrix(name) for name in ("X.train", "Y.train", "X.labels", "X.test")
+    )
     has_validation = (folder / "X.validation.npz").is_file()
     validation = (matrix("X.validation"), matrix("Y.validation")) if has_validation else None
-    return Task(x_train, y_train, x_labels, x_test, validation, given["width"], given["threads"], given["seed"])
+    return Task(
+        x_train,
+        y_train,
+        x_labels,
+        x_test,
+        validation,
+        given["width"],
+        given["threads"],
+        given["seed"],
+    )
 
 
 def ndcg(score_nL: csr_matrix, relevant_nL: csr_matrix) -> float:
     """nDCG of the first `AT` labels, the mean over queries that have a relevant label; 0 to 1."""
     row_N = np.repeat(np.arange(score_nL.shape[0]), np.diff(score_nL.indptr))
     order = np.lexsort((-score_nL.data, row_N))
-    row_N, label_N = row_N[order], score_nL.indices[order]
+    row_N = row_N[order]
+    label_N = score_nL.indices[order]
     rank_N = np.arange(len(row_N)) - np.searchsorted(row_N, row_N)
     first = rank_N < AT
     relevant_row, relevant_label = relevant_nL.nonzero()
     num_labels = relevant_nL.shape[1]
-    hit_N = np.isin(row_N[first] * num_labels + label_N[first], relevant_row * num_labels + relevant_label)
-    gain = np.bincount(row_N[first], hit_N / np.log2(2 + rank_N[first]), minlength=score_nL.shape[0])
+    hit_N = np.isin(
+        row_N[first] * num_labels + label_N[first], relevant_row * num_labels + relevant_label
+    )
+    gain = np.bincount(
+        row_N[first], hit_N / np.log2(2 + rank_N[first]), minlength=score_nL.shape[0]
+    )
     count = np.diff(relevant_nL.indptr)
     ideal = np.concatenate([[0], np.cumsum(1 / np.log2(2 + np.arange(AT)))])[np.minimum(count, AT)]
     return float((gain[count > 0] / ideal[count > 0]).mean()) if (count > 0).any() else 0.0

@@ -31,30 +31,38 @@ from unidec.evaluation.baselines import fit_words, rank, top_rows
 
 Floats = NDArray[np.float32]
 K = 100  # labels that are left after filters
-TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")
+TASK = Path("peer-task")
+OUT = Path("peer-output")
+LOG = Path("peer.log")
 _HEAD = re.compile(r"(?m)^# /// script$\s(?P<text>(^#(| .*)$\s)+)^# ///$")  # as PEP 723 gives it
 
 
 def run_peer(
-    name: str, dataset: XMCDataset, settings: Mapping[str, Any], vectors: Mapping[str, Floats] | None = None
-) -> tuple[NDArray[np.int64], dict[str, Any]]:  # fmt: skip
+    name: str,
+    dataset: XMCDataset,
+    settings: Mapping[str, Any],
+    vectors: Mapping[str, Floats] | None = None,
+) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Train one peer on the train split and predict the test split, in the working folder.
 
-    A script is started with TASK OUT SETTINGS: the folder that `write_task` wrote, a folder for test.npz (CSR of
+    A script is started with TASK OUT SETTINGS: the folder that `write_task` wrote, a folder for
+    test.npz (CSR of
     scores, a row for each query) and facts.json, and a JSON object. Its output goes to `peer.log`.
 
     Args:
-        settings: what it has in common with the recipes: "text", "max_length" (tokens), "encoder" (its folder),
-            "pooling", "epochs", "batch_size", "threads", "seed".
-        vectors: of all "queries" and "labels", float32 [., D] of unit length, which stand beside the TF-IDF.
+        settings: what it has in common with the recipes: "text", "max_length" (tokens), "encoder"
+            (its folder), "pooling", "epochs", "batch_size", "threads", "seed".
+        vectors: of all "queries" and "labels", float32 [., D] of unit length, which stand beside
+        the TF-IDF.
 
     Returns:
-        labels [n, K and more] for the test split, best first, -1 where there is none, filtered pairs still in; and
-        facts: train_seconds, search_ms (a query), parameters, version (of its package), of a script
-        peak_memory_bytes.
+        labels [n, K and more] for the test split, best first, -1 where there is none, filtered
+        pairs still in; and facts: train_seconds, search_ms (a query), parameters, version (of its
+        package), of a script peak_memory_bytes.
 
     Raises:
-        DataError: an empty split. ArtifactError: its packages cannot be had. TrainingError: the script fails.
+        DataError: an empty split. ArtifactError: its packages cannot be had. TrainingError: the
+        script fails.
     """
     start = time.perf_counter()
     texts, matrices, width = features(dataset, settings["text"], vectors)
@@ -71,37 +79,50 @@ def run_peer(
 
 def features(
     dataset: XMCDataset, text: Text, vectors: Mapping[str, Floats] | None = None
-) -> tuple[dict[str, list[str]], dict[str, sp.csr_matrix], int]:  # fmt: skip
-    """What a peer is given: texts of "train", "labels", "test" and, where there are any, "validation"; their float32
-    TF-IDF (`fit_words` of the training texts), beside it the `vectors`, as "X.train", ...; relevance as "Y.train" and
-    "Y.validation"; and how many labels to predict, so that K are left after filters.
+) -> tuple[dict[str, list[str]], dict[str, sp.csr_matrix], int]:
+    """What a peer is given: texts of "train", "labels", "test" and, where there are any,
+    "validation"; their float32 TF-IDF (`fit_words` of the training texts), beside it the `vectors`,
+    as "X.train", ...; relevance as "Y.train" and "Y.validation"; and how many labels to predict, so
+    that K are left after filters.
 
     Raises:
         DataError: no queries to train on or to predict, or texts without a single word.
     """
     splits: tuple[Split, ...] = ("train", "validation", "test")
     rows: dict[str, NDArray[np.int64]] = {name: dataset.rows(name) for name in splits}
-    train, test = rows["train"], rows["test"]
+    train = rows["train"]
+    test = rows["test"]
     if not len(train) or not len(test):
-        got, expected = f"train: {len(train)}, test: {len(test)}", "training and test queries"
+        got = f"train: {len(train)}, test: {len(test)}"
+        expected = "training and test queries"
         raise DataError("an empty split", where=str(dataset.path), got=got, expected=expected)
     if not len(rows["validation"]):
         del rows["validation"]
     texts = {name: list(dataset.query_texts(own, text)) for name, own in rows.items()}
     texts["labels"] = list(dataset.label_texts(None, text))
     vectorizer, _ = fit_words(texts["train"], str(dataset.path))
-    matrices = {f"X.{name}": sp.csr_matrix(vectorizer.transform(lines)) for name, lines in texts.items()}
+    matrices = {
+        f"X.{name}": sp.csr_matrix(vectorizer.transform(lines)) for name, lines in texts.items()
+    }
     if vectors is not None:
-        dense = {f"X.{name}": vectors["queries"][own] for name, own in rows.items()} | {"X.labels": vectors["labels"]}
-        matrices = {name: sp.hstack([words, dense[name]], format="csr") for name, words in matrices.items()}
+        dense = {f"X.{name}": vectors["queries"][own] for name, own in rows.items()} | {
+            "X.labels": vectors["labels"]
+        }
+        matrices = {
+            name: sp.hstack([words, dense[name]], format="csr") for name, words in matrices.items()
+        }
     matrices |= {
-        f"Y.{name}": (dataset.relevance[own] > 0).astype(np.float32) for name, own in rows.items() if name != "test"
+        f"Y.{name}": (dataset.relevance[own] > 0).astype(np.float32)
+        for name, own in rows.items()
+        if name != "test"
     }
     most = int(np.diff(dataset.filter_pairs[test].indptr).max(initial=0))
     return texts, matrices, min(K + most, dataset.num_labels)
 
 
-def write_task(texts: Mapping[str, list[str]], matrices: Mapping[str, sp.csr_matrix], folder: Path) -> None:
+def write_task(
+    texts: Mapping[str, list[str]], matrices: Mapping[str, sp.csr_matrix], folder: Path
+) -> None:
     """Write texts as JSON lists, matrices as .npz."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -111,21 +132,29 @@ def write_task(texts: Mapping[str, list[str]], matrices: Mapping[str, sp.csr_mat
         sp.save_npz(folder / f"{name}.npz", matrix)
 
 
-def _tfidf(name: str, matrices: Mapping[str, sp.csr_matrix], width: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
+def _tfidf(
+    name: str, matrices: Mapping[str, sp.csr_matrix], width: int
+) -> tuple[NDArray[np.int64], dict[str, Any]]:
     import sklearn
 
     start = time.perf_counter()
     train_FM, label_FL = (sp.csr_matrix(matrices[part].T) for part in ("X.train", "X.labels"))
     stored = {"knn": train_FM.nnz + matrices["Y.train"].nnz, "label-match": label_FL.nnz}
     trained = time.perf_counter()
-    labels = rank(train_FM, matrices["Y.train"], label_FL, matrices["X.test"], [name], width, name)[name]
+    labels = rank(train_FM, matrices["Y.train"], label_FL, matrices["X.test"], [name], width, name)[
+        name
+    ]
     return labels, {
-        "train_seconds": trained - start, "search_ms": 1000 * (time.perf_counter() - trained) / len(labels),
-        "parameters": stored.get(name, sum(stored.values())), "version": f"scikit-learn {sklearn.__version__}",
-    }  # fmt: skip
+        "train_seconds": trained - start,
+        "search_ms": 1000 * (time.perf_counter() - trained) / len(labels),
+        "parameters": stored.get(name, sum(stored.values())),
+        "version": f"scikit-learn {sklearn.__version__}",
+    }
 
 
-def _scripted(name: str, settings: Mapping[str, Any], width: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
+def _scripted(
+    name: str, settings: Mapping[str, Any], width: int
+) -> tuple[NDArray[np.int64], dict[str, Any]]:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
     command = start_command(Path(__file__).parent / PEERS[name].script)
@@ -137,7 +166,9 @@ def _scripted(name: str, settings: Mapping[str, Any], width: int) -> tuple[NDArr
     except (OSError, ValueError) as error:
         what = f"the peer {name} ended without readable predictions"
         fix = "read this log, then run it again"
-        raise TrainingError(what, where=str(LOG.absolute()), got=str(error)[:200], fix=fix) from error
+        raise TrainingError(
+            what, where=str(LOG.absolute()), got=str(error)[:200], fix=fix
+        ) from error
     shutil.rmtree(OUT)
     return labels, facts
 
@@ -157,11 +188,15 @@ def start_command(script: Path) -> list[str]:
     """
     try:
         wanted = requirements(script)
-        if all(one.specifier.contains(metadata.version(one.name), prereleases=True) for one in wanted):
+        if all(
+            one.specifier.contains(metadata.version(one.name), prereleases=True) for one in wanted
+        ):
             return [sys.executable, str(script)]
     except metadata.PackageNotFoundError:
         pass
-    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    uv = shutil.which(
+        "uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
     if uv is None:
         fix = "pip install uv; or leave this peer out"
         raise ArtifactError("no uv, which installs a peer's packages", where=script.name, fix=fix)
@@ -174,12 +209,21 @@ def run_script(command: Sequence[str], threads: int) -> None:
     Raises:
         TrainingError: it fails; with the end of its log.
     """
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    kept |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
+    kept |= dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)
+    )
     with open(LOG, "wb") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False).returncode
+        code = subprocess.run(
+            command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False
+        ).returncode
     if code:
-        got, fix = f"exit code {code}: {last_lines(LOG)}", "read this log, then run it again"
+        got = f"exit code {code}: {last_lines(LOG)}"
+        fix = "read this log, then run it again"
         raise TrainingError("the peer's script failed", where=str(LOG.absolute()), got=got, fix=fix)
 
 

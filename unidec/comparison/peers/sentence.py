@@ -1,14 +1,13 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = [
-#   "sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0", "accelerate==1.15.0", "datasets==5.2.0",
-# ]
-# ///
-"""sentence-transformers on a peer task: `sentence.py TASK OUT SETTINGS` (unidec/comparison/peers/running.py).
+# /// script requires-python = ">=3.11" dependencies = [
+#   "sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0", "accelerate==1.15.0",
+#   "datasets==5.2.0",
+# ] ///
+"""sentence-transformers on a peer task: `sentence.py TASK OUT SETTINGS`
+(unidec/comparison/peers/running.py).
 
-A bag of token embeddings (`st-static`) or a transformer (`st-transformer`), trained by their trainer with multiple
-negatives ranking; as their guide asks, no text is in a batch twice. Another true label of a query counts as a negative
-when a batch has it. Exact search by cosine.
+A bag of token embeddings (`st-static`) or a transformer (`st-transformer`), trained by their
+trainer with multiple negatives ranking; as their guide asks, no text is in a batch twice. Another
+true label of a query counts as a negative when a batch has it. Exact search by cosine.
 
 Shape legend: L labels, V token ids, D width, K labels a query.
 """
@@ -42,13 +41,16 @@ from tokenizers import Tokenizer
 from transformers import AutoModel
 
 ON_GPU = torch.cuda.is_available()
-LEARNING_RATE = {"st-static": 0.06, "st-transformer": 5e-5}  # the best of four on lf-debian's titles; theirs
+# the best of four on lf-debian's titles; theirs
+LEARNING_RATE = {"st-static": 0.06, "st-transformer": 5e-5}
 
 
 def static_model(folder: Path, texts: list[str], max_length: int) -> SentenceTransformer:
-    """A bag that starts as ours does: token embeddings times inverse document frequency in the training texts.
+    """A bag that starts as ours does: token embeddings times inverse document frequency in the
+    training texts.
 
-    Their bag is a mean compared by cosine: the weight inside the embedding is the same vector as our weight beside it.
+    Their bag is a mean compared by cosine: the weight inside the embedding is the same vector as
+    our weight beside it.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
@@ -68,9 +70,15 @@ def encode(model: SentenceTransformer, texts: list[str]) -> torch.Tensor:
 
 
 def main() -> None:
-    task, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    texts = {name: json.loads((task / f"{name}.json").read_text()) for name in ("train", "labels", "test")}
-    folder, start = Path(given["encoder"]), time.perf_counter()
+    task = Path(sys.argv[1])
+    out = Path(sys.argv[2])
+    given = json.loads(sys.argv[3])
+    texts = {
+        name: json.loads((task / f"{name}.json").read_text())
+        for name in ("train", "labels", "test")
+    }
+    folder = Path(given["encoder"])
+    start = time.perf_counter()
     torch.manual_seed(given["seed"])
     if given["peer"] == "st-static":
         model = static_model(folder, texts["train"], given["max_length"])
@@ -80,7 +88,9 @@ def main() -> None:
         pooling = Pooling(words.get_embedding_dimension(), pooling_mode=given["pooling"])
         model = SentenceTransformer(modules=[words, pooling])
         # the size of the mini-batches changes the memory, not the loss
-        loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=given["batch_size"] if ON_GPU else 64)
+        loss = CachedMultipleNegativesRankingLoss(
+            model, mini_batch_size=given["batch_size"] if ON_GPU else 64
+        )
     query_E, label_E = load_npz(task / "Y.train.npz").nonzero()
     pairs = {
         "anchor": [texts["train"][query] for query in query_E],
@@ -98,19 +108,24 @@ def main() -> None:
         bf16=ON_GPU,
         report_to="none",
     )
-    SentenceTransformerTrainer(model=model, args=arguments, train_dataset=Dataset.from_dict(pairs), loss=loss).train()
+    SentenceTransformerTrainer(
+        model=model, args=arguments, train_dataset=Dataset.from_dict(pairs), loss=loss
+    ).train()
     facts: dict[str, Any] = {
         "train_seconds": time.perf_counter() - start,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "version": f"sentence-transformers {__version__}",
     }
-    label_LD, start = encode(model, texts["labels"]), time.perf_counter()
+    label_LD = encode(model, texts["labels"])
+    start = time.perf_counter()
     found = util.semantic_search(encode(model, texts["test"]), label_LD, top_k=given["width"])
     facts["search_ms"] = 1000 * (time.perf_counter() - start) / len(found)
     scores = [hit["score"] for hits in found for hit in hits]
     labels = [hit["corpus_id"] for hits in found for hit in hits]
     indptr = np.cumsum([0, *map(len, found)])
-    save_npz(out / "test.npz", csr_matrix((scores, labels, indptr), shape=(len(found), len(label_LD))))
+    save_npz(
+        out / "test.npz", csr_matrix((scores, labels, indptr), shape=(len(found), len(label_LD)))
+    )
     facts["peak_memory_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (out / "facts.json").write_text(json.dumps(facts))
 

@@ -9,10 +9,9 @@
 # ///
 """PECOS XR-Linear on a peer task (`linear.py`).
 
-One tree over the labels (hierarchical k-means on PIFA beside the label's features), teacher-forced negatives, default
-costs, beam 50; the peers that are tuned have the best of `TRIALS`. Source: Yu, Zhong, Zhang, Chang and Dhillon 2022,
-"PECOS".
-"""
+One tree over the labels (hierarchical k-means on PIFA beside the label's features), teacher-forced
+negatives, default costs, beam 50; the peers that are tuned have the best of `TRIALS`. Source: Yu,
+Zhong, Zhang, Chang and Dhillon 2022, "PECOS"."""
 
 from __future__ import annotations
 
@@ -29,9 +28,15 @@ from scipy.sparse import csc_matrix, csr_matrix
 
 # costs of positives and negatives, pruning of weights, labels of a level that are kept
 TRIALS: tuple[dict[str, Any], ...] = (
-    {}, {"Cp": 0.5, "Cn": 0.5}, {"Cp": 2.0, "Cn": 2.0}, {"Cp": 2.0}, {"Cp": 4.0}, {"threshold": 0.02},
-    {"beam_size": 10}, {"beam_size": 200},
-)  # fmt: skip
+    {},
+    {"Cp": 0.5, "Cn": 0.5},
+    {"Cp": 2.0, "Cn": 2.0},
+    {"Cp": 2.0},
+    {"Cp": 4.0},
+    {"threshold": 0.02},
+    {"beam_size": 10},
+    {"beam_size": 200},
+)
 BEAM = 50
 
 
@@ -41,22 +46,35 @@ class XRLinear:
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         costs = {name: value for name, value in settings.items() if name != "beam_size"}
         self._model = XLinearModel.train(
-            task.x_train, csc_matrix(task.y_train), C=tree(task), negative_sampling_scheme="tfn",
-            threads=task.threads, **costs,
-        )  # fmt: skip
-        self._task, self._beam = task, settings.get("beam_size", BEAM)
+            task.x_train,
+            csc_matrix(task.y_train),
+            C=tree(task),
+            negative_sampling_scheme="tfn",
+            threads=task.threads,
+            **costs,
+        )
+        self._task = task
+        self._beam = settings.get("beam_size", BEAM)
         self.num_parameters = int(sum(layer.W.nnz for layer in self._model.model.model_chain))
 
     def predict(self, x_nF: csr_matrix) -> csr_matrix:
         """Scores of each query's best labels."""
         task = self._task
-        return self._model.predict(x_nF, beam_size=self._beam, only_topk=task.width, threads=task.threads)
+        return self._model.predict(
+            x_nF, beam_size=self._beam, only_topk=task.width, threads=task.threads
+        )
 
 
 def tree(task: Task) -> Any:
-    """The clusters of labels, the same in each trial; made again, as they are part of a training's seconds."""
-    features = LabelEmbeddingFactory.create(task.y_train, task.x_train, Z=task.x_labels, method="pifa_lf_concat")
-    return Indexer.gen(features, indexer_type="hierarchicalkmeans", threads=task.threads, seed=task.seed)
+    """The clusters of labels, the same in each trial; made again, as they are part of a training's
+    seconds.
+    """
+    features = LabelEmbeddingFactory.create(
+        task.y_train, task.x_train, Z=task.x_labels, method="pifa_lf_concat"
+    )
+    return Indexer.gen(
+        features, indexer_type="hierarchicalkmeans", threads=task.threads, seed=task.seed
+    )
 
 
 if __name__ == "__main__":

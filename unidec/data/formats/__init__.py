@@ -37,21 +37,25 @@ LAYOUTS = xmc.LAYOUTS | tables.LAYOUTS
 
 
 def read_raw(
-    path: str | os.PathLike[str], format: str = "auto", *, test_share: float = 0.2, split_seed: int = 0,
+    path: str | os.PathLike[str],
+    format: str = "auto",
+    *,
+    test_share: float = 0.2,
+    split_seed: int = 0,
     bounds: RawBounds = DEFAULT_BOUNDS,
-) -> RawData:  # fmt: skip
+) -> RawData:
     """Read a folder of raw files.
 
     Args:
         format: a name in LAYOUTS, or "auto" to recognise the layout by the files in the folder.
-        test_share, split_seed: share of the queries held out as test split if the data has none, and its seed
-            (`hold_out`).
+        test_share, split_seed: share of the queries held out as test split if the data has none,
+            and its seed (`hold_out`).
         bounds: limits for rows, texts and compressed files.
 
     Raises:
-        DataError: the layout is unknown; files are missing, damaged or exceed a limit; or pairs, uids or texts are
-            invalid (see docs/data.md). All kinds of errors are reported together, with at most 20 samples as
-            `file:line`.
+        DataError: the layout is unknown; files are missing, damaged or exceed a limit; or pairs,
+            uids or texts are invalid (see docs/data.md). All kinds of errors are reported together,
+            with at most 20 samples as `file:line`.
     """
     source, raw = _read(path, format, bounds)
     if "test" not in raw.queries:
@@ -63,14 +67,24 @@ def read_raw(
 
 def read_section(data: Data, bounds: RawBounds) -> RawData:
     """`read_raw` with the settings of section `data`."""
-    return read_raw(data.path, data.format, test_share=data.test_share, split_seed=data.split_seed, bounds=bounds)
+    return read_raw(
+        data.path,
+        data.format,
+        test_share=data.test_share,
+        split_seed=data.split_seed,
+        bounds=bounds,
+    )
 
 
-def from_memory(queries: Any, labels: Any, pairs: Any, bounds: RawBounds = DEFAULT_BOUNDS) -> RawData:
-    """A data set given in Python, after the checks of raw files; arguments as for `memory.read_given`.
+def from_memory(
+    queries: Any, labels: Any, pairs: Any, bounds: RawBounds = DEFAULT_BOUNDS
+) -> RawData:
+    """A data set given in Python, after the checks of raw files; arguments as for
+    `memory.read_given`.
 
     Raises:
-        DataError: as `read_raw`, with positions in place of lines; or no training query has a label.
+        DataError: as `read_raw`, with positions in place of lines; or no training query has a
+        label.
     """
     from unidec.data.formats import memory  # imports pandas
 
@@ -79,20 +93,30 @@ def from_memory(queries: Any, labels: Any, pairs: Any, bounds: RawBounds = DEFAU
     _check(source, raw)
     source.stop()
     if not raw.relevance["train"].nnz:
-        raise DataError("no training query has a label", where="pairs", expected="a pair of a training query")
+        raise DataError(
+            "no training query has a label", where="pairs", expected="a pair of a training query"
+        )
     return raw
 
 
 def find_rows(
-    data: Data, bounds: RawBounds, files: Mapping[str, str], queries: Sequence[str], labels: Sequence[str]
+    data: Data,
+    bounds: RawBounds,
+    files: Mapping[str, str],
+    queries: Sequence[str],
+    labels: Sequence[str],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """`file:line` by uid of these queries and of these labels in raw files that were read before.
 
     Args:
-        files: sha256 of the raw files by relative path (`RawData.files`); if one has changed, both results are empty.
+        files: sha256 of the raw files by relative path (`RawData.files`); if one has changed, both
+        results are empty.
     """
     root = Path(data.path)
-    if not all((root / name).is_file() and file_sha256(root / name) == sha256 for name, sha256 in files.items()):
+    if not all(
+        (root / name).is_file() and file_sha256(root / name) == sha256
+        for name, sha256 in files.items()
+    ):
         return {}, {}
     source, raw = _read(root, data.format, bounds)
     query_places: dict[str, str] = {}
@@ -109,18 +133,23 @@ def _places(table: pa.Table, uids: Sequence[str], file: str, lines: Lines) -> di
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder of `data.path`. Raises DataError: there is no such folder, or this user cannot read it."""
+    """The folder of `data.path`. Raises DataError: there is no such folder, or this user cannot
+    read it.
+    """
     root = Path(path)
     fix = "set data.path to the folder with the raw files"
     if root.is_dir() and os.access(root, os.R_OK | os.X_OK):
         return root
     if root.is_dir():
-        what, got = "the folder cannot be read", f"user id {os.getuid()}"
+        what = "the folder cannot be read"
+        got = f"user id {os.getuid()}"
         fix = "run as its owner, or give it to this user (chown -R)"
     elif root.exists():
-        what, got = "not a folder", None
+        what = "not a folder"
+        got = None
     else:
-        what, got = "no such folder", None
+        what = "no such folder"
+        got = None
         if Path(f"{root}.dvc").is_file():
             fix = f"dvc pull {root}.dvc"
         elif siblings := difflib.get_close_matches(root.name, _folders(root.parent), n=1):
@@ -141,7 +170,13 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
     layout = _detect(root) if format == "auto" else format
     if layout not in LAYOUTS:
         fix = "a folder of .csv, .tsv, .jsonl or .parquet tables has the layout tables"
-        raise DataError("unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]), fix=fix)
+        raise DataError(
+            "unknown layout",
+            where=str(root),
+            got=layout,
+            expected=", ".join(["auto", *LAYOUTS]),
+            fix=fix,
+        )
     source = Source(root, bounds)
     raw = LAYOUTS[layout].read(source)
     _check(source, raw)
@@ -154,12 +189,23 @@ def _detect(root: Path) -> str:
         files = sorted(path.name for path in root.iterdir())
     except OSError as error:
         fix = "grant the permission to read it"
-        raise DataError("the folder cannot be read", where=str(root), got=error.strerror, fix=fix) from error
-    fitting = [name for name, layout in LAYOUTS.items() if all(folder.present(root, part) for part in layout.needs)]
+        raise DataError(
+            "the folder cannot be read", where=str(root), got=error.strerror, fix=fix
+        ) from error
+    fitting = [
+        name
+        for name, layout in LAYOUTS.items()
+        if all(folder.present(root, part) for part in layout.needs)
+    ]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise DataError("files of more than one layout", where=str(root), got=", ".join(fitting), fix="set data.format")
+        raise DataError(
+            "files of more than one layout",
+            where=str(root),
+            got=", ".join(fitting),
+            fix="set data.format",
+        )
     for part in itertools.chain.from_iterable(layout.needs for layout in LAYOUTS.values()):
         folder.find(root, part)  # raises an error if the file is there in another form
     names = ", ".join(files[:12]) or "an empty folder"
@@ -174,7 +220,9 @@ def _detect(root: Path) -> str:
 
 
 def _check(source: Source, raw: RawData) -> None:
-    """Check any layout: there are labels and training queries, no text is too long, and no query is in two splits."""
+    """Check any layout: there are labels and training queries, no text is too long, and no query is
+    in two splits.
+    """
     limit = source.bounds.max_text_chars
     places = [
         (raw.labels, source.labels_at),
@@ -189,6 +237,10 @@ def _check(source: Source, raw: RawData) -> None:
     if not raw.queries["train"].num_rows:
         source.note("no training queries", "train", 0)
     for (other_split, other), (split, table) in itertools.combinations(raw.queries.items(), 2):
-        shared = np.flatnonzero(pc.is_in(table["uid"], value_set=other["uid"].combine_chunks()).to_numpy())
+        shared = np.flatnonzero(
+            pc.is_in(table["uid"], value_set=other["uid"].combine_chunks()).to_numpy()
+        )
         kind = f"query of another split again in {split} (leak)"
-        source.note_rows(kind, source.queries_at[split], shared, f"uid {{}} is in {other_split}", table["uid"])
+        source.note_rows(
+            kind, source.queries_at[split], shared, f"uid {{}} is in {other_split}", table["uid"]
+        )

@@ -1,7 +1,8 @@
 """A folder of raw files, and the pairs of queries and labels in them.
 
-Files are found by name, with or without .gz, and read as UTF-8 lines; every error is recorded with its line. Pairs of
-row numbers or uids, from sparse text, tables or npz files, become checked CSR matrices.
+Files are found by name, with or without .gz, and read as UTF-8 lines; every error is recorded with
+its line. Pairs of row numbers or uids, from sparse text, tables or npz files, become checked CSR
+matrices.
 
 Shape suffix: P pairs.
 """
@@ -30,7 +31,9 @@ from unidec.errors import DataError
 
 MAX_SAMPLES = 20
 Lines = Callable[[np.ndarray], np.ndarray]
-"""Maps row numbers (0-based, of pairs or texts) to line numbers in their file (1-based); called for samples only."""
+"""Maps row numbers (0-based, of pairs or texts) to line numbers in their file (1-based); called for
+samples only.
+"""
 
 
 def next_line(rows: np.ndarray) -> np.ndarray:
@@ -54,7 +57,8 @@ class Source:
     fix = "correct or remove these lines; nothing was written"
 
     def __init__(self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
-        self.root, self.bounds = root, bounds
+        self.root = root
+        self.bounds = bounds
         self.count: Counter[str] = Counter()
         self.samples: dict[str, list[str]] = {}
         self.fixes: list[str] = []
@@ -75,24 +79,39 @@ class Source:
         if fix not in self.fixes:
             self.fixes.append(fix)
 
-    def note_rows(self, kind: str, at: tuple[str, Lines], rows: np.ndarray, detail: str, *columns: Any) -> None:
-        """Record an error for each of these rows of a file; `detail` is a format string for the columns' values."""
+    def note_rows(
+        self, kind: str, at: tuple[str, Lines], rows: np.ndarray, detail: str, *columns: Any
+    ) -> None:
+        """Record an error for each of these rows of a file; `detail` is a format string for the
+        columns' values.
+        """
         first = rows[:MAX_SAMPLES]
-        for row, line in zip(first.tolist(), at[1](first).tolist() if len(first) else (), strict=True):
+        for row, line in zip(
+            first.tolist(), at[1](first).tolist() if len(first) else (), strict=True
+        ):
             self.note(kind, at[0], line, detail.format(*(column[row] for column in columns)))
         if len(rows) > MAX_SAMPLES:
             self.count[kind] += len(rows) - MAX_SAMPLES
 
     def stop(self) -> None:
-        """Raise a DataError if there are errors: every kind with its count, and at most 20 samples in total."""
+        """Raise a DataError if there are errors: every kind with its count, and at most 20 samples
+        in total.
+        """
         if not self.count:
             return
-        samples = [(index, kind) for kind, places in self.samples.items() for index in range(len(places))]
-        shown = sorted(samples, key=lambda sample: sample[0])[:MAX_SAMPLES]  # the first samples of every kind
+        samples = [
+            (index, kind) for kind, places in self.samples.items() for index in range(len(places))
+        ]
+        # the first samples of every kind
+        shown = sorted(samples, key=lambda sample: sample[0])[:MAX_SAMPLES]
         report = []
         for kind, number in self.count.items():
             report.append(f"{kind}: {number:,}")
-            report += [f"    {self.samples[kind][index]}" for index, sample_kind in shown if sample_kind == kind]
+            report += [
+                f"    {self.samples[kind][index]}"
+                for index, sample_kind in shown
+                if sample_kind == kind
+            ]
         raise DataError(
             f"the raw data cannot be used: {len(self.count)} kind(s) of error",
             where=str(self.root),
@@ -113,7 +132,9 @@ class Source:
         path = self.find(*names)
         if path is None:
             expected = " or ".join(f"{name}[.gz]" for name in names)
-            raise DataError("a file is missing", where=str(self.root), expected=expected, fix="add it")
+            raise DataError(
+                "a file is missing", where=str(self.root), expected=expected, fix="add it"
+            )
         return path
 
     def name(self, path: Path) -> str:
@@ -132,7 +153,9 @@ class Source:
         report = self.report(path)
         lines = read_lines(path, self.bounds)
         texts = (decode(line, number, report).removesuffix("\r") for number, line in lines)
-        return pa.chunked_array([pa.array(block, pa.large_string()) for block in in_blocks(texts)], pa.large_string())
+        return pa.chunked_array(
+            [pa.array(block, pa.large_string()) for block in in_blocks(texts)], pa.large_string()
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +182,8 @@ class Pairs:
         at: the file and the `Lines` of its pairs.
         query_P, label_P: row numbers of queries and labels.
         value_P: relevance as float64, NaN if it is not a number.
-        by_uid: pairs were given by uid; a row number of -1 is an unknown uid, which was recorded already.
+        by_uid: pairs were given by uid; a row number of -1 is an unknown uid, which was recorded
+        already.
         are_filters: these are filter pairs, which have no relevance.
     """
 
@@ -172,16 +196,31 @@ class Pairs:
     are_filters: bool = False
 
     def matrix(self, shape: tuple[int, int], zero_is_no_pair: bool = False) -> csr_matrix:
-        """CSR matrix with sorted indices: relevance (float32) or filter pairs (bool). Invalid pairs are recorded and
-        left out."""
-        query_P, label_P, note = self.query_P, self.label_P, self.source.note_rows
+        """CSR matrix with sorted indices: relevance (float32) or filter pairs (bool). Invalid pairs
+        are recorded and left out.
+        """
+        query_P = self.query_P
+        label_P = self.label_P
+        note = self.source.note_rows
         no_pair_P = (self.value_P == 0) & zero_is_no_pair
         bad_P = no_pair_P.copy()
-        for what, index_P, limit in (("label index", label_P, shape[1]), ("query row", query_P, shape[0])):
+        for what, index_P, limit in (
+            ("label index", label_P, shape[1]),
+            ("query row", query_P, shape[0]),
+        ):
             outside_P = (index_P < 0) | (index_P >= limit)
             if not self.by_uid:
-                kind = f"{'filter pair with a ' if self.are_filters else ''}{what} outside 0..{limit - 1}"
-                note(kind, self.at, np.flatnonzero(outside_P), f"{what.partition(' ')[0]} {{}}", index_P)
+                kind = (
+                    f"{'filter pair with a ' if self.are_filters else ''}{what} outside "
+                    f"0..{limit - 1}"
+                )
+                note(
+                    kind,
+                    self.at,
+                    np.flatnonzero(outside_P),
+                    f"{what.partition(' ')[0]} {{}}",
+                    index_P,
+                )
             bad_P |= outside_P
         with np.errstate(over="ignore", under="ignore"):
             value_P = self.value_P.astype(bool if self.are_filters else np.float32)
@@ -191,12 +230,21 @@ class Pairs:
             note(kind, self.at, np.flatnonzero(wrong_P), "label {}: {}", label_P, self.value_P)
             bad_P |= wrong_P
         good = np.flatnonzero(~bad_P) if bad_P.any() else slice(None)
-        query_P, label_P, value_P = query_P[good], label_P[good], value_P[good]
+        query_P = query_P[good]
+        label_P = label_P[good]
+        value_P = value_P[good]
         matrix = csr_matrix((value_P, (query_P, label_P)), shape=shape)
         if matrix.nnz < len(query_P) and not self.are_filters:
             _, first = np.unique(query_P.astype(np.int64) * shape[1] + label_P, return_index=True)
             repeated = np.delete(np.arange(len(bad_P))[good], first)
-            note("pair given twice", self.at, repeated, "query row {}, label {}", self.query_P, self.label_P)
+            note(
+                "pair given twice",
+                self.at,
+                repeated,
+                "query row {}, label {}",
+                self.query_P,
+                self.label_P,
+            )
         return matrix
 
 
@@ -210,10 +258,11 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
     """Read XMC sparse text: a header `N L`, then a line `label:relevance ...` per query.
 
     Raises:
-        DataError: the header or the number of rows does not match the texts. The header is checked before memory of its
-            size is allocated.
+        DataError: the header or the number of rows does not match the texts. The header is checked
+            before memory of its size is allocated.
     """
-    report, lines = source.report(path), read_lines(path, source.bounds)
+    report = source.report(path)
+    lines = read_lines(path, source.bounds)
     head = next(lines, (1, b""))[1].decode("utf-8", "replace").split()
     if head != [str(number) for number in shape]:
         what = "row counts differ: the header does not match the texts"
@@ -221,7 +270,10 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
             what = "not a header `N L`"
         expected = f"{shape[0]} {shape[1]}: queries and labels, as the text files have"
         raise DataError(what, where=f"{path}:1", got=repr(" ".join(head)[:60]), expected=expected)
-    query, label, value, number = array("i"), array("q"), array("d"), 1
+    query = array("i")
+    label = array("q")
+    value = array("d")
+    number = 1
     for number, line in lines:
         for token in line.split():
             try:
@@ -234,22 +286,32 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
             query.append(number - 2)
             value.append(pair[1])
     if number - 1 != shape[0]:
-        got, expected = f"{number - 1:,} rows", f"{shape[0]:,}, as in the header"
+        got = f"{number - 1:,} rows"
+        expected = f"{shape[0]:,}, as in the header"
         raise DataError("row counts differ", where=str(path), got=got, expected=expected)
     query_P = np.asarray(query)
-    return Pairs(source, (source.name(path), lambda p: query_P[p] + 2), query_P, np.asarray(label), np.asarray(value))
+    return Pairs(
+        source,
+        (source.name(path), lambda p: query_P[p] + 2),
+        query_P,
+        np.asarray(label),
+        np.asarray(value),
+    )
 
 
 def read_filter_text(source: Source, path: Path) -> Pairs:
     """Read a filter file: `query_row label_row` per line, 0-based, without header."""
-    report, numbers = source.report(path), array("q")
+    report = source.report(path)
+    numbers = array("q")
     for number, line in read_lines(path, source.bounds):
         try:
             query, label = map(int, line.split())
             numbers += array("q", (query, label, number))
         except (ValueError, OverflowError):
             if line.strip():
-                report("not `query_row label_row`", number, repr(line[:60].decode("utf-8", "replace")))
+                report(
+                    "not `query_row label_row`", number, repr(line[:60].decode("utf-8", "replace"))
+                )
     query_P, label_P, line_P = np.asarray(numbers, dtype=np.int64).reshape(-1, 3).T
     at = (source.name(path), line_P.__getitem__)
     return Pairs(source, at, query_P, label_P, np.ones(len(query_P)), are_filters=True)
@@ -259,7 +321,8 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
     """Read relevance from an npz file of `scipy.sparse.save_npz`.
 
     Raises:
-        DataError: not such a file, its unpacked size is too large, or its row counts differ from the texts.
+        DataError: not such a file, its unpacked size is too large, or its row counts differ from
+        the texts.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -274,9 +337,20 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
             value_P = pairs.data.astype(np.float64, casting="safe")
             at = (source.name(path), lambda p: next_line(pairs.row[p]))
             return Pairs(source, at, pairs.row, pairs.col, value_P)
-    except (zipfile.BadZipFile, MemoryError, ValueError, TypeError, OSError, KeyError, EOFError) as error:
+    except (
+        zipfile.BadZipFile,
+        MemoryError,
+        ValueError,
+        TypeError,
+        OSError,
+        KeyError,
+        EOFError,
+    ) as error:
         fix = "write it with scipy.sparse.save_npz"
-        raise DataError("not a sparse matrix in npz format", where=str(path), got=str(error)[:200], fix=fix) from error
+        raise DataError(
+            "not a sparse matrix in npz format", where=str(path), got=str(error)[:200], fix=fix
+        ) from error
     what = "row counts differ: the matrix does not match the texts"
-    got, expected = f"{stored} (queries, labels)", f"{shape}, as in the text files"
+    got = f"{stored} (queries, labels)"
+    expected = f"{shape}, as in the text files"
     raise DataError(what, where=str(path), got=got, expected=expected)

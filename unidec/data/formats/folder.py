@@ -1,8 +1,8 @@
-"""Finds the files of a layout in a folder. What stands in the place of a file but cannot be read is refused.
+"""Finds the files of a layout in a folder. What stands in the place of a file but cannot be read is
+refused.
 
-Such are dangling links, pipes and folders, a table in several part files, one packed with a method other than gzip, and
-two files for one table.
-"""
+Such are dangling links, pipes and folders, a table in several part files, one packed with a method
+other than gzip, and two files for one table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def find(root: Path, names: Sequence[str]) -> Path | None:
     for folder in {(root / name).parent for name in names} - {root}:
         if os.path.lexists(folder) and not folder.is_dir():
             fix = "correct or remove it"
-            raise DataError("a dangling link or a file instead of a folder", where=str(folder), fix=fix)
+            raise DataError(
+                "a dangling link or a file instead of a folder", where=str(folder), fix=fix
+            )
     paths = present(root, names)
     for path in paths:
         if path.is_dir() and (parts := _files_in(path)):
@@ -41,27 +43,38 @@ def find(root: Path, names: Sequence[str]) -> Path | None:
         check_file(path)
     if len(paths) > 1:
         got = ", ".join(path.relative_to(root).as_posix() for path in paths)
-        raise DataError("two files for the same table", where=str(root), got=got, fix="keep one of them")
+        raise DataError(
+            "two files for the same table", where=str(root), got=got, fix="keep one of them"
+        )
     if not paths:
         check_other_forms(root, names)
     return paths[0] if paths else None
 
 
 def check_other_forms(root: Path, names: Sequence[str]) -> None:
-    """Raise a DataError if the folder has one of these files in parts, or packed with another method than gzip."""
+    """Raise a DataError if the folder has one of these files in parts, or packed with another
+    method than gzip.
+    """
     for name in names:
         path = root / name
         packed = [path.with_name(path.name + suffix) for suffix in _PACKED]
         for other in filter(os.path.lexists, packed):
             fix = f"unpack it, or pack it with gzip: {path.name}.gz"
-            raise DataError("packed with a method that is not supported", where=str(other), expected=".gz", fix=fix)
+            raise DataError(
+                "packed with a method that is not supported",
+                where=str(other),
+                expected=".gz",
+                fix=fix,
+            )
         parts = list(_parts(path))
         if parts:
             raise _in_parts(path, parts)
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """Part files of a file that does not exist: in the folder `queries`, or beside it as `queries-00000-of-00002`."""
+    """Part files of a file that does not exist: in the folder `queries`, or beside it as
+    `queries-00000-of-00002`.
+    """
     pattern = re.compile(f"{re.escape(path.stem)}{_PART}{re.escape(path.suffix)}(\\.gz)?")
     folder = path.with_suffix("")
     if folder.is_dir():
@@ -71,21 +84,27 @@ def _parts(path: Path) -> Iterator[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith((".", "_")))
+    return sorted(
+        file for file in folder.iterdir() if file.is_file() and not file.name.startswith((".", "_"))
+    )
 
 
 def _in_parts(path: Path, parts: list[Path]) -> DataError:
     names = [part.relative_to(path.parent).as_posix() for part in parts]
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return DataError(
-        "a table in several part files", where=str(parts[0].parent), got=", ".join(names[:3]) + more,
-        expected=f"one file {path.name}", fix=f"join them: {_command(path, parts)}",
-    )  # fmt: skip
+        "a table in several part files",
+        where=str(parts[0].parent),
+        got=", ".join(names[:3]) + more,
+        expected=f"one file {path.name}",
+        fix=f"join them: {_command(path, parts)}",
+    )
 
 
 def _command(path: Path, parts: list[Path]) -> str:
     """A command, to be run in the folder of the raw files, that joins part files."""
-    kind, steps = path.suffix, []
+    kind = path.suffix
+    steps = []
     if path.is_dir():
         steps.append(f"mv {path.name} {path.stem}")
     beside = parts[0].parent == path.parent
@@ -94,7 +113,10 @@ def _command(path: Path, parts: list[Path]) -> str:
         steps.append(f"gunzip {files}.gz")
     if kind == ".parquet":
         read = f"d.dataset(sorted(glob.glob('{files}'))).to_table()"
-        code = f"import glob, pyarrow.dataset as d, pyarrow.parquet as p; p.write_table({read}, '{path.name}')"
+        code = (
+            f"import glob, pyarrow.dataset as d, pyarrow.parquet as p; p.write_table({read}, "
+            f"'{path.name}')"
+        )
         steps.append(f'python -c "{code}"')
     elif kind in (".csv", ".tsv"):
         steps.append(f"awk 'FNR > 1 || NR == 1' {files} > {path.name}")

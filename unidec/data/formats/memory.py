@@ -1,7 +1,7 @@
 """Queries, labels and pairs that are given in Python: lists, mappings, tables and matrices.
 
-They become tables of the layout `tables`, with the same checks and look-ups as its files. What could be read in two
-ways, or only in part, is refused. Errors name positions, counted from 0.
+They become tables of the layout `tables`, with the same checks and look-ups as its files. What
+could be read in two ways, or only in part, is refused. Errors name positions, counted from 0.
 
 Legend: P pairs.
 """
@@ -38,7 +38,10 @@ from unidec.errors import DataError
 _NAME = "memory"  # of a data set that was not read from files
 _IDS = ("id", "query_id", "label_id")
 _TABLES = "a list, a mapping of uid to text, or a table of pandas, polars, pyarrow or datasets"
-_PAIRS = "a list of (query, label) or (query, label, relevance), a table with these columns, or a sparse matrix"
+_PAIRS = (
+    "a list of (query, label) or (query, label, relevance), a table with these columns, or a "
+    "sparse matrix"
+)
 _MISSING = "the text is missing or empty"
 _AMBIGUOUS = "csr_matrix(pairs) for a matrix; [tuple(pair) for pair in pairs.tolist()] for pairs"
 
@@ -68,7 +71,9 @@ class PairMatrix:
 
     @classmethod
     def of(cls, given: Any) -> PairMatrix:
-        """From a sparse or a dense matrix; repeated entries are kept, and found as pairs that are given twice."""
+        """From a sparse or a dense matrix; repeated entries are kept, and found as pairs that are
+        given twice.
+        """
         matrix = coo_matrix(given)
         return cls(("pairs", lambda row_P: matrix.row[row_P]), matrix)
 
@@ -76,13 +81,19 @@ class PairMatrix:
         """The entries as pairs."""
         shape = (queries.num_rows, labels.num_rows)
         if self.matrix.shape != shape:
-            raise DataError("pairs have the wrong shape", where="pairs", got=self.matrix.shape, expected=shape)
+            raise DataError(
+                "pairs have the wrong shape", where="pairs", got=self.matrix.shape, expected=shape
+            )
         if self.matrix.dtype.kind not in "biuf":
-            got, expected = self.matrix.dtype, "numbers of at least 0"
-            raise DataError("the matrix does not hold numbers", where="pairs", got=got, expected=expected)
+            got = self.matrix.dtype
+            expected = "numbers of at least 0"
+            raise DataError(
+                "the matrix does not hold numbers", where="pairs", got=got, expected=expected
+            )
         value_P = self.matrix.data.astype(np.float64)
         stored = value_P != 0
-        row_P, label_P = self.matrix.row[stored], self.matrix.col[stored]
+        row_P = self.matrix.row[stored]
+        label_P = self.matrix.col[stored]
         at = (self.at[0], lambda place_P: row_P[place_P])
         return Pairs(source, at, row_P, label_P, value_P[stored])
 
@@ -95,10 +106,15 @@ def read_given(source: Given, queries: Any, labels: Any, pairs: Any) -> RawData:
         queries, labels: texts, see `text_table_of`. pairs: see `pairs_of`.
 
     Raises:
-        DataError: the data is none of the supported kinds, a column is missing or unknown, or a table has errors.
+        DataError: the data is none of the supported kinds, a column is missing or unknown, or a
+        table has errors.
     """
     query_table = text_table_of(source, queries, "queries", QUERY_COLUMNS)
-    label_table = labels if isinstance(labels, Table) else text_table_of(source, labels, "labels", LABEL_COLUMNS)
+    label_table = (
+        labels
+        if isinstance(labels, Table)
+        else text_table_of(source, labels, "labels", LABEL_COLUMNS)
+    )
     found = pairs_of(source, pairs, (query_table.num_rows, label_table.num_rows))
     return join_tables(source, query_table, label_table, found)
 
@@ -106,7 +122,9 @@ def read_given(source: Given, queries: Any, labels: Any, pairs: Any) -> RawData:
 def known_labels(uids: pa.Array, titles: pa.Array) -> Table:
     """The labels of a model as a table."""
     columns = {"id": uids, "text": titles}
-    chunked = {name: pa.chunked_array([column]).cast(pa.large_string()) for name, column in columns.items()}
+    chunked = {
+        name: pa.chunked_array([column]).cast(pa.large_string()) for name, column in columns.items()
+    }
     return Table(("labels", np.asarray), chunked, len(uids))
 
 
@@ -119,7 +137,8 @@ def listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, str | bytes):
         raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
     if isinstance(given, np.ndarray) and given.ndim != 1:
-        got, expected = f"an array of shape {given.shape}", "one dimension"
+        got = f"an array of shape {given.shape}"
+        expected = "one dimension"
         raise DataError("expected a list of texts", where=what, got=got, expected=expected)
     if isinstance(given, np.ndarray | pd.Series | pd.Index):
         return list(given.tolist())
@@ -130,15 +149,20 @@ def listed(given: Any, what: str) -> list[Any]:
     if hasattr(given, "to_list") and not hasattr(given, "columns"):  # a Series of polars
         return list(given.to_list())
     kind = type(given).__name__
-    raise DataError("expected a list of texts", where=what, got=kind, expected="a list", fix=f"list({what})")
+    raise DataError(
+        "expected a list of texts", where=what, got=kind, expected="a list", fix=f"list({what})"
+    )
 
 
-def text_table_of(source: Given, given: Any, what: str, columns: tuple[Sequence[str], Sequence[str]]) -> Table:
+def text_table_of(
+    source: Given, given: Any, what: str, columns: tuple[Sequence[str], Sequence[str]]
+) -> Table:
     """Texts as a table.
 
     Args:
-        given: a list (the uid of an entry is its position); a mapping of uid to text; a Series (its index holds the
-            uids); or a table with column `text` and, unless its index holds the uids, `id`.
+        given: a list (the uid of an entry is its position); a mapping of uid to text; a Series (its
+            index holds the uids); or a table with column `text` and, unless its index holds the
+            uids, `id`.
         what: "queries" or "labels".
         columns: the needed and the optional ones.
     """
@@ -147,7 +171,11 @@ def text_table_of(source: Given, given: Any, what: str, columns: tuple[Sequence[
         named = _id_and_text(given, what)
     elif "id" not in [name for name, _ in named]:
         num_rows = len(named[0][1]) if named else 0
-        uids = _index_uids(given.index, what) if isinstance(given, pd.DataFrame) else list(range(num_rows))
+        uids = (
+            _index_uids(given.index, what)
+            if isinstance(given, pd.DataFrame)
+            else list(range(num_rows))
+        )
         named = [("id", uids), *named]
     elif isinstance(given, pd.DataFrame):
         _refuse_named_index(given, what)
@@ -161,8 +189,9 @@ def pairs_of(source: Given, given: Any, shape: tuple[int, int]) -> Table | PairM
     """Pairs as a table, or a matrix.
 
     Args:
-        given: a table with columns query_id, label_id and optionally relevance and split; a list of tuples (query,
-            label) or (query, label, relevance); or a matrix [queries, labels], sparse or dense.
+        given: a table with columns query_id, label_id and optionally relevance and split; a list of
+            tuples (query, label) or (query, label, relevance); or a matrix [queries, labels],
+            sparse or dense.
         shape: numbers of queries and labels.
     """
     if issparse(given):
@@ -180,17 +209,31 @@ def pairs_of(source: Given, given: Any, shape: tuple[int, int]) -> Table | PairM
 def _columns_of(given: Any, what: str) -> list[tuple[str, list[Any]]] | None:
     """Names and values of a table's columns, in order; None if it is not a table."""
     if isinstance(given, pd.DataFrame):
-        return [(str(name), given.iloc[:, place].tolist()) for place, name in enumerate(given.columns)]
+        return [
+            (str(name), given.iloc[:, place].tolist()) for place, name in enumerate(given.columns)
+        ]
     names: Any = getattr(given, "column_names", getattr(given, "columns", None))
     if names is None:
         return None
     if isinstance(given, pa.RecordBatch) or hasattr(given, "__arrow_c_stream__"):
         table = pa.table(given)
-        return [(name, table.column(place).to_pylist()) for place, name in enumerate(table.column_names)]
-    if isinstance(names, list) and hasattr(given, "__len__") and hasattr(given, "__getitem__"):  # of datasets
+        return [
+            (name, table.column(place).to_pylist()) for place, name in enumerate(table.column_names)
+        ]
+    # of datasets
+    if isinstance(names, list) and hasattr(given, "__len__") and hasattr(given, "__getitem__"):
         return [(name, list(given[name])) for name in names]
-    fix = "give the table itself, in memory: .collect() (polars), .compute() (dask), one split (datasets)"
-    raise DataError("a table that cannot be read", where=what, got=type(given).__name__, expected=_TABLES, fix=fix)
+    fix = (
+        "give the table itself, in memory: .collect() (polars), .compute() (dask), one split "
+        "(datasets)"
+    )
+    raise DataError(
+        "a table that cannot be read",
+        where=what,
+        got=type(given).__name__,
+        expected=_TABLES,
+        fix=fix,
+    )
 
 
 def _id_and_text(given: Any, what: str) -> list[tuple[str, list[Any]]]:
@@ -207,7 +250,9 @@ def _index_uids(index: pd.Index, what: str) -> list[Any]:
     if isinstance(index, pd.MultiIndex):
         names = ", ".join(map(str, index.names))
         fix = f"{what}.reset_index(), with one column `id`"
-        raise DataError("an index of several levels cannot hold the uids", where=what, got=names, fix=fix)
+        raise DataError(
+            "an index of several levels cannot hold the uids", where=what, got=names, fix=fix
+        )
     return list(index.tolist())
 
 
@@ -216,23 +261,42 @@ def _refuse_named_index(frame: pd.DataFrame, what: str) -> None:
     names = [str(name) for name in frame.index.names if name is not None]
     if names or isinstance(frame.index, pd.MultiIndex):
         fix = f"{what}.reset_index() if it is needed, else {what}.reset_index(drop=True)"
-        raise DataError("the index would not be read", where=what, got=", ".join(names) or "several levels", fix=fix)
+        raise DataError(
+            "the index would not be read",
+            where=what,
+            got=", ".join(names) or "several levels",
+            fix=fix,
+        )
 
 
 def _list_of_pairs(source: Given, given: Any, num_queries: int) -> Table:
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence | Set):
         fix = "list(pairs)" if isinstance(given, Iterator) else None
-        raise DataError("pairs cannot be read", where="pairs", got=type(given).__name__, expected=_PAIRS, fix=fix)
+        raise DataError(
+            "pairs cannot be read",
+            where="pairs",
+            got=type(given).__name__,
+            expected=_PAIRS,
+            fix=fix,
+        )
     entries = list(given)
-    lengths = {len(entry) if isinstance(entry, tuple | list | np.ndarray) else 0 for entry in entries}
+    lengths = {
+        len(entry) if isinstance(entry, tuple | list | np.ndarray) else 0 for entry in entries
+    }
     if not lengths <= {2, 3} or len(lengths) > 1:
         wrong = next(n for n, entry in enumerate(entries) if not _is_pair(entry, lengths))
         got = repr(entries[wrong])[:80]
         raise DataError("not a pair", where=f"pairs, position {wrong}", got=got, expected=_PAIRS)
-    if entries and len(entries) == num_queries and not any(isinstance(entry, tuple) for entry in entries):
+    if (
+        entries
+        and len(entries) == num_queries
+        and not any(isinstance(entry, tuple) for entry in entries)
+    ):
         what = "ambiguous: as many lists as queries may be pairs, or the labels of each query"
         got = f"{len(entries)} lists of {len(entries[0])}"
-        raise DataError(what, where="pairs", got=got, fix="[tuple(pair) for pair in pairs] for pairs")
+        raise DataError(
+            what, where="pairs", got=got, fix="[tuple(pair) for pair in pairs] for pairs"
+        )
     names = ("query_id", "label_id", "relevance")
     columns = [list(column) for column in zip(*entries, strict=True)] or [[], []]
     return _table(source, "pairs", list(zip(names, columns, strict=False)), PAIR_COLUMNS)
@@ -245,23 +309,32 @@ def _is_pair(entry: Any, lengths: set[int]) -> bool:
 
 
 def _array_of_pairs(source: Given, given: np.ndarray, shape: tuple[int, int]) -> Table | PairMatrix:
-    """An array is a matrix by its shape, or a list of pairs if it holds ids in two or three columns."""
+    """An array is a matrix by its shape, or a list of pairs if it holds ids in two or three
+    columns.
+    """
     kind = given.dtype.kind
     is_matrix = kind in "biuf" and given.shape == shape
     is_pairs = kind in "iuUO" and given.ndim == 2 and given.shape[1] in (2, 3)
     if is_matrix and is_pairs:
-        what = "ambiguous: an array of this shape may be a matrix of queries and labels, or a list of pairs"
+        what = (
+            "ambiguous: an array of this shape may be a matrix of queries and labels, or a list "
+            "of pairs"
+        )
         raise DataError(what, where="pairs", got=given.shape, fix=_AMBIGUOUS)
     if is_matrix:
         return PairMatrix.of(given)
     if not is_pairs:
-        got, expected = f"{given.dtype} {given.shape}", f"{shape}, or whole numbers or texts in two columns"
+        got = f"{given.dtype} {given.shape}"
+        expected = f"{shape}, or whole numbers or texts in two columns"
         raise DataError("pairs have the wrong shape", where="pairs", got=got, expected=expected)
     return _list_of_pairs(source, list(map(tuple, given.tolist())), shape[0])
 
 
 def _table(
-    source: Given, what: str, named: list[tuple[str, list[Any]]], columns: tuple[Sequence[str], Sequence[str]]
+    source: Given,
+    what: str,
+    named: list[tuple[str, list[Any]]],
+    columns: tuple[Sequence[str], Sequence[str]],
 ) -> Table:
     """The table of these columns, after the checks of a file's header and rows."""
     names = [name for name, _ in named]
@@ -271,7 +344,9 @@ def _table(
     if unknown:
         fix = f"remove them: {what}[[{', '.join(repr(name) for name in names if name in allowed)}]]"
         expected = ", ".join(allowed)
-        raise DataError("unknown columns", where=what, got=", ".join(unknown)[:300], expected=expected, fix=fix)
+        raise DataError(
+            "unknown columns", where=what, got=", ".join(unknown)[:300], expected=expected, fix=fix
+        )
     lengths = {name: len(values) for name, values in named}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{name}: {length:,}" for name, length in lengths.items())
@@ -313,10 +388,14 @@ def _fault(name: str, value: Any) -> str | None:
     if isinstance(value, str) and not _is_unicode(value):
         return f"{name} is not valid Unicode"
     if value is None:
-        return None  # an id, a relevance or a split that is missing is found by the checks of all tables
+        # an id, a relevance or a split that is missing is found by the checks of all tables
+        return None
     if name in _IDS:
         if isinstance(value, float):
-            return f"{name} is a float: 7.0 is not the id 7 (pandas makes floats of ids beside missing values: Int64)"
+            return (
+                f"{name} is a float: 7.0 is not the id 7 (pandas makes floats of ids beside "
+                "missing values: Int64)"
+            )
         is_valid = isinstance(value, str | int) and not isinstance(value, bool)
         return None if is_valid else f"{name} is neither a text nor a whole number"
     if name == "relevance":

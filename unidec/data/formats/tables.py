@@ -1,7 +1,9 @@
 """Layouts in which pairs are given by uid: plain tables, and BEIR.
 
-tables: queries: id, text [, content] [, split]; labels: id, text [, content]; pairs: query_id, label_id [, relevance]
-[, split]; filters (optional): query_id, label_id. The split (train, validation, test) belongs to queries or pairs.
+tables: queries: id, text [, content] [, split]; labels: id, text [, content]; pairs: query_id,
+label_id [, relevance]
+[, split]; filters (optional): query_id, label_id. The split (train, validation, test) belongs to
+queries or pairs.
 
 BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 """
@@ -25,7 +27,9 @@ from unidec.data.raw import SPLITS, RawData, text_table
 from unidec.data.table_file import columns_missing, no_text, read_rows
 from unidec.errors import DataError
 
-MOST_ROWS, MOST_CHARS = 4096, 16 << 20  # rows and characters in memory as Python objects
+# rows and characters in memory as Python objects
+MOST_ROWS = 4096
+MOST_CHARS = 16 << 20
 QUERIES, LABELS, PAIRS, FILTERS = (
     [f"{stem}.{kind}" for kind in ("csv", "tsv", "parquet", "jsonl")]
     for stem in ("queries", "labels", "pairs", "filters")
@@ -33,7 +37,10 @@ QUERIES, LABELS, PAIRS, FILTERS = (
 QUERY_COLUMNS = ("id", "text"), ("content", "split")  # needed, optional
 LABEL_COLUMNS = ("id", "text"), ("content",)
 PAIR_COLUMNS = ("query_id", "label_id"), ("relevance", "split")
-QRELS = {split: f"qrels/{stem}.tsv" for split, stem in (("train", "train"), ("validation", "dev"), ("test", "test"))}
+QRELS = {
+    split: f"qrels/{stem}.tsv"
+    for split, stem in (("train", "train"), ("validation", "dev"), ("test", "test"))
+}
 
 
 class GivenPairs(Protocol):
@@ -61,8 +68,11 @@ class Table:
     columns: dict[str, pa.ChunkedArray]
     num_rows: int
 
-    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table, are_filters: bool = False) -> Pairs:
-        """The rows as pairs: the first two columns are the uids of query and label. Unknown uids are recorded.
+    def pairs(
+        self, source: Source, queries: pa.Table, labels: pa.Table, are_filters: bool = False
+    ) -> Pairs:
+        """The rows as pairs: the first two columns are the uids of query and label. Unknown uids
+        are recorded.
 
         The relevance is in column "relevance" or "score"; without such a column it is 1.
         """
@@ -76,12 +86,23 @@ class Table:
             unknown = np.flatnonzero(rows[-1] < 0)
             if len(unknown):
                 uids = self.columns[column].take(pa.array(unknown)).to_pylist()
-                _note_unknown(source, self.at, what, dict(zip(unknown.tolist(), uids, strict=True)), table["uid"])
-        return Pairs(source, self.at, rows[0], rows[1], value_P, by_uid=True, are_filters=are_filters)
+                _note_unknown(
+                    source,
+                    self.at,
+                    what,
+                    dict(zip(unknown.tolist(), uids, strict=True)),
+                    table["uid"],
+                )
+        return Pairs(
+            source, self.at, rows[0], rows[1], value_P, by_uid=True, are_filters=are_filters
+        )
 
-    def texts(self, source: Source, what: str, columns: Sequence[str] = ("id", "text", "content")) -> pa.Table:
-        """Table of uid, title and content from these columns, with checked uids. If all titles are empty, the contents
-        become the titles."""
+    def texts(
+        self, source: Source, what: str, columns: Sequence[str] = ("id", "text", "content")
+    ) -> pa.Table:
+        """Table of uid, title and content from these columns, with checked uids. If all titles are
+        empty, the contents become the titles.
+        """
         uids, titles, contents = (self.columns.get(column) for column in columns)
         check_uids(source, uids, self.at, what)
         if titles is None or not pc.any(pc.not_equal(titles, "")).as_py():
@@ -101,7 +122,8 @@ def _read_tables(source: Source) -> RawData:
 def join_tables(
     source: Source, queries: Table, labels: Table, pairs: GivenPairs, filters: Table | None = None
 ) -> RawData:
-    """The data set of these tables: pairs are looked up by uid, and each query belongs to one split.
+    """The data set of these tables: pairs are looked up by uid, and each query belongs to one
+    split.
 
     Raises:
         DataError: the tables have errors. Errors in the pairs are recorded in the source.
@@ -117,8 +139,12 @@ def join_tables(
     relevance = positives.matrix((query_texts.num_rows, label_texts.num_rows))
     filter_pairs = csr_matrix(relevance.shape, dtype=bool)
     if filters is not None:
-        filter_pairs = filters.pairs(source, query_texts, label_texts, are_filters=True).matrix(relevance.shape)
-    return _by_split(source, (queries.at, query_texts), label_texts, relevance, filter_pairs, split_N)
+        filter_pairs = filters.pairs(source, query_texts, label_texts, are_filters=True).matrix(
+            relevance.shape
+        )
+    return _by_split(
+        source, (queries.at, query_texts), label_texts, relevance, filter_pairs, split_N
+    )
 
 
 def _read_beir(source: Source) -> RawData:
@@ -127,17 +153,22 @@ def _read_beir(source: Source) -> RawData:
     table = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:])
     source.labels_at, corpus = table.at, table.texts(source, "label", columns)
     table = read_table(source, source.need("queries.jsonl"), ("_id",), columns[1:])
-    queries, split_N = table.texts(source, "query", columns), np.full(table.num_rows, "", dtype=object)
+    queries = table.texts(source, "query", columns)
+    split_N = np.full(table.num_rows, "", dtype=object)
     shape = (queries.num_rows, corpus.num_rows)
     relevance = csr_matrix(shape, dtype=np.float32)
     for split, file in QRELS.items():
         path = source.need(file) if split == "train" else source.find(file)
         if path is None:
             continue
-        pairs = read_table(source, path, ("query-id", "corpus-id", "score")).pairs(source, queries, corpus)
+        pairs = read_table(source, path, ("query-id", "corpus-id", "score")).pairs(
+            source, queries, corpus
+        )
         rows = np.unique(pairs.query_P[pairs.query_P >= 0])
         leaked = rows[(split_N[rows] != "") & (split_N[rows] != split)]
-        source.note_rows(f"query of another split again in {split} (leak)", table.at, leaked, "{}", split_N)
+        source.note_rows(
+            f"query of another split again in {split} (leak)", table.at, leaked, "{}", split_N
+        )
         split_N[rows] = split
         relevance += pairs.matrix(shape, zero_is_no_pair=True)
     filter_pairs = csr_matrix(shape, dtype=bool)
@@ -145,25 +176,37 @@ def _read_beir(source: Source) -> RawData:
 
 
 def _by_split(
-    source: Source, queries: tuple[tuple[str, Lines], pa.Table], labels: pa.Table, relevance: csr_matrix,
-    filter_pairs: csr_matrix, split_N: np.ndarray,
-) -> RawData:  # fmt: skip
+    source: Source,
+    queries: tuple[tuple[str, Lines], pa.Table],
+    labels: pa.Table,
+    relevance: csr_matrix,
+    filter_pairs: csr_matrix,
+    split_N: np.ndarray,
+) -> RawData:
     """Raw data with the queries of each split and their pairs."""
     (file, lines), table = queries
     rows_by_split = {split: np.flatnonzero(split_N == split) for split in SPLITS}
-    rows_by_split = {split: rows for split, rows in rows_by_split.items() if rows.size or split == "train"}
-    source.queries_at = {split: (file, lines(rows).__getitem__) for split, rows in rows_by_split.items()}
+    rows_by_split = {
+        split: rows for split, rows in rows_by_split.items() if rows.size or split == "train"
+    }
+    source.queries_at = {
+        split: (file, lines(rows).__getitem__) for split, rows in rows_by_split.items()
+    }
     texts = {split: table.take(rows) for split, rows in rows_by_split.items()}
     positives, filters = (
-        {split: csr_matrix(pairs[rows]) for split, rows in rows_by_split.items()} for pairs in (relevance, filter_pairs)
+        {split: csr_matrix(pairs[rows]) for split, rows in rows_by_split.items()}
+        for pairs in (relevance, filter_pairs)
     )
     return RawData(source.root.name, texts, labels, positives, filters)
 
 
 def read_table(
-    source: Source, path: Path, needed: Sequence[str], optional: Sequence[str] = (),
+    source: Source,
+    path: Path,
+    needed: Sequence[str],
+    optional: Sequence[str] = (),
     look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
-) -> Table:  # fmt: skip
+) -> Table:
     """Read columns of a file.
 
     Args:
@@ -172,8 +215,8 @@ def read_table(
         look: called with each row and its line.
 
     Raises:
-        DataError: a needed column is missing, a column is given twice, or the file cannot be read. Errors in single
-            rows are recorded in the source.
+        DataError: a needed column is missing, a column is given twice, or the file cannot be read.
+            Errors in single rows are recorded in the source.
     """
 
     def check(names: list[str]) -> None:
@@ -183,7 +226,9 @@ def read_table(
     return table_of(rows, source.name(path), source, (needed, optional), look=look)
 
 
-def check_columns(names: Sequence[str], needed: Sequence[str], optional: Sequence[str], where: str) -> None:
+def check_columns(
+    names: Sequence[str], needed: Sequence[str], optional: Sequence[str], where: str
+) -> None:
     """Raise a DataError if a needed column is missing, or a column is given twice."""
     count = Counter(names)
     missing = [column for column in needed if column not in count]
@@ -204,11 +249,14 @@ def table_of(
     *,
     look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
 ) -> Table:
-    """The table of these rows, each with its line; `columns` are the needed and the optional ones of `read_table`."""
+    """The table of these rows, each with its line; `columns` are the needed and the optional ones
+    of `read_table`.
+    """
     needed, optional = columns
     wanted = (*needed, *optional)
     block = _Block(source, name, needed, wanted)
-    tables, present = [block.take()], set(needed)
+    tables = [block.take()]
+    present = set(needed)
     for line, row in rows:
         look(row, line)
         present.update(column for column in optional if column in row)
@@ -219,7 +267,9 @@ def table_of(
     tables.append(block.take())
     table = pa.concat_tables(tables)
     columns_present = {column: table[column] for column in wanted if column in present}
-    return Table((block.name, np.concatenate(block.lines).__getitem__), columns_present, table.num_rows)
+    return Table(
+        (block.name, np.concatenate(block.lines).__getitem__), columns_present, table.num_rows
+    )
 
 
 class _Block:
@@ -229,8 +279,12 @@ class _Block:
         lines: arrays of the lines of all rows taken.
     """
 
-    def __init__(self, source: Source, name: str, needed: Sequence[str], wanted: Sequence[str]) -> None:
-        self.source, self.name, self.needed = source, name, needed
+    def __init__(
+        self, source: Source, name: str, needed: Sequence[str], wanted: Sequence[str]
+    ) -> None:
+        self.source = source
+        self.name = name
+        self.needed = needed
         self.texts: dict[str, list[str]] = {column: [] for column in wanted}
         self.lines: list[np.ndarray] = []
         self._new_lines: list[int] = []
@@ -253,11 +307,13 @@ class _Block:
         table = pa.table(columns, list(self.texts))
         self.lines.append(np.asarray(self._new_lines, dtype=np.int64))
         self.texts = {column: [] for column in self.texts}
-        self._new_lines, self._size = [], 0
+        self._new_lines = []
+        self._size = 0
         return table
 
     def _text(self, value: Any, column: str, line: int, row: dict[str, Any]) -> str:
-        """A value as text. One that is not a string or number, or a needed value that is missing, is noted and "".
+        """A value as text. One that is not a string or number, or a needed value that is missing,
+        is noted and "".
 
         NaN, which pandas writes for a missing value, is a missing value.
         """
@@ -268,7 +324,8 @@ class _Block:
         if value is not None and type(value) is not float:
             self.source.note(f"{column} is not a text", self.name, line, type(value).__name__)
             self.source.advise(no_text(value))
-        elif column in self.needed and row:  # an empty row was already noted: it is not a JSON object
+        # an empty row was already noted: it is not a JSON object
+        elif column in self.needed and row:
             self._note_missing(column, line, row)
         return ""
 
@@ -282,8 +339,11 @@ class _Block:
 def _note_unknown(
     source: Source, at: tuple[str, Lines], what: str, uids: dict[int, str], known: pa.ChunkedArray
 ) -> None:
-    """Record pairs with an unknown uid (by row), each with the known uid that it looks like, and the difference."""
-    lookalikes, differences = Known(known.to_pylist()), Counter[tuple[str, str]]()
+    """Record pairs with an unknown uid (by row), each with the known uid that it looks like, and
+    the difference.
+    """
+    lookalikes = Known(known.to_pylist())
+    differences = Counter[tuple[str, str]]()
     details: dict[int, str] = {}
     for row, uid in uids.items():
         details[row] = plain(uid)
@@ -291,21 +351,44 @@ def _note_unknown(
         if other is not None:
             details[row] = f"{visible(uid)}; there is a {what} {visible(other)}"
             differences[difference(uid, other)] += 1
-    source.note_rows(f"pair with an unknown {what}", at, np.fromiter(uids, np.int64, len(uids)), "uid {}", details)
+    source.note_rows(
+        f"pair with an unknown {what}",
+        at,
+        np.fromiter(uids, np.int64, len(uids)),
+        "uid {}",
+        details,
+    )
     for (words, fix), count in differences.items():
-        source.advise(f"{count:,} unknown {what} uid(s) differ from a known one only in {words}; {fix}")
+        source.advise(
+            f"{count:,} unknown {what} uid(s) differ from a known one only in {words}; {fix}"
+        )
 
 
-def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
+def check_uids(
+    source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, Lines], what: str
+) -> None:
     """Record every repeated and every empty uid."""
     rows = np.arange(len(uids))
-    first = pa.table({"uid": uids, "row": rows}).group_by("uid").aggregate([("row", "min")])["row_min"].to_numpy()
+    first = (
+        pa.table({"uid": uids, "row": rows})
+        .group_by("uid")
+        .aggregate([("row", "min")])["row_min"]
+        .to_numpy()
+    )
     empty = pc.equal(uids, "").to_numpy(zero_copy_only=False)
-    source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(empty | ~np.isin(rows, first)), "{}", uids)
+    source.note_rows(
+        f"{what} uid empty or given twice",
+        at,
+        np.flatnonzero(empty | ~np.isin(rows, first)),
+        "{}",
+        uids,
+    )
 
 
 def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Source) -> np.ndarray:
-    """Split of each query (object [N]): from the queries' column "split", else from the pairs', else "train"."""
+    """Split of each query (object [N]): from the queries' column "split", else from the pairs',
+    else "train".
+    """
     if "split" in queries.columns:
         split_N = _split_names(queries, source)
         if "split" in pairs.columns:
@@ -326,9 +409,13 @@ def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Sour
 
 
 def _split_names(table: Table | GivenPairs, source: Source) -> np.ndarray:
-    names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"])).to_numpy(zero_copy_only=False)
+    names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"])).to_numpy(
+        zero_copy_only=False
+    )
     unknown = np.flatnonzero(~np.isin(names.astype(str), SPLITS))
-    source.note_rows("split that is not train, validation or test", table.at, unknown, "{!r}", names)
+    source.note_rows(
+        "split that is not train, validation or test", table.at, unknown, "{!r}", names
+    )
     return names
 
 
@@ -346,6 +433,8 @@ LAYOUTS = {
         _read_beir,
     ),
     "tables": Layout(
-        "queries, labels and pairs, each .csv, .tsv, .parquet or .jsonl", (QUERIES, LABELS, PAIRS), _read_tables
+        "queries, labels and pairs, each .csv, .tsv, .parquet or .jsonl",
+        (QUERIES, LABELS, PAIRS),
+        _read_tables,
     ),
 }

@@ -1,7 +1,8 @@
-"""Layouts of the XMC repository and of PECOS: JSON lines, or one text per line with pairs as sparse text or npz.
+"""Layouts of the XMC repository and of PECOS: JSON lines, or one text per line with pairs as sparse
+text or npz.
 
-In files with one text per line the line is the title, the row number is the uid, and there is no content.
-"""
+In files with one text per line the line is the title, the row number is the uid, and there is no
+content."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from unidec.data.formats.files import (
     read_filter_text,
     read_npz,
     read_sparse_text,
-)  # fmt: skip
+)
 from unidec.data.formats.tables import check_uids, read_table
 from unidec.data.raw import RawData, row_uids, text_table
 from unidec.errors import DataError
@@ -36,20 +37,28 @@ Queries = tuple[pa.Table, tuple[str, Lines], Pairs]
 
 
 def _read(
-    source: Source, labels: pa.Table, files: Sequence[str], read_split: Callable[[Path, str, int], Queries],
+    source: Source,
+    labels: pa.Table,
+    files: Sequence[str],
+    read_split: Callable[[Path, str, int], Queries],
     pairs: Sequence[str] = (),
-) -> RawData:  # fmt: skip
+) -> RawData:
     """Training and test queries, with their pairs and filter pairs.
 
     Args:
         files: possible names of the files of queries, with {} for trn or tst.
-        read_split: reads the queries of a split from its file, its short name and the number of queries before it.
-        pairs: possible names of the files of pairs, with {}, if they are not in the files of queries.
+        read_split: reads the queries of a split from its file, its short name and the number of
+        queries before it.
+        pairs: possible names of the files of pairs, with {}, if they are not in the files of
+        queries.
 
     Raises:
         DataError: a file is missing: the training queries, or the test queries of pairs.
     """
-    queries, relevance, filters, first = {}, {}, {}, 0
+    queries = {}
+    relevance = {}
+    filters = {}
+    first = 0
     for split, short in SHORT.items():
         names = _named(files, short)
         filter_names = (f"filter_labels_{split}.txt", f"{short}_filter_labels.txt")
@@ -61,7 +70,9 @@ def _read(
         shape = (queries[split].num_rows, labels.num_rows)
         relevance[split] = positives.matrix(shape)
         path = source.find(*filter_names)
-        filters[split] = read_filter_text(source, path).matrix(shape) if path else csr_matrix(shape, dtype=bool)
+        filters[split] = (
+            read_filter_text(source, path).matrix(shape) if path else csr_matrix(shape, dtype=bool)
+        )
         first += shape[0]
     return RawData(source.root.name, queries, labels, relevance, filters)
 
@@ -71,8 +82,11 @@ def _check_no_pairs(source: Source, queries: Sequence[str], pairs: Sequence[str]
     for name in pairs:
         path = source.find(name)
         if path is not None:
-            expected, fix = " or ".join(queries), "add the queries, or remove this file"
-            raise DataError("pairs of queries that are missing", where=str(path), expected=expected, fix=fix)
+            expected = " or ".join(queries)
+            fix = "add the queries, or remove this file"
+            raise DataError(
+                "pairs of queries that are missing", where=str(path), expected=expected, fix=fix
+            )
 
 
 def _named(patterns: Sequence[str], short: str) -> list[str]:
@@ -82,12 +96,22 @@ def _named(patterns: Sequence[str], short: str) -> list[str]:
 def _read_json(source: Source) -> RawData:
     """Read {trn,tst,lbl}.json[.gz] with the keys uid, title, content, target_ind, target_rel."""
     labels, source.labels_at, _ = _read_objects(source, source.need("lbl.json"), "label", 0)
-    return _read(source, labels, ["{}.json"], lambda path, _, first: _read_objects(source, path, "query", first))
+    return _read(
+        source,
+        labels,
+        ["{}.json"],
+        lambda path, _, first: _read_objects(source, path, "query", first),
+    )
 
 
 def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
-    """Read texts, and the targets of queries. The uid of a row without one is its row number plus `first`."""
-    report, counts, labels, values = source.report(path), array("q"), array("q"), array("d")
+    """Read texts, and the targets of queries. The uid of a row without one is its row number plus
+    `first`.
+    """
+    report = source.report(path)
+    counts = array("q")
+    labels = array("q")
+    values = array("d")
 
     def add_targets(item: dict[str, Any], line: int) -> None:
         error, ind, rel = _targets(item) if what == "query" else ("", [], [])
@@ -110,12 +134,16 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
 
 def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
     """Error of an object ("": none), its target_ind, and its target_rel (all 1 if it has none)."""
-    ind, rel = item.get("target_ind"), item.get("target_rel")
+    ind = item.get("target_ind")
+    rel = item.get("target_rel")
     if not isinstance(ind, list) or not all(map(_is_small, ind)):
-        missing, kind = "no target_ind (use [] for a query without labels)", "target_ind is not a list of whole numbers"
+        missing = "no target_ind (use [] for a query without labels)"
+        kind = "target_ind is not a list of whole numbers"
         return (missing if "target_ind" not in item else kind) if item else "", [], []
     rel = [1.0] * len(ind) if rel is None else rel
-    if not isinstance(rel, list) or not all(type(number) is float or _is_small(number) for number in rel):
+    if not isinstance(rel, list) or not all(
+        type(number) is float or _is_small(number) for number in rel
+    ):
         return "target_rel is not a list of numbers", [], []
     if len(ind) != len(rel):
         return "target_ind and target_rel have different lengths", [], []
@@ -126,7 +154,9 @@ def _is_small(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**62
 
 
-def _read_lines(source: Source, labels: Sequence[str], queries: Sequence[str], pairs: Sequence[str]) -> RawData:
+def _read_lines(
+    source: Source, labels: Sequence[str], queries: Sequence[str], pairs: Sequence[str]
+) -> RawData:
     """Read files with these possible names; features (X.*.npz) are not read."""
 
     def texts(path: Path, first: int) -> tuple[pa.Table, tuple[str, Lines]]:
@@ -143,13 +173,19 @@ def _read_lines(source: Source, labels: Sequence[str], queries: Sequence[str], p
     return _read(source, label_texts, queries, read_split, pairs)
 
 
-def _text_layout(expected: str, labels: Sequence[str], queries: Sequence[str], pairs: Sequence[str]) -> Layout:
+def _text_layout(
+    expected: str, labels: Sequence[str], queries: Sequence[str], pairs: Sequence[str]
+) -> Layout:
     needs = (labels, _named([*queries, *pairs], "trn"))
-    return Layout(expected, needs, partial(_read_lines, labels=labels, queries=queries, pairs=pairs))
+    return Layout(
+        expected, needs, partial(_read_lines, labels=labels, queries=queries, pairs=pairs)
+    )
 
 
 LAYOUTS = {
-    "xmc-json": Layout("trn.json, lbl.json (and tst.json)", (["trn.json"], ["lbl.json"]), _read_json),
+    "xmc-json": Layout(
+        "trn.json, lbl.json (and tst.json)", (["trn.json"], ["lbl.json"]), _read_json
+    ),
     "xmc-text": _text_layout(
         "trn_X.txt, Y.txt (also in raw/), trn_X_Y.txt or Y.trn.npz (and the same with tst)",
         ["Y.txt", "raw/Y.txt"],
