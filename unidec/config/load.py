@@ -21,6 +21,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.addresses import without_credentials
+from unidec.config.data_sections import Validation
 from unidec.config.params import Params, leaves, nested, what_decides
 from unidec.config.section import Section
 from unidec.errors import ConfigError
@@ -35,6 +36,12 @@ MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "pa
 """The value that was probably meant, by key and given value, where names do not resemble each
 other.
 """
+
+MOVED = {"retrain.notify": "a Prefect automation on unidec.* events and failed runs"} | {
+    f"validation.{name}_severity": f'in one value with the share: validation.{name}: "0.01 warn"'
+    for name in Validation.model_fields
+}
+"""Keys that an earlier version had, with the new place and form of what they said."""
 
 KeyPath = tuple[str, ...]
 
@@ -368,14 +375,13 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     listed = ", ".join((section or Params).model_fields)
     if section is not None and not first:
         return problem(key, "not a section", short(value), f"keys under it: {listed}", origin)
+    if key in MOVED:
+        return problem(
+            key, "a key of an earlier version", short(value), None, origin, fix=MOVED[key]
+        )
     same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
     near = same_name[-1] if same_name else nearest(key, [*Params.model_fields, *known_keys()])
-    fix = (
-        "a Prefect automation on unidec.* events and failed runs"
-        if key == "retrain.notify"
-        else None
-    )
-    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near, fix)
+    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near)
 
 
 def to_yaml(params: Params) -> str:

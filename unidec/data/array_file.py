@@ -89,7 +89,7 @@ def load_csr(
         expected = f"0 to {shape[1] - 1}"
     if where is not None:
         what = f"the arrays of the {prefix.replace('_', ' ')}pairs do not match"
-        raise ArtifactError(what, where=str(where), got=got, expected=expected, fix=REBUILD)
+        raise ArtifactError(what, where=where, got=got, expected=expected, fix=REBUILD)
     matrix = csr_matrix((data, indices, indptr), shape=shape, copy=False)
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix

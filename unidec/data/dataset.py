@@ -218,7 +218,7 @@ def write_dataset(
 
 def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
     raise ArtifactError(
-        what, where=str(path), got=got, expected=expected, fix="run `unidec data ingest` again"
+        what, where=path, got=got, expected=expected, fix="run `unidec data ingest` again"
     )
 
 

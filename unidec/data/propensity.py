@@ -141,6 +141,6 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
         got = f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}"
         expected = meta.get("num_labels")
         raise ArtifactError(
-            "arrays of different lengths", where=str(root), got=got, expected=expected, fix=REBUILD
+            "arrays of different lengths", where=root, got=got, expected=expected, fix=REBUILD
         )
     return Propensity(inverse_L, count_L, group_L, float(meta["a"]), float(meta["b"]))

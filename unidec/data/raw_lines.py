@@ -89,7 +89,7 @@ def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
     if num_bytes > max(ALWAYS_UNPACKED, bounds.max_unpack_ratio * size):
         raise DataError(
             "the unpacked size of a compressed file is too large",
-            where=str(path),
+            where=path,
             got=f"{size:,} bytes unpack to {num_bytes:,} or more",
             expected=f"at most {bounds.max_unpack_ratio} times its size",
             fix="check the file; increase raw.max_unpack_ratio if it is valid",
@@ -121,12 +121,12 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
                 yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            "damaged gzip file", where=str(path), got=str(error), fix="fetch it again"
+            "damaged gzip file", where=path, got=str(error), fix="fetch it again"
         ) from error
     except OSError as error:
         fix = "check the file and its permissions"
         raise DataError(
-            "the file cannot be read", where=str(path), got=error.strerror or error, fix=fix
+            "the file cannot be read", where=path, got=error.strerror or error, fix=fix
         ) from error
 
 

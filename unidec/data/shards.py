@@ -75,7 +75,7 @@ class Work:
         except (OSError, ValueError, KeyError, TypeError) as error:
             fix = "run the command that wrote it again"
             raise ArtifactError(
-                "no readable plan of shards", where=str(path), got=str(error)[:200], fix=fix
+                "no readable plan of shards", where=path, got=error, fix=fix
             ) from error
 
     @property
@@ -146,7 +146,7 @@ def alone(folder: Path) -> Iterator[None]:
     )
     if foreign:
         what = "the folder for shards contains other files"
-        raise ArtifactError(what, where=str(folder), got=foreign[0], fix="move the folder away")
+        raise ArtifactError(what, where=folder, got=foreign[0], fix="move the folder away")
     try:
         with lock_file(folder / ".lock", timeout=0):
             try:
@@ -157,7 +157,7 @@ def alone(folder: Path) -> Iterator[None]:
     except Timeout as error:
         fix = "wait until it has finished, or end it"
         raise ArtifactError(
-            "another process is working in this folder", where=str(folder), fix=fix
+            "another process is working in this folder", where=folder, fix=fix
         ) from error
 
 

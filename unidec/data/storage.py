@@ -85,7 +85,7 @@ class NewerFormatError(ArtifactError):
 
 
 def _damaged(what: str, where: Path, got: object = None, expected: object = None) -> ArtifactError:
-    return ArtifactError(what, where=str(where), got=got, expected=expected, fix=REBUILD)
+    return ArtifactError(what, where=where, got=got, expected=expected, fix=REBUILD)
 
 
 @dataclass
@@ -192,7 +192,7 @@ def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
     except NotImplementedError as error:  # of filelock
         fix = "use a folder on another file system"
         raise ArtifactError(
-            "the file system has no locks", where=str(path), got=str(error)[:200], fix=fix
+            "the file system has no locks", where=path, got=error, fix=fix
         ) from error
     try:
         yield
@@ -249,7 +249,7 @@ def read_manifest(
     where = str(root / MANIFEST)
     if not root.is_dir():
         fix = f"check the path, or write it: {_WRITERS.get(kind, 'make train')}"
-        raise ArtifactError(f"no {kind} here", where=str(root), fix=fix)
+        raise ArtifactError(f"no {kind} here", where=root, fix=fix)
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
         raise ArtifactError(
@@ -276,7 +276,7 @@ def read_manifest(
             )
     if extra := sorted(found - set(manifest["files"])):
         raise ArtifactError(
-            "a file that the manifest does not list", where=str(root / extra[0]), fix="remove it"
+            "a file that the manifest does not list", where=root / extra[0], fix="remove it"
         )
     if manifest.keys() - _Manifest.model_fields.keys():
         raise _damaged("a damaged manifest", root / MANIFEST, "changed after it was written")
@@ -433,7 +433,7 @@ def folder_sha256(path: str | os.PathLike[str]) -> str:
     """
     root = Path(path)
     if not root.is_dir():
-        raise ArtifactError("no such folder", where=str(root), fix="check the path")
+        raise ArtifactError("no such folder", where=root, fix="check the path")
     with contextlib.suppress(ArtifactError):
         return manifest_sha256(_parse_manifest(root))
     return files_sha256(
@@ -472,7 +472,7 @@ def _files(root: Path) -> list[str]:
             names.append(path.relative_to(root).as_posix())
         elif not stat.S_ISDIR(mode):
             fix = "keep plain files only (DVC: cache.type copy)"
-            raise ArtifactError("a link or special file", where=str(path), fix=fix)
+            raise ArtifactError("a link or special file", where=path, fix=fix)
     return sorted(names)
 
 
@@ -576,4 +576,4 @@ def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
         what = "no space left on the disk"
         fix = "free some space, or choose another folder"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
-    return ArtifactError(what, where=str(path), got=got, expected=expected, fix=fix)
+    return ArtifactError(what, where=path, got=got, expected=expected, fix=fix)

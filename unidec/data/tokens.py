@@ -230,7 +230,7 @@ class TokenCache(Tokens):
             facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
             if any(type(number) is not int or number < 0 for number in facts):
                 what = "the manifest lacks facts of a token cache"
-                raise ArtifactError(what, where=str(root), got=str(meta)[:200], fix=REBUILD)
+                raise ArtifactError(what, where=root, got=str(meta)[:200], fix=REBUILD)
             vocab_size, pad_id, max_length, num_texts = facts
             offsets = load_array(root / "offsets.npy", np.int64)
             ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
@@ -246,7 +246,7 @@ class TokenCache(Tokens):
                     f"{num_texts} texts of at most {max_length} tokens, ids below {vocab_size}"
                 )
                 raise ArtifactError(
-                    what, where=str(root), got=f"{len(ids)} ids", expected=expected, fix=REBUILD
+                    what, where=root, got=f"{len(ids)} ids", expected=expected, fix=REBUILD
                 )
         cache = cls(ids, offsets, vocab_size, pad_id, max_length)
         cache.path = root
@@ -295,7 +295,7 @@ class TextTokenizer:
         if not self.file.is_file():
             raise ArtifactError(
                 "no tokenizer",
-                where=str(self.file),
+                where=self.file,
                 fix=(
                     "save the tokenizer in its fast form: "
                     "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
@@ -306,16 +306,14 @@ class TextTokenizer:
         except Exception as error:  # the Rust library raises plain Exception
             fix = "save it again: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             what = "not a readable tokenizer"
-            raise ArtifactError(
-                what, where=str(self.file), got=str(error)[:200], fix=fix
-            ) from error
+            raise ArtifactError(what, where=self.file, got=error, fix=fix) from error
         specials = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= specials:
             got = f"max_length {max_length}"
             expected = f"> {specials}"
             raise ArtifactError(
                 "no room for text beside the special tokens",
-                where=str(self.file),
+                where=self.file,
                 got=got,
                 expected=expected,
             )
@@ -380,7 +378,7 @@ def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
     where = f"text {next(faulty, -1)} of {len(texts)}"
     what = "the text cannot be tokenised"
     expected = "valid Unicode strings"
-    return DataError(what, where=where, got=str(error)[:200], expected=expected)
+    return DataError(what, where=where, got=error, expected=expected)
 
 
 def _id_dtype(vocab_size: int) -> np.dtype[Any]:
