@@ -43,6 +43,7 @@ MOVED = {"retrain.notify": "a Prefect automation on unidec.* events and failed r
 }
 """Keys that an earlier version had, with the new place and form of what they said."""
 
+_RECIPES = resources.files("unidec") / "recipes"
 KeyPath = tuple[str, ...]
 
 
@@ -152,12 +153,8 @@ def known_keys() -> list[str]:
 
 def recipe_names() -> list[str]:
     """Names of the shipped recipes."""
-    folder = resources.files("unidec") / "recipes"
-    return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
-    )
+    files = [entry.name for entry in _RECIPES.iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
 
 
 def load_params(
@@ -176,14 +173,13 @@ def load_params(
         ConfigError: reports all problems together, each with key path, value, expected values and
         the nearest name.
     """
-    raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
-    values = _given(raw) | dict(overrides or {})
+    overrides = overrides or {}
     if path is None:
-        return build_params(values, {}, "")
-    origin = {".".join(key): f"line {line}" for key, line in lines.items()} | dict.fromkeys(
-        overrides or {}, "--set"
-    )
-    return build_params(values, origin, str(path))
+        return build_params(overrides, {}, "")
+    raw, lines = read_yaml(Path(path))
+    origin = {".".join(key): f"line {line}" for key, line in lines.items()}
+    origin |= dict.fromkeys(overrides, "--set")
+    return build_params(_given(raw) | dict(overrides), origin, str(path))
 
 
 def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
@@ -201,7 +197,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     recipe = values.get("recipe")
     names = recipe_names()
     if recipe in names:
-        with resources.as_file(resources.files("unidec") / "recipes" / f"{recipe}.yaml") as path:
+        with resources.as_file(_RECIPES / f"{recipe}.yaml") as path:
             values = _given(read_yaml(path)[0]) | dict(values)
     elif isinstance(recipe, str):
         expected = f"one of {', '.join(names)}"
@@ -209,31 +205,34 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
         problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
     for key, value in values.items():
         if any(without_credentials(text) != text for text in _texts(value)):
-            what = "a password or token in a parameter"
-            expected = "an address without credentials"
-            fix = (
-                "set it in the environment; source.secrets names Prefect secrets for DVC's "
-                "processes"
+            problems.append(
+                problem(
+                    key,
+                    "a password or token in a parameter",
+                    short(value),
+                    "an address without credentials",
+                    origin,
+                    fix="set it in the environment; source.secrets names Prefect secrets for DVC's "
+                    "processes",
+                )
             )
-            problems.append(problem(key, what, short(value), expected, origin, fix=fix))
         if key not in known:
             problems.append(_no_such_key(key, value, origin))
-    known_values = {key: value for key, value in values.items() if key in known}
+    valid = {key: value for key, value in values.items() if key in known}
     wrong: dict[str, str] = {}
     try:
-        params = Params.model_validate(nested(known_values))
+        params = Params.model_validate(nested(valid))
     except ValidationError as error:
         wrong = _wrong_values(error, origin)
         # with the defaults in place of wrong values, the other values can be checked for conflicts
-        params = Params.model_validate(
-            nested({key: value for key, value in known_values.items() if key not in wrong})
-        )
+        valid = {key: value for key, value in valid.items() if key not in wrong}
+        params = Params.model_validate(nested(valid))
     problems += wrong.values()
-    valid = dict(leaves(params))
+    found = dict(leaves(params))
     for conflict in params.conflicts():
         keys = conflict.keys.split()
-        if not wrong.keys() & set(keys):
-            got = ", ".join(f"{key} = {valid[key]!r}" for key in keys)
+        if wrong.keys().isdisjoint(keys):
+            got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
             problems.append(problem(keys[0], conflict.what, got, None, origin, fix=conflict.fix))
     if problems:
         raise ParamsError(problems, where)
@@ -244,14 +243,9 @@ def _texts(value: Any) -> list[str]:
     """The texts in a value, without the keys of a mapping: those of `source.secrets` are names of
     variables.
     """
-    parts = (
-        list(value.values())
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list)
-        else [value]
-    )
-    return [str(part) for part in parts]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return list(map(str, value)) if isinstance(value, list) else [str(value)]
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, Any]:
@@ -262,24 +256,19 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
     """
     overrides: dict[str, Any] = {}
     for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(
-                "not an assignment", where="--set", got=assignment, expected="section.key=value"
-            )
-        if key.strip() in overrides:
-            raise ConfigError(
-                f"{key.strip()} is set twice",
-                where="--set",
-                got=assignment,
-                fix="keep one of the two",
-            )
+        name, equals, text = assignment.partition("=")
+        key = name.strip()
+        if not equals or not key:
+            expected = "section.key=value"
+            raise ConfigError("not an assignment", where="--set", got=assignment, expected=expected)
+        if key in overrides:
+            fix = "keep one of the two"
+            raise ConfigError(f"{key} is set twice", where="--set", got=assignment, fix=fix)
         try:
-            overrides[key.strip()] = YAML(typ="safe", pure=True).load(text)
+            overrides[key] = YAML(typ="safe", pure=True).load(text)
         except (YAMLError, ValueError) as error:
-            raise ConfigError(
-                "not a YAML value", got=text, expected="a number, a word, true or false"
-            ) from error
+            expected = "a number, a word, true or false"
+            raise ConfigError("not a YAML value", got=text, expected=expected) from error
     return overrides
 
 
@@ -336,12 +325,9 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
         if section is None:
             given[str(name)] = value
         elif isinstance(value, dict):
-            known = section.model_fields
-            given |= {
-                f"{name}.{key}": leaf
-                for key, leaf in value.items()
-                if leaf is not None or key not in known
-            }
+            for key, leaf in value.items():
+                if leaf is not None or key not in section.model_fields:
+                    given[f"{name}.{key}"] = leaf
         elif value is not None:
             given[name] = value
     return given
@@ -353,35 +339,34 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
     for detail in error.errors(include_url=False):
         # further parts are added by pydantic (the member of a union)
         names = [str(part) for part in detail["loc"]]
-        wrong.setdefault(".".join(names[: 2 if _section(names[0]) else 1]), []).append(detail)
+        depth = 2 if _section(names[0]) else 1
+        wrong.setdefault(".".join(names[:depth]), []).append(detail)
     problems = {}
-    for key, group in wrong.items():
-        got = group[0]["input"]
-        expected = " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
-        choices = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
-        near = (
-            MEANT.get((key, got)) or nearest(got, choices.split("'")[1::2])
-            if isinstance(got, str)
-            else None
-        )
+    for key, details in wrong.items():
+        got = details[0]["input"]
+        expected = " or ".join(dict.fromkeys(map(valid_values, details)))
+        near = None
+        if isinstance(got, str):
+            quoted = "".join(detail.get("ctx", {}).get("expected", "") for detail in details)
+            near = MEANT.get((key, got)) or nearest(got, quoted.split("'")[1::2])
         problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
     return problems
 
 
 def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
+    got = short(value)
+    if key in MOVED:
+        what = "a key of an earlier version"
+        return problem(key, what, got, None, origin, fix=MOVED[key])
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)
     if section is not None and not first:
-        return problem(key, "not a section", short(value), f"keys under it: {listed}", origin)
-    if key in MOVED:
-        return problem(
-            key, "a key of an earlier version", short(value), None, origin, fix=MOVED[key]
-        )
+        return problem(key, "not a section", got, f"keys under it: {listed}", origin)
     same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
     near = same_name[-1] if same_name else nearest(key, [*Params.model_fields, *known_keys()])
-    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near)
+    return problem(key, "unknown key", got, f"one of {listed}", origin, near)
 
 
 def to_yaml(params: Params) -> str:
@@ -398,12 +383,11 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
     schema = Params.model_json_schema()
     for key, default in leaves(Params()):
         section, _, name = key.rpartition(".")
-        group = (
-            schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
-            if section
-            else schema
-        )
-        entry = group["properties"][name or key]
+        group = schema
+        if section:
+            reference = schema["properties"][section]["$ref"]
+            group = schema["$defs"][reference.rpartition("/")[2]]
+        entry = group["properties"][name]
         yield key, json.dumps(default), _takes(entry), entry.get("description", "")
 
 

@@ -134,9 +134,9 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
     root = Path(path)
     with verify_once(root, verify) as needed:
         meta = read_manifest(root, KIND, VERSION, needed)["meta"]
-    inverse_L = load_array(root / "inverse_propensity.npy", np.float64, mmap=False)
-    count_L = load_array(root / "label_counts.npy", np.int64, mmap=False)
-    group_L = load_array(root / "group.npy", np.int8, mmap=False)
+    inverse_L = np.array(load_array(root / "inverse_propensity.npy", np.float64))
+    count_L = np.array(load_array(root / "label_counts.npy", np.int64))
+    group_L = np.array(load_array(root / "group.npy", np.int8))
     if not (len(inverse_L) == len(count_L) == len(group_L) == meta.get("num_labels")):
         got = f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}"
         expected = meta.get("num_labels")
