@@ -39,10 +39,8 @@ class Data(Section):
     )
     validation_share: Annotated[float, Field(ge=0, lt=0.5)] = key(
         0.05,
-        (
-            "share of the training queries held out for validation, if the data has no "
-            "validation split"
-        ),
+        "share of the training queries held out for validation, if the data has no "
+        "validation split",
     )
     validation_sample: CountOrZero = key(
         0, "training queries to compute metrics on if there is no validation split", "evaluation"
@@ -153,10 +151,8 @@ class LabelGraph(Section):
 
     kind: Literal["cooccurrence", "random-walk", "glas", "self"] = key(
         "cooccurrence",
-        (
-            "soft targets by shared queries, by random walks, symmetric (GLaS), or the label "
-            "itself only"
-        ),
+        "soft targets by shared queries, by random walks, symmetric (GLaS), or the label "
+        "itself only",
     )
     threshold: Share = key(0.1, "delta: soft targets below this value are set to 0")
     share: Annotated[float, Field(gt=0, le=1)] = key(
@@ -177,10 +173,8 @@ class Source(Section):
     )
     path: str = key(
         "",
-        (
-            "kind folder: its path; kind dvc: the DVC target, such as data/raw/mine or "
-            "data/raw/mine.dvc"
-        ),
+        "kind folder: its path; kind dvc: the DVC target, such as data/raw/mine or "
+        "data/raw/mine.dvc",
     )
     queries: str = key("", "kind files: path of the table of queries (csv, tsv, parquet, jsonl)")
     labels: str = key("", "kind files: path of the table of labels")
@@ -194,12 +188,14 @@ class Source(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.kind in ("folder", "dvc") and not self.path:
-            fix = "source.path: the folder, or DVC's target; or source.kind: none"
-            yield Conflict("source.path source.kind", "the source has no path", fix)
-        if self.kind == "files" and not (self.queries and self.labels and self.pairs):
-            keys = "source.queries source.labels source.pairs source.kind"
             yield Conflict(
-                keys,
+                "source.path source.kind",
+                "the source has no path",
+                "source.path: the folder, or DVC's target; or source.kind: none",
+            )
+        if self.kind == "files" and not (self.queries and self.labels and self.pairs):
+            yield Conflict(
+                "source.queries source.labels source.pairs source.kind",
                 "a data set consists of three tables",
                 "all three tables, or source.kind: none",
             )

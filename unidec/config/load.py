@@ -73,11 +73,12 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         lines = dict(_lines(node, ()))
         value = {} if node is None else yaml.constructor.construct_document(node)
     except OSError as error:
-        fix = (
-            "run in the folder that holds params.yaml, name one with --params, or write one: "
-            "unidec init DIR"
-        )
-        raise ConfigError(f"cannot be read: {error.strerror}", where=where, fix=fix) from error
+        raise ConfigError(
+            f"cannot be read: {error.strerror}",
+            where=where,
+            fix="run in the folder that holds params.yaml, name one with --params, or write one: "
+            "unidec init DIR",
+        ) from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(
@@ -86,8 +87,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where += f":{mark.line + 1}" if mark else ""
-        what = f"invalid YAML: {error.problem or error.context}"
-        raise ConfigError(what, where=where, fix="correct this line or the one before") from error
+        raise ConfigError(
+            f"invalid YAML: {error.problem or error.context}",
+            where=where,
+            fix="correct this line or the one before",
+        ) from error
     except (YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"invalid YAML: {error}", where=where, expected="key: value") from error
     if not isinstance(value or {}, dict):
@@ -202,7 +206,9 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     elif isinstance(recipe, str):
         expected = f"one of {', '.join(names)}"
         near = nearest(recipe, names)
-        problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
+        problems.append(
+            problem("recipe", "no such recipe", short(recipe), expected, origin, near=near)
+        )
     for key, value in values.items():
         if any(without_credentials(text) != text for text in _texts(value)):
             problems.append(
@@ -259,16 +265,19 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
         name, equals, text = assignment.partition("=")
         key = name.strip()
         if not equals or not key:
-            expected = "section.key=value"
-            raise ConfigError("not an assignment", where="--set", got=assignment, expected=expected)
+            raise ConfigError(
+                "not an assignment", where="--set", got=assignment, expected="section.key=value"
+            )
         if key in overrides:
-            fix = "keep one of the two"
-            raise ConfigError(f"{key} is set twice", where="--set", got=assignment, fix=fix)
+            raise ConfigError(
+                f"{key} is set twice", where="--set", got=assignment, fix="keep one of the two"
+            )
         try:
             overrides[key] = YAML(typ="safe", pure=True).load(text)
         except (YAMLError, ValueError) as error:
-            expected = "a number, a word, true or false"
-            raise ConfigError("not a YAML value", got=text, expected=expected) from error
+            raise ConfigError(
+                "not a YAML value", got=text, expected="a number, a word, true or false"
+            ) from error
     return overrides
 
 
@@ -349,7 +358,7 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
         if isinstance(got, str):
             quoted = "".join(detail.get("ctx", {}).get("expected", "") for detail in details)
             near = MEANT.get((key, got)) or nearest(got, quoted.split("'")[1::2])
-        problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
+        problems[key] = problem(key, "wrong value", short(got), expected, origin, near=near)
     return problems
 
 
@@ -357,8 +366,7 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
     got = short(value)
     if key in MOVED:
-        what = "a key of an earlier version"
-        return problem(key, what, got, None, origin, fix=MOVED[key])
+        return problem(key, "a key of an earlier version", got, None, origin, fix=MOVED[key])
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)
@@ -366,7 +374,7 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
         return problem(key, "not a section", got, f"keys under it: {listed}", origin)
     same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
     near = same_name[-1] if same_name else nearest(key, [*Params.model_fields, *known_keys()])
-    return problem(key, "unknown key", got, f"one of {listed}", origin, near)
+    return problem(key, "unknown key", got, f"one of {listed}", origin, near=near)
 
 
 def to_yaml(params: Params) -> str:

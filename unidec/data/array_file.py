@@ -73,15 +73,19 @@ def load_csr(
     num_rows, num_columns = shape
 
     def refuse(where: Path, got: str, expected: str) -> None:
-        what = f"the arrays of the {prefix.replace('_', ' ')}pairs do not match"
-        raise ArtifactError(what, where=where, got=got, expected=expected, fix=REBUILD)
+        raise ArtifactError(
+            f"the arrays of the {prefix.replace('_', ' ')}pairs do not match",
+            where=where,
+            got=got,
+            expected=expected,
+            fix=REBUILD,
+        )
 
     is_ascending = not check or (np.diff(indptr) >= 0).all()
     if len(indptr) != num_rows + 1 or indptr[0] != 0 or not is_ascending:
         refuse(starts, f"{len(indptr)} row starts", f"{num_rows + 1}, ascending from 0")
     if not indptr[-1] == len(indices) == len(data):
-        got = f"{len(indices)} columns, {len(data)} values"
-        refuse(starts, got, f"{int(indptr[-1])} of each")
+        refuse(starts, f"{len(indices)} columns, {len(data)} values", f"{int(indptr[-1])} of each")
     if check and len(indices) and not 0 <= indices.min() <= indices.max() < num_columns:
         refuse(columns, f"column {indices.max()}", f"0 to {num_columns - 1}")
     matrix = csr_matrix((data, indices, indptr), shape=shape, copy=False)

@@ -73,8 +73,7 @@ class XMCDataset:
         self.split_N = load_array(splits, np.uint8)
         num_rows = len(self.split_N)
         if num_rows != self.num_queries:
-            what = "number of rows differs from the queries"
-            _refuse(splits, what, num_rows, self.num_queries)
+            _refuse(splits, "number of rows differs from the queries", num_rows, self.num_queries)
         if check and num_rows and (last := int(self.split_N.max())) >= len(SPLITS):
             _refuse(splits, "an unknown split", last, f"at most {len(SPLITS) - 1}")
         shape = (self.num_queries, self.num_labels)
@@ -193,8 +192,9 @@ def write_dataset(
 
 
 def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
-    fix = "run `unidec data ingest` again"
-    raise ArtifactError(what, where=path, got=got, expected=expected, fix=fix)
+    raise ArtifactError(
+        what, where=path, got=got, expected=expected, fix="run `unidec data ingest` again"
+    )
 
 
 def write_texts_table(path: Path, table: pa.Table) -> None:

@@ -194,5 +194,6 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        fix = "write or copy the file again"
-        raise DataError("not a readable Parquet file", where=path, got=error, fix=fix) from error
+        raise DataError(
+            "not a readable Parquet file", where=path, got=error, fix="write or copy the file again"
+        ) from error

@@ -68,9 +68,11 @@ def inverse_propensity(
     """
     count_L = np.asarray(label_counts_L, dtype=np.float64)
     if not (count_L >= 0).all() or not a > 0 or not b >= 0:
-        got = f"A = {a}, B = {b}"
-        expected = "label counts >= 0, A > 0 and B >= 0"
-        raise DataError("propensities cannot be computed", got=got, expected=expected)
+        raise DataError(
+            "propensities cannot be computed",
+            got=f"A = {a}, B = {b}",
+            expected="label counts >= 0, A > 0 and B >= 0",
+        )
     if b == 0:
         count_L = np.maximum(count_L, 1.0)
     c = max(float(np.log(max(num_train, 1))) - 1.0, 0.0) * (b + 1.0) ** a

@@ -42,14 +42,18 @@ def check_file(path: Path) -> None:
     except FileNotFoundError as error:
         if not path.is_symlink():
             raise DataError("no such file", where=where, fix="check the path") from error
-        fix = "correct the link, or remove it"
         raise DataError(
-            "a link to a missing file", where=where, got=f"-> {os.readlink(path)}", fix=fix
+            "a link to a missing file",
+            where=where,
+            got=f"-> {os.readlink(path)}",
+            fix="correct the link, or remove it",
         ) from error
     except OSError as error:
-        fix = "correct or remove it, or grant the permission to read it"
         raise DataError(
-            "the file cannot be read", where=where, got=error.strerror, fix=fix
+            "the file cannot be read",
+            where=where,
+            got=error.strerror,
+            fix="correct or remove it, or grant the permission to read it",
         ) from error
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
@@ -124,9 +128,11 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
             "damaged gzip file", where=path, got=str(error), fix="fetch it again"
         ) from error
     except OSError as error:
-        fix = "check the file and its permissions"
         raise DataError(
-            "the file cannot be read", where=path, got=error.strerror or error, fix=fix
+            "the file cannot be read",
+            where=path,
+            got=error.strerror or error,
+            fix="check the file and its permissions",
         ) from error
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidec.data.storage import Folder, lock_file, read_manifest, write_folder, write_json
+from unidec.data.file_lock import lock_file
+from unidec.data.storage import Folder, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError, ConfigError
 from unidec.version import __version__
 
@@ -73,9 +74,11 @@ class Work:
             plan = json.loads(path.read_bytes())
             return cls(path.parent, plan["key"], tuple(plan["bounds"]), plan["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            fix = "run the command that wrote it again"
             raise ArtifactError(
-                "no readable plan of shards", where=path, got=error, fix=fix
+                "no readable plan of shards",
+                where=path,
+                got=error,
+                fix="run the command that wrote it again",
             ) from error
 
     @property
@@ -145,8 +148,12 @@ def alone(folder: Path) -> Iterator[None]:
         path.name for path in folder.glob("*") if not _KNOWN_NAMES.fullmatch(path.name)
     )
     if foreign:
-        what = "the folder for shards contains other files"
-        raise ArtifactError(what, where=folder, got=foreign[0], fix="move the folder away")
+        raise ArtifactError(
+            "the folder for shards contains other files",
+            where=folder,
+            got=foreign[0],
+            fix="move the folder away",
+        )
     try:
         with lock_file(folder / ".lock", timeout=0):
             try:
@@ -155,9 +162,10 @@ def alone(folder: Path) -> Iterator[None]:
                 if not (folder / PLAN).exists():  # no work has begun, or all work is done
                     shutil.rmtree(folder, ignore_errors=True)
     except Timeout as error:
-        fix = "wait until it has finished, or end it"
         raise ArtifactError(
-            "another process is working in this folder", where=folder, fix=fix
+            "another process is working in this folder",
+            where=folder,
+            fix="wait until it has finished, or end it",
         ) from error
 
 

@@ -135,7 +135,7 @@ def swap_folder(
         remove(temporary)
         temporary.mkdir()
     except OSError as error:
-        raise _storage_error(final, error, num_bytes) from error
+        raise storage_error(final, error, num_bytes) from error
     try:
         yield temporary
         folders = [folder for folder, _, _ in os.walk(temporary)]
@@ -147,40 +147,9 @@ def swap_folder(
         if error.errno not in _DISK_ERRORS:
             raise
         written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
-        raise _storage_error(final, error, max(num_bytes, written)) from error
+        raise storage_error(final, error, max(num_bytes, written)) from error
     finally:
         remove(temporary)
-
-
-@contextlib.contextmanager
-def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock file, in a folder that is created. The system releases it with its process.
-
-    Args:
-        timeout: seconds to wait for another process; below 0: without limit.
-
-    Raises:
-        ArtifactError: the file cannot be written, or its file system has no locks.
-        filelock.Timeout: another process holds it.
-    """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path, timeout=timeout)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise
-    except OSError as error:
-        raise _storage_error(path, error) from error
-    except NotImplementedError as error:  # of filelock
-        what = "the file system has no locks"
-        fix = "use a folder on another file system"
-        raise ArtifactError(what, where=path, got=error, fix=fix) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def write_manifest(
@@ -230,8 +199,11 @@ def read_manifest(
     root = Path(path)
     where = root / MANIFEST
     if not root.is_dir():
-        fix = f"check the path, or write it: {_WRITERS.get(kind, 'make train')}"
-        raise ArtifactError(f"no {kind} here", where=root, fix=fix)
+        raise ArtifactError(
+            f"no {kind} here",
+            where=root,
+            fix=f"check the path, or write it: {_WRITERS.get(kind, 'make train')}",
+        )
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
         got = str(manifest["kind"])[:80]
@@ -270,8 +242,9 @@ def _check_files(root: Path, files: Mapping[str, Any]) -> None:
         if size != expected:
             raise _damaged("a file is damaged", root / name, f"{size} bytes", f"{expected} bytes")
     if extra := sorted(found - files.keys()):
-        what = "a file that the manifest does not list"
-        raise ArtifactError(what, where=root / extra[0], fix="remove it")
+        raise ArtifactError(
+            "a file that the manifest does not list", where=root / extra[0], fix="remove it"
+        )
 
 
 def _check_hashes(root: Path, files: Mapping[str, Any]) -> None:
@@ -344,7 +317,7 @@ def write_file(
         os.replace(temporary, final)
         _fsync(final.parent)
     except OSError as error:
-        raise _storage_error(final, error, num_bytes) from error
+        raise storage_error(final, error, num_bytes) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -387,8 +360,12 @@ def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1) -
     kind = getattr(array, "dtype", type(array))
     shape = getattr(array, "shape", ())
     if kind != (dtype or kind) or len(shape) != ndim:
-        expected = f"{np.dtype(dtype or kind)} with {ndim} dimension(s)"
-        raise _damaged("array of another type", Path(path), f"{kind} {shape}", expected)
+        raise _damaged(
+            "array of another type",
+            Path(path),
+            f"{kind} {shape}",
+            f"{np.dtype(dtype or kind)} with {ndim} dimension(s)",
+        )
     return array
 
 
@@ -427,8 +404,12 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
         raise _damaged("no manifest: the folder was not written by unidec, or is incomplete", path)
     size = path.stat().st_size
     if size > MAX_MANIFEST_BYTES:
-        expected = f"at most {MAX_MANIFEST_BYTES:,} bytes"
-        raise _damaged("a manifest of impossible size", path, f"{size:,} bytes", expected)
+        raise _damaged(
+            "a manifest of impossible size",
+            path,
+            f"{size:,} bytes",
+            f"at most {MAX_MANIFEST_BYTES:,} bytes",
+        )
     data = path.read_bytes()
     seal = _SEAL.search(data)
     try:
@@ -450,8 +431,11 @@ def _files(root: Path) -> list[str]:
         if stat.S_ISREG(mode):
             names.append(path.relative_to(root).as_posix())
         elif not stat.S_ISDIR(mode):
-            fix = "keep plain files only (DVC: cache.type copy)"
-            raise ArtifactError("a link or special file", where=path, fix=fix)
+            raise ArtifactError(
+                "a link or special file",
+                where=path,
+                fix="keep plain files only (DVC: cache.type copy)",
+            )
     return sorted(names)
 
 
@@ -485,7 +469,8 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _storage_error(path: Path, error: OSError, num_bytes: int = 0) -> ArtifactError:
+def storage_error(path: Path, error: OSError, num_bytes: int = 0) -> ArtifactError:
+    """The error for a file or folder that cannot be written; `num_bytes` is its size, if known."""
     got = str(error.strerror or error)
     with contextlib.suppress(OSError):
         place = path.parent if path.parent.is_dir() else "/"

@@ -128,12 +128,12 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
         raise DataError("an empty file", where=path, expected="a header and rows")
     for other, called in _DELIMITERS.items():
         if len(names) == 1 and other in names[0]:
-            fix = (
-                f"the columns are separated by {called}: save the file with "
-                f"{_DELIMITERS[delimiter]} between them"
-            )
             raise DataError(
-                "a header of one column", where=f"{path}:1", got=names[0][:300], fix=fix
+                "a header of one column",
+                where=f"{path}:1",
+                got=names[0][:300],
+                fix=f"the columns are separated by {called}: save the file with "
+                f"{_DELIMITERS[delimiter]} between them",
             )
 
 
@@ -142,9 +142,12 @@ def check_names(names: Sequence[str], columns: Sequence[str], where: str) -> Non
     count = Counter(names)
     twice = [name for name in columns if count[name] > 1]
     if twice:
-        what = f"columns given twice: {', '.join(twice)[:300]}"
-        fix = "remove or rename one of them"
-        raise DataError(what, where=where, got=", ".join(names[:50])[:300], fix=fix)
+        raise DataError(
+            f"columns given twice: {', '.join(twice)[:300]}",
+            where=where,
+            got=", ".join(names[:50])[:300],
+            fix="remove or rename one of them",
+        )
 
 
 def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:

@@ -226,8 +226,12 @@ class TokenCache(Tokens):
             meta = read_manifest(root, KIND, VERSION, needed)["meta"]
             facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
             if any(type(number) is not int or number < 0 for number in facts):
-                what = "the manifest lacks facts of a token cache"
-                raise ArtifactError(what, where=root, got=str(meta)[:200], fix=REBUILD)
+                raise ArtifactError(
+                    "the manifest lacks facts of a token cache",
+                    where=root,
+                    got=str(meta)[:200],
+                    fix=REBUILD,
+                )
             vocab_size, pad_id, max_length, num_texts = facts
             offsets = load_array(root / "offsets.npy", np.int64)
             ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
@@ -291,8 +295,9 @@ class TextTokenizer:
         self.file = Path(folder) / "tokenizer.json"
         save = "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         if not self.file.is_file():
-            fix = f"save the tokenizer in its fast form: {save}"
-            raise ArtifactError("no tokenizer", where=self.file, fix=fix)
+            raise ArtifactError(
+                "no tokenizer", where=self.file, fix=f"save the tokenizer in its fast form: {save}"
+            )
         try:
             self._tokenizer = Tokenizer.from_file(str(self.file))
         except Exception as error:  # the Rust library raises plain Exception

@@ -142,9 +142,10 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     if root.is_dir():
         if os.access(root, os.R_OK | os.X_OK):
             return root
-        got = f"user id {os.getuid()}"
         fix = "run as its owner, or give it to this user (chown -R)"
-        raise DataError("the folder cannot be read", where=root, got=got, fix=fix)
+        raise DataError(
+            "the folder cannot be read", where=root, got=f"user id {os.getuid()}", fix=fix
+        )
     if root.exists():
         raise DataError("not a folder", where=root, fix=fix)
     if Path(f"{root}.dvc").is_file():
@@ -190,8 +191,7 @@ def _detect(root: Path) -> str:
         return fitting[0]
     if fitting:
         got = ", ".join(fitting)
-        fix = "set data.format"
-        raise DataError("files of more than one layout", where=root, got=got, fix=fix)
+        raise DataError("files of more than one layout", where=root, got=got, fix="set data.format")
     for layout in LAYOUTS.values():
         for part in layout.needs:
             folder.find(root, part)  # raises an error if the file is there in another form

@@ -221,8 +221,9 @@ class Pairs:
             first = np.unique(pair_P, return_index=True)[1]
             repeated_P = good_P.copy()
             repeated_P[np.flatnonzero(good_P)[first]] = False
-            detail = "query row {}, label {}"
-            self._note("pair given twice", repeated_P, detail, self.query_P, self.label_P)
+            self._note(
+                "pair given twice", repeated_P, "query row {}, label {}", self.query_P, self.label_P
+            )
         return matrix
 
     def _inside(self, what: str, index: str, row_P: np.ndarray, limit: int) -> np.ndarray:
@@ -270,9 +271,12 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
             query.append(number - 2)
             value.append(relevance_number)
     if number - 1 != shape[0]:
-        got = f"{number - 1:,} rows"
-        expected = f"{shape[0]:,}, as in the header"
-        raise DataError("row counts differ", where=path, got=got, expected=expected)
+        raise DataError(
+            "row counts differ",
+            where=path,
+            got=f"{number - 1:,} rows",
+            expected=f"{shape[0]:,}, as in the header",
+        )
     query_P = np.asarray(query)
     return Pairs(
         source=source,
@@ -289,8 +293,12 @@ def _check_header(where: str, head: list[str], shape: tuple[int, int]) -> None:
     what = "row counts differ: the header does not match the texts"
     if len(head) != 2 or not all(number.isascii() and number.isdigit() for number in head):
         what = "not a header `N L`"
-    expected = f"{shape[0]} {shape[1]}: queries and labels, as the text files have"
-    raise DataError(what, where=where, got=repr(" ".join(head)[:60]), expected=expected)
+    raise DataError(
+        what,
+        where=where,
+        got=repr(" ".join(head)[:60]),
+        expected=f"{shape[0]} {shape[1]}: queries and labels, as the text files have",
+    )
 
 
 def _shown(data: bytes) -> str:
@@ -339,9 +347,11 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
         pairs = matrix.tocoo()
         value_P = pairs.data.astype(np.float64, casting="safe")
     except _NO_MATRIX as error:
-        fix = "write it with scipy.sparse.save_npz"
         raise DataError(
-            "not a sparse matrix in npz format", where=path, got=error, fix=fix
+            "not a sparse matrix in npz format",
+            where=path,
+            got=error,
+            fix="write it with scipy.sparse.save_npz",
         ) from error
     return Pairs(
         source=source,

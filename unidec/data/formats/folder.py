@@ -32,8 +32,11 @@ def find(root: Path, names: Sequence[str]) -> Path | None:
     """
     for folder in {(root / name).parent for name in names} - {root}:
         if os.path.lexists(folder) and not folder.is_dir():
-            fix = "correct or remove it"
-            raise DataError("a dangling link or a file instead of a folder", where=folder, fix=fix)
+            raise DataError(
+                "a dangling link or a file instead of a folder",
+                where=folder,
+                fix="correct or remove it",
+            )
     paths = present(root, names)
     for path in paths:
         if path.is_dir() and (parts := _files_in(path)):
@@ -55,12 +58,11 @@ def check_other_forms(root: Path, names: Sequence[str]) -> None:
         path = root / name
         packed = [path.with_name(path.name + suffix) for suffix in _PACKED]
         for other in filter(os.path.lexists, packed):
-            fix = f"unpack it, or pack it with gzip: {path.name}.gz"
             raise DataError(
                 "packed with a method that is not supported",
                 where=other,
                 expected=".gz",
-                fix=fix,
+                fix=f"unpack it, or pack it with gzip: {path.name}.gz",
             )
         parts = list(_parts(path))
         if parts:

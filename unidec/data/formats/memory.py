@@ -131,8 +131,12 @@ def listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, str | bytes):
         raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
     if isinstance(given, np.ndarray) and given.ndim != 1:
-        got = f"an array of shape {given.shape}"
-        raise DataError("expected a list of texts", where=what, got=got, expected="one dimension")
+        raise DataError(
+            "expected a list of texts",
+            where=what,
+            got=f"an array of shape {given.shape}",
+            expected="one dimension",
+        )
     if isinstance(given, Sequence):
         return list(given)
     # of numpy and pandas, Arrow, polars
@@ -140,8 +144,9 @@ def listed(given: Any, what: str) -> list[Any]:
         if hasattr(given, name) and not hasattr(given, "columns"):
             return list(getattr(given, name)())
     kind = type(given).__name__
-    fix = f"list({what})"
-    raise DataError("expected a list of texts", where=what, got=kind, expected="a list", fix=fix)
+    raise DataError(
+        "expected a list of texts", where=what, got=kind, expected="a list", fix=f"list({what})"
+    )
 
 
 def _text_table(
@@ -224,9 +229,11 @@ def _columns_of(given: Any, what: str) -> list[tuple[str, list[Any]]] | None:
 def _index_uids(index: pd.Index, what: str) -> list[Any]:
     if isinstance(index, pd.MultiIndex):
         names = ", ".join(map(str, index.names))
-        fix = f"{what}.reset_index(), with one column `id`"
         raise DataError(
-            "an index of several levels cannot hold the uids", where=what, got=names, fix=fix
+            "an index of several levels cannot hold the uids",
+            where=what,
+            got=names,
+            fix=f"{what}.reset_index(), with one column `id`",
         )
     return list(index.tolist())
 
@@ -251,12 +258,19 @@ def _list_of_pairs(source: Given, given: Any, num_queries: int) -> Table:
     length = 2 if 2 in lengths else 3
     for place, entry in enumerate(entries):
         if lengths[place] != length:
-            where = f"pairs, position {place}"
-            raise DataError("not a pair", where=where, got=repr(entry)[:80], expected=_PAIRS)
+            raise DataError(
+                "not a pair",
+                where=f"pairs, position {place}",
+                got=repr(entry)[:80],
+                expected=_PAIRS,
+            )
     if len(entries) == num_queries and not any(isinstance(entry, tuple) for entry in entries):
-        what = "ambiguous: as many lists as queries may be pairs, or the labels of each query"
-        fix = "[tuple(pair) for pair in pairs] for pairs"
-        raise DataError(what, where="pairs", got=f"{len(entries)} lists of {length}", fix=fix)
+        raise DataError(
+            "ambiguous: as many lists as queries may be pairs, or the labels of each query",
+            where="pairs",
+            got=f"{len(entries)} lists of {length}",
+            fix="[tuple(pair) for pair in pairs] for pairs",
+        )
     columns = [list(column) for column in zip(*entries, strict=True)] or [[], []]
     names = ("query_id", "label_id", "relevance")
     return _table(source, "pairs", list(zip(names, columns, strict=False)), PAIR_COLUMNS)
@@ -270,18 +284,23 @@ def _array_of_pairs(source: Given, given: np.ndarray, shape: tuple[int, int]) ->
     is_matrix = kind in "biuf" and given.shape == shape
     is_pairs = kind in "iuUO" and given.ndim == 2 and given.shape[1] in (2, 3)
     if is_matrix and is_pairs:
-        what = (
+        raise DataError(
             "ambiguous: an array of this shape may be a matrix of queries and labels, or a list "
-            "of pairs"
+            "of pairs",
+            where="pairs",
+            got=given.shape,
+            fix=_AMBIGUOUS,
         )
-        raise DataError(what, where="pairs", got=given.shape, fix=_AMBIGUOUS)
     if is_matrix:
         return PairMatrix.of(given)
     if is_pairs:
         return _list_of_pairs(source, list(map(tuple, given.tolist())), shape[0])
-    got = f"{given.dtype} {given.shape}"
-    expected = f"{shape}, or whole numbers or texts in two columns"
-    raise DataError("pairs have the wrong shape", where="pairs", got=got, expected=expected)
+    raise DataError(
+        "pairs have the wrong shape",
+        where="pairs",
+        got=f"{given.dtype} {given.shape}",
+        expected=f"{shape}, or whole numbers or texts in two columns",
+    )
 
 
 def _table(

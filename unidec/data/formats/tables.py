@@ -166,8 +166,9 @@ def _read_beir(source: Source) -> RawData:
         pairs = table.pairs(source, query_texts, label_texts)
         rows = np.unique(pairs.query_P[pairs.query_P >= 0])
         leaked = rows[~np.isin(split_N[rows], ("", split))]
-        kind = f"query of another split again in {split} (leak)"
-        source.note_rows(kind, queries.at, leaked, "{}", split_N)
+        source.note_rows(
+            f"query of another split again in {split} (leak)", queries.at, leaked, "{}", split_N
+        )
         split_N[rows] = split
         relevance += pairs.matrix(relevance.shape, zero_is_no_pair=True)
     filter_pairs = csr_matrix(relevance.shape, dtype=bool)
@@ -323,8 +324,7 @@ def _note_unknown(
         if other is not None:
             details[row] = f"{visible(uid)}; there is a {what} {visible(other)}"
             differences[difference(uid, other)] += 1
-    kind = f"pair with an unknown {what}"
-    source.note_rows(kind, at, np.asarray(list(uids)), "uid {}", details)
+    source.note_rows(f"pair with an unknown {what}", at, np.asarray(list(uids)), "uid {}", details)
     for (words, fix), count in differences.items():
         source.advise(
             f"{count:,} unknown {what} uid(s) differ from a known one only in {words}; {fix}"
@@ -339,8 +339,7 @@ def check_uids(
     first = pa.table({"uid": uids, "row": row_N}).group_by("uid").aggregate([("row", "min")])
     is_bad_N = ~np.isin(row_N, first["row_min"].to_numpy())
     is_bad_N |= pc.equal(uids, "").to_numpy(zero_copy_only=False)
-    kind = f"{what} uid empty or given twice"
-    source.note_rows(kind, at, np.flatnonzero(is_bad_N), "{}", uids)
+    source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(is_bad_N), "{}", uids)
 
 
 def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Source) -> np.ndarray:
@@ -368,8 +367,9 @@ def _split_names(table: Table | GivenPairs, source: Source) -> np.ndarray:
     names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"]))
     name_N = names.to_numpy(zero_copy_only=False)
     unknown = np.flatnonzero(~np.isin(name_N.astype(str), SPLITS))
-    kind = "split that is not train, validation or test"
-    source.note_rows(kind, table.at, unknown, "{!r}", name_N)
+    source.note_rows(
+        "split that is not train, validation or test", table.at, unknown, "{!r}", name_N
+    )
     return name_N
 
 

@@ -83,9 +83,11 @@ def _check_no_pairs(source: Source, queries: Sequence[str], pairs: Sequence[str]
         path = source.find(name)
         if path is not None:
             expected = " or ".join(queries)
-            fix = "add the queries, or remove this file"
             raise DataError(
-                "pairs of queries that are missing", where=path, expected=expected, fix=fix
+                "pairs of queries that are missing",
+                where=path,
+                expected=expected,
+                fix="add the queries, or remove this file",
             )
 
 
