@@ -133,8 +133,11 @@ def problem(
     """
     where = f" ({origin[key]})" if key in origin else ""
     facts = {"got": got, "expected": expected, "nearest": near, "fix": fix}
-    lines = [f"    {name}: {fact}" for name, fact in facts.items() if fact or name == "got"]
-    return "\n".join([f"- {key}{where}: {what}", *lines])
+    lines = [f"- {key}{where}: {what}"]
+    for name, fact in facts.items():
+        if fact or name == "got":
+            lines.append(f"    {name}: {fact}")
+    return "\n".join(lines)
 
 
 def short(value: Any) -> str:
@@ -373,7 +376,10 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     if section is not None and not first:
         return problem(key, "not a section", got, f"keys under it: {listed}", origin)
     same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
-    near = same_name[-1] if same_name else nearest(key, [*Params.model_fields, *known_keys()])
+    if same_name:
+        near: str | None = same_name[-1]
+    else:
+        near = nearest(key, [*Params.model_fields, *known_keys()])
     return problem(key, "unknown key", got, f"one of {listed}", origin, near=near)
 
 
@@ -406,5 +412,8 @@ def _takes(entry: dict[str, Any]) -> str:
     if "enum" in entry or "const" in entry:
         return ", ".join(str(value) for value in entry.get("enum", [entry.get("const")]))
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {entry[name]:g}" for name, sign in signs.items() if name in entry]
-    return " ".join([entry.get("type", "value"), *bounds])
+    words = [entry.get("type", "value")]
+    for name, sign in signs.items():
+        if name in entry:
+            words.append(f"{sign} {entry[name]:g}")
+    return " ".join(words)

@@ -94,7 +94,7 @@ class Params(Section):
         return self.pool.gandalf or (self.model.clf_graph and self.model.heads != "de")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Every conflict within a section and between"""
+        """Every conflict within a section and between sections."""
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.conflicts()
@@ -353,8 +353,11 @@ def keys_deciding(*results: Result, warm: bool = False) -> list[str]:
         warm: include those of section `warm`, which apply only if training starts from an earlier
         model.
     """
-    found = [key for key, decided in what_decides().items() if not set(decided).isdisjoint(results)]
-    return [key for key in found if warm or not key.startswith("warm.")]
+    found = []
+    for path, decided in what_decides().items():
+        if not set(decided).isdisjoint(results) and (warm or not path.startswith("warm.")):
+            found.append(path)
+    return found
 
 
 def leaves(params: Section) -> Iterator[tuple[str, Any]]:

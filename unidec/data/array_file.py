@@ -85,7 +85,8 @@ def load_csr(
     if len(indptr) != num_rows + 1 or indptr[0] != 0 or not is_ascending:
         refuse(starts, f"{len(indptr)} row starts", f"{num_rows + 1}, ascending from 0")
     if not indptr[-1] == len(indices) == len(data):
-        refuse(starts, f"{len(indices)} columns, {len(data)} values", f"{int(indptr[-1])} of each")
+        got = f"{len(indices)} columns, {len(data)} values"
+        refuse(starts, got, f"{int(indptr[-1])} of each")
     if check and len(indices) and not 0 <= indices.min() <= indices.max() < num_columns:
         refuse(columns, f"column {indices.max()}", f"0 to {num_columns - 1}")
     matrix = csr_matrix((data, indices, indptr), shape=shape, copy=False)

@@ -127,7 +127,7 @@ class XMCDataset:
             yield texts_read(table.slice(start, batch_size), text).to_pylist()
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]
+        sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)
         return (
             f"XMCDataset({self.name!r}: {sizes}; {self.num_labels:,} labels; "
             f"{self.relevance.nnz:,} pairs)"
@@ -162,6 +162,7 @@ def write_dataset(
         train = raw.queries["train"]
         held = hold_out(train, raw.filter_pairs["train"], validation_share, split_seed)
         split_N[: len(held)][held] = SPLITS.index("validation")
+    split_sizes = np.bincount(split_N, minlength=len(SPLITS))
     meta = {
         "name": raw.name,
         "format": raw.format,
@@ -169,7 +170,7 @@ def write_dataset(
         "num_labels": raw.num_labels,
         "num_pairs": int(relevance.nnz),
         "num_filter_pairs": int(filter_pairs.nnz),
-        "splits": {split: int(np.sum(split_N == number)) for number, split in enumerate(SPLITS)},
+        "splits": dict(zip(SPLITS, split_sizes.tolist(), strict=True)),
         "raw_sha256": files_sha256(raw.files),
         "raw_files": raw.files,
     }
@@ -219,7 +220,9 @@ def _open_texts(path: Path, num_rows: int | None) -> pa.Table:
 
 
 def _take(table: pa.Table, rows: Rows) -> pa.Table:
-    return table if rows is None else table.take(pa.array(np.asarray(rows, dtype=np.int64)))
+    if rows is None:
+        return table
+    return table.take(pa.array(np.asarray(rows, dtype=np.int64)))
 
 
 def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:

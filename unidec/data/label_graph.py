@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from scipy.sparse import csr_matrix, diags
+from scipy.sparse import csr_matrix
 
 from unidec.config import LabelGraph
 from unidec.data.array_file import growing_array, load_csr
@@ -80,7 +80,7 @@ def target_blocks(
     count_L = np.diff(label_LN.indptr)
     chosen_L = chosen_labels(count_L, share, tail_first)
     if not chosen_L.all():
-        label_LN = csr_matrix(diags(chosen_L.astype(np.int32)) @ label_LN)
+        label_LN.data *= np.repeat(chosen_L, count_L)
         label_LN.eliminate_zeros()
     with progress(total=len(count_L), desc="label graph", unit="label") as bar:
         for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
@@ -145,7 +145,7 @@ def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, in
     """
     width_N = np.diff(positive_NL.indptr).astype(np.int64)
     cost_L = label_LN @ width_N
-    total_L = np.concatenate([np.zeros(1, np.int64), np.cumsum(cost_L, dtype=np.int64)])
+    total_L = np.insert(np.cumsum(cost_L, dtype=np.int64), 0, 0)
     blocks = []
     start = 0
     num_labels = len(cost_L)
@@ -196,7 +196,8 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
     """
     root = Path(path)
     with verify_once(root, verify) as needed:
-        num_labels = int(read_manifest(root, KIND, VERSION, needed)["meta"].get("num_labels", -1))
+        meta = read_manifest(root, KIND, VERSION, needed)["meta"]
+        num_labels = int(meta.get("num_labels", -1))
         return load_csr(root, "", (num_labels, num_labels), np.float32, needed)
 
 

@@ -6,7 +6,6 @@ into rows."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,7 @@ def read_parquet(
     """
     import pyarrow.parquet as pq
 
-    with _errors(path):
+    try:
         metadata = pq.read_metadata(path)
         schema = metadata.schema.to_arrow_schema()
         check(schema.names)
@@ -54,16 +53,19 @@ def read_parquet(
         wanted = [name for name in columns if name in present]
         _check_no_bytes(path, schema, wanted)
         stored = _Stored.of(metadata, wanted)
-        check_unpacked(path, max(stored.encoded, stored.values * _VALUE_BYTES), bounds)
-        number = 1
         decoded = stored.values * _VALUE_BYTES
+        check_unpacked(path, max(stored.encoded, decoded), bounds)
+        number = 1
         for batch in _batches(path, stored, wanted):
-            size = sum(_text_bytes(column) for column in batch.columns)
+            size = sum(map(_text_bytes, batch.columns))
             decoded += size
             check_unpacked(path, decoded, bounds)
             for row in _rows(batch, size):
                 yield number, row
                 number += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        fix = "write or copy the file again"
+        raise DataError("not a readable Parquet file", where=path, got=error, fix=fix) from error
 
 
 def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -186,14 +188,3 @@ def _rows(batch: pa.RecordBatch, size: int) -> Iterator[dict[str, Any]]:
 def _plain(column: pa.Array) -> pa.Array:
     """A column without a dictionary at its top level, which is faster to convert."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-
-
-@contextlib.contextmanager
-def _errors(path: Path) -> Iterator[None]:
-    """Errors of Arrow within the context become a DataError with the file's name."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            "not a readable Parquet file", where=path, got=error, fix="write or copy the file again"
-        ) from error

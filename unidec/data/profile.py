@@ -190,16 +190,19 @@ def profile_dataset(
     "queries" describes the training queries; "held_out" the validation queries, or the test queries
     if there are none (None if there are neither). The same data gives the same profile."""
     rows = {split: dataset.rows(split) for split in SPLITS}
-    train, validation, test = (dataset.query_texts(spaced(rows[split]), text) for split in SPLITS)
+    texts = [dataset.query_texts(spaced(rows[split]), text) for split in SPLITS]
+    train, validation, test = texts
     label_texts = dataset.label_texts(spaced(np.arange(dataset.num_labels)), text)
-    words = [split_words(texts)[0] for texts in (train, label_texts)]
-    vocabulary = vocabulary_of(np.concatenate(words))
+    train_W, _ = split_words(train)
+    label_W, _ = split_words(label_texts)
+    vocabulary = vocabulary_of(np.concatenate([train_W, label_W]))
 
     def measured(texts: list[str]) -> dict[str, Any]:
         return measure_texts(texts, tokenizer_folder, max_length, vocabulary)
 
     held_out = measured(validation or test)
-    unseen_W = ~is_known(split_words(validation + test)[0], vocabulary)
+    new_W, _ = split_words(validation + test)
+    unseen_W = ~is_known(new_W, vocabulary)
     num_rows = {split: len(split_rows) for split, split_rows in rows.items()}
     num_pairs = int(dataset.relevance.nnz)
     return {

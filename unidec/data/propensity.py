@@ -75,7 +75,8 @@ def inverse_propensity(
         )
     if b == 0:
         count_L = np.maximum(count_L, 1.0)
-    c = max(float(np.log(max(num_train, 1))) - 1.0, 0.0) * (b + 1.0) ** a
+    log_queries = float(np.log(max(num_train, 1)))
+    c = max(log_queries - 1.0, 0.0) * (b + 1.0) ** a
     return 1.0 + c * (count_L + b) ** -a
 
 
@@ -83,8 +84,7 @@ def frequency_group(label_counts_L: Any) -> NDArray[np.int8]:
     """Frequency group of each label, int8 [L]: 0 tail (below 10 training queries), 1 torso (10 to
     100), 2 head.
     """
-    count_L = np.asarray(label_counts_L)
-    return ((count_L >= _TORSO_FROM).astype(np.int8) + (count_L > _HEAD_ABOVE)).astype(np.int8)
+    return np.digitize(label_counts_L, (_TORSO_FROM, _HEAD_ABOVE + 1)).astype(np.int8)
 
 
 def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -139,10 +139,9 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
     inverse_L = np.array(load_array(root / "inverse_propensity.npy", np.float64))
     count_L = np.array(load_array(root / "label_counts.npy", np.int64))
     group_L = np.array(load_array(root / "group.npy", np.int8))
-    if not (len(inverse_L) == len(count_L) == len(group_L) == meta.get("num_labels")):
-        got = f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}"
-        expected = meta.get("num_labels")
-        raise ArtifactError(
-            "arrays of different lengths", where=root, got=got, expected=expected, fix=REBUILD
-        )
+    lengths = [len(inverse_L), len(count_L), len(group_L)]
+    expected = meta.get("num_labels")
+    if lengths != [expected] * 3:
+        what = "arrays of different lengths"
+        raise ArtifactError(what, where=root, got=lengths, expected=expected, fix=REBUILD)
     return Propensity(inverse_L, count_L, group_L, float(meta["a"]), float(meta["b"]))

@@ -179,7 +179,7 @@ def _quotes_enclose(path: Path, bounds: RawBounds) -> bool:
         num_columns = num_columns or len(cells)
         if "text" in first and not spans and len(cells) != num_columns:
             spans = number
-        if any(cell.startswith('"') for cell in cells):
+        if text.startswith('"') or '\t"' in text:
             first.setdefault(_what_quotes_are(text, cells, num_columns), number)
     as_text = first.get("text")
     as_quotes = first.get("quotes")

@@ -7,17 +7,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix, vstack
 
-SPLITS = ("train", "validation", "test")
-TEXT_SCHEMA = pa.schema(
-    [("uid", pa.large_string()), ("title", pa.large_string()), ("content", pa.large_string())]
-)
+SPLITS: tuple[Literal["train", "validation", "test"], ...] = ("train", "validation", "test")
+TEXT_SCHEMA = pa.schema([(name, pa.large_string()) for name in ("uid", "title", "content")])
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,8 @@ def _families(queries: pa.Table, filter_pairs: csr_matrix) -> np.ndarray:
     first_text = num_queries + num_labels  # nodes: queries, then labels, then texts
     pairs = filter_pairs.tocoo()
     from_node = np.concatenate([pairs.row, np.arange(num_queries)])
-    to_node = np.concatenate([pairs.col.astype(np.int64) + num_queries, text_N + first_text])
+    label_node = pairs.col.astype(np.int64) + num_queries
+    to_node = np.concatenate([label_node, text_N + first_text])
     num_nodes = first_text + num_queries
     edges = (np.ones(len(from_node), dtype=np.int8), (from_node, to_node))
     graph = csr_matrix(edges, shape=(num_nodes, num_nodes))

@@ -98,8 +98,8 @@ class Work:
 
     def name(self, number: int) -> str:
         """Name of a shard in messages: "shard 4 of 8 (rows 3,000 to 3,999)"."""
-        first, last = self.rows(number)
-        rows = f"rows {first:,} to {last - 1:,}" if last > first else "no rows"
+        first, end = self.rows(number)
+        rows = f"rows {first:,} to {end - 1:,}" if end > first else "no rows"
         return f"shard {number + 1} of {self.num_shards} ({rows})"
 
     def path(self, number: int) -> Path:
@@ -180,6 +180,5 @@ def cuts(num_rows: int, shards: int, batch_size: int) -> tuple[int, ...]:
         raise ConfigError("out of range", where="shards", got=shards, expected=f"1 to {MAX_SHARDS}")
     batches = -(-num_rows // batch_size)
     shards = max(1, min(shards, batches))
-    return tuple(
-        min(num_rows, batches * number // shards * batch_size) for number in range(shards + 1)
-    )
+    starts = [batches * number // shards * batch_size for number in range(shards + 1)]
+    return tuple(min(start, num_rows) for start in starts)

@@ -265,11 +265,13 @@ def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[b
     (by inode, size and times of change), as in every round of a training."""
     root = Path(os.path.abspath(path))
     now = time.time()
-    files = [(name, (root / name).stat()) for name in _files(root)] if verify else []
-    seen = (root, *((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files))
+    names = _files(root) if verify else []
+    files = [(root / name).stat() for name in names]
+    states = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in files]
+    seen = (root, *names, *states)
     needed = verify and seen not in _verified
     yield needed
-    if needed and all(s.st_ctime < now - _SETTLED_S for _, s in files):
+    if needed and all(s.st_ctime < now - _SETTLED_S for s in files):
         _verified.add(seen)
 
 
@@ -393,9 +395,8 @@ def folder_sha256(path: str | os.PathLike[str]) -> str:
         raise ArtifactError("no such folder", where=root, fix="check the path")
     with contextlib.suppress(ArtifactError):
         return manifest_sha256(_parse_manifest(root))
-    return files_sha256(
-        {name: file_sha256(root / name) for name in _files(root) if "/." not in f"/{name}"}
-    )
+    visible = [name for name in _files(root) if "/." not in f"/{name}"]
+    return files_sha256({name: file_sha256(root / name) for name in visible})
 
 
 def _parse_manifest(root: Path) -> dict[str, Any]:

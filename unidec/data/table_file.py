@@ -97,7 +97,8 @@ def read_rows(
             if len(cells) == len(names):
                 yield line, dict(zip(names, cells, strict=True))
             else:
-                report(f"not {len(names)} columns", line, f"{len(cells)}: {cells[0][:40]!r}")
+                got = f"{len(cells)}: {cells[0][:40]!r}"
+                report(f"not {len(names)} columns", line, got)
 
 
 def columns_missing(

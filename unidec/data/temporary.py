@@ -66,7 +66,8 @@ def is_stale(temporary: Path) -> bool:
     suffix = _SUFFIX.search(temporary.name)
     if suffix is None:
         return False
-    if not temporary.name[: suffix.start()].endswith(f".{socket.gethostname()}"):
+    is_ours = temporary.name[: suffix.start()].endswith(f".{socket.gethostname()}")
+    if not is_ours:
         return time.time() - temporary.lstat().st_mtime > _STALE_S
     process = int(suffix[1])
     # in a container a killed process often had the same id as the running one

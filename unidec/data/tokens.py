@@ -125,7 +125,8 @@ class Tokens:
         flat_F, offsets = self.ragged(rows)
         length_B = np.diff(offsets)
         if most:
-            flat_F = flat_F[np.arange(len(flat_F)) - np.repeat(offsets[:-1], length_B) < most]
+            place_F = np.arange(len(flat_F)) - np.repeat(offsets[:-1], length_B)
+            flat_F = flat_F[place_F < most]
             length_B = np.minimum(length_B, most)
         mask_BT = np.arange(length_B.max(initial=0)) < length_B[:, None]
         ids_BT = np.full(mask_BT.shape, self.pad_id, dtype=np.int64)
@@ -149,7 +150,8 @@ def length_chunks(
         count = size
         if tokens:
             # tokens of the chunk up to each text
-            padded_B = np.arange(1, len(order_B) - start + 1) * sorted_B[start:]
+            left_B = sorted_B[start:]
+            padded_B = np.arange(1, len(left_B) + 1) * left_B
             count = max(size, int(np.searchsorted(padded_B, tokens, side="right")))
         yield order_B[start : start + count]
         start += count
@@ -186,7 +188,8 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
 def token_hashes(tokens: Tokens, most: int = 0) -> NDArray[np.uint64]:
     """Hash of each text's first `most` tokens (0: of all), uint64 [N]."""
     random = np.random.default_rng(0)
-    factor_T = random.integers(2**64, size=tokens.max_length, dtype=np.uint64) | np.uint64(1)
+    factor_T = random.integers(2**64, size=tokens.max_length, dtype=np.uint64)
+    factor_T |= np.uint64(1)
     factor_T[most or len(factor_T) :] = 0
     out_N = np.empty(len(tokens), dtype=np.uint64)
     for start in range(0, len(tokens), _ENCODE_AT_ONCE):
@@ -235,7 +238,8 @@ class TokenCache(Tokens):
             vocab_size, pad_id, max_length, num_texts = facts
             offsets = load_array(root / "offsets.npy", np.int64)
             ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
-            valid = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+            valid = len(offsets) == num_texts + 1 and offsets[0] == 0
+            valid = valid and offsets[-1] == len(ids)
             if valid and needed and len(ids):
                 lengths = np.diff(offsets)
                 valid = lengths.min() >= 0 and lengths.max() <= max_length

@@ -39,13 +39,14 @@ def _histogram(caption: str, columns: dict[str, pd.Series], unit: str) -> Chart 
     """Histogram in percent over bins of doubling width (0, 1, 2 to 3, 4 to 7, ...), named by their
     lower bound.
     """
-    bins = {name: np.frexp(values.to_numpy(np.float64))[1] for name, values in columns.items()}
-    num_bins = 1 + max(int(bin_N.max(initial=0)) for bin_N in bins.values())
-    names = ["0"] + [f"{2**power:,}" for power in range(num_bins - 1)]
+    bins = [np.frexp(values.to_numpy(np.float64))[1] for values in columns.values()]
+    highest = int(np.concatenate(bins).max(initial=0))
+    names = ["0", *(f"{2**power:,}" for power in range(highest))]
     shares = []
-    for name, bin_N in bins.items():
-        count = np.bincount(bin_N, minlength=num_bins)
-        shares.append((name, (100 * count / max(len(bin_N), 1)).tolist()))
+    for name, bin_N in zip(columns, bins, strict=True):
+        count = np.bincount(bin_N, minlength=len(names))
+        share = 100 * count / max(len(bin_N), 1)
+        shares.append((name, share.tolist()))
     x_label = f"{unit}; a bar covers its number up to the next"
     return bar_chart(caption, names, shares, "percent", x_label=x_label)
 
@@ -55,11 +56,10 @@ def _characters(dataset: XMCDataset, reading: Reading) -> Chart | None:
     label_rows = spaced(np.arange(dataset.num_labels), CHARACTER_TEXTS)
     of_queries = _scripts(dataset.query_texts(query_rows, reading.text))
     of_labels = _scripts(dataset.label_texts(label_rows, reading.text))
-    names = sorted(of_queries.keys() | of_labels.keys(), key=lambda n: (-of_queries.get(n, 0), n))
-    columns = [
-        ("queries", [of_queries.get(name, 0.0) for name in names]),
-        ("labels", [of_labels.get(name, 0.0) for name in names]),
-    ]
+    shares = pd.DataFrame({"queries": of_queries, "labels": of_labels}).fillna(0.0)
+    shares = shares.sort_index().sort_values("queries", ascending=False, kind="stable")
+    names = shares.index.tolist()
+    columns = [(which, shares[which].tolist()) for which in shares]
     return bar_chart(
         "Characters by script",
         names,
@@ -72,7 +72,8 @@ def _characters(dataset: XMCDataset, reading: Reading) -> Chart | None:
 def _scripts(texts: list[str]) -> dict[str, float]:
     """Percent of the characters without white space by script; the 8 most frequent."""
     found: Counter[str] = Counter()
-    for character, count in Counter("".join("".join(texts).split())).items():
+    characters = "".join("".join(texts).split())
+    for character, count in Counter(characters).items():
         found[_script(character)] += count
     return {name: 100 * count / found.total() for name, count in found.most_common(8)}
 

@@ -38,10 +38,8 @@ MEAN = "expect_column_mean_to_be_between"
 MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 SHOWN_CHARS = 200  # length to which the text of a sample is cut
 LARGEST_RELEVANCE = float(np.finfo(np.float32).max)
-Find = Callable[[list[str], list[str]], tuple[dict[str, str], dict[str, str]]]
-"""Maps (uids of queries, uids of labels) to two dicts {uid: `file:line`}, of the queries and of the
-labels.
-"""
+Places = dict[str, str]
+"""`file:line` by uid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +153,7 @@ def validate_dataset(
     out_path: str | os.PathLike[str],
     docs: bool = True,
     limits: Validation | None = None,
-    find: Find | None = None,
+    find: Callable[[list[str], list[str]], tuple[Places, Places]] | None = None,
     change: Mapping[str, Any] | None = None,
     reading: Reading = TITLES,
 ) -> dict[str, Any]:
@@ -167,8 +165,9 @@ def validate_dataset(
             contain run times).
         docs: also write Data Docs.
         limits: section `validation` of the parameters; None: the defaults.
-        find: locates rows in the raw files; None: samples have only their row in the data set.
-            Called only for critical failures, because it reads all raw files again.
+        find: maps uids of queries and uids of labels to their places in the raw files; None:
+            samples have only their row in the data set. Called only for critical failures, because
+            it reads all raw files again.
         change: change since the champion's data, for index.html; see
         `pipeline.drift_check.champion_change`.
         reading: how the model reads the texts; empty, duplicate and leaked texts are those that it
@@ -221,7 +220,10 @@ def validate_dataset(
     return verdict
 
 
-def _add_places(failed: list[dict[str, Any]], find: Find) -> None:
+def _add_places(
+    failed: list[dict[str, Any]],
+    find: Callable[[list[str], list[str]], tuple[Places, Places]],
+) -> None:
     """Add `file:line` to the samples that are found in the raw files."""
     queries: dict[str, list[dict[str, Any]]] = {}
     labels: dict[str, list[dict[str, Any]]] = {}
@@ -368,7 +370,9 @@ def _graded(check: Check, limits: Validation, fix: str) -> list[Any]:
 def _at_most(share: float) -> str:
     if not share:
         return "none allowed"
-    return f"at most {share:.1%}" if share >= 0.001 else f"at most {share:.3g} of all"
+    if share < 0.001:
+        return f"at most {share:.3g} of all"
+    return f"at most {share:.1%}"
 
 
 def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> dict[str, Any]:
@@ -420,14 +424,16 @@ def _sample(
 def _sentence(result: dict[str, Any]) -> str:
     observed = result["observed"]
     parts = [f"{result['table']}: {result['description']}"]
-    if result["unexpected_count"]:
-        parts.append(f"found {result['unexpected_count']:,} of {result['element_count']:,}")
+    count = result["unexpected_count"]
+    if count:
+        parts.append(f"found {count:,} of {result['element_count']:,}")
     elif result["type"] == MEAN and observed is not None:
         parts.append(f"found {observed:.1%}")
     elif observed is not None:
         parts.append(f"found {observed}")
     if result["samples"]:
-        parts.append(f"for example {', '.join(map(_place, result['samples'][:3]))}")
+        places = map(_place, result["samples"][:3])
+        parts.append(f"for example {', '.join(places)}")
     if result["fix"]:
         parts.append(result["fix"])
     if result["key"]:

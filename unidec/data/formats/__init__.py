@@ -60,7 +60,9 @@ def read_raw(
     source, raw = _read(path, format, bounds)
     if "test" not in raw.queries:
         is_test = hold_out(raw.queries["train"], raw.filter_pairs["train"], test_share, split_seed)
-        raw = raw.take({"test": np.flatnonzero(is_test), "train": np.flatnonzero(~is_test)})
+        test = np.flatnonzero(is_test)
+        train = np.flatnonzero(~is_test)
+        raw = raw.take({"test": test, "train": train})
     files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
     return replace(raw, name=source.root.resolve().name, files=files)
 
@@ -129,8 +131,8 @@ def _places(table: pa.Table, uids: Sequence[str], at: tuple[str, Lines]) -> dict
     file, lines = at
     rows = rows_of(pa.array(uids, pa.large_string()), table["uid"])
     known = np.flatnonzero(rows >= 0)
-    numbers = lines(rows[known]).tolist()
-    return {uids[i]: f"{file}:{line}" for i, line in zip(known.tolist(), numbers, strict=True)}
+    found = zip(known.tolist(), lines(rows[known]).tolist(), strict=True)
+    return {uids[place]: f"{file}:{line}" for place, line in found}
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
@@ -230,4 +232,5 @@ def _check_lengths(source: Source, texts: pa.Table, at: tuple[str, Lines]) -> No
     kind = f"text of more than raw.max_text_chars = {limit:,} characters"
     for column in ("title", "content"):
         lengths = pc.utf8_length(texts[column]).to_numpy()
-        source.note_rows(kind, at, np.flatnonzero(lengths > limit), f"{column}: {{}}", lengths)
+        too_long = np.flatnonzero(lengths > limit)
+        source.note_rows(kind, at, too_long, f"{column}: {{}}", lengths)

@@ -9,6 +9,7 @@ Shape suffix: P pairs.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from array import array
 from collections import Counter
@@ -79,7 +80,7 @@ class Source:
         samples = self.samples.setdefault(kind, [])
         if len(samples) < MAX_SAMPLES:
             text = str(detail)[:200]
-            samples.append(f"{file}:{line} ({text})" if text else f"{file}:{line}")
+            samples.append(f"{file}:{line}" + (f" ({text})" if text else ""))
 
     def advise(self, fix: str) -> None:
         """Record how to correct an error, once."""
@@ -113,7 +114,8 @@ class Source:
         for kind, number in self.count.items():
             samples = self.samples[kind][: min(shown, left)]
             left -= len(samples)
-            report += [f"{kind}: {number:,}", *(f"    {sample}" for sample in samples)]
+            report.append(f"{kind}: {number:,}")
+            report += [f"    {sample}" for sample in samples]
         raise DataError(
             f"the raw data cannot be used: {len(self.count)} kind(s) of error",
             where=self.root,
@@ -230,8 +232,10 @@ class Pairs:
         """Which pairs have a row number in range; others are recorded."""
         inside_P = (row_P >= 0) & (row_P < limit)
         if not self.by_uid:
-            prefix = "filter pair with a " if self.value_P is None else ""
-            self._note(f"{prefix}{index} outside 0..{limit - 1}", ~inside_P, f"{what} {{}}", row_P)
+            kind = f"{index} outside 0..{limit - 1}"
+            if self.value_P is None:
+                kind = f"filter pair with a {kind}"
+            self._note(kind, ~inside_P, f"{what} {{}}", row_P)
         return inside_P
 
     def _note(self, kind: str, bad_P: np.ndarray, detail: str, *columns: np.ndarray) -> None:
@@ -291,7 +295,7 @@ def _check_header(where: str, head: list[str], shape: tuple[int, int]) -> None:
     if head == [str(number) for number in shape]:
         return
     what = "row counts differ: the header does not match the texts"
-    if len(head) != 2 or not all(number.isascii() and number.isdigit() for number in head):
+    if not re.fullmatch(r"[0-9]+ [0-9]+", " ".join(head)):
         what = "not a header `N L`"
     raise DataError(
         what,

@@ -73,27 +73,27 @@ def _parts(path: Path) -> Iterator[Path]:
     """Part files of a file that does not exist: in the folder `queries`, or beside it as
     `queries-00000-of-00002`.
     """
-    pattern = re.compile(f"{re.escape(path.stem)}{_PART}{re.escape(path.suffix)}(\\.gz)?")
-    folder = path.with_suffix("")
-    if folder.is_dir():
-        yield from (file for file in _files_in(folder) if f"{path.suffix}." in f"{file.name}.")
-    if path.parent.is_dir():
-        yield from (file for file in _files_in(path.parent) if pattern.fullmatch(file.name))
+    stem = re.escape(path.stem)
+    suffix = re.escape(path.suffix)
+    inside = re.compile(rf".*{suffix}(\..*)?")
+    beside = re.compile(rf"{stem}{_PART}{suffix}(\.gz)?")
+    for folder, pattern in ((path.with_suffix(""), inside), (path.parent, beside)):
+        if folder.is_dir():
+            yield from (file for file in _files_in(folder) if pattern.fullmatch(file.name))
 
 
 def _files_in(folder: Path) -> list[Path]:
-    return sorted(
-        file for file in folder.iterdir() if file.is_file() and not file.name.startswith((".", "_"))
-    )
+    """The files that are not hidden."""
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    return [file for file in files if not file.name.startswith((".", "_"))]
 
 
 def _in_parts(path: Path, parts: list[Path]) -> DataError:
-    names = [part.relative_to(path.parent).as_posix() for part in parts]
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    names = [part.relative_to(path.parent).as_posix() for part in parts[:3]]
     return DataError(
         "a table in several part files",
         where=parts[0].parent,
-        got=", ".join(names[:3]) + more,
+        got=f"{len(parts):,} files: {', '.join(names)}, ...",
         expected=f"one file {path.name}",
         fix=f"join them{_JOIN.get(path.suffix, '')}",
     )

@@ -32,6 +32,7 @@ from unidec.data.formats.tables import (
 )
 from unidec.data.raw import RawData
 from unidec.data.raw_lines import DEFAULT_BOUNDS
+from unidec.data.table_file import check_names
 from unidec.errors import DataError
 
 _NAME = "memory"  # of a data set that was not read from files
@@ -312,8 +313,9 @@ def _table(
     """The table of these columns, after the checks of a file's header and rows."""
     names = [name for name, _ in named]
     values = [column for _, column in named]
-    check_columns(names, *columns, where=what)
     allowed = [*columns[0], *columns[1]]
+    check_columns(names, *columns, where=what)
+    check_names(names, allowed, what)
     unknown = ", ".join(name for name in names if name not in allowed)
     if unknown:
         fix = f"remove them: {what}[{[name for name in names if name in allowed]}]"

@@ -25,7 +25,7 @@ from scipy.sparse import csr_matrix
 from unidec.data.formats.files import Layout, Lines, Pairs, Source, rows_of
 from unidec.data.lookalike import Known, difference, names_like, plain, visible
 from unidec.data.raw import SPLITS, RawData, text_table
-from unidec.data.table_file import check_names, columns_missing, no_text, read_rows
+from unidec.data.table_file import columns_missing, no_text, read_rows
 
 # rows and characters in memory as Python objects
 MOST_ROWS = 4096
@@ -80,7 +80,8 @@ class Table:
         value_P = None if are_filters else np.ones(self.num_rows)
         for name in ("relevance", "score"):
             if name in rest:
-                value_P = np.asarray([_number(text) for text in self.columns[name].to_pylist()])
+                texts = self.columns[name].to_pylist()
+                value_P = np.asarray([_number(text) for text in texts])
         return Pairs(
             source=source,
             at=self.at,
@@ -109,7 +110,7 @@ class Table:
         """
         uids, titles, contents = (self.columns.get(column) for column in columns)
         check_uids(source, uids, self.at, what)
-        if titles is None or not pc.any(pc.not_equal(titles, "")).as_py():
+        if titles is None or pc.all(pc.equal(titles, "")).as_py():
             titles, contents = contents, titles
         return text_table(uids, titles, contents)
 
@@ -222,13 +223,11 @@ def read_table(
 def check_columns(
     names: Sequence[str], needed: Sequence[str], optional: Sequence[str], where: str
 ) -> None:
-    """Raise a DataError if a needed column is missing, or a column is given twice."""
-    count = Counter(names)
-    missing = [column for column in needed if column not in count]
-    expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
+    """Raise a DataError if a needed column is missing."""
+    missing = [column for column in needed if column not in names]
     if missing:
+        expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
         raise columns_missing(where, names, missing, expected)
-    check_names(names, sorted(count), where)
 
 
 def table_of(
