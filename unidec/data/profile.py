@@ -189,7 +189,7 @@ def profile_dataset(
 
     "queries" describes the training queries; "held_out" the validation queries, or the test queries
     if there are none (None if there are neither). The same data gives the same profile."""
-    rows = {split: dataset.rows(split) for split in SPLITS}
+    rows: dict[str, np.ndarray] = {split: dataset.rows(split) for split in SPLITS}
     texts = [dataset.query_texts(spaced(rows[split]), text) for split in SPLITS]
     train, validation, test = texts
     label_texts = dataset.label_texts(spaced(np.arange(dataset.num_labels)), text)

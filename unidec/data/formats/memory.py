@@ -83,7 +83,8 @@ class PairMatrix:
             raise DataError("pairs have the wrong shape", where="pairs", got=got, expected=shape)
         kind = self.matrix.dtype
         if kind.kind not in "biuf":
-            raise DataError("the matrix does not hold numbers", where="pairs", got=kind)
+            what = "the matrix does not hold numbers"
+            raise DataError(what, where="pairs", got=kind, expected="numbers of at least 0")
         value_P = self.matrix.data.astype(np.float64)
         stored = value_P != 0
         row_P = self.matrix.row[stored]

@@ -185,7 +185,7 @@ def _by_split(
     "train".
     """
     file, lines = queries_at
-    rows_by_split = {}
+    rows_by_split: dict[str, np.ndarray] = {}
     for split in SPLITS:
         rows = np.flatnonzero(split_N == split)
         if rows.size or split == "train":
