@@ -54,8 +54,8 @@ PARAMS = """\
 seed: 0
 data: {{path: raw, format: xmc-text, validation_share: {validation_share}}}
 validation:  # short random texts
-  label_texts_given_twice_severity: warn
-  test_texts_in_train_severity: warn
+  label_texts_given_twice: warn
+  test_texts_in_train: warn
 tokens: {{text: title, max_length: 16}}
 encoder: {{name: all-MiniLM-L6-v2, kind: bag, trainable_layers: 0, bag_words: 0}}
 model: {{heads: both, dim: 64, clf_init: label_embedding, clf_dtype: bf16}}

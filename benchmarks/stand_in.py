@@ -136,7 +136,7 @@ def stand_in(
         at.mkdir(parents=True, exist_ok=True)
         stack.enter_context(contextlib.chdir(at))
         changed = {"data.path": "raw", "encoder.name": encoder or _small_encoder(Path("encoder"))}
-        changed["validation.unknown_tokens_severity"] = "warn"  # the words are made up
+        changed["validation.unknown_tokens"] = "warn"  # the words are made up
         whole = published.resolve(name, method)
         if not whole.model.projection:
             changed["model.dim"] = _width(changed["encoder.name"])

@@ -520,3 +520,34 @@ def test_model_names_that_the_registry_takes(tmp_path):
         assert len(all_versions(client, name)) == 1 and address is not None and address.name == name
     with pytest.raises(ConfigError, match="one line"):
         config.load_params(None, {"tracking.experiment": ""})
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [
+        ("0.05 warn", (0.05, "warn")),
+        ("0 error", (0.0, "error")),
+        ("1 error", (1.0, "error")),
+        ("warn", (0.01, "warn")),  # the default share
+        ("off", (0.01, "off")),
+    ],
+)
+def test_a_limit_of_a_check_has_a_share_and_a_severity(
+    tmp_path: Path, value: str, limit: tuple[float, str]
+) -> None:
+    params = load(tmp_path, f"validation: {{empty_texts: {value}}}")
+    assert params.validation.limit("empty_texts") == limit
+
+
+@pytest.mark.parametrize("value", ["0.05", "2 error", "0.1 fatal", "warn 0.1", "-1 warn", "true"])
+def test_a_limit_in_another_form_is_refused(tmp_path: Path, value: str) -> None:
+    [found] = problems(tmp_path, f"validation: {{empty_texts: {value}}}")
+    assert 'expected: a share and a severity, as in "0.01 error"' in found
+
+
+def test_a_key_of_an_earlier_version_names_its_new_place(tmp_path: Path) -> None:
+    for key, fix in config.MOVED.items():
+        section, _, name = key.partition(".")
+        [found] = problems(tmp_path, f"{section}: {{{name}: warn}}")
+        assert found.startswith(f"- {key} (line 1): a key of an earlier version")
+        assert f"fix: {fix}" in found

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from unidec.addresses import without_credentials
 
+MAX_CHARS = 200  # of the error of a library
+
 
 class UnidecError(Exception):
     """Base of every error meant for a user; the command line prints it without a traceback and
@@ -15,8 +17,8 @@ class UnidecError(Exception):
 
     Args:
         what: what is wrong, in one sentence.
-        where: `file:line`, a key path or a folder.
-        got: the invalid value.
+        where: `file:line`, a key path, or the path of a file or folder.
+        got: the invalid value, or the error of a library, which is cut.
         expected: description of valid values.
         fix: how to fix it.
     """
@@ -27,14 +29,14 @@ class UnidecError(Exception):
         self,
         what: str,
         *,
-        where: str | None = None,
+        where: object = None,
         got: object = None,
         expected: object = None,
         fix: str | None = None,
     ) -> None:
         self.what = what
-        self.where = where
-        self.got = got
+        self.where = None if where is None else str(where)
+        self.got = str(got)[:MAX_CHARS] if isinstance(got, Exception) else got
         self.expected = expected
         self.fix = fix
         super().__init__(self._message())

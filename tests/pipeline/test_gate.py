@@ -194,13 +194,13 @@ def test_too_few_unseen_queries_are_no_verdict_unless_that_is_accepted(world, he
         and "train longer" not in page.lower()
     )
     accepted = world.params(confidence=0.0).model_copy(
-        update={"validation": Validation(test_texts_in_train_severity="warn")}
+        update={"validation": Validation(test_texts_in_train="warn")}
     )
     assert pipeline.needs_gate(accepted, "challenger")
     result = pipeline.gate(accepted)
     assert (
         result.metrics
-        and "all are judged on, which validation.test_texts_in_train_severity: warn accepts"
+        and "all are judged on, which validation.test_texts_in_train: warn accepts"
         in next(reason.words for reason in result.reasons if reason.check == "unseen queries")
     )
 

@@ -284,15 +284,15 @@ def test_a_champion_that_knows_the_test_queries_is_no_start(work, tiny_raw):
     assert found.kind == "cold" and words in found.reason
     with pytest.raises(
         ConfigError,
-        match=rf"{words}(.|\n)*accept it: validation.test_texts_in_train_severity: warn",
+        match=rf"{words}(.|\n)*accept it: validation.test_texts_in_train: warn",
     ):
         pipeline.choose_start(work.params(), "warm")
     for accepted in (
-        {"validation.test_texts_in_train_severity": "warn"},
-        {"validation.test_texts_in_train": 1.0},
+        {"validation.test_texts_in_train": "warn"},
+        {"validation.test_texts_in_train": "1.0 error"},
     ):
         assert pipeline.choose_start(work.params(**accepted), "warm").kind == "warm"
-    severity = {"validation.test_texts_in_train_severity": "warn"}
+    severity = {"validation.test_texts_in_train": "warn"}
     assert words in pipeline.choose_start(work.params(**severity), "warm").reason
     assert start.check_start(work.params(**severity)) == [
         f"the model that training starts from {found.reason[25:]}"
@@ -306,7 +306,8 @@ def test_a_champion_that_knows_the_test_queries_is_no_start(work, tiny_raw):
 def test_a_few_test_queries_within_the_limit_are_no_reason(work, tiny_raw):
     dataset = split_changed(tiny_raw, 1)
     share = 1 / len(dataset.rows("test"))
-    found = pipeline.choose_start(work.params(**{"validation.test_texts_in_train": share}))
+    limit = {"validation.test_texts_in_train": f"{share} error"}
+    found = pipeline.choose_start(work.params(**limit))
     assert found.kind == "warm" and found.reason == "the champion, version 1"
 
 

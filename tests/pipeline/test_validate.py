@@ -51,7 +51,7 @@ def test_one_empty_text_of_600_is_a_warning_with_its_row(one_empty_text: Path) -
 
 def test_an_error_names_the_key_and_the_line(one_empty_text: Path) -> None:
     with pytest.raises(DataError) as caught:
-        validate(one_empty_text, {"validation.empty_texts": 0.001})
+        validate(one_empty_text, {"validation.empty_texts": "0.001 error"})
     text = str(caught.value)
     assert (
         "found 1 of 600" in text
@@ -62,7 +62,8 @@ def test_an_error_names_the_key_and_the_line(one_empty_text: Path) -> None:
 
 
 def test_rows_of_files_that_changed_since_ingest_are_named_by_uid(one_empty_text: Path) -> None:
-    params = load_params(None, {"data.path": str(one_empty_text), "validation.empty_texts": 0.001})
+    limit = {"validation.empty_texts": "0.001 error"}
+    params = load_params(None, {"data.path": str(one_empty_text), **limit})
     pipeline.ingest(params)
     with (one_empty_text / "queries.csv").open("a") as file:
         file.write("q600,another\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from unidec.evaluation.drift import Check
-from unidec.validation.suite import run_change_suite
+from unidec.validation.checkpoint_run import run_change_suite
 
 
 def stated(results: list[dict]) -> dict[str, str]:

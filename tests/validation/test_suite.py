@@ -23,8 +23,9 @@ from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.raw import RawData, text_table
 from unidec.data.storage import read_manifest, write_manifest
 from unidec.errors import ArtifactError
+from unidec.validation.distributions import distributions
 from unidec.validation.frames import Reading, label_frame, query_frame, text_counts
-from unidec.validation.suite import CHECKS, distributions, validate_dataset
+from unidec.validation.suite import CHECKS, validate_dataset
 
 
 def tampered(
@@ -202,7 +203,10 @@ def test_soft_faults_are_judged_by_thresholds(
     assert len(samples[("pairs", "filtered")]) == 20
     assert any("row 7 (train-7)" in line for line in verdict["warnings"])
     strict = Validation(
-        empty_texts=0, test_texts_in_train=0, queries_without_positives=0, label_texts_given_twice=0
+        empty_texts="0 error",
+        test_texts_in_train="0 error",
+        queries_without_positives="0 error",
+        label_texts_given_twice="0 error",
     )
     verdict = validate_dataset(
         dataset.path, tmp_path / "v", docs=False, limits=strict, reading=long_texts
@@ -223,9 +227,7 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
     )
     found = {}
     for severity in ("error", "warn", "off"):
-        limits = Validation(
-            empty_texts=0.0, empty_texts_severity=severity, test_texts_in_train_severity="off"
-        )
+        limits = Validation(empty_texts=f"0 {severity}", test_texts_in_train="off")
         verdict = validate_dataset(tmp_path / "d", tmp_path / "v", docs=False, limits=limits)
         found[severity] = [
             [line for line in verdict[kind] if "empty texts" in line]
@@ -239,9 +241,8 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
     assert found == {"error": [[line], []], "warn": [[], [line]], "off": [[], []]}
 
 
-def test_every_check_has_a_bound_and_a_severity_in_the_parameters() -> None:
-    keys = {check.key for check in CHECKS}
-    assert set(Validation.model_fields) == keys | {f"{key}_severity" for key in keys}
+def test_every_check_has_a_limit_in_the_parameters() -> None:
+    assert set(Validation.model_fields) == {check.key for check in CHECKS}
 
 
 def test_empty_texts_and_leaks_fail_by_default(

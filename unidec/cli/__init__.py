@@ -24,7 +24,7 @@ from typer import Argument, Exit, Option
 
 from unidec import pipeline
 from unidec.addresses import mask_logs, masked_excepthook
-from unidec.cli import bundles, commands, data, init, labels, models  # noqa: F401  init adds its command
+from unidec.cli import bundles, commands, data_commands, init, labels, models  # noqa: F401  init adds its command
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
     AsJson,
@@ -301,7 +301,7 @@ def version() -> None:
 
 
 for _group in (
-    data.data_app,
+    data_commands.data_app,
     models.models_app,
     labels.labels_app,
     bundles.index_app,

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from unidec import pipeline
 from unidec.cli.commands import Shown, add_stage, command, group, table
-from unidec.cli.data import Column, findings
+from unidec.cli.data_commands import Column, findings
 from unidec.config import Params
 from unidec.errors import ConfigError, Refused
 

@@ -30,7 +30,8 @@ from unidec.comparison.peers.running import K, last_lines, run_peer
 from unidec.comparison.plan import START
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
-from unidec.data.storage import MANIFEST, lock_file, read_json_lines, write_json
+from unidec.data.file_lock import lock_file
+from unidec.data.storage import MANIFEST, read_json_lines, write_json
 from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
 from unidec.machine import host_peak
 from unidec.pipeline import paths

@@ -4,10 +4,12 @@ become.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from unidec.config.section import (
     Conflict,
@@ -37,10 +39,8 @@ class Data(Section):
     )
     validation_share: Annotated[float, Field(ge=0, lt=0.5)] = key(
         0.05,
-        (
-            "share of the training queries held out for validation, if the data has no "
-            "validation split"
-        ),
+        "share of the training queries held out for validation, if the data has no "
+        "validation split",
     )
     validation_sample: CountOrZero = key(
         0, "training queries to compute metrics on if there is no validation split", "evaluation"
@@ -74,35 +74,61 @@ class RawBounds(Section):
     )
 
 
+_LIMIT = re.compile(r"((0(\.\d+)?|1(\.0+)?) )?(error|warn|off)")
+
+
+class Limit(NamedTuple):
+    """An allowed share of rows, and what a larger share is."""
+
+    share: float
+    severity: Severity
+
+
+def _known_limit(value: object) -> object:
+    if isinstance(value, str) and _LIMIT.fullmatch(value):
+        return value
+    text = 'a share and a severity, as in "0.01 error"; or error, warn or off alone'
+    raise PydanticCustomError("limit", "{text}", {"text": text})
+
+
+LimitText = Annotated[str, BeforeValidator(_known_limit)]
+
+
 class Validation(Section):
-    """Checks of the data: the allowed share of such rows; a larger one is an error (no training), a
-    warning, or off.
+    """Checks of the data: the allowed share of such rows, and whether a larger one is an error (no
+    training), a warning, or not checked: "0.01 error"; a severity alone keeps the default share.
     """
 
     decides: ClassVar[tuple[Result, ...]] = ("checks",)
 
-    empty_texts: Share = key(0.01, "allowed share of queries, and of labels, with an empty text")
-    empty_texts_severity: Severity = key("error", "severity of a larger share")
-    test_texts_in_train: Share = key(
-        0.01, "allowed share of test queries whose text is also a training query's"
+    empty_texts: LimitText = key(
+        "0.01 error", "allowed share of queries, and of labels, with an empty text"
     )
-    test_texts_in_train_severity: Severity = key("error", "severity of a larger share")
-    queries_without_positives: Share = key(0.5, "allowed share of queries without positives")
-    queries_without_positives_severity: Severity = key("error", "severity of a larger share")
-    labels_without_training_points: Share = key(
-        0.5, "allowed share of labels without training queries"
+    test_texts_in_train: LimitText = key(
+        "0.01 error", "allowed share of test queries whose text is also a training query's"
     )
-    labels_without_training_points_severity: Severity = key("error", "severity of a larger share")
-    label_texts_given_twice: Share = key(
-        0.2, "allowed share of labels with the text, or the tokens, of another label"
+    queries_without_positives: LimitText = key(
+        "0.5 error", "allowed share of queries without positives"
     )
-    label_texts_given_twice_severity: Severity = key("error", "severity of a larger share")
-    unknown_tokens: Share = key(
-        0.1, "allowed share of a text's tokens that the tokenizer does not know, on average"
+    labels_without_training_points: LimitText = key(
+        "0.5 error", "allowed share of labels without training queries"
     )
-    unknown_tokens_severity: Severity = key("error", "severity of a larger share")
-    filtered_positives: Share = key(0.01, "allowed share of positives that are also filter pairs")
-    filtered_positives_severity: Severity = key("warn", "severity of a larger share")
+    label_texts_given_twice: LimitText = key(
+        "0.2 error", "allowed share of labels with the text, or the tokens, of another label"
+    )
+    unknown_tokens: LimitText = key(
+        "0.1 error", "allowed share of a text's tokens that the tokenizer does not know, on average"
+    )
+    filtered_positives: LimitText = key(
+        "0.01 warn", "allowed share of positives that are also filter pairs"
+    )
+
+    def limit(self, name: str) -> Limit:
+        """The limit of one of these keys."""
+        share, _, severity = getattr(self, name).rpartition(" ")
+        if not share:
+            share = type(self).model_fields[name].default.partition(" ")[0]
+        return Limit(float(share), cast(Severity, severity))
 
 
 class Tokens(Section):
@@ -125,10 +151,8 @@ class LabelGraph(Section):
 
     kind: Literal["cooccurrence", "random-walk", "glas", "self"] = key(
         "cooccurrence",
-        (
-            "soft targets by shared queries, by random walks, symmetric (GLaS), or the label "
-            "itself only"
-        ),
+        "soft targets by shared queries, by random walks, symmetric (GLaS), or the label "
+        "itself only",
     )
     threshold: Share = key(0.1, "delta: soft targets below this value are set to 0")
     share: Annotated[float, Field(gt=0, le=1)] = key(
@@ -149,10 +173,8 @@ class Source(Section):
     )
     path: str = key(
         "",
-        (
-            "kind folder: its path; kind dvc: the DVC target, such as data/raw/mine or "
-            "data/raw/mine.dvc"
-        ),
+        "kind folder: its path; kind dvc: the DVC target, such as data/raw/mine or "
+        "data/raw/mine.dvc",
     )
     queries: str = key("", "kind files: path of the table of queries (csv, tsv, parquet, jsonl)")
     labels: str = key("", "kind files: path of the table of labels")
@@ -166,12 +188,14 @@ class Source(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.kind in ("folder", "dvc") and not self.path:
-            fix = "source.path: the folder, or DVC's target; or source.kind: none"
-            yield Conflict("source.path source.kind", "the source has no path", fix)
-        if self.kind == "files" and not (self.queries and self.labels and self.pairs):
-            keys = "source.queries source.labels source.pairs source.kind"
             yield Conflict(
-                keys,
+                "source.path source.kind",
+                "the source has no path",
+                "source.path: the folder, or DVC's target; or source.kind: none",
+            )
+        if self.kind == "files" and not (self.queries and self.labels and self.pairs):
+            yield Conflict(
+                "source.queries source.labels source.pairs source.kind",
                 "a data set consists of three tables",
                 "all three tables, or source.kind: none",
             )

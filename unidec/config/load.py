@@ -21,6 +21,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.addresses import without_credentials
+from unidec.config.data_sections import Validation
 from unidec.config.params import Params, leaves, nested, what_decides
 from unidec.config.section import Section
 from unidec.errors import ConfigError
@@ -36,6 +37,13 @@ MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "pa
 other.
 """
 
+MOVED = {"retrain.notify": "a Prefect automation on unidec.* events and failed runs"} | {
+    f"validation.{name}_severity": f'in one value with the share: validation.{name}: "0.01 warn"'
+    for name in Validation.model_fields
+}
+"""Keys that an earlier version had, with the new place and form of what they said."""
+
+_RECIPES = resources.files("unidec") / "recipes"
 KeyPath = tuple[str, ...]
 
 
@@ -65,11 +73,12 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         lines = dict(_lines(node, ()))
         value = {} if node is None else yaml.constructor.construct_document(node)
     except OSError as error:
-        fix = (
-            "run in the folder that holds params.yaml, name one with --params, or write one: "
-            "unidec init DIR"
-        )
-        raise ConfigError(f"cannot be read: {error.strerror}", where=where, fix=fix) from error
+        raise ConfigError(
+            f"cannot be read: {error.strerror}",
+            where=where,
+            fix="run in the folder that holds params.yaml, name one with --params, or write one: "
+            "unidec init DIR",
+        ) from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(
@@ -78,8 +87,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where += f":{mark.line + 1}" if mark else ""
-        what = f"invalid YAML: {error.problem or error.context}"
-        raise ConfigError(what, where=where, fix="correct this line or the one before") from error
+        raise ConfigError(
+            f"invalid YAML: {error.problem or error.context}",
+            where=where,
+            fix="correct this line or the one before",
+        ) from error
     except (YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"invalid YAML: {error}", where=where, expected="key: value") from error
     if not isinstance(value or {}, dict):
@@ -121,8 +133,11 @@ def problem(
     """
     where = f" ({origin[key]})" if key in origin else ""
     facts = {"got": got, "expected": expected, "nearest": near, "fix": fix}
-    lines = [f"    {name}: {fact}" for name, fact in facts.items() if fact or name == "got"]
-    return "\n".join([f"- {key}{where}: {what}", *lines])
+    lines = [f"- {key}{where}: {what}"]
+    for name, fact in facts.items():
+        if fact or name == "got":
+            lines.append(f"    {name}: {fact}")
+    return "\n".join(lines)
 
 
 def short(value: Any) -> str:
@@ -145,12 +160,8 @@ def known_keys() -> list[str]:
 
 def recipe_names() -> list[str]:
     """Names of the shipped recipes."""
-    folder = resources.files("unidec") / "recipes"
-    return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
-    )
+    files = [entry.name for entry in _RECIPES.iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
 
 
 def load_params(
@@ -169,14 +180,13 @@ def load_params(
         ConfigError: reports all problems together, each with key path, value, expected values and
         the nearest name.
     """
-    raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
-    values = _given(raw) | dict(overrides or {})
+    overrides = overrides or {}
     if path is None:
-        return build_params(values, {}, "")
-    origin = {".".join(key): f"line {line}" for key, line in lines.items()} | dict.fromkeys(
-        overrides or {}, "--set"
-    )
-    return build_params(values, origin, str(path))
+        return build_params(overrides, {}, "")
+    raw, lines = read_yaml(Path(path))
+    origin = {".".join(key): f"line {line}" for key, line in lines.items()}
+    origin |= dict.fromkeys(overrides, "--set")
+    return build_params(_given(raw) | dict(overrides), origin, str(path))
 
 
 def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
@@ -194,39 +204,44 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     recipe = values.get("recipe")
     names = recipe_names()
     if recipe in names:
-        with resources.as_file(resources.files("unidec") / "recipes" / f"{recipe}.yaml") as path:
+        with resources.as_file(_RECIPES / f"{recipe}.yaml") as path:
             values = _given(read_yaml(path)[0]) | dict(values)
     elif isinstance(recipe, str):
         expected = f"one of {', '.join(names)}"
         near = nearest(recipe, names)
-        problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
+        problems.append(
+            problem("recipe", "no such recipe", short(recipe), expected, origin, near=near)
+        )
     for key, value in values.items():
         if any(without_credentials(text) != text for text in _texts(value)):
-            what = "a password or token in a parameter"
-            expected = "an address without credentials"
-            fix = (
-                "set it in the environment; source.secrets names Prefect secrets for DVC's "
-                "processes"
+            problems.append(
+                problem(
+                    key,
+                    "a password or token in a parameter",
+                    short(value),
+                    "an address without credentials",
+                    origin,
+                    fix="set it in the environment; source.secrets names Prefect secrets for DVC's "
+                    "processes",
+                )
             )
-            problems.append(problem(key, what, short(value), expected, origin, fix=fix))
         if key not in known:
             problems.append(_no_such_key(key, value, origin))
-    known_values = {key: value for key, value in values.items() if key in known}
+    valid = {key: value for key, value in values.items() if key in known}
     wrong: dict[str, str] = {}
     try:
-        params = Params.model_validate(nested(known_values))
+        params = Params.model_validate(nested(valid))
     except ValidationError as error:
         wrong = _wrong_values(error, origin)
         # with the defaults in place of wrong values, the other values can be checked for conflicts
-        params = Params.model_validate(
-            nested({key: value for key, value in known_values.items() if key not in wrong})
-        )
+        valid = {key: value for key, value in valid.items() if key not in wrong}
+        params = Params.model_validate(nested(valid))
     problems += wrong.values()
-    valid = dict(leaves(params))
+    found = dict(leaves(params))
     for conflict in params.conflicts():
         keys = conflict.keys.split()
-        if not wrong.keys() & set(keys):
-            got = ", ".join(f"{key} = {valid[key]!r}" for key in keys)
+        if wrong.keys().isdisjoint(keys):
+            got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
             problems.append(problem(keys[0], conflict.what, got, None, origin, fix=conflict.fix))
     if problems:
         raise ParamsError(problems, where)
@@ -237,14 +252,9 @@ def _texts(value: Any) -> list[str]:
     """The texts in a value, without the keys of a mapping: those of `source.secrets` are names of
     variables.
     """
-    parts = (
-        list(value.values())
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list)
-        else [value]
-    )
-    return [str(part) for part in parts]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return list(map(str, value)) if isinstance(value, list) else [str(value)]
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, Any]:
@@ -255,20 +265,18 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
     """
     overrides: dict[str, Any] = {}
     for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals or not key.strip():
+        name, equals, text = assignment.partition("=")
+        key = name.strip()
+        if not equals or not key:
             raise ConfigError(
                 "not an assignment", where="--set", got=assignment, expected="section.key=value"
             )
-        if key.strip() in overrides:
+        if key in overrides:
             raise ConfigError(
-                f"{key.strip()} is set twice",
-                where="--set",
-                got=assignment,
-                fix="keep one of the two",
+                f"{key} is set twice", where="--set", got=assignment, fix="keep one of the two"
             )
         try:
-            overrides[key.strip()] = YAML(typ="safe", pure=True).load(text)
+            overrides[key] = YAML(typ="safe", pure=True).load(text)
         except (YAMLError, ValueError) as error:
             raise ConfigError(
                 "not a YAML value", got=text, expected="a number, a word, true or false"
@@ -329,12 +337,9 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
         if section is None:
             given[str(name)] = value
         elif isinstance(value, dict):
-            known = section.model_fields
-            given |= {
-                f"{name}.{key}": leaf
-                for key, leaf in value.items()
-                if leaf is not None or key not in known
-            }
+            for key, leaf in value.items():
+                if leaf is not None or key not in section.model_fields:
+                    given[f"{name}.{key}"] = leaf
         elif value is not None:
             given[name] = value
     return given
@@ -346,36 +351,36 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
     for detail in error.errors(include_url=False):
         # further parts are added by pydantic (the member of a union)
         names = [str(part) for part in detail["loc"]]
-        wrong.setdefault(".".join(names[: 2 if _section(names[0]) else 1]), []).append(detail)
+        depth = 2 if _section(names[0]) else 1
+        wrong.setdefault(".".join(names[:depth]), []).append(detail)
     problems = {}
-    for key, group in wrong.items():
-        got = group[0]["input"]
-        expected = " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
-        choices = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
-        near = (
-            MEANT.get((key, got)) or nearest(got, choices.split("'")[1::2])
-            if isinstance(got, str)
-            else None
-        )
-        problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
+    for key, details in wrong.items():
+        got = details[0]["input"]
+        expected = " or ".join(dict.fromkeys(map(valid_values, details)))
+        near = None
+        if isinstance(got, str):
+            quoted = "".join(detail.get("ctx", {}).get("expected", "") for detail in details)
+            near = MEANT.get((key, got)) or nearest(got, quoted.split("'")[1::2])
+        problems[key] = problem(key, "wrong value", short(got), expected, origin, near=near)
     return problems
 
 
 def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
+    got = short(value)
+    if key in MOVED:
+        return problem(key, "a key of an earlier version", got, None, origin, fix=MOVED[key])
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)
     if section is not None and not first:
-        return problem(key, "not a section", short(value), f"keys under it: {listed}", origin)
+        return problem(key, "not a section", got, f"keys under it: {listed}", origin)
     same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
-    near = same_name[-1] if same_name else nearest(key, [*Params.model_fields, *known_keys()])
-    fix = (
-        "a Prefect automation on unidec.* events and failed runs"
-        if key == "retrain.notify"
-        else None
-    )
-    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near, fix)
+    if same_name:
+        near: str | None = same_name[-1]
+    else:
+        near = nearest(key, [*Params.model_fields, *known_keys()])
+    return problem(key, "unknown key", got, f"one of {listed}", origin, near=near)
 
 
 def to_yaml(params: Params) -> str:
@@ -392,12 +397,11 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
     schema = Params.model_json_schema()
     for key, default in leaves(Params()):
         section, _, name = key.rpartition(".")
-        group = (
-            schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
-            if section
-            else schema
-        )
-        entry = group["properties"][name or key]
+        group = schema
+        if section:
+            reference = schema["properties"][section]["$ref"]
+            group = schema["$defs"][reference.rpartition("/")[2]]
+        entry = group["properties"][name]
         yield key, json.dumps(default), _takes(entry), entry.get("description", "")
 
 
@@ -408,5 +412,8 @@ def _takes(entry: dict[str, Any]) -> str:
     if "enum" in entry or "const" in entry:
         return ", ".join(str(value) for value in entry.get("enum", [entry.get("const")]))
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {entry[name]:g}" for name, sign in signs.items() if name in entry]
-    return " ".join([entry.get("type", "value"), *bounds])
+    words = [entry.get("type", "value")]
+    for name, sign in signs.items():
+        if name in entry:
+            words.append(f"{sign} {entry[name]:g}")
+    return " ".join(words)

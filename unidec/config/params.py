@@ -94,7 +94,7 @@ class Params(Section):
         return self.pool.gandalf or (self.model.clf_graph and self.model.heads != "de")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Every conflict within a section and between"""
+        """Every conflict within a section and between sections."""
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.conflicts()
@@ -128,113 +128,114 @@ class Params(Section):
             }
             yield from self._needed("model.levels: []", what, needed)
         elif self.pool.shortlist:
-            fix = "model.levels: [32, 4], or pool.shortlist: 0"
-            yield Conflict("pool.shortlist model.levels", "a shortlist requires a label tree", fix)
+            yield Conflict(
+                "pool.shortlist model.levels",
+                "a shortlist requires a label tree",
+                "model.levels: [32, 4], or pool.shortlist: 0",
+            )
         if self.optim.patience and not (self.data.validation_share or self.data.validation_sample):
-            what = "patience requires queries to validate on"
-            fix = "data.validation_share or data.validation_sample above 0, or optim.patience: 0"
-            yield Conflict("optim.patience data.validation_share data.validation_sample", what, fix)
+            yield Conflict(
+                "optim.patience data.validation_share data.validation_sample",
+                "patience requires queries to validate on",
+                "data.validation_share or data.validation_sample above 0, or optim.patience: 0",
+            )
         yield from self._operations()
 
     def _heads(self) -> Iterator[Conflict]:
         heads = self.model.heads
         space = self.index.space
         if heads == "clf" and self.model.auxiliary:
-            what = "auxiliary vectors require a dual encoder"
             yield Conflict(
-                "model.auxiliary model.heads", what, "model.auxiliary: 0, or model.heads: de"
+                "model.auxiliary model.heads",
+                "auxiliary vectors require a dual encoder",
+                "model.auxiliary: 0, or model.heads: de",
             )
         if heads not in ("both", space):
-            what = "the index searches a head that the model does not have"
             yield Conflict(
-                "index.space model.heads", what, "set index.space to the same value as model.heads"
+                "index.space model.heads",
+                "the index searches a head that the model does not have",
+                "set index.space to the same value as model.heads",
             )
         idle = {0.0: "de", 1.0: "clf"}.get(self.loss.balance)
         if idle == "de" and not self.model.projection:
             idle = None  # this head is the encoder itself, loaded from `encoder.start`
         if heads == "both" and idle is not None and space in ("both", idle):
-            fix = (
-                "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for "
-                "1) or clf (for 0)"
-            )
             yield Conflict(
-                "loss.balance model.heads index.space", "one head gets no loss but is searched", fix
+                "loss.balance model.heads index.space",
+                "one head gets no loss but is searched",
+                "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for "
+                "1) or clf (for 0)",
             )
         if (
             "auto" in (self.index.clf_weight, self.index.knn_weight)
             and self.data.validation_share == 0
         ):
-            what = "there is no validation split to tune a weight on"
-            fix = "data.validation_share above 0, or a number"
             yield Conflict(
                 "data.validation_share index.clf_weight index.knn_weight",
-                what,
-                f"{fix} as the weight",
+                "there is no validation split to tune a weight on",
+                "data.validation_share above 0, or a number as the weight",
             )
 
     def _classifier(self) -> Iterator[Conflict]:
         all_labels = self.pool.clf_labels == "all"
         all_rows = self.optim.clf_state == "adamw"
         if self.loss.clf == "bce" and self.loss.clf_bce > 0:
-            what = "the classifier's loss is already BCE: the auxiliary BCE would count it twice"
-            yield Conflict("loss.clf_bce loss.clf model.heads", what, "loss.clf_bce: 0")
+            yield Conflict(
+                "loss.clf_bce loss.clf model.heads",
+                "the classifier's loss is already BCE: the auxiliary BCE would count it twice",
+                "loss.clf_bce: 0",
+            )
         if all_labels and self.run.table_place != "device":
-            what = (
+            yield Conflict(
+                "run.table_place pool.clf_labels model.heads",
                 "a classifier over all labels uses all rows in each step: they cannot be fetched "
-                "per step"
+                "per step",
+                "run.table_place: device, or pool.clf_labels: pool",
             )
-            fix = "run.table_place: device, or pool.clf_labels: pool"
-            yield Conflict("run.table_place pool.clf_labels model.heads", what, fix)
         if all_rows and self.run.table_place != "device":
-            fix = (
-                "run.table_place: device, or optim.clf_state: adam, which updates the rows of a "
-                "step only"
-            )
             yield Conflict(
                 "run.table_place optim.clf_state model.heads",
                 "AdamW updates all rows in each step",
-                fix,
+                "run.table_place: device, or optim.clf_state: adam, which updates the rows of a "
+                "step only",
             )
         if not self.model.clf_residual:
             for name in ("clf_gates", "clf_graph", "clf_queries"):
                 if getattr(self.model, name):
                     off = "0" if name == "clf_queries" else "false"
-                    keys = f"model.{name} model.clf_residual model.heads"
                     fix = f"or model.{name}: {off}"
                     yield Conflict(
-                        keys,
+                        f"model.{name} model.clf_residual model.heads",
                         "requires residual classifier rows",
                         f"model.clf_residual: true, {fix}",
                     )
             return
         or_none = "or model.clf_residual: false"
         if self.model.clf_queries and (self.model.clf_graph or self.model.heads == "both"):
-            what = (
-                "queries in classifier rows require a classifier without a dual encoder and "
-                "without a label graph"
-            )
-            fix = "model.heads: clf, or model.clf_queries: 0"
-            yield Conflict("model.clf_queries model.clf_graph model.heads", what, fix)
-        if self.model.clf_init != "label_embedding":
-            what = "a residual classifier starts from its labels' embeddings"
-            fix = "model.clf_init: label_embedding"
             yield Conflict(
-                "model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}"
+                "model.clf_queries model.clf_graph model.heads",
+                "queries in classifier rows require a classifier without a dual encoder and "
+                "without a label graph",
+                "model.heads: clf, or model.clf_queries: 0",
+            )
+        if self.model.clf_init != "label_embedding":
+            yield Conflict(
+                "model.clf_residual model.clf_init model.heads",
+                "a residual classifier starts from its labels' embeddings",
+                f"model.clf_init: label_embedding, {or_none}",
             )
         if self.pool.clf_labels != "pool":
-            what = (
-                "a residual classifier would encode the texts of all labels outside the pool in "
-                "each step"
-            )
             yield Conflict(
                 "model.clf_residual pool.clf_labels model.heads",
-                what,
+                "a residual classifier would encode the texts of all labels outside the pool in "
+                "each step",
                 f"pool.clf_labels: pool, {or_none}",
             )
         if self.run.devices > 1:
-            what = "a residual classifier trains on one device"
             yield Conflict(
-                "model.clf_residual run.devices model.heads", what, f"run.devices: 1, {or_none}"
+                "model.clf_residual run.devices model.heads",
+                "a residual classifier trains on one device",
+                f"run.devices: 1, {or_none}",
             )
 
     def _losses(self) -> Iterator[Conflict]:
@@ -246,27 +247,32 @@ class Params(Section):
         }
         keys = "loss.de loss.clf model.heads"
         if "infonce" in used.values() and loss.reduction != "pol":
-            fix = "loss.reduction: pol, or supcon as the loss"
             yield Conflict(
-                f"loss.reduction {keys}", "InfoNCE is defined for one positive per query", fix
+                f"loss.reduction {keys}",
+                "InfoNCE is defined for one positive per query",
+                "loss.reduction: pol, or supcon as the loss",
             )
         if "hinge" in used.values() and loss.margin == 0:
-            fix = "loss.margin: 1 for the classifier's scores, below 1 for cosines"
             yield Conflict(
                 f"loss.margin {keys}",
                 "the squared hinge without a margin is 0 if all scores are 0",
-                fix,
+                "loss.margin: 1 for the classifier's scores, below 1 for cosines",
             )
         for head, name in used.items():
             if name == "softtopk" and getattr(loss, f"{head}_forward") < 1:
-                what = "soft top-k ranks the labels of a query: it has no label-to-query loss"
-                fix = f"loss.{head}_forward: 1, or another loss.{head}"
-                yield Conflict(f"loss.{head}_forward loss.{head} model.heads", what, fix)
+                yield Conflict(
+                    f"loss.{head}_forward loss.{head} model.heads",
+                    "soft top-k ranks the labels of a query: it has no label-to-query loss",
+                    f"loss.{head}_forward: 1, or another loss.{head}",
+                )
         if loss.mixup != "none":
             yield from self._mixup()
         if "softtopk" in used.values() and 0 < self.pool.size <= loss.topk:
-            what = "the pool has at most k labels, so the soft top-k loss learns nothing"
-            yield Conflict("loss.topk pool.size", what, "loss.topk far below pool.size")
+            yield Conflict(
+                "loss.topk pool.size",
+                "the pool has at most k labels, so the soft top-k loss learns nothing",
+                "loss.topk far below pool.size",
+            )
 
     def _needed(self, off: str, what: str, needed: dict[str, Any]) -> Iterator[Conflict]:
         """Conflicts of an option with the values that it requires of other keys."""
@@ -288,12 +294,16 @@ class Params(Section):
                 f"run.devices: 1, or {off}",
             )
         if self.loss.mixup == "labels" and self.model.heads == "clf":
-            what = "a classifier alone encodes no label texts to mix with"
-            yield Conflict("loss.mixup model.heads", what, f"model.heads: both, or {off}")
-        if self.model.heads != "de" and self.loss.clf == "bce" and self.pool.clf_labels != "pool":
-            what = "the chunked loss over all labels does not support MixUp"
             yield Conflict(
-                "loss.mixup loss.clf pool.clf_labels", what, f"pool.clf_labels: pool, or {off}"
+                "loss.mixup model.heads",
+                "a classifier alone encodes no label texts to mix with",
+                f"model.heads: both, or {off}",
+            )
+        if self.model.heads != "de" and self.loss.clf == "bce" and self.pool.clf_labels != "pool":
+            yield Conflict(
+                "loss.mixup loss.clf pool.clf_labels",
+                "the chunked loss over all labels does not support MixUp",
+                f"pool.clf_labels: pool, or {off}",
             )
 
     def _operations(self) -> Iterator[Conflict]:
@@ -305,14 +315,15 @@ class Params(Section):
         places = [Path(os.path.abspath(path)) for path in copied if path]
         own = Path(os.path.abspath(self.data.path))
         if any(place.is_relative_to(own) or own.is_relative_to(place) for place in places):
-            what = "the fetched data would overwrite its own source"
-            fix = "data.path: a different folder"
-            yield Conflict("source.kind source.path data.path", what, fix)
+            yield Conflict(
+                "source.kind source.path data.path",
+                "the fetched data would overwrite its own source",
+                "data.path: a different folder",
+            )
         if self.retrain.start == "warm" and self.encoder.start:
-            what = "training cannot start from two models, the champion and encoder.start"
             yield Conflict(
                 "retrain.start encoder.start",
-                what,
+                "training cannot start from two models, the champion and encoder.start",
                 'retrain.start: auto or cold, or encoder.start: ""',
             )
 
@@ -342,8 +353,11 @@ def keys_deciding(*results: Result, warm: bool = False) -> list[str]:
         warm: include those of section `warm`, which apply only if training starts from an earlier
         model.
     """
-    found = [key for key, decided in what_decides().items() if not set(decided).isdisjoint(results)]
-    return [key for key in found if warm or not key.startswith("warm.")]
+    found = []
+    for path, decided in what_decides().items():
+        if not set(decided).isdisjoint(results) and (warm or not path.startswith("warm.")):
+            found.append(path)
+    return found
 
 
 def leaves(params: Section) -> Iterator[tuple[str, Any]]:

@@ -84,10 +84,8 @@ class Index(Section):
     )
     fusion: bool = key(
         False,
-        (
-            "rank by a small network, trained on the validation split and used if better; "
-            "requires both heads"
-        ),
+        "rank by a small network, trained on the validation split and used if better; "
+        "requires both heads",
     )
     objective: Literal["nDCG@5", "P@1", "PSP@5", "R@100"] = key(
         "nDCG@5", "validation metric that tuning maximises"
@@ -95,9 +93,10 @@ class Index(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.fuses and self.knn_by != "words":
-            what = "the fusion requires the votes by words"
             yield Conflict(
-                "index.fusion index.knn_by", what, "index.knn_by: words, or index.fusion: false"
+                "index.fusion index.knn_by",
+                "the fusion requires the votes by words",
+                "index.knn_by: words, or index.fusion: false",
             )
         if self.knn_head and not self.fuses:
             yield Conflict(
@@ -163,9 +162,11 @@ class Gate(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.confidence > 0 and "coverage@" in self.metric:
-            what = "coverage has no value per query, so its confidence cannot be bootstrapped"
-            fix = "gate.confidence: 0, or another gate.metric with coverage among gate.guarded"
-            yield Conflict("gate.confidence gate.metric", what, fix)
+            yield Conflict(
+                "gate.confidence gate.metric",
+                "coverage has no value per query, so its confidence cannot be bootstrapped",
+                "gate.confidence: 0, or another gate.metric with coverage among gate.guarded",
+            )
 
 
 class Drift(Section):
@@ -249,10 +250,8 @@ class Serve(Section):
     )
     feedback: Annotated[str, Field(pattern=r"(^|\.jsonl)$")] = key(
         "",
-        (
-            "file (.jsonl) to which the page's buttons `relevant` and `not relevant` append; "
-            "empty: no buttons"
-        ),
+        "file (.jsonl) to which the page's buttons `relevant` and `not relevant` append; "
+        "empty: no buttons",
     )
     feedback_bytes: Count = key(
         10_000_000, "maximum size of that file in bytes; beyond it, feedback is rejected"

@@ -40,10 +40,8 @@ class Encoder(Section):
     )
     kind: Literal["transformer", "bag", "both", "inception"] = key(
         "both",
-        (
-            "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's "
-            "convolutions"
-        ),
+        "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's "
+        "convolutions",
         "checks",
         "training",
     )
@@ -90,28 +88,28 @@ class Encoder(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if not self.has_transformer and (self.trainable_layers != 0 or self.pooling == "cls"):
-            what = "there is no transformer"
-            keys = "encoder.trainable_layers encoder.pooling encoder.kind"
-            fix = "encoder.kind: both, or encoder.trainable_layers: 0 and encoder.pooling: mean"
-            yield Conflict(keys, f"{what}: trainable layers and pooling have no effect", fix)
+            yield Conflict(
+                "encoder.trainable_layers encoder.pooling encoder.kind",
+                "there is no transformer: trainable layers and pooling have no effect",
+                "encoder.kind: both, or encoder.trainable_layers: 0 and encoder.pooling: mean",
+            )
         if self.kind != "both" and self.transformer_tokens:
-            what = "a limit for the transformer alone requires encoder.kind: both"
-            fix = "tokens.max_length, which limits every encoder, or encoder.kind: both"
-            yield Conflict("encoder.transformer_tokens encoder.kind", what, fix)
+            yield Conflict(
+                "encoder.transformer_tokens encoder.kind",
+                "a limit for the transformer alone requires encoder.kind: both",
+                "tokens.max_length, which limits every encoder, or encoder.kind: both",
+            )
         if self.kind == "inception" and (self.bag_words or self.bag_head):
-            what = "inception reads tokens only"
-            fix = "encoder.bag_words: 0 and encoder.bag_head: 0"
             yield Conflict(
                 "encoder.bag_words encoder.bag_head encoder.kind",
-                what,
-                f"{fix}, or encoder.kind: bag",
+                "inception reads tokens only",
+                "encoder.bag_words: 0 and encoder.bag_head: 0, or encoder.kind: bag",
             )
         if self.frozen and self.trainable_layers != 0:
-            fix = "encoder.trainable_layers: 0, or encoder.frozen: false"
             yield Conflict(
                 "encoder.frozen encoder.trainable_layers",
                 "a frozen encoder has no layers to train",
-                fix,
+                "encoder.trainable_layers: 0, or encoder.frozen: false",
             )
 
 
@@ -140,10 +138,8 @@ class Model(Section):
     )
     levels: list[Count] = key(
         [],
-        (
-            "labels per cluster at each level of a label tree, coarse to fine (CascadeXML); "
-            "empty: no label tree"
-        ),
+        "labels per cluster at each level of a label tree, coarse to fine (CascadeXML); "
+        "empty: no label tree",
     )
     clf_init: Literal["xavier", "normal", "label_embedding"] = key(
         "label_embedding",
@@ -180,9 +176,10 @@ class Model(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if sorted(set(self.levels), reverse=True) != self.levels:
-            fix = "fewer labels per cluster at each next level, as in [32, 4]"
             yield Conflict(
-                "model.levels", "the levels of a label tree must go from coarse to fine", fix
+                "model.levels",
+                "the levels of a label tree must go from coarse to fine",
+                "fewer labels per cluster at each next level, as in [32, 4]",
             )
 
 
@@ -213,10 +210,8 @@ class Pool(Section):
     eta: CountOrZero = key(6, "hard negatives sampled per query for the pool")
     shortlist: CountOrZero = key(
         0,
-        (
-            "with model.levels: best clusters per level whose labels are a query's hard "
-            "negatives; 0: the nearest labels"
-        ),
+        "with model.levels: best clusters per level whose labels are a query's hard "
+        "negatives; 0: the nearest labels",
     )
     mining: Mining = key(
         "exact",
@@ -231,10 +226,8 @@ class Pool(Section):
     )
     clf_labels: Literal["pool", "all"] | Count = key(
         "pool",
-        (
-            "labels in the classifier's loss; N: the pool filled up to N with random labels (all "
-            "if at most 2 N)"
-        ),
+        "labels in the classifier's loss; N: the pool filled up to N with random labels (all "
+        "if at most 2 N)",
     )
     gandalf: bool = key(
         False,
@@ -249,12 +242,12 @@ class Pool(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if 0 < self.size < self.batch_size:
-            what = (
+            yield Conflict(
+                "pool.size pool.batch_size",
                 "the pool is smaller than the batch: queries without a positive in the pool are "
-                "left out of the loss"
+                "left out of the loss",
+                "pool.size at least pool.batch_size (the papers: 2 to 5 times), or 0 for no limit",
             )
-            fix = "pool.size at least pool.batch_size (the papers: 2 to 5 times), or 0 for no limit"
-            yield Conflict("pool.size pool.batch_size", what, fix)
 
 
 class Loss(Section):
@@ -272,10 +265,8 @@ class Loss(Section):
     clf_bce: NonNegative = key(1.0, "weight of an additional BCE loss on the classifier; 0: none")
     bce_normalise: Literal["rows", "entries"] = key(
         "entries",
-        (
-            "BCE and hinge: sum over the labels of a query's pool, or mean over all query-label "
-            "entries"
-        ),
+        "BCE and hinge: sum over the labels of a query's pool, or mean over all query-label "
+        "entries",
     )
     balance: Share = key(
         0.5, "lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda"
@@ -291,10 +282,8 @@ class Loss(Section):
     )
     triplet_negatives: Literal["all", "hardest", "softmax"] = key(
         "all",
-        (
-            "negatives of the triplet loss: all, the hardest, or the hardest weighted by a "
-            "softmax (NGAME)"
-        ),
+        "negatives of the triplet loss: all, the hardest, or the hardest weighted by a "
+        "softmax (NGAME)",
     )
     triplet_top: Count = key(1, "number of hardest negatives that the triplet loss uses")
     topk: Count = key(5, "k of the soft top-k loss")
@@ -323,10 +312,8 @@ class Optim(Section):
     )
     clf_state: Literal["adam", "adagrad", "sgd", "momentum", "adamw"] = key(
         "adam",
-        (
-            "optimiser of the classifier's rows; adamw updates all rows in each step, the others "
-            "only the pool's"
-        ),
+        "optimiser of the classifier's rows; adamw updates all rows in each step, the others "
+        "only the pool's",
     )
     clf_decay: NonNegative = key(
         0.0, "weight decay of the classifier's rows; with adamw and momentum only"
@@ -336,10 +323,8 @@ class Optim(Section):
     )
     patience: CountOrZero = key(
         0,
-        (
-            "early stopping: rounds without a better validation nDCG@5 before one last round; 0: "
-            "train all epochs"
-        ),
+        "early stopping: rounds without a better validation nDCG@5 before one last round; 0: "
+        "train all epochs",
     )
     budget_minutes: NonNegative = key(
         0.0, "with patience: time limit in processor minutes (GPU: wall-clock); 0: none"
@@ -359,17 +344,23 @@ class Optim(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.warmup_epochs > self.epochs:
-            what = "the warm-up is longer than the training"
-            fix = "optim.warmup_epochs well below optim.epochs"
-            yield Conflict("optim.warmup_epochs optim.epochs", what, fix)
+            yield Conflict(
+                "optim.warmup_epochs optim.epochs",
+                "the warm-up is longer than the training",
+                "optim.warmup_epochs well below optim.epochs",
+            )
         if self.budget_minutes > 0 and self.patience == 0:
-            what = "a time limit requires patience"
-            fix = "optim.patience: 2, or optim.budget_minutes: 0"
-            yield Conflict("optim.budget_minutes optim.patience", what, fix)
+            yield Conflict(
+                "optim.budget_minutes optim.patience",
+                "a time limit requires patience",
+                "optim.patience: 2, or optim.budget_minutes: 0",
+            )
         if self.clf_decay > 0 and self.clf_state not in ("adamw", "momentum"):
-            what = "this optimiser has no weight decay"
-            fix = "optim.clf_state: adamw or momentum, or optim.clf_decay: 0"
-            yield Conflict("optim.clf_decay optim.clf_state", what, fix)
+            yield Conflict(
+                "optim.clf_decay optim.clf_state",
+                "this optimiser has no weight decay",
+                "optim.clf_state: adamw or momentum, or optim.clf_decay: 0",
+            )
 
 
 class Warm(Section):
@@ -389,9 +380,11 @@ class Warm(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.warmup_epochs > self.epochs:
-            what = "the warm-up is longer than the training"
-            fix = "warm.warmup_epochs well below warm.epochs"
-            yield Conflict("warm.warmup_epochs warm.epochs", what, fix)
+            yield Conflict(
+                "warm.warmup_epochs warm.epochs",
+                "the warm-up is longer than the training",
+                "warm.warmup_epochs well below warm.epochs",
+            )
 
 
 class Run(Section):

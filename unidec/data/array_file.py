@@ -66,30 +66,29 @@ def load_csr(
     columns = root / f"{prefix}indices.npy"
     indptr = load_array(starts, np.int64)
     indices = load_array(columns, np.int32)
-    is_bool = np.dtype(dtype) == bool
-    data = (
-        np.ones(len(indices), dtype=bool)
-        if is_bool
-        else load_array(root / f"{prefix}data.npy", dtype)
-    )
-    where = None
-    got = ""
-    expected = ""
-    if len(indptr) != shape[0] + 1 or indptr[0] != 0 or (check and (np.diff(indptr) < 0).any()):
-        where = starts
-        got = f"{len(indptr)} row starts"
-        expected = f"{shape[0] + 1}, ascending from 0"
-    elif not indptr[-1] == len(indices) == len(data):
-        where = starts
+    if np.dtype(dtype) == bool:
+        data = np.ones(len(indices), dtype=bool)
+    else:
+        data = load_array(root / f"{prefix}data.npy", dtype)
+    num_rows, num_columns = shape
+
+    def refuse(where: Path, got: str, expected: str) -> None:
+        raise ArtifactError(
+            f"the arrays of the {prefix.replace('_', ' ')}pairs do not match",
+            where=where,
+            got=got,
+            expected=expected,
+            fix=REBUILD,
+        )
+
+    is_ascending = not check or (np.diff(indptr) >= 0).all()
+    if len(indptr) != num_rows + 1 or indptr[0] != 0 or not is_ascending:
+        refuse(starts, f"{len(indptr)} row starts", f"{num_rows + 1}, ascending from 0")
+    if not indptr[-1] == len(indices) == len(data):
         got = f"{len(indices)} columns, {len(data)} values"
-        expected = f"{int(indptr[-1])} of each"
-    elif check and len(indices) and not (indices.min() >= 0 and indices.max() < shape[1]):
-        where = columns
-        got = f"column {indices.max()}"
-        expected = f"0 to {shape[1] - 1}"
-    if where is not None:
-        what = f"the arrays of the {prefix.replace('_', ' ')}pairs do not match"
-        raise ArtifactError(what, where=str(where), got=got, expected=expected, fix=REBUILD)
+        refuse(starts, got, f"{int(indptr[-1])} of each")
+    if check and len(indices) and not 0 <= indices.min() <= indices.max() < num_columns:
+        refuse(columns, f"column {indices.max()}", f"0 to {num_columns - 1}")
     matrix = csr_matrix((data, indices, indptr), shape=shape, copy=False)
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix

@@ -65,33 +65,17 @@ class XMCDataset:
         meta = manifest["meta"]
         self.name = str(meta.get("name"))
         self.sha256 = manifest_sha256(manifest)
-        self.queries = _open_texts(path / "queries.arrow")
-        self.labels = _open_texts(path / "labels.arrow")
+        self.queries = _open_texts(path / "queries.arrow", meta.get("num_queries"))
+        self.labels = _open_texts(path / "labels.arrow", meta.get("num_labels"))
         self.num_queries = self.queries.num_rows
         self.num_labels = self.labels.num_rows
-        for name, num_rows in (("queries", self.num_queries), ("labels", self.num_labels)):
-            if (expected := meta.get(f"num_{name}")) != num_rows:
-                _refuse(
-                    path / f"{name}.arrow",
-                    "number of rows differs from the manifest",
-                    num_rows,
-                    expected,
-                )
-        self.split_N = load_array(path / "split.npy", np.uint8)
-        if self.split_N.shape[0] != self.num_queries:
-            _refuse(
-                path / "split.npy",
-                "number of rows differs from the queries",
-                self.split_N.shape[0],
-                self.num_queries,
-            )
-        if check and self.num_queries and self.split_N.max() >= len(SPLITS):
-            _refuse(
-                path / "split.npy",
-                "an unknown split",
-                int(self.split_N.max()),
-                f"at most {len(SPLITS) - 1}",
-            )
+        splits = path / "split.npy"
+        self.split_N = load_array(splits, np.uint8)
+        num_rows = len(self.split_N)
+        if num_rows != self.num_queries:
+            _refuse(splits, "number of rows differs from the queries", num_rows, self.num_queries)
+        if check and num_rows and (last := int(self.split_N.max())) >= len(SPLITS):
+            _refuse(splits, "an unknown split", last, f"at most {len(SPLITS) - 1}")
         shape = (self.num_queries, self.num_labels)
         self.relevance = load_csr(path, "relevance_", shape, np.float32, check)
         self.filter_pairs = load_csr(path, "filter_", shape, bool, check)
@@ -138,12 +122,12 @@ class XMCDataset:
         self, which: Literal["queries", "labels"], text: Text = "title", batch_size: int = 8192
     ) -> Iterator[list[str]]:
         """Texts of all queries or labels in the order of their rows, in batches."""
-        table = {"queries": self.queries, "labels": self.labels}[which]
+        table = self.queries if which == "queries" else self.labels
         for start in range(0, table.num_rows, batch_size):
             yield texts_read(table.slice(start, batch_size), text).to_pylist()
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]
+        sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)
         return (
             f"XMCDataset({self.name!r}: {sizes}; {self.num_labels:,} labels; "
             f"{self.relevance.nnz:,} pairs)"
@@ -171,14 +155,14 @@ def write_dataset(
     queries = pa.concat_tables([raw.queries[split] for split in order])
     relevance = stack([raw.relevance[split] for split in order])
     filter_pairs = stack([raw.filter_pairs[split] for split in order])
-    split_N = np.concatenate(
-        [np.full(raw.queries[s].num_rows, SPLITS.index(s), dtype=np.uint8) for s in order]
-    )
-    if "validation" not in raw.queries:
-        held = hold_out(
-            raw.queries["train"], raw.filter_pairs["train"], validation_share, split_seed
-        )
-        split_N[: held.size][held] = SPLITS.index("validation")
+    numbers = [SPLITS.index(split) for split in order]
+    sizes = [raw.queries[split].num_rows for split in order]
+    split_N = np.repeat(np.asarray(numbers, dtype=np.uint8), sizes)
+    if "validation" not in order:
+        train = raw.queries["train"]
+        held = hold_out(train, raw.filter_pairs["train"], validation_share, split_seed)
+        split_N[: len(held)][held] = SPLITS.index("validation")
+    split_sizes = np.bincount(split_N, minlength=len(SPLITS))
     meta = {
         "name": raw.name,
         "format": raw.format,
@@ -186,39 +170,31 @@ def write_dataset(
         "num_labels": raw.num_labels,
         "num_pairs": int(relevance.nnz),
         "num_filter_pairs": int(filter_pairs.nnz),
-        "splits": {split: int(np.sum(split_N == number)) for number, split in enumerate(SPLITS)},
+        "splits": dict(zip(SPLITS, split_sizes.tolist(), strict=True)),
         "raw_sha256": files_sha256(raw.files),
         "raw_files": raw.files,
     }
-    num_bytes = (
-        queries.nbytes
-        + raw.labels.nbytes
-        + 8 * relevance.nnz
-        + 4 * filter_pairs.nnz
-        + 17 * queries.num_rows
-    )
+    arrays = {
+        "split": split_N,
+        "relevance_indptr": relevance.indptr.astype(np.int64),
+        "relevance_indices": relevance.indices.astype(np.int32),
+        "relevance_data": relevance.data.astype(np.float32),
+        "filter_indptr": filter_pairs.indptr.astype(np.int64),
+        "filter_indices": filter_pairs.indices.astype(np.int32),
+    }
+    parts = [queries, raw.labels, *arrays.values()]
+    num_bytes = sum(part.nbytes for part in parts)
     with write_folder(path, KIND, VERSION, meta, num_bytes=num_bytes) as out:
         write_texts_table(out.path / "queries.arrow", queries)
         write_texts_table(out.path / "labels.arrow", raw.labels)
-        np.save(out.path / "split.npy", split_N, allow_pickle=False)
-        for name, matrix in (("relevance", relevance), ("filter", filter_pairs)):
-            np.save(
-                out.path / f"{name}_indptr.npy", matrix.indptr.astype(np.int64), allow_pickle=False
-            )
-            np.save(
-                out.path / f"{name}_indices.npy",
-                matrix.indices.astype(np.int32),
-                allow_pickle=False,
-            )
-        np.save(
-            out.path / "relevance_data.npy", relevance.data.astype(np.float32), allow_pickle=False
-        )
+        for name, array in arrays.items():
+            np.save(out.path / f"{name}.npy", array, allow_pickle=False)
     return XMCDataset.open(path, verify=False)
 
 
 def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
     raise ArtifactError(
-        what, where=str(path), got=got, expected=expected, fix="run `unidec data ingest` again"
+        what, where=path, got=got, expected=expected, fix="run `unidec data ingest` again"
     )
 
 
@@ -231,18 +207,22 @@ def write_texts_table(path: Path, table: pa.Table) -> None:
             writer.write_table(table.slice(start, BATCH_ROWS).combine_chunks())
 
 
-def _open_texts(path: Path) -> pa.Table:
+def _open_texts(path: Path, num_rows: int | None) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except (pa.ArrowInvalid, OSError) as error:
-        _refuse(path, "not a readable Arrow file", str(error)[:200], "an Arrow file")
+        _refuse(path, "not a readable Arrow file", error, "an Arrow file")
     if table.schema.remove_metadata() != TEXT_SCHEMA:
         _refuse(path, "unexpected columns", table.schema.names, TEXT_SCHEMA.names)
+    if table.num_rows != num_rows:
+        _refuse(path, "number of rows differs from the manifest", table.num_rows, num_rows)
     return table
 
 
 def _take(table: pa.Table, rows: Rows) -> pa.Table:
-    return table if rows is None else table.take(pa.array(np.asarray(rows, dtype=np.int64)))
+    if rows is None:
+        return table
+    return table.take(pa.array(np.asarray(rows, dtype=np.int64)))
 
 
 def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:
@@ -250,9 +230,10 @@ def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:
     title = table["title"]
     content = table["content"]
     if text == "title":
-        without_title = are_blank(title)
-        return pc.if_else(without_title, content, title) if pc.any(without_title).as_py() else title
+        is_blank = are_blank(title)
+        return pc.if_else(is_blank, content, title) if pc.any(is_blank).as_py() else title
     if text != "title+content":
         raise ValueError(f"text must be 'title' or 'title+content', not {text!r}")
     both = pc.binary_join_element_wise(title, content, pa.scalar(" ", pa.large_string()))
-    return pc.if_else(pc.equal(content, ""), title, pc.if_else(pc.equal(title, ""), content, both))
+    without_empty_title = pc.if_else(pc.equal(title, ""), content, both)
+    return pc.if_else(pc.equal(content, ""), title, without_empty_title)

@@ -12,7 +12,7 @@ block.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -80,28 +80,22 @@ def target_blocks(
     count_L = np.diff(label_LN.indptr)
     chosen_L = chosen_labels(count_L, share, tail_first)
     if not chosen_L.all():
-        chosen = np.flatnonzero(chosen_L)
-        selection_LL = csr_matrix(
-            (np.ones(len(chosen), np.int32), (chosen, chosen)), shape=(len(chosen_L),) * 2
-        )
-        label_LN = csr_matrix(selection_LL @ label_LN)
+        label_LN.data *= np.repeat(chosen_L, count_L)
+        label_LN.eliminate_zeros()
     with progress(total=len(count_L), desc="label graph", unit="label") as bar:
         for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
             stop = start + graph_JL.shape[0]
-            graph_JL.data = np.where(graph_JL.data >= threshold, graph_JL.data, 0).astype(
-                np.float32
-            )
+            is_target_Q = graph_JL.data >= threshold
+            graph_JL.data = np.where(is_target_Q, graph_JL.data, 0).astype(np.float32)
             graph_JL.eliminate_zeros()
-            empty = np.flatnonzero(
-                chosen_L[start:stop] & ((count_L[start:stop] == 0) | (kind == "self"))
-            )
-            if len(empty):  # a label whose row is empty has itself as its only target
-                entries = (np.ones(len(empty), np.float32), (empty, start + empty))
+            is_alone_J = (count_L[start:stop] == 0) | (kind == "self")
+            alone = np.flatnonzero(chosen_L[start:stop] & is_alone_J)
+            if len(alone):  # a label whose row is empty has itself as its only target
+                entries = (np.ones(len(alone), np.float32), (alone, start + alone))
                 graph_JL = csr_matrix(graph_JL + csr_matrix(entries, shape=graph_JL.shape))
             if kind == "glas":
-                graph_JL.data = (1 / (1 + np.exp(-graph_JL.data.astype(np.float64)))).astype(
-                    np.float32
-                )
+                score_Q = graph_JL.data.astype(np.float64)
+                graph_JL.data = (1 / (1 + np.exp(-score_Q))).astype(np.float32)
             graph_JL.sort_indices()
             yield graph_JL
             bar.update(stop - start)
@@ -127,9 +121,9 @@ def _graph_blocks(
         for start, visits_JL in _visit_blocks(label_LN, positive_NL):
             row_Q = np.repeat(np.arange(visits_JL.shape[0]), np.diff(visits_JL.indptr))
             self_Q = np.maximum(visits_JL.diagonal(start)[row_Q], 1)
-            visits_JL.data = np.where(
-                visits_JL.indices == start + row_Q, 1.0, np.minimum(visits_JL.data / self_Q, 1.0)
-            )
+            share_Q = np.minimum(visits_JL.data / self_Q, 1.0)
+            is_self_Q = visits_JL.indices == start + row_Q
+            visits_JL.data = np.where(is_self_Q, 1.0, share_Q)
             yield start, visits_JL
         return
     for start, stop in _blocks(positive_NL, label_LN):
@@ -137,7 +131,8 @@ def _graph_blocks(
             yield start, csr_matrix((stop - start, len(count_L)), dtype=np.float64)
             continue
         graph_JL = (label_LN[start:stop] @ positive_NL).tocsr()
-        share_Q = graph_JL.data / np.repeat(count_L[start:stop], np.diff(graph_JL.indptr))
+        count_Q = np.repeat(count_L[start:stop], np.diff(graph_JL.indptr))
+        share_Q = graph_JL.data / count_Q
         if kind == "glas":
             share_Q = (share_Q + graph_JL.data / count_L[graph_JL.indices]) / 2
         graph_JL.data = share_Q
@@ -149,12 +144,14 @@ def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, in
     the limit).
     """
     width_N = np.diff(positive_NL.indptr).astype(np.int64)
-    cost = np.concatenate([np.zeros(1, np.int64), np.cumsum(label_LN @ width_N, dtype=np.int64)])
+    cost_L = label_LN @ width_N
+    total_L = np.insert(np.cumsum(cost_L, dtype=np.int64), 0, 0)
     blocks = []
     start = 0
-    num_labels = len(label_LN.indptr) - 1
+    num_labels = len(cost_L)
     while start < num_labels:
-        stop = int(np.searchsorted(cost, cost[start] + _PAIRS_AT_ONCE, side="right")) - 1
+        limit = total_L[start] + _PAIRS_AT_ONCE
+        stop = int(np.searchsorted(total_L, limit, side="right")) - 1
         stop = min(max(stop, start + 1), start + _LABELS_AT_ONCE, num_labels)
         blocks.append((start, stop))
         start = stop
@@ -199,7 +196,8 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
     """
     root = Path(path)
     with verify_once(root, verify) as needed:
-        num_labels = int(read_manifest(root, KIND, VERSION, needed)["meta"].get("num_labels", -1))
+        meta = read_manifest(root, KIND, VERSION, needed)["meta"]
+        num_labels = int(meta.get("num_labels", -1))
         return load_csr(root, "", (num_labels, num_labels), np.float32, needed)
 
 
@@ -219,34 +217,30 @@ def _visit_blocks(
         stop = min(start + _WALKS_AT_ONCE, num_labels)
         generator = np.random.default_rng([_WALK_SEED, number])
         walking_J = np.flatnonzero(np.diff(label_LN.indptr[start : stop + 1]))
-        visited_HJ = _walk(
-            queries_L, positive_NL, start + walking_J, walking_J, stop - start, generator
-        )
+        # random numbers are drawn for all labels of a block; the walks use those at their rows
+        draws = (generator.random((3, stop - start))[:, walking_J] for _ in range(_HOPS))
+        visited_HJ = _walk(queries_L, positive_NL, start + walking_J, draws)
         key, count = np.unique(walking_J * num_labels + visited_HJ, return_counts=True)
         row, column = np.divmod(key, num_labels)
-        indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=stop - start))])
+        row_ends = np.cumsum(np.bincount(row, minlength=stop - start))
+        indptr = np.concatenate([[0], row_ends])
         yield start, csr_matrix((count, column, indptr), shape=(stop - start, num_labels))
 
 
 def _walk(
-    queries_L: csr_matrix,
-    labels_N: csr_matrix,
-    start_J: np.ndarray,
-    row_J: np.ndarray,
-    block_size: int,
-    generator: np.random.Generator,
+    queries_L: csr_matrix, labels_N: csr_matrix, start_J: np.ndarray, draws: Iterable[np.ndarray]
 ) -> np.ndarray:
-    """Labels visited by the walks from `start_J` at each hop, int64 [H, J].
-
-    Random numbers are drawn for all `block_size` labels of a block; the walks use those at their
-    rows `row_J`."""
-    visited_HJ = np.empty((_HOPS, len(start_J)), dtype=np.int64)
+    """Labels visited by the walks from `start_J` at each hop, int64 [H, J]; `draws` holds three
+    random numbers of each walk for each hop.
+    """
+    visited = []
     current_J = start_J
-    for hop in range(_HOPS):
-        to_query_J, to_label_J, restart_J = generator.random((3, block_size))[:, row_J]
-        visited_HJ[hop] = _pick(labels_N, _pick(queries_L, current_J, to_query_J), to_label_J)
-        current_J = np.where(restart_J < _RESTART, start_J, visited_HJ[hop])
-    return visited_HJ
+    for to_query_J, to_label_J, restart_J in draws:
+        query_J = _pick(queries_L, current_J, to_query_J)
+        label_J = _pick(labels_N, query_J, to_label_J)
+        visited.append(label_J)
+        current_J = np.where(restart_J < _RESTART, start_J, label_J)
+    return np.stack(visited)
 
 
 def _pick(matrix: csr_matrix, rows_J: np.ndarray, draw_J: np.ndarray) -> np.ndarray:

@@ -88,8 +88,11 @@ def visible(text: str, most: int = 40) -> str:
     characters.
     """
     cut = text if len(text) <= most else f"{text[:most]}..."
-    shown = "".join(char if _can_be_seen(char) else f"\\u{ord(char):04x}" for char in cut)
-    return f"'{shown}'"
+    return f"'{''.join(map(_seen, cut))}'"
+
+
+def _seen(char: str) -> str:
+    return char if _can_be_seen(char) else f"\\u{ord(char):04x}"
 
 
 def _can_be_seen(char: str) -> bool:
@@ -98,9 +101,8 @@ def _can_be_seen(char: str) -> bool:
 
 def plain(text: str) -> str:
     """The text itself; as `visible` if a part of it cannot be seen."""
-    return (
-        text if text == text.strip() and all(map(_can_be_seen, text)) else visible(text, len(text))
-    )
+    is_plain = text == text.strip() and all(map(_can_be_seen, text))
+    return text if is_plain else visible(text, len(text))
 
 
 class Known:

@@ -6,7 +6,6 @@ into rows."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,7 @@ def read_parquet(
     """
     import pyarrow.parquet as pq
 
-    with _errors(path):
+    try:
         metadata = pq.read_metadata(path)
         schema = metadata.schema.to_arrow_schema()
         check(schema.names)
@@ -54,16 +53,19 @@ def read_parquet(
         wanted = [name for name in columns if name in present]
         _check_no_bytes(path, schema, wanted)
         stored = _Stored.of(metadata, wanted)
-        check_unpacked(path, max(stored.encoded, stored.values * _VALUE_BYTES), bounds)
-        number = 1
         decoded = stored.values * _VALUE_BYTES
+        check_unpacked(path, max(stored.encoded, decoded), bounds)
+        number = 1
         for batch in _batches(path, stored, wanted):
-            size = sum(_text_bytes(column) for column in batch.columns)
+            size = sum(map(_text_bytes, batch.columns))
             decoded += size
             check_unpacked(path, decoded, bounds)
             for row in _rows(batch, size):
                 yield number, row
                 number += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        fix = "write or copy the file again"
+        raise DataError("not a readable Parquet file", where=path, got=error, fix=fix) from error
 
 
 def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -78,7 +80,7 @@ def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.
         try:
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(
-                    stored.batch_rows(), row_groups=[group], columns=wanted
+                    stored.batch_rows, row_groups=[group], columns=wanted
                 ):
                     done += batch.num_rows
                     yield batch
@@ -97,67 +99,55 @@ class _Stored:
     """How the wanted columns are stored.
 
     Attributes:
-        rows: number of rows.
         values: number of values, at least one per row.
         encoded: bytes of all columns, uncompressed but encoded.
-        largest: the same of the largest column chunk whose texts are stored as differences; 0:
-        there is none.
+        batch_rows: rows that are decoded at once.
         dictionaries: paths of the text columns that can be read as dictionaries.
     """
 
-    rows: int
     values: int
     encoded: int
-    largest: int
+    batch_rows: int
     dictionaries: list[str]
 
     @classmethod
     def of(cls, metadata: Any, wanted: Sequence[str]) -> _Stored:
         """The facts in a file's metadata."""
-        schema = metadata.schema
-        names = set(wanted)
-        leaves = [
-            index
-            for index in range(len(schema))
-            if schema.column(index).path.split(".")[0] in names
-        ]
-        texts = {index for index in leaves if schema.column(index).physical_type == "BYTE_ARRAY"}
-        values = encoded = largest = 0
-        plain = set(texts)
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            encoded += group.total_byte_size
-            for index in leaves:
-                chunk = group.column(index)
-                values += chunk.num_values
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        encoded = sum(group.total_byte_size for group in groups)
+        values = 0
+        largest = 0  # column chunk whose texts are stored as differences
+        dictionaries = []
+        for index in range(metadata.num_columns):
+            column = metadata.schema.column(index)
+            if column.path.partition(".")[0] not in wanted:
+                continue
+            chunks = [group.column(index) for group in groups]
+            values += sum(chunk.num_values for chunk in chunks)
+            for chunk in chunks:
                 if _PREFIXES in chunk.encodings:
                     largest = max(largest, chunk.total_uncompressed_size)
-                if not _DICTIONARY.issuperset(chunk.encodings):
-                    plain.discard(index)
-        paths = [schema.column(index).path for index in sorted(plain)]
-        return cls(metadata.num_rows, max(values, metadata.num_rows), encoded, largest, paths)
-
-    def batch_rows(self) -> int:
-        """Rows that are decoded at once."""
-        rows = _BATCH_BYTES * max(self.rows, 1) // max(self.encoded, 1)
-        if self.largest:
-            rows = min(rows, 4 * _BATCH_BYTES // self.largest)
-        return min(max(rows, _FEWEST_ROWS), _BATCH_ROWS)
+            is_text = column.physical_type == "BYTE_ARRAY"
+            if is_text and all(_DICTIONARY.issuperset(chunk.encodings) for chunk in chunks):
+                dictionaries.append(column.path)
+        batch_rows = _BATCH_BYTES * metadata.num_rows // max(encoded, 1)
+        if largest:
+            batch_rows = min(batch_rows, 4 * _BATCH_BYTES // largest)
+        batch_rows = min(max(batch_rows, _FEWEST_ROWS), _BATCH_ROWS)
+        return cls(max(values, metadata.num_rows), encoded, batch_rows, dictionaries)
 
 
 def _check_no_bytes(path: Path, schema: pa.Schema, wanted: Sequence[str]) -> None:
     """Raise a DataError if a wanted column holds bytes, as pandas writes them for
     Python's bytes.
     """
-    is_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
-    for field in schema:
-        name = field.name
-        kind = field.type
-        if name in wanted and any(test(kind) for test in is_bytes):
+    for name in wanted:
+        kind = str(schema.field(name).type)
+        if "binary" in kind:
             raise DataError(
                 "a column of bytes instead of text",
                 where=f"{path}, column {name}",
-                got=str(kind),
+                got=kind,
                 expected="strings",
                 fix=f"decode it: table[{name!r}] = table[{name!r}].str.decode('utf-8')",
             )
@@ -166,52 +156,35 @@ def _check_no_bytes(path: Path, schema: pa.Schema, wanted: Sequence[str]) -> Non
 def _text_bytes(column: pa.Array) -> int:
     """Bytes of all texts in a column, each as often as it occurs."""
     kind = column.type
+    if pa.types.is_dictionary(kind):
+        sizes = _sizes(column.dictionary)
+        return pc.sum(sizes.take(column.indices)).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(map(_text_bytes, column.flatten()))
     if pa.types.is_map(kind):
         return _text_bytes(column.keys) + _text_bytes(column.items)
-    if pa.types.is_nested(kind) and not pa.types.is_dictionary(kind):
+    if pa.types.is_nested(kind):
         return _text_bytes(column.flatten())
-    if pa.types.is_dictionary(kind):
-        lengths = _lengths(column.dictionary)
-        return 0 if lengths is None else pc.sum(lengths.take(column.indices)).as_py() or 0
-    lengths = _lengths(column)
-    return 0 if lengths is None else pc.sum(lengths).as_py() or 0
+    return pc.sum(_sizes(column)).as_py() or 0
 
 
-def _lengths(texts: pa.Array) -> pa.Array | None:
-    """Bytes of each text (int64); None if these are no texts."""
-    if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
-        return None
-    return pc.cast(pc.binary_length(texts), pa.int64())
+def _sizes(texts: pa.Array) -> pa.Array:
+    """Bytes of each text, int64; of other values, none."""
+    if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
+        return pc.cast(pc.binary_length(texts), pa.int64())
+    return pa.nulls(len(texts), pa.int64())
 
 
 def _rows(batch: pa.RecordBatch, size: int) -> Iterator[dict[str, Any]]:
     """Rows of a batch whose texts have `size` bytes, a piece at a time as Python objects."""
-    a_row = max(size // max(batch.num_rows, 1), 1)
-    rows = min(max(_PIECE_BYTES // a_row, 1), _PIECE_ROWS)
+    row_bytes = max(size // max(batch.num_rows, 1), 1)
+    rows = min(max(_PIECE_BYTES // row_bytes, 1), _PIECE_ROWS)
     for first in range(0, batch.num_rows, rows):
         piece = batch.slice(first, rows)
-        columns = {
-            name: _plain(column).to_pylist()
-            for name, column in zip(batch.schema.names, piece, strict=True)
-        }
-        for row in range(piece.num_rows):
-            yield {name: values[row] for name, values in columns.items()}
+        columns = [_plain(column) for column in piece.columns]
+        yield from pa.RecordBatch.from_arrays(columns, piece.schema.names).to_pylist()
 
 
 def _plain(column: pa.Array) -> pa.Array:
     """A column without a dictionary at its top level, which is faster to convert."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-
-
-@contextlib.contextmanager
-def _errors(path: Path) -> Iterator[None]:
-    """Errors of Arrow within the context become a DataError with the file's name."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        fix = "write or copy the file again"
-        raise DataError(
-            "not a readable Parquet file", where=str(path), got=str(error)[:200], fix=fix
-        ) from error

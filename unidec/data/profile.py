@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.propensity import label_counts, training_counts
-from unidec.data.raw import are_blank
+from unidec.data.raw import SPLITS, are_blank
 from unidec.data.tokens import encode_texts, load_tokenizer
 
 VERSION = 1
@@ -36,6 +36,7 @@ MAX_WORDS = 100_000
 # of the Bloom filter: about 1 in 120 unseen words is taken for a known one
 BITS_A_WORD = 10
 PROBES = 7
+FIBONACCI = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio
 
 Share = dict[str, float | int]
 """{"share": from 0 to 1, "of": the number of which it is a share}."""
@@ -51,29 +52,32 @@ def vocabulary_of(hash_W: np.ndarray) -> dict[str, Any]:
     """
     words, counts = np.unique(hash_W, return_counts=True)
     frequent = words[np.lexsort((words, -counts))[:MAX_WORDS]]
-    bits = np.zeros(max(8, -(-len(frequent) * BITS_A_WORD // 8)), dtype=np.uint8)
-    for position in _bit_positions(frequent, bits):
-        np.bitwise_or.at(bits, position >> 3, (1 << (position & 7)).astype(np.uint8))
+    num_bytes = max(8, -(-len(frequent) * BITS_A_WORD // 8))
+    is_set = np.zeros(8 * num_bytes, dtype=bool)
+    for position in _bit_positions(frequent, len(is_set)):
+        is_set[position] = True
+    bits = np.packbits(is_set, bitorder="little")
     return {"words": len(frequent), "bits": base64.b64encode(bits.tobytes()).decode()}
 
 
 def is_known(hash_W: np.ndarray, vocabulary: Mapping[str, Any]) -> np.ndarray:
     """Whether each word (64-bit hash) is in a vocabulary of `vocabulary_of`, bool [W]."""
     bits = np.frombuffer(base64.b64decode(vocabulary["bits"]), dtype=np.uint8)
+    is_set = np.unpackbits(bits, bitorder="little").astype(bool)
     known = np.ones(len(hash_W), dtype=bool)
-    for position in _bit_positions(hash_W, bits):
-        known &= (bits[position >> 3] >> (position & 7)) & 1 == 1
+    for position in _bit_positions(hash_W, len(is_set)):
+        known &= is_set[position]
     return known
 
 
-def _bit_positions(hash_W: np.ndarray, bits: np.ndarray) -> list[np.ndarray]:
+def _bit_positions(hash_W: np.ndarray, num_bits: int) -> list[np.ndarray]:
     """Bit positions of each word, one array per probe, by double hashing (Kirsch and Mitzenmacher,
     2006).
     """
     first = hash_W & np.uint64(0xFFFFFFFF)
     step = (hash_W >> np.uint64(32)) | np.uint64(1)
-    total = np.uint64(8 * len(bits))
-    return [((first + np.uint64(i) * step) % total).astype(np.int64) for i in range(PROBES)]
+    probes = [first + np.uint64(probe) * step for probe in range(PROBES)]
+    return [(probe % np.uint64(num_bits)).astype(np.int64) for probe in probes]
 
 
 def measure_texts(
@@ -101,19 +105,16 @@ def measure_texts(
     """
     count = len(texts)
     tokens = encode_texts(texts, tokenizer_folder, max_length)
+    unknown_id = load_tokenizer(tokenizer_folder, max_length).unknown_id
     # an empty text has special tokens only
     special_ids = encode_texts([""], tokenizer_folder, max_length).ids
-    ids = tokens.ids[~np.isin(tokens.ids, special_ids)].astype(np.int64)
+    ids = tokens.ids[~np.isin(tokens.ids, special_ids)]
     array = pa.array(texts, pa.large_string())
     hash_W, top = split_words(array)
-    length_N = (
-        pc.utf8_length(pc.utf8_trim_whitespace(array))
-        .to_numpy(zero_copy_only=False)
-        .astype(np.int64)
-    )
+    length_N = lengths_of(array)
     bin_N = np.searchsorted(LENGTH_EDGES, length_N, side="right") - 1
     # Fibonacci hashing spreads neighbouring ids over the buckets
-    bucket = (ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 8)
+    bucket = (ids.astype(np.uint64) * FIBONACCI) >> np.uint64(64 - 8)
     return {
         "count": count,
         "length": {
@@ -125,12 +126,16 @@ def measure_texts(
             "buckets": np.bincount(bucket.astype(np.int64), minlength=BUCKETS).tolist(),
         },
         "words": {"count": len(hash_W), "top": top},
-        "unknown_tokens": share(
-            (ids == load_tokenizer(tokenizer_folder, max_length).unknown_id).sum(), len(ids)
-        ),
-        "unseen_words": share((~is_known(hash_W, vocabulary)).sum(), len(hash_W)),
-        "cut": share((tokens.lengths() >= max_length).sum(), count),
+        "unknown_tokens": share_of(ids == unknown_id),
+        "unseen_words": share_of(~is_known(hash_W, vocabulary)),
+        "cut": share_of(tokens.lengths() >= max_length),
     }
+
+
+def lengths_of(texts: pa.Array) -> np.ndarray:
+    """Number of characters of each text without surrounding white space, int64 [N]."""
+    lengths = pc.utf8_length(pc.utf8_trim_whitespace(texts))
+    return lengths.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def split_words(texts: Any) -> tuple[np.ndarray, dict[str, int]]:
@@ -143,10 +148,10 @@ def split_words(texts: Any) -> tuple[np.ndarray, dict[str, int]]:
     flat = pc.list_flatten(pc.split_pattern_regex(pc.utf8_lower(array), r"[^\p{L}\p{N}_]+"))
     encoded = flat.filter(pc.not_equal(flat, "")).dictionary_encode()
     index_W = encoded.indices.to_numpy(zero_copy_only=False)
-    named = encoded.dictionary.to_pylist()
-    counts = np.bincount(index_W, minlength=len(named))
-    order = sorted(range(len(named)), key=lambda i: (-counts[i], named[i]))[:TOP_WORDS]
-    return text_hashes(encoded.dictionary)[index_W], {named[i]: int(counts[i]) for i in order}
+    words = encoded.dictionary.to_pylist()
+    counts = np.bincount(index_W, minlength=len(words)).tolist()
+    by_frequency = sorted(zip(words, counts, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return text_hashes(encoded.dictionary)[index_W], dict(by_frequency[:TOP_WORDS])
 
 
 def text_hashes(array: pa.Array) -> np.ndarray:
@@ -161,9 +166,16 @@ def share(part: Any, whole: Any) -> Share:
     return {"share": int(part) / int(whole) if whole else 0.0, "of": int(whole)}
 
 
+def share_of(flag: np.ndarray) -> Share:
+    """The share of True values."""
+    return share(flag.sum(), len(flag))
+
+
 def spaced(rows: np.ndarray, most: int = SAMPLE) -> np.ndarray:
     """At most `most` of the rows, evenly spaced."""
-    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
+    if len(rows) <= most:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
 
 
 def profile_dataset(
@@ -177,32 +189,33 @@ def profile_dataset(
 
     "queries" describes the training queries; "held_out" the validation queries, or the test queries
     if there are none (None if there are neither). The same data gives the same profile."""
-    rows = {split: dataset.rows(split) for split in ("train", "validation", "test")}
-    texts, validation, test = (
-        dataset.query_texts(spaced(split_rows), text) for split_rows in rows.values()
-    )
+    rows: dict[str, np.ndarray] = {split: dataset.rows(split) for split in SPLITS}
+    texts = [dataset.query_texts(spaced(rows[split]), text) for split in SPLITS]
+    train, validation, test = texts
     label_texts = dataset.label_texts(spaced(np.arange(dataset.num_labels)), text)
-    vocabulary = vocabulary_of(
-        np.concatenate([split_words(each)[0] for each in (texts, label_texts)])
-    )
-    queries, labels, held_out = (
-        measure_texts(each, tokenizer_folder, max_length, vocabulary)
-        for each in (texts, label_texts, validation or test)
-    )
-    unseen_W = ~is_known(split_words(validation + test)[0], vocabulary)
+    train_W, _ = split_words(train)
+    label_W, _ = split_words(label_texts)
+    vocabulary = vocabulary_of(np.concatenate([train_W, label_W]))
+
+    def measured(texts: list[str]) -> dict[str, Any]:
+        return measure_texts(texts, tokenizer_folder, max_length, vocabulary)
+
+    held_out = measured(validation or test)
+    new_W, _ = split_words(validation + test)
+    unseen_W = ~is_known(new_W, vocabulary)
+    num_rows = {split: len(split_rows) for split, split_rows in rows.items()}
+    num_pairs = int(dataset.relevance.nnz)
     return {
         "version": VERSION,
         "name": dataset.name,
         "sha256": dataset.sha256,
         "text": text,
         "max_length": max_length,
-        "rows": {split: len(split_rows) for split, split_rows in rows.items()}
-        | {"labels": dataset.num_labels, "pairs": int(dataset.relevance.nnz)},
-        "positives": dataset.relevance.nnz / max(dataset.num_queries, 1),
-        "shares": _shares(dataset, rows, text)
-        | {"unseen_words": share(unseen_W.sum(), len(unseen_W))},
-        "queries": queries,
-        "labels": labels,
+        "rows": {**num_rows, "labels": dataset.num_labels, "pairs": num_pairs},
+        "positives": num_pairs / max(dataset.num_queries, 1),
+        "shares": {**_shares(dataset, rows, text), "unseen_words": share_of(unseen_W)},
+        "queries": measured(train),
+        "labels": measured(label_texts),
         "held_out": {key: held_out[key] for key in ("unknown_tokens", "unseen_words")}
         if held_out["count"]
         else None,
@@ -212,32 +225,29 @@ def profile_dataset(
 
 def _repeats(hash_N: np.ndarray) -> np.ndarray:
     """Whether a value occurred before, bool [N]."""
-    is_first = np.zeros(len(hash_N), dtype=bool)
-    is_first[np.unique(hash_N, return_index=True)[1]] = True
-    return ~is_first
+    _, first = np.unique(hash_N, return_index=True)
+    return ~np.isin(np.arange(len(hash_N)), first)
 
 
 def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dict[str, Share]:
     """Shares counted over the whole data set, without sampling."""
     hash_N, length_N = text_facts(dataset, "queries", text)
     hash_L, length_L = text_facts(dataset, "labels", text)
-    train = hash_N[rows["train"]]
     tested_N, leaked_N = tested_in_training(dataset, hash_N, length_N)
     points_L = training_counts(dataset)
-    held_out_L = (
-        label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
-    )
+    held_out = np.concatenate([rows["validation"], rows["test"]])
+    held_out_L = label_counts(dataset.relevance, held_out) > 0
     flags = {
         "empty_queries": length_N == 0,
         "empty_labels": length_L == 0,
-        "repeated_queries": _repeats(train),
+        "repeated_queries": _repeats(hash_N[rows["train"]]),
         "repeated_labels": _repeats(hash_L),
         "test_texts_in_train": leaked_N[tested_N],
         "queries_without_positives": np.diff(dataset.relevance.indptr) == 0,
         "labels_without_training_points": points_L == 0,
         "unseen_labels": points_L[held_out_L] == 0,
     }
-    return {name: share(flag.sum(), len(flag)) for name, flag in flags.items()}
+    return {name: share_of(flag) for name, flag in flags.items()}
 
 
 def tested_in_training(
@@ -266,6 +276,6 @@ def text_facts(
     for batch in dataset.text_batches(which, text, 65_536):
         array = pc.utf8_trim_whitespace(pa.array(batch, pa.large_string()))
         hashes.append(text_hashes(array))
-        length = pc.if_else(are_blank(array), 0, pc.utf8_length(array))
-        lengths.append(length.to_numpy(zero_copy_only=False).astype(np.int64))
+        is_blank = are_blank(array).to_numpy(zero_copy_only=False)
+        lengths.append(np.where(is_blank, 0, lengths_of(array)))
     return np.concatenate(hashes), np.concatenate(lengths)

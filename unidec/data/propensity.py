@@ -68,12 +68,15 @@ def inverse_propensity(
     """
     count_L = np.asarray(label_counts_L, dtype=np.float64)
     if not (count_L >= 0).all() or not a > 0 or not b >= 0:
-        got = f"A = {a}, B = {b}"
-        expected = "label counts >= 0, A > 0 and B >= 0"
-        raise DataError("propensities cannot be computed", got=got, expected=expected)
+        raise DataError(
+            "propensities cannot be computed",
+            got=f"A = {a}, B = {b}",
+            expected="label counts >= 0, A > 0 and B >= 0",
+        )
     if b == 0:
         count_L = np.maximum(count_L, 1.0)
-    c = max(float(np.log(max(num_train, 1))) - 1.0, 0.0) * (b + 1.0) ** a
+    log_queries = float(np.log(max(num_train, 1)))
+    c = max(log_queries - 1.0, 0.0) * (b + 1.0) ** a
     return 1.0 + c * (count_L + b) ** -a
 
 
@@ -81,8 +84,7 @@ def frequency_group(label_counts_L: Any) -> NDArray[np.int8]:
     """Frequency group of each label, int8 [L]: 0 tail (below 10 training queries), 1 torso (10 to
     100), 2 head.
     """
-    count_L = np.asarray(label_counts_L)
-    return ((count_L >= _TORSO_FROM).astype(np.int8) + (count_L > _HEAD_ABOVE)).astype(np.int8)
+    return np.digitize(label_counts_L, (_TORSO_FROM, _HEAD_ABOVE + 1)).astype(np.int8)
 
 
 def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -134,13 +136,12 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
     root = Path(path)
     with verify_once(root, verify) as needed:
         meta = read_manifest(root, KIND, VERSION, needed)["meta"]
-    inverse_L = load_array(root / "inverse_propensity.npy", np.float64, mmap=False)
-    count_L = load_array(root / "label_counts.npy", np.int64, mmap=False)
-    group_L = load_array(root / "group.npy", np.int8, mmap=False)
-    if not (len(inverse_L) == len(count_L) == len(group_L) == meta.get("num_labels")):
-        got = f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}"
-        expected = meta.get("num_labels")
-        raise ArtifactError(
-            "arrays of different lengths", where=str(root), got=got, expected=expected, fix=REBUILD
-        )
+    inverse_L = np.array(load_array(root / "inverse_propensity.npy", np.float64))
+    count_L = np.array(load_array(root / "label_counts.npy", np.int64))
+    group_L = np.array(load_array(root / "group.npy", np.int8))
+    lengths = [len(inverse_L), len(count_L), len(group_L)]
+    expected = meta.get("num_labels")
+    if lengths != [expected] * 3:
+        what = "arrays of different lengths"
+        raise ArtifactError(what, where=root, got=lengths, expected=expected, fix=REBUILD)
     return Propensity(inverse_L, count_L, group_L, float(meta["a"]), float(meta["b"]))

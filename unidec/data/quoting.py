@@ -112,19 +112,15 @@ class _Rows:
             return
         rows = [line.split(self.delimiter) for line in self.lines_of_row]
         shapes = {_shape(row[0]) for row in rows}
-        if (
-            len(shapes) > 1
-            or "9" not in shapes.pop()
-            or any(len(row) != num_columns for row in rows)
-        ):
+        if len(shapes) > 1 or "9" not in shapes.pop():
+            return
+        if any(len(row) != num_columns for row in rows):
             return
         raise DataError(
             "a quote merges lines that look like rows of their own",
             where=f"{self.path}:{self.start}",
-            got=(
-                f"a quote opens in line {self.start} and closes in line {self.number}: "
-                f"{self.lines_of_row[0][:60]!r}"
-            ),
+            got=f"a quote opens in line {self.start} and closes in line {self.number}: "
+            f"{self.lines_of_row[0][:60]!r}",
             fix=_EITHER,
         )
 
@@ -142,20 +138,20 @@ class _Rows:
         last = self.lines_of_row[-1][:100]
         if "expected after" in str(error):
             opens = "" if self.start == self.number else f"; the row begins in line {self.start}"
-            got = f"{last!r}{opens}"
             return DataError(
                 "text after a closing quote",
                 where=f"{self.path}:{self.number}",
-                got=got,
+                got=f"{last!r}{opens}",
                 fix=_DOUBLE,
             )
         return self._bare_return(last)
 
     def _bare_return(self, text: str) -> DataError:
-        fix = "save the file with line ends LF or CRLF"
-        where = f"{self.path}:{self.number}"
         return DataError(
-            "a bare carriage return (CR) outside quotes", where=where, got=repr(text[:100]), fix=fix
+            "a bare carriage return (CR) outside quotes",
+            where=f"{self.path}:{self.number}",
+            got=repr(text[:100]),
+            fix="save the file with line ends LF or CRLF",
         )
 
 
@@ -172,86 +168,60 @@ def _quotes_enclose(path: Path, bounds: RawBounds) -> bool:
         DataError: some fields are valid only if quotes enclose fields, others only if quotes are
         text.
     """
-    seen = _Quotes()
+    first: dict[str, int] = {}  # line that shows what quotes are
+    num_columns = 0
+    spans = 0  # first line with another number of columns, after one whose quotes are text
     for number, line in read_lines(path, bounds):
         text = line.decode("utf-8", "replace").removesuffix("\r")
-        if text:
-            seen.add(number, text)
-    if seen.as_text and seen.spans:
-        what = "quotes that can be read in two ways"
-        places = (seen.as_text, seen.spans)
-        ends = (
-            f"and line {seen.spans} does not have {seen.num_columns} columns: the text may span "
-            "lines"
-        )
-    elif seen.as_text and seen.as_quotes:
-        what = "quotes that can be read in two ways"
-        places = (seen.as_text, seen.as_quotes)
-        ends = f"but in line {seen.as_quotes} quotes enclose a field"
-    else:
-        _say_what_was_decided(path, seen)
-        return not seen.as_text and bool(seen.as_quotes or seen.encloses)
-    raise DataError(
-        what,
-        where=f"{path}:{min(places)}",
-        got=f"a field in line {seen.as_text} begins with a quote and does not end with one, {ends}",
-        fix=_EITHER,
-    )
-
-
-def _say_what_was_decided(path: Path, seen: _Quotes) -> None:
-    name = path.name
-    line = seen.as_quotes or seen.encloses
-    if seen.as_text:
-        why = f"a field in line {seen.as_text} begins with a quote and does not end with one"
-        say(
-            f"{name}: quotes are part of the texts, since {why} (raw.quotes: yes reads them "
-            "as enclosing fields)"
-        )
-    elif line:
-        why = f"each field that begins with a quote ends with one, first in line {line}"
-        say(
-            f"{name}: quotes enclose fields and are removed, since {why} (raw.quotes: no "
-            "keeps them)"
-        )
-
-
-class _Quotes:
-    """What the lines of a .tsv file show about its quotes; 0 stands for no line.
-
-    Attributes:
-        as_text: first line with a field that begins with a quote and cannot be a quoted field.
-        as_quotes: first line with a field that must be a quoted one: it has doubled quotes or a tab
-        in quotes.
-        encloses: first line with a field in quotes.
-        spans: first line from `as_text` on with another number of columns than the header.
-    """
-
-    def __init__(self) -> None:
-        self.num_columns = self.as_text = self.as_quotes = self.encloses = self.spans = 0
-
-    def add(self, number: int, text: str) -> None:
-        """Look at one line."""
+        if not text:
+            continue
         cells = text.split("\t")
-        self.num_columns = self.num_columns or len(cells)
-        opening = [cell for cell in cells if cell.startswith('"')]
-        if opening:
-            self._look(number, text, cells, opening)
-        is_first = number == self.as_text
-        if self.as_text and not self.spans and not is_first and len(cells) != self.num_columns:
-            self.spans = number
-
-    def _look(self, number: int, text: str, cells: list[str], opening: list[str]) -> None:
-        try:
-            quoted = next(csv.reader([text], delimiter="\t", strict=True))
-        except csv.Error:
-            self.as_text = self.as_text or number
-            return
-        fits = len(cells) == self.num_columns
-        fits_quoted = len(quoted) == self.num_columns
-        if fits and not fits_quoted:
-            self.as_text = self.as_text or number
-        elif (fits_quoted and not fits) or any('""' in cell[1:-1] for cell in opening):
-            self.as_quotes = self.as_quotes or number
+        num_columns = num_columns or len(cells)
+        if "text" in first and not spans and len(cells) != num_columns:
+            spans = number
+        if text.startswith('"') or '\t"' in text:
+            first.setdefault(_what_quotes_are(text, cells, num_columns), number)
+    as_text = first.get("text")
+    as_quotes = first.get("quotes")
+    encloses = as_quotes or first.get("either")
+    if as_text and (spans or as_quotes):
+        if spans:
+            other = f"and line {spans} does not have {num_columns} columns: the text may span lines"
         else:
-            self.encloses = self.encloses or number
+            other = f"but in line {as_quotes} quotes enclose a field"
+        raise DataError(
+            "quotes that can be read in two ways",
+            where=f"{path}:{min(as_text, spans or as_quotes or as_text)}",
+            got=f"a field in line {as_text} begins with a quote and does not end with one, {other}",
+            fix=_EITHER,
+        )
+    if as_text:
+        say(
+            f"{path.name}: quotes are part of the texts, since a field in line {as_text} begins "
+            "with a quote and does not end with one (raw.quotes: yes reads them as enclosing "
+            "fields)"
+        )
+    elif encloses:
+        say(
+            f"{path.name}: quotes enclose fields and are removed, since each field that begins "
+            f"with a quote ends with one, first in line {encloses} (raw.quotes: no keeps them)"
+        )
+    return not as_text and bool(encloses)
+
+
+def _what_quotes_are(text: str, cells: list[str], num_columns: int) -> str:
+    """What a line shows about its quotes: "text" where a field begins with a quote and cannot be a
+    quoted one; "quotes" where it must be (it has doubled quotes, or a tab in quotes); "either".
+    """
+    try:
+        quoted = next(csv.reader([text], delimiter="\t", strict=True))
+    except csv.Error:
+        return "text"
+    fits = len(cells) == num_columns
+    fits_quoted = len(quoted) == num_columns
+    if fits and not fits_quoted:
+        return "text"
+    if fits_quoted and not fits:
+        return "quotes"
+    doubled = any(cell.startswith('"') and '""' in cell[1:-1] for cell in cells)
+    return "quotes" if doubled else "either"

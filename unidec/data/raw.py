@@ -7,17 +7,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix, vstack
 
-SPLITS = ("train", "validation", "test")
-TEXT_SCHEMA = pa.schema(
-    [("uid", pa.large_string()), ("title", pa.large_string()), ("content", pa.large_string())]
-)
+SPLITS: tuple[Literal["train", "validation", "test"], ...] = ("train", "validation", "test")
+TEXT_SCHEMA = pa.schema([(name, pa.large_string()) for name in ("uid", "title", "content")])
 
 
 @dataclass(frozen=True)
@@ -54,16 +52,15 @@ class RawData:
         """A copy in which the given splits have only these rows; the rows of a new split come from
         "train".
         """
-        changed: dict[str, Any] = {}
-        for name in ("queries", "relevance", "filter_pairs"):
-            parts = getattr(self, name)
-            changed[name] = dict(parts)
-            for split, split_rows in rows.items():
-                part = parts.get(split, parts["train"])
-                changed[name][split] = (
-                    part.take(split_rows) if name == "queries" else csr_matrix(part[split_rows])
-                )
-        return replace(self, **changed)
+        queries = dict(self.queries)
+        relevance = dict(self.relevance)
+        filter_pairs = dict(self.filter_pairs)
+        for split, split_rows in rows.items():
+            part = split if split in self.queries else "train"
+            queries[split] = self.queries[part].take(split_rows)
+            relevance[split] = csr_matrix(self.relevance[part][split_rows])
+            filter_pairs[split] = csr_matrix(self.filter_pairs[part][split_rows])
+        return replace(self, queries=queries, relevance=relevance, filter_pairs=filter_pairs)
 
 
 def text_table(uids: Any, titles: Any = None, contents: Any = None) -> pa.Table:
@@ -125,24 +122,23 @@ def hold_out(queries: pa.Table, filter_pairs: csr_matrix, share: float, seed: in
     family_N = _families(queries, filter_pairs)
     num_families = int(family_N.max()) + 1
     size_F = np.bincount(family_N, minlength=num_families)
-    prefix = f"{seed}|".encode()
-    hashes = (
-        hashlib.blake2b(prefix + uid.encode(), digest_size=8) for uid in queries["uid"].to_pylist()
-    )
-    hash_N = np.fromiter(
-        (int.from_bytes(found.digest(), "big") for found in hashes), np.uint64, num_queries
-    )
+    hash_N = np.empty(num_queries, dtype=np.uint64)
+    for row, uid in enumerate(queries["uid"].to_pylist()):
+        digest = hashlib.blake2b(f"{seed}|{uid}".encode(), digest_size=8).digest()
+        hash_N[row] = int.from_bytes(digest, "big")
     # a family has the hash of one member: with the minimum over its members, large families would
     # come first
-    hash_F = hash_N[np.unique(family_N, return_index=True)[1]]
+    _, member_F = np.unique(family_N, return_index=True)
+    hash_F = hash_N[member_F]
     target = max(1, round(share * num_queries))
+    largest = max(1, round(target * LARGEST_FAMILY))
     chosen_F = np.zeros(num_families, dtype=bool)
     total = 0
-    largest = max(1, round(target * LARGEST_FAMILY))
     for family in np.argsort(hash_F, kind="stable"):
-        if size_F[family] <= largest and total + size_F[family] <= target:
+        size = int(size_F[family])
+        if size <= largest and total + size <= target:
             chosen_F[family] = True
-            total += int(size_F[family])
+            total += size
             if total == target:
                 break
     if total == 0 and num_families > 1:
@@ -154,28 +150,24 @@ def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
     """The first `num_train` training and `num_test` test or validation queries, and the labels of
     their positives.
     """
-    sizes = {"train": num_train, "test": num_test, "validation": num_test}
-    part = raw.take(
-        {
-            split: np.arange(min(sizes[split], table.num_rows))
-            for split, table in raw.queries.items()
-        }
-    )
-    used = np.zeros(raw.num_labels, dtype=bool)
-    for matrix in part.relevance.values():
-        used[matrix.indices] = True
-    labels = np.flatnonzero(used)
+    rows = {}
+    for split, table in raw.queries.items():
+        size = num_train if split == "train" else num_test
+        rows[split] = np.arange(min(size, table.num_rows))
+    part = raw.take(rows)
+    used = np.concatenate([matrix.indices for matrix in part.relevance.values()])
+    labels = np.unique(used)
     return replace(
         part,
         name=f"{raw.name}-slice",
         labels=raw.labels.take(labels),
-        relevance={
-            split: csr_matrix(matrix[:, labels]) for split, matrix in part.relevance.items()
-        },
-        filter_pairs={
-            split: csr_matrix(matrix[:, labels]) for split, matrix in part.filter_pairs.items()
-        },
+        relevance=_columns(part.relevance, labels),
+        filter_pairs=_columns(part.filter_pairs, labels),
     )
+
+
+def _columns(matrices: dict[str, csr_matrix], columns: np.ndarray) -> dict[str, csr_matrix]:
+    return {split: csr_matrix(matrix[:, columns]) for split, matrix in matrices.items()}
 
 
 def _families(queries: pa.Table, filter_pairs: csr_matrix) -> np.ndarray:
@@ -186,18 +178,15 @@ def _families(queries: pa.Table, filter_pairs: csr_matrix) -> np.ndarray:
 
     num_queries, num_labels = filter_pairs.shape
     separator = pa.scalar("\n", pa.large_string())
-    texts = pc.binary_join_element_wise(
-        queries["title"], queries["content"], separator
-    ).combine_chunks()
-    text_N = pc.dictionary_encode(texts).indices.to_numpy()
+    texts = pc.binary_join_element_wise(queries["title"], queries["content"], separator)
+    text_N = pc.dictionary_encode(texts.combine_chunks()).indices.to_numpy().astype(np.int64)
     first_text = num_queries + num_labels  # nodes: queries, then labels, then texts
     pairs = filter_pairs.tocoo()
     from_node = np.concatenate([pairs.row, np.arange(num_queries)])
-    to_node = np.concatenate(
-        [pairs.col.astype(np.int64) + num_queries, text_N.astype(np.int64) + first_text]
-    )
-    edges = (np.ones(from_node.size, dtype=np.int8), (from_node, to_node))
+    label_node = pairs.col.astype(np.int64) + num_queries
+    to_node = np.concatenate([label_node, text_N + first_text])
     num_nodes = first_text + num_queries
+    edges = (np.ones(len(from_node), dtype=np.int8), (from_node, to_node))
     graph = csr_matrix(edges, shape=(num_nodes, num_nodes))
-    family = connected_components(graph, directed=False)[1][:num_queries]
-    return np.unique(family, return_inverse=True)[1]
+    _, family_node = connected_components(graph, directed=False)
+    return np.unique(family_node[:num_queries], return_inverse=True)[1]

@@ -42,14 +42,18 @@ def check_file(path: Path) -> None:
     except FileNotFoundError as error:
         if not path.is_symlink():
             raise DataError("no such file", where=where, fix="check the path") from error
-        fix = "correct the link, or remove it"
         raise DataError(
-            "a link to a missing file", where=where, got=f"-> {os.readlink(path)}", fix=fix
+            "a link to a missing file",
+            where=where,
+            got=f"-> {os.readlink(path)}",
+            fix="correct the link, or remove it",
         ) from error
     except OSError as error:
-        fix = "correct or remove it, or grant the permission to read it"
         raise DataError(
-            "the file cannot be read", where=where, got=error.strerror, fix=fix
+            "the file cannot be read",
+            where=where,
+            got=error.strerror,
+            fix="correct or remove it, or grant the permission to read it",
         ) from error
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
@@ -89,7 +93,7 @@ def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
     if num_bytes > max(ALWAYS_UNPACKED, bounds.max_unpack_ratio * size):
         raise DataError(
             "the unpacked size of a compressed file is too large",
-            where=str(path),
+            where=path,
             got=f"{size:,} bytes unpack to {num_bytes:,} or more",
             expected=f"at most {bounds.max_unpack_ratio} times its size",
             fix="check the file; increase raw.max_unpack_ratio if it is valid",
@@ -121,12 +125,14 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
                 yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            "damaged gzip file", where=str(path), got=str(error), fix="fetch it again"
+            "damaged gzip file", where=path, got=str(error), fix="fetch it again"
         ) from error
     except OSError as error:
-        fix = "check the file and its permissions"
         raise DataError(
-            "the file cannot be read", where=str(path), got=error.strerror or error, fix=fix
+            "the file cannot be read",
+            where=path,
+            got=error.strerror or error,
+            fix="check the file and its permissions",
         ) from error
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidec.data.storage import Folder, lock_file, read_manifest, write_folder, write_json
+from unidec.data.file_lock import lock_file
+from unidec.data.storage import Folder, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError, ConfigError
 from unidec.version import __version__
 
@@ -73,9 +74,11 @@ class Work:
             plan = json.loads(path.read_bytes())
             return cls(path.parent, plan["key"], tuple(plan["bounds"]), plan["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            fix = "run the command that wrote it again"
             raise ArtifactError(
-                "no readable plan of shards", where=str(path), got=str(error)[:200], fix=fix
+                "no readable plan of shards",
+                where=path,
+                got=error,
+                fix="run the command that wrote it again",
             ) from error
 
     @property
@@ -95,8 +98,8 @@ class Work:
 
     def name(self, number: int) -> str:
         """Name of a shard in messages: "shard 4 of 8 (rows 3,000 to 3,999)"."""
-        first, last = self.rows(number)
-        rows = f"rows {first:,} to {last - 1:,}" if last > first else "no rows"
+        first, end = self.rows(number)
+        rows = f"rows {first:,} to {end - 1:,}" if end > first else "no rows"
         return f"shard {number + 1} of {self.num_shards} ({rows})"
 
     def path(self, number: int) -> Path:
@@ -145,8 +148,12 @@ def alone(folder: Path) -> Iterator[None]:
         path.name for path in folder.glob("*") if not _KNOWN_NAMES.fullmatch(path.name)
     )
     if foreign:
-        what = "the folder for shards contains other files"
-        raise ArtifactError(what, where=str(folder), got=foreign[0], fix="move the folder away")
+        raise ArtifactError(
+            "the folder for shards contains other files",
+            where=folder,
+            got=foreign[0],
+            fix="move the folder away",
+        )
     try:
         with lock_file(folder / ".lock", timeout=0):
             try:
@@ -155,9 +162,10 @@ def alone(folder: Path) -> Iterator[None]:
                 if not (folder / PLAN).exists():  # no work has begun, or all work is done
                     shutil.rmtree(folder, ignore_errors=True)
     except Timeout as error:
-        fix = "wait until it has finished, or end it"
         raise ArtifactError(
-            "another process is working in this folder", where=str(folder), fix=fix
+            "another process is working in this folder",
+            where=folder,
+            fix="wait until it has finished, or end it",
         ) from error
 
 
@@ -172,6 +180,5 @@ def cuts(num_rows: int, shards: int, batch_size: int) -> tuple[int, ...]:
         raise ConfigError("out of range", where="shards", got=shards, expected=f"1 to {MAX_SHARDS}")
     batches = -(-num_rows // batch_size)
     shards = max(1, min(shards, batches))
-    return tuple(
-        min(num_rows, batches * number // shards * batch_size) for number in range(shards + 1)
-    )
+    starts = [batches * number // shards * batch_size for number in range(shards + 1)]
+    return tuple(min(start, num_rows) for start in starts)

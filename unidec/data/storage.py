@@ -1,9 +1,9 @@
 """Folders and files on disk that are either complete or absent.
 
 Each output of the pipeline is a folder with a `manifest.json` (kind, version, meta, size and sha256
-of every file). It is written under a temporary name, flushed and renamed, and checked before any
-file in it is parsed. A rebuilt folder is byte-identical. A manifest ends with the sha256 of its
-preceding bytes; older manifests without it can be read, too."""
+of every file, and the sha256 of the manifest itself, which older ones lack). It is written under a
+temporary name, flushed and renamed, and checked before any file in it is parsed. A rebuilt folder
+is byte-identical."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
-import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -27,33 +25,25 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import psutil
 from pydantic import BaseModel, ConfigDict, StrictInt
 from pydantic_core import to_jsonable_python
 
+from unidec.data.temporary import remove, remove_stale, temporary_path
 from unidec.errors import ArtifactError
 from unidec.version import __version__
 
 MANIFEST = "manifest.json"
 # enough for about 7,000 files; parsing JSON needs ten times its size in memory
 MAX_MANIFEST_BYTES = 1 << 20
-_DISK_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-}
+REBUILD = "delete the folder and run the stage that writes it again"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_DISK_ERRORS = (*_NO_SPACE, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 # the end of a manifest: the sha256 of the bytes before it
 _SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')
 _HASHED_AT_ONCE = 4  # files
-_STALE_S = 24 * 3600.0
 _SETTLED_S = 1.0  # a file that changed more recently may change again without a new time stamp
 # folders that this process has verified, with the state of their files
 _verified: set[tuple[Any, ...]] = set()
-_written_names: set[str] = set()  # temporary names used by this process
 _WRITERS = {  # commands, by the kind of what they write
     "dataset": "unidec data ingest",
     "tokens": "unidec data tokens",
@@ -62,7 +52,6 @@ _WRITERS = {  # commands, by the kind of what they write
     "model": "unidec train",
     "bundle": "unidec index build",
 }
-REBUILD = "delete the folder and run the stage that writes it again"
 
 
 class _File(BaseModel):
@@ -85,7 +74,7 @@ class NewerFormatError(ArtifactError):
 
 
 def _damaged(what: str, where: Path, got: object = None, expected: object = None) -> ArtifactError:
-    return ArtifactError(what, where=str(where), got=got, expected=expected, fix=REBUILD)
+    return ArtifactError(what, where=where, got=got, expected=expected, fix=REBUILD)
 
 
 @dataclass
@@ -95,8 +84,7 @@ class Folder:
     Attributes:
         path: the temporary folder, in which the files are written.
         meta: facts for the manifest.
-        hashes: sha256 of files that were hashed while they were written, so that they need not be
-        read again.
+        hashes: sha256 of files that were hashed while they were written.
     """
 
     path: Path
@@ -120,10 +108,8 @@ def write_folder(
     Args:
         path: final path; an existing folder is replaced once everything is written.
         kind, version: type of the folder and version of its layout, which `read_manifest` checks.
-        meta: JSON-serialisable facts for the manifest, the same in every run (no times, no absolute
-        paths).
-        num_bytes: size of the files, if known; it is compared with the free space before anything
-        is written.
+        meta: JSON-serialisable facts, the same in every run (no times, no absolute paths).
+        num_bytes: size of the files, if known, which is compared with the free space first.
         beside: name of the temporary folder, if several processes write into it.
 
     Raises:
@@ -138,66 +124,32 @@ def write_folder(
 def swap_folder(
     path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None
 ) -> Iterator[Path]:
-    """Like `write_folder` without a manifest, for folders that other programs read; yields the
-    temporary folder.
-    """
+    """`write_folder` without a manifest, for other programs; yields the temporary folder."""
     final = Path(os.path.abspath(path))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(final.parent, glob.escape(final.name))
         if num_bytes > shutil.disk_usage(final.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary = _temporary(final) if beside is None else final.parent / beside
-        _remove(temporary)
+        temporary = temporary_path(final) if beside is None else final.with_name(beside)
+        remove(temporary)
         temporary.mkdir()
     except OSError as error:
-        raise _storage_error(final, error, num_bytes) from error
+        raise storage_error(final, error, num_bytes) from error
     try:
         yield temporary
-        for name in (*_files(temporary), *(folder for folder, _, _ in os.walk(temporary))):
+        folders = [folder for folder, _, _ in os.walk(temporary)]
+        for name in (*_files(temporary), *folders):
             _fsync(temporary / name)
         _replace(temporary, final)
         _fsync(final.parent)
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
-        size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
-        raise _storage_error(final, error, max(num_bytes, size)) from error
+        written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+        raise storage_error(final, error, max(num_bytes, written)) from error
     finally:
-        _remove(temporary)
-
-
-@contextlib.contextmanager
-def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock file, in a folder that is created. The system releases it if its process dies, so
-    it never becomes stale.
-
-    Args:
-        timeout: seconds to wait for another process; below 0: without limit.
-
-    Raises:
-        ArtifactError: the file cannot be written, or its file system has no locks.
-        filelock.Timeout: another process holds it.
-    """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path, timeout=timeout)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise
-    except OSError as error:
-        raise _storage_error(path, error, 0) from error
-    except NotImplementedError as error:  # of filelock
-        fix = "use a folder on another file system"
-        raise ArtifactError(
-            "the file system has no locks", where=str(path), got=str(error)[:200], fix=fix
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+        remove(temporary)
 
 
 def write_manifest(
@@ -207,15 +159,15 @@ def write_manifest(
     meta: Mapping[str, Any],
     hashes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `manifest.json` with all files in the folder, flushed to disk; `hashes` are known
-    sha256 by name.
-    """
+    """Write `manifest.json` with all files of a folder; `hashes` are known sha256 by name."""
     root = Path(path)
+    known = hashes or {}
     files = {}
     for name in _files(root):
         if name != MANIFEST:
-            digest = (hashes or {}).get(name) or file_sha256(root / name)
-            files[name] = {"size": (root / name).stat().st_size, "sha256": digest}
+            file = root / name
+            digest = known.get(name) or file_sha256(file)
+            files[name] = {"size": file.stat().st_size, "sha256": digest}
     manifest = {
         "kind": kind,
         "version": version,
@@ -224,9 +176,8 @@ def write_manifest(
         "files": files,
     }
     body = _json(manifest).removesuffix(b"\n}\n")
-    write_bytes_atomic(
-        root / MANIFEST, _json(manifest | {"sha256": hashlib.sha256(body).hexdigest()})
-    )
+    manifest["sha256"] = hashlib.sha256(body).hexdigest()
+    write_bytes_atomic(root / MANIFEST, _json(manifest))
 
 
 def read_manifest(
@@ -246,49 +197,63 @@ def read_manifest(
         NewerFormatError: the version is newer than `max_version`.
     """
     root = Path(path)
-    where = str(root / MANIFEST)
+    where = root / MANIFEST
     if not root.is_dir():
-        fix = f"check the path, or write it: {_WRITERS.get(kind, 'make train')}"
-        raise ArtifactError(f"no {kind} here", where=str(root), fix=fix)
+        raise ArtifactError(
+            f"no {kind} here",
+            where=root,
+            fix=f"check the path, or write it: {_WRITERS.get(kind, 'make train')}",
+        )
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
-        raise ArtifactError(
-            "folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind
-        )
+        got = str(manifest["kind"])[:80]
+        raise ArtifactError("folder of another kind", where=where, got=got, expected=kind)
+    _check_version(where, manifest, max_version or manifest["version"])
+    _check_files(root, manifest["files"])
+    if manifest.keys() - _Manifest.model_fields.keys():
+        raise _damaged("a damaged manifest", where, "changed after it was written")
+    if verify:
+        _check_hashes(root, manifest["files"])
+    return manifest
+
+
+def _check_version(where: Path, manifest: Mapping[str, Any], highest: int) -> None:
     version = manifest["version"]
-    highest = max_version or manifest["version"]
-    if not 1 <= version <= highest:
-        raise (NewerFormatError if version > highest else ArtifactError)(
-            f"version {version} of {kind} cannot be read by unidec {__version__}",
-            where=where,
-            got=f"version {version}, written by unidec {manifest['unidec']}",
-            expected=f"a version from 1 to {highest}",
-            fix=f"install unidec {manifest['unidec']} or newer, or {REBUILD}",
-        )
+    if 1 <= version <= highest:
+        return
+    writer = manifest["unidec"]
+    raise (NewerFormatError if version > highest else ArtifactError)(
+        f"version {version} of {manifest['kind']} cannot be read by unidec {__version__}",
+        where=where,
+        got=f"version {version}, written by unidec {writer}",
+        expected=f"a version from 1 to {highest}",
+        fix=f"install unidec {writer} or newer, or {REBUILD}",
+    )
+
+
+def _check_files(root: Path, files: Mapping[str, Any]) -> None:
+    """Raise an ArtifactError unless a folder has these files, with their sizes, and no others."""
     found = set(_files(root)) - {MANIFEST}
-    for name, entry in manifest["files"].items():
+    for name, entry in files.items():
         if name not in found:
             raise _damaged("a file is missing", root / name)
         size = (root / name).stat().st_size
-        if size != entry["size"]:
-            raise _damaged(
-                "a file is damaged", root / name, f"{size} bytes", f"{entry['size']} bytes"
-            )
-    if extra := sorted(found - set(manifest["files"])):
+        expected = entry["size"]
+        if size != expected:
+            raise _damaged("a file is damaged", root / name, f"{size} bytes", f"{expected} bytes")
+    if extra := sorted(found - files.keys()):
         raise ArtifactError(
-            "a file that the manifest does not list", where=str(root / extra[0]), fix="remove it"
+            "a file that the manifest does not list", where=root / extra[0], fix="remove it"
         )
-    if manifest.keys() - _Manifest.model_fields.keys():
-        raise _damaged("a damaged manifest", root / MANIFEST, "changed after it was written")
-    if verify:
-        with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
-            digests = pool.map(file_sha256, [root / name for name in manifest["files"]])
-            for (name, entry), digest in zip(manifest["files"].items(), digests, strict=True):
-                if digest != entry["sha256"]:
-                    raise _damaged(
-                        "a file is damaged", root / name, f"sha256 {digest}", entry["sha256"]
-                    )
-    return manifest
+
+
+def _check_hashes(root: Path, files: Mapping[str, Any]) -> None:
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
+        digests = pool.map(file_sha256, [root / name for name in files])
+        for (name, entry), digest in zip(files.items(), digests, strict=True):
+            expected = entry["sha256"]
+            if digest != expected:
+                raise _damaged("a file is damaged", root / name, f"sha256 {digest}", expected)
 
 
 @contextlib.contextmanager
@@ -297,24 +262,22 @@ def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[b
     open(folder, needed)`.
 
     They need no check if `verify` is False, or if this process has already checked the same files
-    (by inode, size and times of change). So a folder that is opened in every round of a training is
-    verified once."""
+    (by inode, size and times of change), as in every round of a training."""
     root = Path(os.path.abspath(path))
     now = time.time()
-    files = [(name, (root / name).stat()) for name in _files(root)] if verify else []
-    seen = (root, *((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files))
+    names = _files(root) if verify else []
+    files = [(root / name).stat() for name in names]
+    states = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in files]
+    seen = (root, *names, *states)
     needed = verify and seen not in _verified
     yield needed
-    if needed and all(s.st_ctime < now - _SETTLED_S for _, s in files):
+    if needed and all(s.st_ctime < now - _SETTLED_S for s in files):
         _verified.add(seen)
 
 
 def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> None:
-    """Write a JSON file atomically (UTF-8, keys in the given order); NaN and infinite numbers
-    become null.
-
-    Args:
-        mode: permissions of the file, as in `write_file`.
+    """Write a JSON file atomically (UTF-8, keys in the given order), as `write_file`; NaN and
+    infinite numbers become null.
     """
     write_bytes_atomic(path, _json(obj), mode)
 
@@ -335,8 +298,7 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o
 def write_file(
     path: str | os.PathLike[str], mode: int = 0o666, num_bytes: int = 0
 ) -> Iterator[IO[bytes]]:
-    """Write a file under a temporary name, which is flushed and renamed at the end; after an error
-    an existing file is unchanged.
+    """Write a file under a temporary name, which is flushed and renamed at the end.
 
     Args:
         mode: permissions of the new file, before the process's umask is applied.
@@ -346,7 +308,7 @@ def write_file(
         ArtifactError: the file cannot be written.
     """
     final = Path(os.path.abspath(path))
-    temporary = _temporary(final)
+    temporary = temporary_path(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -357,7 +319,7 @@ def write_file(
         os.replace(temporary, final)
         _fsync(final.parent)
     except OSError as error:
-        raise _storage_error(final, error, num_bytes) from error
+        raise storage_error(final, error, num_bytes) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -377,31 +339,34 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             records.append(json.loads(line.decode("utf-8")))
         except ValueError as error:
             if number < len(lines):
-                where = f"{path}:{number}"
-                fix = "remove this line: it is a record of a past event, not an input"
                 raise ArtifactError(
-                    "a damaged line", where=where, got=repr(line[:200]), fix=fix
+                    "a damaged line",
+                    where=f"{path}:{number}",
+                    got=repr(line[:200]),
+                    fix="remove this line: it is a record of a past event, not an input",
                 ) from error
     return records
 
 
-def load_array(
-    path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, mmap: bool = True
-) -> np.ndarray:
-    """Load a `.npy` file without pickle, by default memory-mapped.
+def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1) -> np.ndarray:
+    """Memory-map a `.npy` file, without pickle.
 
     Raises:
         ArtifactError: not a readable array, or of another dtype or number of dimensions.
     """
     try:
-        array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise _damaged("not a readable array", Path(path), str(error)[:200]) from error
-    wanted = array.dtype if dtype is None else np.dtype(dtype)
-    if not isinstance(array, np.ndarray) or array.dtype != wanted or array.ndim != ndim:
-        got = f"{getattr(array, 'dtype', type(array))} {getattr(array, 'shape', '')}"
+        raise _damaged("not a readable array", Path(path), error) from error
+    # no array: the file is an archive of arrays
+    kind = getattr(array, "dtype", type(array))
+    shape = getattr(array, "shape", ())
+    if kind != (dtype or kind) or len(shape) != ndim:
         raise _damaged(
-            "array of another type", Path(path), got, f"{wanted} with {ndim} dimension(s)"
+            "array of another type",
+            Path(path),
+            f"{kind} {shape}",
+            f"{np.dtype(dtype or kind)} with {ndim} dimension(s)",
         )
     return array
 
@@ -413,13 +378,9 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
 
 
 def files_sha256(hashes: Mapping[str, str]) -> str:
-    """One sha256 for a set of files given as {relative path: sha256}, independent of
-    their order.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(hashes):
-        digest.update(f"{name}\0{hashes[name]}\n".encode())
-    return digest.hexdigest()
+    """One sha256 for files given as {relative path: sha256}, independent of their order."""
+    lines = [f"{name}\0{hashes[name]}\n" for name in sorted(hashes)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def manifest_sha256(manifest: Mapping[str, Any]) -> str:
@@ -428,51 +389,54 @@ def manifest_sha256(manifest: Mapping[str, Any]) -> str:
 
 
 def folder_sha256(path: str | os.PathLike[str]) -> str:
-    """One sha256 for a folder: over the file hashes in its manifest, or else over all files that
-    are not hidden.
-    """
+    """One sha256 of a folder: of the hashes in its manifest, or else of all visible files."""
     root = Path(path)
     if not root.is_dir():
-        raise ArtifactError("no such folder", where=str(root), fix="check the path")
+        raise ArtifactError("no such folder", where=root, fix="check the path")
     with contextlib.suppress(ArtifactError):
         return manifest_sha256(_parse_manifest(root))
-    return files_sha256(
-        {name: file_sha256(root / name) for name in _files(root) if "/." not in f"/{name}"}
-    )
+    visible = [name for name in _files(root) if "/." not in f"/{name}"]
+    return files_sha256({name: file_sha256(root / name) for name in visible})
 
 
 def _parse_manifest(root: Path) -> dict[str, Any]:
-    where = root / MANIFEST
-    if where.is_symlink() or not where.is_file():
-        raise _damaged("no manifest: the folder was not written by unidec, or is incomplete", where)
-    if where.stat().st_size > MAX_MANIFEST_BYTES:
-        got = f"{where.stat().st_size:,} bytes"
-        expected = f"at most {MAX_MANIFEST_BYTES:,} bytes"
-        raise _damaged("a manifest of impossible size", where, got, expected)
-    data = where.read_bytes()
+    path = root / MANIFEST
+    if path.is_symlink() or not path.is_file():
+        raise _damaged("no manifest: the folder was not written by unidec, or is incomplete", path)
+    size = path.stat().st_size
+    if size > MAX_MANIFEST_BYTES:
+        raise _damaged(
+            "a manifest of impossible size",
+            path,
+            f"{size:,} bytes",
+            f"at most {MAX_MANIFEST_BYTES:,} bytes",
+        )
+    data = path.read_bytes()
     seal = _SEAL.search(data)
     try:
-        if seal and hashlib.sha256(data[: seal.start()]).hexdigest().encode() != seal[1]:
-            raise ValueError("its sha256 does not match its content")
-        return _Manifest.model_validate_json(
-            data[: seal.start()] + b"}" if seal else data
-        ).model_dump()
+        if seal:
+            body = data[: seal.start()]
+            if hashlib.sha256(body).hexdigest().encode() != seal[1]:
+                raise ValueError("its sha256 does not match its content")
+            data = body + b"}"
+        return _Manifest.model_validate_json(data).model_dump()
     except ValueError as error:
-        raise _damaged("a damaged manifest", where, repr(error)[:200]) from error
+        raise _damaged("a damaged manifest", path, repr(error)[:200]) from error
 
 
 def _files(root: Path) -> list[str]:
-    """Sorted relative paths of all regular files. Raises ArtifactError for a link or a special
-    file.
-    """
+    """Sorted relative paths of all files. Raises ArtifactError for a link or a special file."""
     names = []
     for path in root.rglob("*"):
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode):
             names.append(path.relative_to(root).as_posix())
         elif not stat.S_ISDIR(mode):
-            fix = "keep plain files only (DVC: cache.type copy)"
-            raise ArtifactError("a link or special file", where=str(path), fix=fix)
+            raise ArtifactError(
+                "a link or special file",
+                where=path,
+                fix="keep plain files only (DVC: cache.type copy)",
+            )
     return sorted(names)
 
 
@@ -481,16 +445,14 @@ def _replace(temporary: Path, final: Path) -> None:
     if not os.path.lexists(final):
         os.rename(temporary, final)
     elif not _exchange(temporary, final):
-        old = _temporary(final)
+        old = temporary_path(final)
         os.rename(final, old)
         os.rename(temporary, final)
         os.rename(old, temporary)
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two folders atomically (Linux renameat2), so that both names always exist; False if that
-    is not possible.
-    """
+    """Swap two folders atomically (Linux renameat2); False if that is not possible."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError, TypeError):
@@ -498,62 +460,6 @@ def _exchange(first: Path, second: Path) -> bool:
     at_cwd = -100
     exchange = 2
     return renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder (as much of it as possible), a file or a link, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder; it is renamed first, so that it never exists in part. Raises OSError: no
-    permission.
-    """
-    temporary = _temporary(Path(os.path.abspath(path)))
-    os.rename(path, temporary)
-    _remove(temporary)
-
-
-def _temporary(final: Path) -> Path:
-    """Temporary path for writing a folder or file, with host name, process id and a
-    random number.
-    """
-    path = (
-        final.parent
-        / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    )
-    _written_names.add(path.name)
-    return path
-
-
-def remove_stale(folder: str | os.PathLike[str], name: str = "*") -> None:
-    """Remove incomplete temporary files and folders of killed processes from a folder.
-
-    Args:
-        name: glob pattern of the final names.
-    """
-    for temporary in Path(folder).glob(f".{name}.*.tmp"):
-        with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if is_stale(temporary):
-                _remove(temporary)
-
-
-def is_stale(temporary: Path) -> bool:
-    """Whether the process that writes a temporary folder or file has ended; on another machine:
-    whether it has not changed for a day.
-    """
-    suffix = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", temporary.name)
-    if suffix is None:
-        return False
-    if not temporary.name[: suffix.start()].endswith(f".{socket.gethostname()}"):
-        return time.time() - temporary.lstat().st_mtime > _STALE_S
-    # in a container a killed process often had the same id as the running one
-    if int(suffix[1]) == os.getpid():
-        return temporary.name not in _written_names
-    return not psutil.pid_exists(int(suffix[1]))
 
 
 def _fsync(path: Path) -> None:
@@ -564,16 +470,16 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
+def storage_error(path: Path, error: OSError, num_bytes: int = 0) -> ArtifactError:
+    """The error for a file or folder that cannot be written; `num_bytes` is its size, if known."""
     got = str(error.strerror or error)
     with contextlib.suppress(OSError):
-        got += (
-            f", {shutil.disk_usage(path.parent if path.parent.is_dir() else '/').free:,} bytes free"
-        )
+        place = path.parent if path.parent.is_dir() else "/"
+        got += f", {shutil.disk_usage(place).free:,} bytes free"
     what = "cannot be written"
     fix = "check the folder's permissions"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _NO_SPACE:
         what = "no space left on the disk"
         fix = "free some space, or choose another folder"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
-    return ArtifactError(what, where=str(path), got=got, expected=expected, fix=fix)
+    return ArtifactError(what, where=path, got=got, expected=expected, fix=fix)

@@ -10,7 +10,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,28 +72,33 @@ def read_rows(
     report = report or refuse(path)
     if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
         raise DataError(
-            "unknown file type of a table", where=str(path), expected=".csv .tsv .jsonl .parquet"
+            "unknown file type of a table", where=path, expected=".csv .tsv .jsonl .parquet"
         )
     check_file(path)
-    check_names = partial(_check_names, path, columns, check)
+
+    def check_header(names: list[str]) -> None:
+        check(names)
+        check_names(names, columns, f"{path}:1")
+
     if kind in (".jsonl", ".json"):
         lines = read_lines(path, bounds)
         yield from (
             (number, _json_object(line, number, report)) for number, line in lines if line.strip()
         )
     elif kind == ".parquet":
-        yield from read_parquet(path, columns, check_names, bounds)
+        yield from read_parquet(path, columns, check_header, bounds)
     else:
         delimiter = "\t" if kind == ".tsv" else ","
         rows = read_cells(path, delimiter, bounds, report)
         _, names = next(rows, (0, []))
         _check_header(path, names, delimiter)
-        check_names(names)
+        check_header(names)
         for line, cells in rows:
             if len(cells) == len(names):
                 yield line, dict(zip(names, cells, strict=True))
             else:
-                report(f"not {len(names)} columns", line, f"{len(cells)}: {cells[0][:40]!r}")
+                got = f"{len(cells)}: {cells[0][:40]!r}"
+                report(f"not {len(names)} columns", line, got)
 
 
 def columns_missing(
@@ -122,27 +126,29 @@ def no_text(value: object) -> str:
 def _check_header(path: Path, names: list[str], delimiter: str) -> None:
     """Raise a DataError if there is no header, or one column that holds another delimiter."""
     if not names:
-        raise DataError("an empty file", where=str(path), expected="a header and rows")
+        raise DataError("an empty file", where=path, expected="a header and rows")
     for other, called in _DELIMITERS.items():
         if len(names) == 1 and other in names[0]:
-            fix = (
-                f"the columns are separated by {called}: save the file with "
-                f"{_DELIMITERS[delimiter]} between them"
-            )
             raise DataError(
-                "a header of one column", where=f"{path}:1", got=names[0][:300], fix=fix
+                "a header of one column",
+                where=f"{path}:1",
+                got=names[0][:300],
+                fix=f"the columns are separated by {called}: save the file with "
+                f"{_DELIMITERS[delimiter]} between them",
             )
 
 
-def _check_names(path: Path, columns: Sequence[str], check: Check, names: list[str]) -> None:
-    """The caller's check, and that no needed column is given twice."""
-    check(names)
+def check_names(names: Sequence[str], columns: Sequence[str], where: str) -> None:
+    """Raise a DataError if one of these columns is given twice."""
     count = Counter(names)
     twice = [name for name in columns if count[name] > 1]
     if twice:
-        what = f"columns given twice: {', '.join(twice)}"
-        fix = "remove or rename one of them"
-        raise DataError(what, where=f"{path}:1", got=", ".join(names[:50])[:300], fix=fix)
+        raise DataError(
+            f"columns given twice: {', '.join(twice)[:300]}",
+            where=where,
+            got=", ".join(names[:50])[:300],
+            fix="remove or rename one of them",
+        )
 
 
 def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:

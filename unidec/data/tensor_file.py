@@ -114,7 +114,9 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _damaged(path: str | os.PathLike[str], error: Exception) -> ArtifactError:
-    fix = "restore the file, or run the stage that writes it again"
     return ArtifactError(
-        "not a readable safetensors file", where=os.fspath(path), got=str(error)[:200], fix=fix
+        "not a readable safetensors file",
+        where=path,
+        got=error,
+        fix="restore the file, or run the stage that writes it again",
     )

@@ -125,7 +125,8 @@ class Tokens:
         flat_F, offsets = self.ragged(rows)
         length_B = np.diff(offsets)
         if most:
-            flat_F = flat_F[np.arange(len(flat_F)) - np.repeat(offsets[:-1], length_B) < most]
+            place_F = np.arange(len(flat_F)) - np.repeat(offsets[:-1], length_B)
+            flat_F = flat_F[place_F < most]
             length_B = np.minimum(length_B, most)
         mask_BT = np.arange(length_B.max(initial=0)) < length_B[:, None]
         ids_BT = np.full(mask_BT.shape, self.pad_id, dtype=np.int64)
@@ -149,7 +150,8 @@ def length_chunks(
         count = size
         if tokens:
             # tokens of the chunk up to each text
-            padded_B = np.arange(1, len(order_B) - start + 1) * sorted_B[start:]
+            left_B = sorted_B[start:]
+            padded_B = np.arange(1, len(left_B) + 1) * left_B
             count = max(size, int(np.searchsorted(padded_B, tokens, side="right")))
         yield order_B[start : start + count]
         start += count
@@ -168,17 +170,16 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
     hash_N = token_hashes(tokens, most)
     hash_M = token_hashes(others, most)
     order_M = np.argsort(hash_M, kind="stable")
-    other_N = order_M[np.minimum(np.searchsorted(hash_M[order_M], hash_N), len(others) - 1)]
-    length_N, length_M = (
-        np.minimum(each.lengths(), most or each.max_length) for each in (tokens, others)
-    )
-    candidates = np.flatnonzero((hash_M[other_N] == hash_N) & (length_M[other_N] == length_N))
+    place_N = np.searchsorted(hash_M[order_M], hash_N)
+    other_N = order_M[np.minimum(place_N, len(others) - 1)]
+    length_N = np.minimum(tokens.lengths(), most or tokens.max_length)
+    length_M = np.minimum(others.lengths(), most or others.max_length)
+    is_like_N = (hash_M[other_N] == hash_N) & (length_M[other_N] == length_N)
+    candidates = np.flatnonzero(is_like_N)
     for start in range(0, len(candidates), _ENCODE_AT_ONCE):
         rows = candidates[start : start + _ENCODE_AT_ONCE]
-        (ids_BT, mask_BT), (other_BT, _) = (
-            tokens.batch(rows, most),
-            others.batch(other_N[rows], most),
-        )
+        ids_BT, mask_BT = tokens.batch(rows, most)
+        other_BT, _ = others.batch(other_N[rows], most)
         same = rows[((ids_BT == other_BT) | ~mask_BT).all(axis=1)]
         out_N[same] = other_N[same]
     return out_N
@@ -186,17 +187,16 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
 
 def token_hashes(tokens: Tokens, most: int = 0) -> NDArray[np.uint64]:
     """Hash of each text's first `most` tokens (0: of all), uint64 [N]."""
-    factor_T = np.random.default_rng(0).integers(
-        2**64, size=tokens.max_length, dtype=np.uint64
-    ) | np.uint64(1)
+    random = np.random.default_rng(0)
+    factor_T = random.integers(2**64, size=tokens.max_length, dtype=np.uint64)
+    factor_T |= np.uint64(1)
     factor_T[most or len(factor_T) :] = 0
     out_N = np.empty(len(tokens), dtype=np.uint64)
     for start in range(0, len(tokens), _ENCODE_AT_ONCE):
         rows = np.arange(start, min(start + _ENCODE_AT_ONCE, len(tokens)))
-        ids, mask = tokens.batch(rows)
-        out_N[rows] = (np.where(mask, ids + 1, 0).astype(np.uint64) * factor_T[: ids.shape[1]]).sum(
-            axis=1
-        )
+        ids_BT, mask_BT = tokens.batch(rows)
+        number_BT = np.where(mask_BT, ids_BT + 1, 0).astype(np.uint64)
+        out_N[rows] = (number_BT * factor_T[: ids_BT.shape[1]]).sum(axis=1)
     return out_N
 
 
@@ -229,24 +229,29 @@ class TokenCache(Tokens):
             meta = read_manifest(root, KIND, VERSION, needed)["meta"]
             facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
             if any(type(number) is not int or number < 0 for number in facts):
-                what = "the manifest lacks facts of a token cache"
-                raise ArtifactError(what, where=str(root), got=str(meta)[:200], fix=REBUILD)
+                raise ArtifactError(
+                    "the manifest lacks facts of a token cache",
+                    where=root,
+                    got=str(meta)[:200],
+                    fix=REBUILD,
+                )
             vocab_size, pad_id, max_length, num_texts = facts
             offsets = load_array(root / "offsets.npy", np.int64)
             ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
-            valid = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+            valid = len(offsets) == num_texts + 1 and offsets[0] == 0
+            valid = valid and offsets[-1] == len(ids)
             if valid and needed and len(ids):
                 lengths = np.diff(offsets)
-                valid = (
-                    lengths.min() >= 0 and lengths.max() <= max_length and ids.max() < vocab_size
-                )
+                valid = lengths.min() >= 0 and lengths.max() <= max_length
+                valid = valid and ids.max() < vocab_size
             if not valid:
-                what = "offsets and ids do not match, or an id is not in the vocabulary"
-                expected = (
-                    f"{num_texts} texts of at most {max_length} tokens, ids below {vocab_size}"
-                )
                 raise ArtifactError(
-                    what, where=str(root), got=f"{len(ids)} ids", expected=expected, fix=REBUILD
+                    "offsets and ids do not match, or an id is not in the vocabulary",
+                    where=root,
+                    got=f"{len(ids)} ids",
+                    expected=f"{num_texts} texts of at most {max_length} tokens, ids below "
+                    f"{vocab_size}",
+                    fix=REBUILD,
                 )
         cache = cls(ids, offsets, vocab_size, pad_id, max_length)
         cache.path = root
@@ -292,51 +297,43 @@ class TextTokenizer:
         from tokenizers import Tokenizer
 
         self.file = Path(folder) / "tokenizer.json"
+        save = "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         if not self.file.is_file():
             raise ArtifactError(
-                "no tokenizer",
-                where=str(self.file),
-                fix=(
-                    "save the tokenizer in its fast form: "
-                    "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
-                ),
+                "no tokenizer", where=self.file, fix=f"save the tokenizer in its fast form: {save}"
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(self.file))
         except Exception as error:  # the Rust library raises plain Exception
-            fix = "save it again: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
-            what = "not a readable tokenizer"
             raise ArtifactError(
-                what, where=str(self.file), got=str(error)[:200], fix=fix
+                "not a readable tokenizer", where=self.file, got=error, fix=f"save it again: {save}"
             ) from error
-        specials = self._tokenizer.num_special_tokens_to_add(False)
-        if max_length <= specials:
-            got = f"max_length {max_length}"
-            expected = f"> {specials}"
+        self.num_specials = self._tokenizer.num_special_tokens_to_add(False)
+        if max_length <= self.num_specials:
             raise ArtifactError(
                 "no room for text beside the special tokens",
-                where=str(self.file),
-                got=got,
-                expected=expected,
+                where=self.file,
+                got=f"max_length {max_length}",
+                expected=f"> {self.num_specials}",
             )
         self.max_length = max_length
-        self.num_specials = specials
-        self.vocab_size = 1 + max(
-            self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0
-        )
-        padding = self._tokenizer.padding
-        named = map(self._tokenizer.token_to_id, ("[PAD]", "<pad>"))
-        # without a padding token 0 is used, which is always masked
-        self.pad_id = int(padding["pad_id"]) if padding else next(filter(None, named), 0)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = 1 + max(ids, default=0)
+        self.pad_id = self._padding_id()
         model = json.loads(self.file.read_text(encoding="utf-8"))["model"]
         unknown = model.get("unk_id")  # Unigram
         if unknown is None and model.get("unk_token"):
             unknown = self._tokenizer.token_to_id(model["unk_token"])
         self.unknown_id = -1 if unknown is None else int(unknown)
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(
-            max_length, stride=0, strategy="longest_first", direction="right"
-        )
+        self._tokenizer.enable_truncation(max_length)
+
+    def _padding_id(self) -> int:
+        """The id of the padding token; 0 if there is none, which is always masked."""
+        if padding := self._tokenizer.padding:
+            return int(padding["pad_id"])
+        token_to_id = self._tokenizer.token_to_id
+        return token_to_id("[PAD]") or token_to_id("<pad>") or 0
 
     def pieces(self, text: str) -> tuple[list[Piece], bool]:
         """The tokens of a text, and whether it was cut. Raises the same errors as `encode`."""
@@ -345,10 +342,9 @@ class TextTokenizer:
         except (TypeError, ValueError) as error:
             raise _not_text([text], error) from error
         rows = zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)
-        pieces = [
-            Piece(token, number == self.unknown_id, bool(special))
-            for token, number, special in rows
-        ]
+        pieces = []
+        for token, number, special in rows:
+            pieces.append(Piece(token, number == self.unknown_id, bool(special)))
         return pieces, bool(encoding.overflowing)
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -363,24 +359,25 @@ class TextTokenizer:
             encoded = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         except (TypeError, ValueError) as error:
             raise _not_text(texts, error) from error
-        length = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-        flat = np.fromiter(
-            chain.from_iterable(encoded), dtype=_id_dtype(self.vocab_size), count=int(length.sum())
-        )
-        return flat, length
+        length_B = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+        dtype = _id_dtype(self.vocab_size)
+        flat = chain.from_iterable(encoded)
+        return np.fromiter(flat, dtype=dtype, count=int(length_B.sum())), length_B
 
 
 def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
     """An error that names the first item that is not a string of valid Unicode."""
-    faulty = (
-        i
-        for i, t in enumerate(texts)
-        if not isinstance(t, str) or any(0xD800 <= ord(c) < 0xE000 for c in t)
+    faulty = [i for i, text in enumerate(texts) if not _is_unicode(text)]
+    return DataError(
+        "the text cannot be tokenised",
+        where=f"text {faulty[0] if faulty else -1} of {len(texts)}",
+        got=error,
+        expected="valid Unicode strings",
     )
-    where = f"text {next(faulty, -1)} of {len(texts)}"
-    what = "the text cannot be tokenised"
-    expected = "valid Unicode strings"
-    return DataError(what, where=where, got=str(error)[:200], expected=expected)
+
+
+def _is_unicode(text: Any) -> bool:
+    return isinstance(text, str) and text == text.encode(errors="replace").decode()
 
 
 def _id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -397,7 +394,10 @@ def load_tokenizer(folder: str | os.PathLike[str], max_length: int) -> TextToken
     a small batch.
     """
     file = Path(os.path.abspath(folder)) / "tokenizer.json"
-    changed = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else (0, 0)
+    changed = (0, 0)
+    if file.is_file():
+        state = file.stat()
+        changed = (state.st_mtime_ns, state.st_size)
     return _cached_tokenizer(str(file.parent), max_length, changed)
 
 
@@ -410,19 +410,21 @@ def encode_texts(
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("texts must be a list", got="one string", fix="pass [text]")
-    starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
-    flat, lengths = zip(
-        *(tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts), strict=True
-    )
+    ids = []
+    lengths = []
+    for start in range(0, max(len(texts), 1), _ENCODE_AT_ONCE):
+        flat, length_B = tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE])
+        ids.append(flat)
+        lengths.append(length_B)
     return Tokens(
-        np.concatenate(flat), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
+        np.concatenate(ids), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
     )
 
 
-def _offsets(lengths: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
-    return np.concatenate(
-        [np.zeros(1, dtype=np.int64), np.cumsum(np.concatenate([*lengths, np.zeros(0, np.int64)]))]
-    )
+def _offsets(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    """Where each text begins in the flat array of ids, and its end."""
+    zero = np.zeros(1, dtype=np.int64)
+    return np.cumsum(np.concatenate([zero, *lengths]), dtype=np.int64)
 
 
 def build_token_cache(

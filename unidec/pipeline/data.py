@@ -102,8 +102,8 @@ def validate(params: Params) -> Validated:
             "data validation failed",
             where=page,
             got="\n    ".join(["", *result["failed"]]),
-            fix="correct the rows; or raise the bound that is named, or set its ..._severity to "
-            "warn, in section validation of the parameters. Nothing was trained",
+            fix="correct the rows; or raise the bound that is named, or set it to warn, in section "
+            "validation of the parameters. Nothing was trained",
         )
     return Validated(
         True, len(result["expectations"]), dict(enumerate(result["warnings"], 1)), page

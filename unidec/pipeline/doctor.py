@@ -16,7 +16,8 @@ from unidec.bundle import bundle_folder
 from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.propensity import load_propensity
-from unidec.data.storage import is_stale, read_manifest, remove_folder
+from unidec.data.storage import read_manifest
+from unidec.data.temporary import is_stale, remove_folder
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
 from unidec.model import frozen, unidec

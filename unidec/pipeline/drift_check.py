@@ -127,7 +127,7 @@ def data_change(params: Params) -> DataChange:
         DataError: a figure changed by more than section `drift` allows.
         ArtifactError: the champion's bundle is damaged.
     """
-    from unidec.validation.suite import run_change_suite
+    from unidec.validation.checkpoint_run import run_change_suite
 
     dataset = paths.open_dataset()
     accepted, reason, old, new = _beside_champion(params, dataset)

@@ -24,7 +24,8 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Gate, Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import files_sha256, remove_folder, write_json
+from unidec.data.storage import files_sha256, write_json
+from unidec.data.temporary import remove_folder
 from unidec.errors import ArtifactError
 from unidec.evaluation.metrics import filtered_truth, moved_up
 from unidec.evaluation.page import render, write_page

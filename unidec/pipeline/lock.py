@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unidec.addresses import without_credentials
-from unidec.data.storage import lock_file
+from unidec.data.file_lock import lock_file
 from unidec.errors import TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.tracking.run import is_alive, this_process

@@ -229,7 +229,8 @@ def _leak(params: Params, model: Path) -> tuple[str, bool]:
     dataset = paths.open_dataset()
     counted, num = seen.leak_in_words(seen.of_model(model), dataset)
     is_refused = seen.leaks(num, dataset, params.validation)
-    is_told = num > params.validation.test_texts_in_train * len(dataset.rows("test"))
+    share = params.validation.limit("test_texts_in_train").share
+    is_told = num > share * len(dataset.rows("test"))
     return (f"{TRAINED_ON} {counted}" if is_told else ""), is_refused
 
 
@@ -250,7 +251,7 @@ def check_start(params: Params) -> list[str]:
     The start is chosen before; since then, the data may have changed.
 
     Returns:
-        a sentence if such a start is accepted (`validation.test_texts_in_train_severity`), else
+        a sentence if such a start is accepted (`validation.test_texts_in_train`), else
         nothing.
 
     Raises:
@@ -266,7 +267,7 @@ def check_start(params: Params) -> list[str]:
             "a training cannot start from a model that knows the test queries",
             where=where,
             got=f"the model {words}",
-            expected=f"at most {params.validation.test_texts_in_train:.1%}",
+            expected=f"at most {params.validation.limit('test_texts_in_train').share:.1%}",
             fix=(
                 'start from scratch (make train ARGS="--force --start cold"), or accept it: '
                 f"{seen.ACCEPT}"

@@ -22,7 +22,7 @@ from typing import Any
 from unidec.addresses import without_credentials
 from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Serve
-from unidec.data.storage import remove_folder
+from unidec.data.temporary import remove_folder
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.machine import available_host, give_back
 from unidec.serving.engine import Engine, Identity, Service

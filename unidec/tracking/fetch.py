@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
-from unidec.data.storage import lock_file, write_json
+from unidec.data.file_lock import lock_file
+from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
 from unidec.config import nearest
-from unidec.data.storage import lock_file
+from unidec.data.file_lock import lock_file
 from unidec.errors import ConfigError, Refused
 from unidec.tracking.provenance import is_clean
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version

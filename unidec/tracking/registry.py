@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from unidec.addresses import without_credentials
-from unidec.data.storage import MANIFEST, lock_file, manifest_sha256, read_manifest
+from unidec.data.file_lock import lock_file
+from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
 from unidec.tracking.once import create_once
 from unidec.tracking.relocation import ARTIFACTS

@@ -27,7 +27,7 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from unidec.addresses import parse, without_credentials
-from unidec.data.storage import lock_file
+from unidec.data.file_lock import lock_file
 from unidec.errors import ArtifactError, ConfigError, UnidecError, missing_package
 from unidec.surroundings import reach_local_servers
 from unidec.tracking.relocation import ARTIFACTS, artifacts_uri, follow_database

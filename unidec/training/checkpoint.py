@@ -36,11 +36,10 @@ from unidec.data.storage import (
     NewerFormatError,
     file_sha256,
     read_manifest,
-    remove_folder,
-    remove_stale,
     write_bytes_atomic,
     write_folder,
 )
+from unidec.data.temporary import remove_folder, remove_stale
 from unidec.data.tensor_file import TensorFile, num_bytes, open_tensors, read_tensors, write_tensors
 from unidec.errors import ArtifactError
 from unidec.training import refresh

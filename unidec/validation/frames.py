@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import spaced, tested_in_training, text_facts
@@ -59,11 +60,11 @@ def query_frame(dataset: XMCDataset, reading: Reading) -> pd.DataFrame:
     }
     if reading.tokenizer is not None:
         rows = spaced(np.arange(dataset.num_queries), TOKENISED_QUERIES)
-        tokens = encode_texts(
-            dataset.query_texts(rows, reading.text), reading.tokenizer, reading.max_length
-        )
-        columns["unknown_tokens"] = np.full(dataset.num_queries, np.nan)
-        columns["unknown_tokens"][rows] = unknown_shares(tokens, reading)
+        texts = dataset.query_texts(rows, reading.text)
+        unknown_N = np.full(dataset.num_queries, np.nan)
+        tokens = encode_texts(texts, reading.tokenizer, reading.max_length)
+        unknown_N[rows] = unknown_shares(tokens, reading)
+        columns["unknown_tokens"] = unknown_N
     return pd.DataFrame(columns)
 
 
@@ -94,47 +95,43 @@ def pair_frame(dataset: XMCDataset) -> pd.DataFrame:
     """A row per (query, label) pair: query, label, relevance, filtered (1: it is also a filter
     pair).
     """
-    filters = dataset.filter_pairs
-    matrix = dataset.relevance
-    rows_of = [
-        np.repeat(np.arange(dataset.num_queries), np.diff(m.indptr)) for m in (matrix, filters)
-    ]
-    query_P = rows_of[0]
-    label_P = np.asarray(matrix.indices, dtype=np.int64)
-    filtered_P = np.isin(
-        query_P * dataset.num_labels + label_P, rows_of[1] * dataset.num_labels + filters.indices
-    )
-    relevance_P = np.asarray(matrix.data, dtype=np.float64)
+    pairs = dataset.relevance.tocoo()
+    filtered_P = np.isin(_pair_numbers(dataset.relevance), _pair_numbers(dataset.filter_pairs))
     facts = {
-        "query": query_P,
-        "label": label_P,
-        "relevance": relevance_P,
+        "query": pairs.row.astype(np.int64),
+        "label": pairs.col.astype(np.int64),
+        "relevance": pairs.data.astype(np.float64),
         "filtered": filtered_P.astype(np.int64),
     }
     return pd.DataFrame(facts)
+
+
+def _pair_numbers(matrix: csr_matrix) -> np.ndarray:
+    """A number for each pair, int64 [P]."""
+    pairs = matrix.tocoo()
+    return pairs.row.astype(np.int64) * matrix.shape[1] + pairs.col
 
 
 def text_counts(
     dataset: XMCDataset, reading: Reading, queries: pd.DataFrame, labels: pd.DataFrame
 ) -> dict[str, int]:
     """Numbers of duplicate texts, and of rows whose content is read because they have no title."""
+    of_another_query = queries["queries_with_this_text"] > 1
+    of_another_label = labels["labels_with_this_text"] > 1
     counts = {
-        "queries with the text of another query": int(
-            (queries["queries_with_this_text"] > 1).sum()
-        ),
+        "queries with the text of another query": int(of_another_query.sum()),
         "test queries with the text of a training query": int(
             (queries["text_in_train"] == 1).sum()
         ),
-        "labels with the text of another label": int((labels["labels_with_this_text"] > 1).sum()),
+        "labels with the text of another label": int(of_another_label.sum()),
     }
     if reading.text == "title":
         for which, table, frame in (
             ("queries", dataset.queries, queries),
             ("labels", dataset.labels, labels),
         ):
-            without_title_N = are_blank(table["title"]).to_numpy()
-            read_N = without_title_N & (frame["text_length"].to_numpy() > 0)
-            counts[f"{which} without a title, whose content is read instead"] = int(read_N.sum())
+            is_read_N = are_blank(table["title"]).to_numpy() & (frame["text_length"] > 0)
+            counts[f"{which} without a title, whose content is read instead"] = int(is_read_N.sum())
     return counts
 
 
@@ -145,9 +142,8 @@ def unknown_shares(tokens: Tokens, reading: Reading) -> np.ndarray:
     assert reading.tokenizer is not None
     tokenizer = load_tokenizer(reading.tokenizer, reading.max_length)
     text_of_token = np.repeat(np.arange(len(tokens)), tokens.lengths())
-    unknown_N = np.bincount(
-        text_of_token[tokens.ids == tokenizer.unknown_id], minlength=len(tokens)
-    )
+    of_unknown = text_of_token[tokens.ids == tokenizer.unknown_id]
+    unknown_N = np.bincount(of_unknown, minlength=len(tokens))
     return unknown_N / np.maximum(tokens.lengths() - tokenizer.num_specials, 1)
 
 

@@ -60,7 +60,9 @@ def read_raw(
     source, raw = _read(path, format, bounds)
     if "test" not in raw.queries:
         is_test = hold_out(raw.queries["train"], raw.filter_pairs["train"], test_share, split_seed)
-        raw = raw.take({"test": np.flatnonzero(is_test), "train": np.flatnonzero(~is_test)})
+        test = np.flatnonzero(is_test)
+        train = np.flatnonzero(~is_test)
+        raw = raw.take({"test": test, "train": train})
     files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
     return replace(raw, name=source.root.resolve().name, files=files)
 
@@ -113,23 +115,24 @@ def find_rows(
         results are empty.
     """
     root = Path(data.path)
-    if not all(
-        (root / name).is_file() and file_sha256(root / name) == sha256
-        for name, sha256 in files.items()
-    ):
-        return {}, {}
+    for name, sha256 in files.items():
+        path = root / name
+        if not path.is_file() or file_sha256(path) != sha256:
+            return {}, {}
     source, raw = _read(root, data.format, bounds)
     query_places: dict[str, str] = {}
     for split, table in raw.queries.items():
-        query_places |= _places(table, queries, *source.queries_at[split])
-    return query_places, _places(raw.labels, labels, *source.labels_at)
+        query_places |= _places(table, queries, source.queries_at[split])
+    return query_places, _places(raw.labels, labels, source.labels_at)
 
 
-def _places(table: pa.Table, uids: Sequence[str], file: str, lines: Lines) -> dict[str, str]:
+def _places(table: pa.Table, uids: Sequence[str], at: tuple[str, Lines]) -> dict[str, str]:
+    """`file:line` of the uids that are in a table."""
+    file, lines = at
     rows = rows_of(pa.array(uids, pa.large_string()), table["uid"])
-    known = [(uid, row) for uid, row in zip(uids, rows.tolist(), strict=True) if row >= 0]
-    at = lines(np.asarray([row for _, row in known], dtype=np.int64))
-    return {uid: f"{file}:{line}" for (uid, _), line in zip(known, at.tolist(), strict=True)}
+    known = np.flatnonzero(rows >= 0)
+    found = zip(known.tolist(), lines(rows[known]).tolist(), strict=True)
+    return {uids[place]: f"{file}:{line}" for place, line in found}
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
@@ -138,23 +141,20 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     """
     root = Path(path)
     fix = "set data.path to the folder with the raw files"
-    if root.is_dir() and os.access(root, os.R_OK | os.X_OK):
-        return root
     if root.is_dir():
-        what = "the folder cannot be read"
-        got = f"user id {os.getuid()}"
+        if os.access(root, os.R_OK | os.X_OK):
+            return root
         fix = "run as its owner, or give it to this user (chown -R)"
-    elif root.exists():
-        what = "not a folder"
-        got = None
-    else:
-        what = "no such folder"
-        got = None
-        if Path(f"{root}.dvc").is_file():
-            fix = f"dvc pull {root}.dvc"
-        elif siblings := difflib.get_close_matches(root.name, _folders(root.parent), n=1):
-            fix += f"; nearest: {root.parent / siblings[0]}"
-    raise DataError(what, where=str(root), got=got, fix=fix)
+        raise DataError(
+            "the folder cannot be read", where=root, got=f"user id {os.getuid()}", fix=fix
+        )
+    if root.exists():
+        raise DataError("not a folder", where=root, fix=fix)
+    if Path(f"{root}.dvc").is_file():
+        fix = f"dvc pull {root}.dvc"
+    elif siblings := difflib.get_close_matches(root.name, _folders(root.parent), n=1):
+        fix += f"; nearest: {root.parent / siblings[0]}"
+    raise DataError("no such folder", where=root, fix=fix)
 
 
 def _folders(parent: Path) -> list[str]:
@@ -169,13 +169,12 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
     root = check_folder(path)
     layout = _detect(root) if format == "auto" else format
     if layout not in LAYOUTS:
-        fix = "a folder of .csv, .tsv, .jsonl or .parquet tables has the layout tables"
         raise DataError(
             "unknown layout",
-            where=str(root),
+            where=root,
             got=layout,
             expected=", ".join(["auto", *LAYOUTS]),
-            fix=fix,
+            fix="a folder of .csv, .tsv, .jsonl or .parquet tables has the layout tables",
         )
     source = Source(root, bounds)
     raw = LAYOUTS[layout].read(source)
@@ -185,35 +184,25 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
 
 
 def _detect(root: Path) -> str:
-    try:
-        files = sorted(path.name for path in root.iterdir())
-    except OSError as error:
-        fix = "grant the permission to read it"
-        raise DataError(
-            "the folder cannot be read", where=str(root), got=error.strerror, fix=fix
-        ) from error
-    fitting = [
-        name
-        for name, layout in LAYOUTS.items()
-        if all(folder.present(root, part) for part in layout.needs)
-    ]
+    """The layout of the files in a folder."""
+    fitting = []
+    for name, layout in LAYOUTS.items():
+        if all(folder.present(root, part) for part in layout.needs):
+            fitting.append(name)
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise DataError(
-            "files of more than one layout",
-            where=str(root),
-            got=", ".join(fitting),
-            fix="set data.format",
-        )
-    for part in itertools.chain.from_iterable(layout.needs for layout in LAYOUTS.values()):
-        folder.find(root, part)  # raises an error if the file is there in another form
-    names = ", ".join(files[:12]) or "an empty folder"
+        got = ", ".join(fitting)
+        raise DataError("files of more than one layout", where=root, got=got, fix="set data.format")
+    for layout in LAYOUTS.values():
+        for part in layout.needs:
+            folder.find(root, part)  # raises an error if the file is there in another form
+    files = sorted(path.name for path in root.iterdir())
     layouts = "".join(f"\n    {name}: {layout.expected}" for name, layout in LAYOUTS.items())
     raise DataError(
         "no layout fits the files of this folder",
-        where=str(root),
-        got=names,
+        where=root,
+        got=", ".join(files[:12]) or "an empty folder",
         expected=f"the files (also compressed, with .gz) of one of these layouts:{layouts}",
         fix="see docs/data.md for an example of each layout",
     )
@@ -223,24 +212,25 @@ def _check(source: Source, raw: RawData) -> None:
     """Check any layout: there are labels and training queries, no text is too long, and no query is
     in two splits.
     """
-    limit = source.bounds.max_text_chars
-    places = [
-        (raw.labels, source.labels_at),
-        *((raw.queries[split], source.queries_at[split]) for split in raw.queries),
-    ]
-    for (table, at), column in itertools.product(places, ("title", "content")):
-        lengths = pc.utf8_length(table[column]).to_numpy()
-        kind = f"text of more than raw.max_text_chars = {limit:,} characters"
-        source.note_rows(kind, at, np.flatnonzero(lengths > limit), f"{column}: {{}}", lengths)
+    _check_lengths(source, raw.labels, source.labels_at)
+    for split, table in raw.queries.items():
+        _check_lengths(source, table, source.queries_at[split])
     if not raw.num_labels:
         source.note("no labels", "labels", 0)
     if not raw.queries["train"].num_rows:
         source.note("no training queries", "train", 0)
     for (other_split, other), (split, table) in itertools.combinations(raw.queries.items(), 2):
-        shared = np.flatnonzero(
-            pc.is_in(table["uid"], value_set=other["uid"].combine_chunks()).to_numpy()
-        )
+        is_shared = pc.is_in(table["uid"], value_set=other["uid"].combine_chunks())
         kind = f"query of another split again in {split} (leak)"
-        source.note_rows(
-            kind, source.queries_at[split], shared, f"uid {{}} is in {other_split}", table["uid"]
-        )
+        detail = f"uid {{}} is in {other_split}"
+        shared = np.flatnonzero(is_shared.to_numpy())
+        source.note_rows(kind, source.queries_at[split], shared, detail, table["uid"])
+
+
+def _check_lengths(source: Source, texts: pa.Table, at: tuple[str, Lines]) -> None:
+    limit = source.bounds.max_text_chars
+    kind = f"text of more than raw.max_text_chars = {limit:,} characters"
+    for column in ("title", "content"):
+        lengths = pc.utf8_length(texts[column]).to_numpy()
+        too_long = np.flatnonzero(lengths > limit)
+        source.note_rows(kind, at, too_long, f"{column}: {{}}", lengths)

@@ -9,6 +9,7 @@ Shape suffix: P pairs.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from array import array
 from collections import Counter
@@ -30,10 +31,17 @@ from unidec.data.table_file import in_blocks
 from unidec.errors import DataError
 
 MAX_SAMPLES = 20
+_NO_MATRIX = (
+    zipfile.BadZipFile,
+    MemoryError,
+    ValueError,
+    TypeError,
+    OSError,
+    KeyError,
+    EOFError,
+)  # of the readers of npz files
 Lines = Callable[[np.ndarray], np.ndarray]
-"""Maps row numbers (0-based, of pairs or texts) to line numbers in their file (1-based); called for
-samples only.
-"""
+"""Line numbers (from 1) of rows (from 0) in their file; called for samples only."""
 
 
 def next_line(rows: np.ndarray) -> np.ndarray:
@@ -85,13 +93,14 @@ class Source:
         """Record an error for each of these rows of a file; `detail` is a format string for the
         columns' values.
         """
+        if not len(rows):
+            return
+        file, lines = at
         first = rows[:MAX_SAMPLES]
-        for row, line in zip(
-            first.tolist(), at[1](first).tolist() if len(first) else (), strict=True
-        ):
-            self.note(kind, at[0], line, detail.format(*(column[row] for column in columns)))
-        if len(rows) > MAX_SAMPLES:
-            self.count[kind] += len(rows) - MAX_SAMPLES
+        for row, line in zip(first.tolist(), lines(first).tolist(), strict=True):
+            values = [column[row] for column in columns]
+            self.note(kind, file, line, detail.format(*values))
+        self.count[kind] += len(rows) - len(first)
 
     def stop(self) -> None:
         """Raise a DataError if there are errors: every kind with its count, and at most 20 samples
@@ -99,22 +108,17 @@ class Source:
         """
         if not self.count:
             return
-        samples = [
-            (index, kind) for kind, places in self.samples.items() for index in range(len(places))
-        ]
-        # the first samples of every kind
-        shown = sorted(samples, key=lambda sample: sample[0])[:MAX_SAMPLES]
+        shown = max(MAX_SAMPLES // len(self.count), 1)  # of each kind
+        left = MAX_SAMPLES
         report = []
         for kind, number in self.count.items():
+            samples = self.samples[kind][: min(shown, left)]
+            left -= len(samples)
             report.append(f"{kind}: {number:,}")
-            report += [
-                f"    {self.samples[kind][index]}"
-                for index, sample_kind in shown
-                if sample_kind == kind
-            ]
+            report += [f"    {sample}" for sample in samples]
         raise DataError(
             f"the raw data cannot be used: {len(self.count)} kind(s) of error",
-            where=str(self.root),
+            where=self.root,
             got="\n    ".join(report),
             fix="\n    ".join([*self.fixes, self.fix]),
         )
@@ -129,13 +133,10 @@ class Source:
 
     def need(self, *names: str) -> Path:
         """Like `find`, but raises a DataError that lists the names if there is no such file."""
-        path = self.find(*names)
-        if path is None:
-            expected = " or ".join(f"{name}[.gz]" for name in names)
-            raise DataError(
-                "a file is missing", where=str(self.root), expected=expected, fix="add it"
-            )
-        return path
+        if path := self.find(*names):
+            return path
+        expected = " or ".join(f"{name}[.gz]" for name in names)
+        raise DataError("a file is missing", where=self.root, expected=expected, fix="add it")
 
     def name(self, path: Path) -> str:
         """Relative path of a file, which is added to `read`."""
@@ -153,9 +154,8 @@ class Source:
         report = self.report(path)
         lines = read_lines(path, self.bounds)
         texts = (decode(line, number, report).removesuffix("\r") for number, line in lines)
-        return pa.chunked_array(
-            [pa.array(block, pa.large_string()) for block in in_blocks(texts)], pa.large_string()
-        )
+        blocks = [pa.array(block, pa.large_string()) for block in in_blocks(texts)]
+        return pa.chunked_array(blocks, pa.large_string())
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Layout:
     read: Callable[[Source], RawData]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pairs:
     """The pairs of a file, not checked yet.
 
@@ -181,71 +181,65 @@ class Pairs:
         source: records the errors.
         at: the file and the `Lines` of its pairs.
         query_P, label_P: row numbers of queries and labels.
-        value_P: relevance as float64, NaN if it is not a number.
+        value_P: relevance as float64, NaN if it is not a number; None for filter pairs, which have
+            none.
         by_uid: pairs were given by uid; a row number of -1 is an unknown uid, which was recorded
         already.
-        are_filters: these are filter pairs, which have no relevance.
     """
 
     source: Source
     at: tuple[str, Lines]
     query_P: np.ndarray
     label_P: np.ndarray
-    value_P: np.ndarray
+    value_P: np.ndarray | None
     by_uid: bool = False
-    are_filters: bool = False
 
     def matrix(self, shape: tuple[int, int], zero_is_no_pair: bool = False) -> csr_matrix:
         """CSR matrix with sorted indices: relevance (float32) or filter pairs (bool). Invalid pairs
         are recorded and left out.
         """
-        query_P = self.query_P
-        label_P = self.label_P
-        note = self.source.note_rows
-        no_pair_P = (self.value_P == 0) & zero_is_no_pair
-        bad_P = no_pair_P.copy()
-        for what, index_P, limit in (
-            ("label index", label_P, shape[1]),
-            ("query row", query_P, shape[0]),
-        ):
-            outside_P = (index_P < 0) | (index_P >= limit)
-            if not self.by_uid:
-                kind = (
-                    f"{'filter pair with a ' if self.are_filters else ''}{what} outside "
-                    f"0..{limit - 1}"
-                )
-                note(
-                    kind,
-                    self.at,
-                    np.flatnonzero(outside_P),
-                    f"{what.partition(' ')[0]} {{}}",
-                    index_P,
-                )
-            bad_P |= outside_P
-        with np.errstate(over="ignore", under="ignore"):
-            value_P = self.value_P.astype(bool if self.are_filters else np.float32)
-        if not self.are_filters:
-            wrong_P = ~(np.isfinite(value_P) & (value_P > 0) | no_pair_P)
-            kind = "relevance that is not a positive number"
-            note(kind, self.at, np.flatnonzero(wrong_P), "label {}: {}", label_P, self.value_P)
-            bad_P |= wrong_P
-        good = np.flatnonzero(~bad_P) if bad_P.any() else slice(None)
-        query_P = query_P[good]
-        label_P = label_P[good]
-        value_P = value_P[good]
-        matrix = csr_matrix((value_P, (query_P, label_P)), shape=shape)
-        if matrix.nnz < len(query_P) and not self.are_filters:
-            _, first = np.unique(query_P.astype(np.int64) * shape[1] + label_P, return_index=True)
-            repeated = np.delete(np.arange(len(bad_P))[good], first)
-            note(
-                "pair given twice",
-                self.at,
-                repeated,
-                "query row {}, label {}",
-                self.query_P,
+        good_P = self._inside("label", "label index", self.label_P, shape[1])
+        good_P &= self._inside("query", "query row", self.query_P, shape[0])
+        if self.value_P is None:
+            value_P = np.ones(len(good_P), dtype=bool)
+        else:
+            with np.errstate(over="ignore", under="ignore"):
+                value_P = self.value_P.astype(np.float32)
+            is_pair_P = np.isfinite(value_P) & (value_P > 0)
+            is_none_P = (self.value_P == 0) & zero_is_no_pair
+            self._note(
+                "relevance that is not a positive number",
+                ~(is_pair_P | is_none_P),
+                "label {}: {}",
                 self.label_P,
+                self.value_P,
+            )
+            good_P &= is_pair_P
+        query_P = self.query_P[good_P]
+        label_P = self.label_P[good_P]
+        matrix = csr_matrix((value_P[good_P], (query_P, label_P)), shape=shape)
+        if matrix.nnz < len(query_P) and self.value_P is not None:
+            pair_P = query_P.astype(np.int64) * shape[1] + label_P
+            first = np.unique(pair_P, return_index=True)[1]
+            repeated_P = good_P.copy()
+            repeated_P[np.flatnonzero(good_P)[first]] = False
+            self._note(
+                "pair given twice", repeated_P, "query row {}, label {}", self.query_P, self.label_P
             )
         return matrix
+
+    def _inside(self, what: str, index: str, row_P: np.ndarray, limit: int) -> np.ndarray:
+        """Which pairs have a row number in range; others are recorded."""
+        inside_P = (row_P >= 0) & (row_P < limit)
+        if not self.by_uid:
+            kind = f"{index} outside 0..{limit - 1}"
+            if self.value_P is None:
+                kind = f"filter pair with a {kind}"
+            self._note(kind, ~inside_P, f"{what} {{}}", row_P)
+        return inside_P
+
+    def _note(self, kind: str, bad_P: np.ndarray, detail: str, *columns: np.ndarray) -> None:
+        self.source.note_rows(kind, self.at, np.flatnonzero(bad_P), detail, *columns)
 
 
 def rows_of(uids: pa.ChunkedArray | pa.Array, known: pa.ChunkedArray) -> np.ndarray:
@@ -263,13 +257,8 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
     """
     report = source.report(path)
     lines = read_lines(path, source.bounds)
-    head = next(lines, (1, b""))[1].decode("utf-8", "replace").split()
-    if head != [str(number) for number in shape]:
-        what = "row counts differ: the header does not match the texts"
-        if len(head) != 2 or not all(number.isascii() and number.isdigit() for number in head):
-            what = "not a header `N L`"
-        expected = f"{shape[0]} {shape[1]}: queries and labels, as the text files have"
-        raise DataError(what, where=f"{path}:1", got=repr(" ".join(head)[:60]), expected=expected)
+    _, header = next(lines, (1, b""))
+    _check_header(f"{path}:1", header.decode("utf-8", "replace").split(), shape)
     query = array("i")
     label = array("q")
     value = array("d")
@@ -278,25 +267,46 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
         for token in line.split():
             try:
                 index, relevance = token.split(b":")
-                pair = int(index), float(relevance)
-                label.append(pair[0])
+                relevance_number = float(relevance)
+                label.append(int(index))
             except (ValueError, OverflowError):
-                report("not `label:relevance`", number, repr(token[:60].decode("utf-8", "replace")))
+                report("not `label:relevance`", number, _shown(token))
                 continue
             query.append(number - 2)
-            value.append(pair[1])
+            value.append(relevance_number)
     if number - 1 != shape[0]:
-        got = f"{number - 1:,} rows"
-        expected = f"{shape[0]:,}, as in the header"
-        raise DataError("row counts differ", where=str(path), got=got, expected=expected)
+        raise DataError(
+            "row counts differ",
+            where=path,
+            got=f"{number - 1:,} rows",
+            expected=f"{shape[0]:,}, as in the header",
+        )
     query_P = np.asarray(query)
     return Pairs(
-        source,
-        (source.name(path), lambda p: query_P[p] + 2),
-        query_P,
-        np.asarray(label),
-        np.asarray(value),
+        source=source,
+        at=(source.name(path), lambda pair_P: query_P[pair_P] + 2),
+        query_P=query_P,
+        label_P=np.asarray(label),
+        value_P=np.asarray(value),
     )
+
+
+def _check_header(where: str, head: list[str], shape: tuple[int, int]) -> None:
+    if head == [str(number) for number in shape]:
+        return
+    what = "row counts differ: the header does not match the texts"
+    if not re.fullmatch(r"[0-9]+ [0-9]+", " ".join(head)):
+        what = "not a header `N L`"
+    raise DataError(
+        what,
+        where=where,
+        got=repr(" ".join(head)[:60]),
+        expected=f"{shape[0]} {shape[1]}: queries and labels, as the text files have",
+    )
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:60].decode("utf-8", "replace"))
 
 
 def read_filter_text(source: Source, path: Path) -> Pairs:
@@ -309,12 +319,10 @@ def read_filter_text(source: Source, path: Path) -> Pairs:
             numbers += array("q", (query, label, number))
         except (ValueError, OverflowError):
             if line.strip():
-                report(
-                    "not `query_row label_row`", number, repr(line[:60].decode("utf-8", "replace"))
-                )
+                report("not `query_row label_row`", number, _shown(line))
     query_P, label_P, line_P = np.asarray(numbers, dtype=np.int64).reshape(-1, 3).T
     at = (source.name(path), line_P.__getitem__)
-    return Pairs(source, at, query_P, label_P, np.ones(len(query_P)), are_filters=True)
+    return Pairs(source=source, at=at, query_P=query_P, label_P=label_P, value_P=None)
 
 
 def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
@@ -326,31 +334,33 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            check_unpacked(path, sum(info.file_size for info in archive.infolist()), source.bounds)
+            size = sum(member.file_size for member in archive.infolist())
+        check_unpacked(path, size, source.bounds)
         with np.load(path, allow_pickle=False) as arrays:
             stored = tuple(arrays["shape"].ravel().tolist())
-        if stored == shape:
-            matrix = load_npz(path)
-            if matrix.format in ("csr", "csc"):
-                matrix.check_format(full_check=True)
-            pairs = matrix.tocoo()
-            value_P = pairs.data.astype(np.float64, casting="safe")
-            at = (source.name(path), lambda p: next_line(pairs.row[p]))
-            return Pairs(source, at, pairs.row, pairs.col, value_P)
-    except (
-        zipfile.BadZipFile,
-        MemoryError,
-        ValueError,
-        TypeError,
-        OSError,
-        KeyError,
-        EOFError,
-    ) as error:
-        fix = "write it with scipy.sparse.save_npz"
+        if stored != shape:
+            raise DataError(
+                "row counts differ: the matrix does not match the texts",
+                where=path,
+                got=f"{stored} (queries, labels)",
+                expected=f"{shape}, as in the text files",
+            )
+        matrix = load_npz(path)
+        if matrix.format in ("csr", "csc"):
+            matrix.check_format(full_check=True)
+        pairs = matrix.tocoo()
+        value_P = pairs.data.astype(np.float64, casting="safe")
+    except _NO_MATRIX as error:
         raise DataError(
-            "not a sparse matrix in npz format", where=str(path), got=str(error)[:200], fix=fix
+            "not a sparse matrix in npz format",
+            where=path,
+            got=error,
+            fix="write it with scipy.sparse.save_npz",
         ) from error
-    what = "row counts differ: the matrix does not match the texts"
-    got = f"{stored} (queries, labels)"
-    expected = f"{shape}, as in the text files"
-    raise DataError(what, where=str(path), got=got, expected=expected)
+    return Pairs(
+        source=source,
+        at=(source.name(path), lambda pair_P: next_line(pairs.row[pair_P])),
+        query_P=pairs.row,
+        label_P=pairs.col,
+        value_P=value_P,
+    )

@@ -32,9 +32,10 @@ def find(root: Path, names: Sequence[str]) -> Path | None:
     """
     for folder in {(root / name).parent for name in names} - {root}:
         if os.path.lexists(folder) and not folder.is_dir():
-            fix = "correct or remove it"
             raise DataError(
-                "a dangling link or a file instead of a folder", where=str(folder), fix=fix
+                "a dangling link or a file instead of a folder",
+                where=folder,
+                fix="correct or remove it",
             )
     paths = present(root, names)
     for path in paths:
@@ -43,9 +44,7 @@ def find(root: Path, names: Sequence[str]) -> Path | None:
         check_file(path)
     if len(paths) > 1:
         got = ", ".join(path.relative_to(root).as_posix() for path in paths)
-        raise DataError(
-            "two files for the same table", where=str(root), got=got, fix="keep one of them"
-        )
+        raise DataError("two files for the same table", where=root, got=got, fix="keep one of them")
     if not paths:
         check_other_forms(root, names)
     return paths[0] if paths else None
@@ -59,12 +58,11 @@ def check_other_forms(root: Path, names: Sequence[str]) -> None:
         path = root / name
         packed = [path.with_name(path.name + suffix) for suffix in _PACKED]
         for other in filter(os.path.lexists, packed):
-            fix = f"unpack it, or pack it with gzip: {path.name}.gz"
             raise DataError(
                 "packed with a method that is not supported",
-                where=str(other),
+                where=other,
                 expected=".gz",
-                fix=fix,
+                fix=f"unpack it, or pack it with gzip: {path.name}.gz",
             )
         parts = list(_parts(path))
         if parts:
@@ -75,51 +73,36 @@ def _parts(path: Path) -> Iterator[Path]:
     """Part files of a file that does not exist: in the folder `queries`, or beside it as
     `queries-00000-of-00002`.
     """
-    pattern = re.compile(f"{re.escape(path.stem)}{_PART}{re.escape(path.suffix)}(\\.gz)?")
-    folder = path.with_suffix("")
-    if folder.is_dir():
-        yield from (file for file in _files_in(folder) if f"{path.suffix}." in f"{file.name}.")
-    if path.parent.is_dir():
-        yield from (file for file in _files_in(path.parent) if pattern.fullmatch(file.name))
+    stem = re.escape(path.stem)
+    suffix = re.escape(path.suffix)
+    inside = re.compile(rf".*{suffix}(\..*)?")
+    beside = re.compile(rf"{stem}{_PART}{suffix}(\.gz)?")
+    for folder, pattern in ((path.with_suffix(""), inside), (path.parent, beside)):
+        if folder.is_dir():
+            yield from (file for file in _files_in(folder) if pattern.fullmatch(file.name))
 
 
 def _files_in(folder: Path) -> list[Path]:
-    return sorted(
-        file for file in folder.iterdir() if file.is_file() and not file.name.startswith((".", "_"))
-    )
+    """The files that are not hidden."""
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    return [file for file in files if not file.name.startswith((".", "_"))]
 
 
 def _in_parts(path: Path, parts: list[Path]) -> DataError:
-    names = [part.relative_to(path.parent).as_posix() for part in parts]
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    names = [part.relative_to(path.parent).as_posix() for part in parts[:3]]
     return DataError(
         "a table in several part files",
-        where=str(parts[0].parent),
-        got=", ".join(names[:3]) + more,
+        where=parts[0].parent,
+        got=f"{len(parts):,} files: {', '.join(names)}, ...",
         expected=f"one file {path.name}",
-        fix=f"join them: {_command(path, parts)}",
+        fix=f"join them{_JOIN.get(path.suffix, '')}",
     )
 
 
-def _command(path: Path, parts: list[Path]) -> str:
-    """A command, to be run in the folder of the raw files, that joins part files."""
-    kind = path.suffix
-    steps = []
-    if path.is_dir():
-        steps.append(f"mv {path.name} {path.stem}")
-    beside = parts[0].parent == path.parent
-    files = f"{path.stem}*[0-9]{kind}" if beside else f"{path.stem}/*{kind}"
-    if parts[0].suffix == ".gz":
-        steps.append(f"gunzip {files}.gz")
-    if kind == ".parquet":
-        read = f"d.dataset(sorted(glob.glob('{files}'))).to_table()"
-        code = (
-            f"import glob, pyarrow.dataset as d, pyarrow.parquet as p; p.write_table({read}, "
-            f"'{path.name}')"
-        )
-        steps.append(f'python -c "{code}"')
-    elif kind in (".csv", ".tsv"):
-        steps.append(f"awk 'FNR > 1 || NR == 1' {files} > {path.name}")
-    else:
-        steps.append(f"cat {files} > {path.name}")
-    return " && ".join(steps)
+_HEADERS = ", with one header: awk 'FNR > 1 || NR == 1' PART... > FILE"
+_JOIN = {
+    ".csv": _HEADERS,
+    ".tsv": _HEADERS,
+    ".jsonl": ": cat PART... > FILE",
+    ".parquet": ": pyarrow.parquet.write_table(pyarrow.dataset.dataset(PARTS).to_table(), FILE)",
+}

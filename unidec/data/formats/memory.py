@@ -8,7 +8,6 @@ Legend: P pairs.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -33,16 +32,15 @@ from unidec.data.formats.tables import (
 )
 from unidec.data.raw import RawData
 from unidec.data.raw_lines import DEFAULT_BOUNDS
+from unidec.data.table_file import check_names
 from unidec.errors import DataError
 
 _NAME = "memory"  # of a data set that was not read from files
-_IDS = ("id", "query_id", "label_id")
 _TABLES = "a list, a mapping of uid to text, or a table of pandas, polars, pyarrow or datasets"
 _PAIRS = (
     "a list of (query, label) or (query, label, relevance), a table with these columns, or a "
     "sparse matrix"
 )
-_MISSING = "the text is missing or empty"
 _AMBIGUOUS = "csr_matrix(pairs) for a matrix; [tuple(pair) for pair in pairs.tolist()] for pairs"
 
 
@@ -75,27 +73,29 @@ class PairMatrix:
         given twice.
         """
         matrix = coo_matrix(given)
-        return cls(("pairs", lambda row_P: matrix.row[row_P]), matrix)
+        return cls(("pairs", matrix.row.__getitem__), matrix)
 
     def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs:
         """The entries as pairs."""
         shape = (queries.num_rows, labels.num_rows)
-        if self.matrix.shape != shape:
-            raise DataError(
-                "pairs have the wrong shape", where="pairs", got=self.matrix.shape, expected=shape
-            )
-        if self.matrix.dtype.kind not in "biuf":
-            got = self.matrix.dtype
-            expected = "numbers of at least 0"
-            raise DataError(
-                "the matrix does not hold numbers", where="pairs", got=got, expected=expected
-            )
+        got = self.matrix.shape
+        if got != shape:
+            raise DataError("pairs have the wrong shape", where="pairs", got=got, expected=shape)
+        kind = self.matrix.dtype
+        if kind.kind not in "biuf":
+            what = "the matrix does not hold numbers"
+            raise DataError(what, where="pairs", got=kind, expected="numbers of at least 0")
         value_P = self.matrix.data.astype(np.float64)
         stored = value_P != 0
         row_P = self.matrix.row[stored]
         label_P = self.matrix.col[stored]
-        at = (self.at[0], lambda place_P: row_P[place_P])
-        return Pairs(source, at, row_P, label_P, value_P[stored])
+        return Pairs(
+            source=source,
+            at=(self.at[0], row_P.__getitem__),
+            query_P=row_P,
+            label_P=label_P,
+            value_P=value_P[stored],
+        )
 
 
 def read_given(source: Given, queries: Any, labels: Any, pairs: Any) -> RawData:
@@ -103,29 +103,25 @@ def read_given(source: Given, queries: Any, labels: Any, pairs: Any) -> RawData:
 
     Args:
         source: records the errors in single rows.
-        queries, labels: texts, see `text_table_of`. pairs: see `pairs_of`.
+        queries, labels: texts, see `_text_table`; labels also as a `Table`.
+        pairs: see `_pairs`.
 
     Raises:
         DataError: the data is none of the supported kinds, a column is missing or unknown, or a
         table has errors.
     """
-    query_table = text_table_of(source, queries, "queries", QUERY_COLUMNS)
-    label_table = (
-        labels
-        if isinstance(labels, Table)
-        else text_table_of(source, labels, "labels", LABEL_COLUMNS)
-    )
-    found = pairs_of(source, pairs, (query_table.num_rows, label_table.num_rows))
-    return join_tables(source, query_table, label_table, found)
+    query_table = _text_table(source, queries, "queries", QUERY_COLUMNS)
+    if not isinstance(labels, Table):
+        labels = _text_table(source, labels, "labels", LABEL_COLUMNS)
+    found = _pairs(source, pairs, (query_table.num_rows, labels.num_rows))
+    return join_tables(source, query_table, labels, found)
 
 
 def known_labels(uids: pa.Array, titles: pa.Array) -> Table:
     """The labels of a model as a table."""
-    columns = {"id": uids, "text": titles}
-    chunked = {
-        name: pa.chunked_array([column]).cast(pa.large_string()) for name, column in columns.items()
-    }
-    return Table(("labels", np.asarray), chunked, len(uids))
+    table = pa.table({"id": uids, "text": titles})
+    columns = {name: table[name].cast(pa.large_string()) for name in table.column_names}
+    return Table(("labels", np.asarray), columns, table.num_rows)
 
 
 def listed(given: Any, what: str) -> list[Any]:
@@ -137,24 +133,25 @@ def listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, str | bytes):
         raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
     if isinstance(given, np.ndarray) and given.ndim != 1:
-        got = f"an array of shape {given.shape}"
-        expected = "one dimension"
-        raise DataError("expected a list of texts", where=what, got=got, expected=expected)
-    if isinstance(given, np.ndarray | pd.Series | pd.Index):
-        return list(given.tolist())
-    if isinstance(given, pa.Array | pa.ChunkedArray):
-        return list(given.to_pylist())
+        raise DataError(
+            "expected a list of texts",
+            where=what,
+            got=f"an array of shape {given.shape}",
+            expected="one dimension",
+        )
     if isinstance(given, Sequence):
         return list(given)
-    if hasattr(given, "to_list") and not hasattr(given, "columns"):  # a Series of polars
-        return list(given.to_list())
+    # of numpy and pandas, Arrow, polars
+    for name in ("tolist", "to_pylist", "to_list"):
+        if hasattr(given, name) and not hasattr(given, "columns"):
+            return list(getattr(given, name)())
     kind = type(given).__name__
     raise DataError(
         "expected a list of texts", where=what, got=kind, expected="a list", fix=f"list({what})"
     )
 
 
-def text_table_of(
+def _text_table(
     source: Given, given: Any, what: str, columns: tuple[Sequence[str], Sequence[str]]
 ) -> Table:
     """Texts as a table.
@@ -168,14 +165,15 @@ def text_table_of(
     """
     named = _columns_of(given, what)
     if named is None:
-        named = _id_and_text(given, what)
-    elif "id" not in [name for name, _ in named]:
-        num_rows = len(named[0][1]) if named else 0
-        uids = (
-            _index_uids(given.index, what)
-            if isinstance(given, pd.DataFrame)
-            else list(range(num_rows))
-        )
+        if isinstance(given, Mapping):
+            named = [("id", list(given)), ("text", list(given.values()))]
+        else:
+            named = [("text", listed(given, what))]
+    if "id" not in dict(named):
+        if isinstance(given, pd.DataFrame | pd.Series):
+            uids = _index_uids(given.index, what)
+        else:
+            uids = list(range(len(named[0][1]) if named else 0))
         named = [("id", uids), *named]
     elif isinstance(given, pd.DataFrame):
         _refuse_named_index(given, what)
@@ -185,7 +183,7 @@ def text_table_of(
     return table
 
 
-def pairs_of(source: Given, given: Any, shape: tuple[int, int]) -> Table | PairMatrix:
+def _pairs(source: Given, given: Any, shape: tuple[int, int]) -> Table | PairMatrix:
     """Pairs as a table, or a matrix.
 
     Args:
@@ -209,49 +207,35 @@ def pairs_of(source: Given, given: Any, shape: tuple[int, int]) -> Table | PairM
 def _columns_of(given: Any, what: str) -> list[tuple[str, list[Any]]] | None:
     """Names and values of a table's columns, in order; None if it is not a table."""
     if isinstance(given, pd.DataFrame):
-        return [
-            (str(name), given.iloc[:, place].tolist()) for place, name in enumerate(given.columns)
-        ]
+        return [(str(name), column.tolist()) for name, column in given.items()]
     names: Any = getattr(given, "column_names", getattr(given, "columns", None))
     if names is None:
         return None
     if isinstance(given, pa.RecordBatch) or hasattr(given, "__arrow_c_stream__"):
         table = pa.table(given)
-        return [
-            (name, table.column(place).to_pylist()) for place, name in enumerate(table.column_names)
-        ]
+        columns = [column.to_pylist() for column in table.columns]
+        return list(zip(table.column_names, columns, strict=True))
     # of datasets
-    if isinstance(names, list) and hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+    if isinstance(names, list) and hasattr(given, "__getitem__"):
         return [(name, list(given[name])) for name in names]
-    fix = (
-        "give the table itself, in memory: .collect() (polars), .compute() (dask), one split "
-        "(datasets)"
-    )
     raise DataError(
         "a table that cannot be read",
         where=what,
         got=type(given).__name__,
         expected=_TABLES,
-        fix=fix,
+        fix="give the table itself, in memory: .collect() (polars), .compute() (dask), one split "
+        "(datasets)",
     )
-
-
-def _id_and_text(given: Any, what: str) -> list[tuple[str, list[Any]]]:
-    """Columns of a Series, a mapping or a list of texts."""
-    if isinstance(given, pd.Series):
-        return [("id", _index_uids(given.index, what)), ("text", given.tolist())]
-    if isinstance(given, Mapping):
-        return [("id", list(given)), ("text", list(given.values()))]
-    texts = listed(given, what)
-    return [("id", list(range(len(texts)))), ("text", texts)]
 
 
 def _index_uids(index: pd.Index, what: str) -> list[Any]:
     if isinstance(index, pd.MultiIndex):
         names = ", ".join(map(str, index.names))
-        fix = f"{what}.reset_index(), with one column `id`"
         raise DataError(
-            "an index of several levels cannot hold the uids", where=what, got=names, fix=fix
+            "an index of several levels cannot hold the uids",
+            where=what,
+            got=names,
+            fix=f"{what}.reset_index(), with one column `id`",
         )
     return list(index.tolist())
 
@@ -261,51 +245,37 @@ def _refuse_named_index(frame: pd.DataFrame, what: str) -> None:
     names = [str(name) for name in frame.index.names if name is not None]
     if names or isinstance(frame.index, pd.MultiIndex):
         fix = f"{what}.reset_index() if it is needed, else {what}.reset_index(drop=True)"
-        raise DataError(
-            "the index would not be read",
-            where=what,
-            got=", ".join(names) or "several levels",
-            fix=fix,
-        )
+        got = ", ".join(names) or "several levels"
+        raise DataError("the index would not be read", where=what, got=got, fix=fix)
 
 
 def _list_of_pairs(source: Given, given: Any, num_queries: int) -> Table:
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence | Set):
+        got = type(given).__name__
         fix = "list(pairs)" if isinstance(given, Iterator) else None
-        raise DataError(
-            "pairs cannot be read",
-            where="pairs",
-            got=type(given).__name__,
-            expected=_PAIRS,
-            fix=fix,
-        )
+        raise DataError("pairs cannot be read", where="pairs", got=got, expected=_PAIRS, fix=fix)
     entries = list(given)
-    lengths = {
-        len(entry) if isinstance(entry, tuple | list | np.ndarray) else 0 for entry in entries
-    }
-    if not lengths <= {2, 3} or len(lengths) > 1:
-        wrong = next(n for n, entry in enumerate(entries) if not _is_pair(entry, lengths))
-        got = repr(entries[wrong])[:80]
-        raise DataError("not a pair", where=f"pairs, position {wrong}", got=got, expected=_PAIRS)
-    if (
-        entries
-        and len(entries) == num_queries
-        and not any(isinstance(entry, tuple) for entry in entries)
-    ):
-        what = "ambiguous: as many lists as queries may be pairs, or the labels of each query"
-        got = f"{len(entries)} lists of {len(entries[0])}"
+    lengths = [len(one) if isinstance(one, tuple | list | np.ndarray) else 0 for one in entries]
+    # several forms: those of the shortest are pairs
+    length = 2 if 2 in lengths else 3
+    for place, entry in enumerate(entries):
+        if lengths[place] != length:
+            raise DataError(
+                "not a pair",
+                where=f"pairs, position {place}",
+                got=repr(entry)[:80],
+                expected=_PAIRS,
+            )
+    if len(entries) == num_queries and not any(isinstance(entry, tuple) for entry in entries):
         raise DataError(
-            what, where="pairs", got=got, fix="[tuple(pair) for pair in pairs] for pairs"
+            "ambiguous: as many lists as queries may be pairs, or the labels of each query",
+            where="pairs",
+            got=f"{len(entries)} lists of {length}",
+            fix="[tuple(pair) for pair in pairs] for pairs",
         )
-    names = ("query_id", "label_id", "relevance")
     columns = [list(column) for column in zip(*entries, strict=True)] or [[], []]
+    names = ("query_id", "label_id", "relevance")
     return _table(source, "pairs", list(zip(names, columns, strict=False)), PAIR_COLUMNS)
-
-
-def _is_pair(entry: Any, lengths: set[int]) -> bool:
-    """Whether an entry has the form of the others, or of a pair if these have several forms."""
-    expected = {2} if lengths >= {2, 3} else {2, 3}
-    return isinstance(entry, tuple | list | np.ndarray) and len(entry) in expected
 
 
 def _array_of_pairs(source: Given, given: np.ndarray, shape: tuple[int, int]) -> Table | PairMatrix:
@@ -316,18 +286,23 @@ def _array_of_pairs(source: Given, given: np.ndarray, shape: tuple[int, int]) ->
     is_matrix = kind in "biuf" and given.shape == shape
     is_pairs = kind in "iuUO" and given.ndim == 2 and given.shape[1] in (2, 3)
     if is_matrix and is_pairs:
-        what = (
+        raise DataError(
             "ambiguous: an array of this shape may be a matrix of queries and labels, or a list "
-            "of pairs"
+            "of pairs",
+            where="pairs",
+            got=given.shape,
+            fix=_AMBIGUOUS,
         )
-        raise DataError(what, where="pairs", got=given.shape, fix=_AMBIGUOUS)
     if is_matrix:
         return PairMatrix.of(given)
-    if not is_pairs:
-        got = f"{given.dtype} {given.shape}"
-        expected = f"{shape}, or whole numbers or texts in two columns"
-        raise DataError("pairs have the wrong shape", where="pairs", got=got, expected=expected)
-    return _list_of_pairs(source, list(map(tuple, given.tolist())), shape[0])
+    if is_pairs:
+        return _list_of_pairs(source, list(map(tuple, given.tolist())), shape[0])
+    raise DataError(
+        "pairs have the wrong shape",
+        where="pairs",
+        got=f"{given.dtype} {given.shape}",
+        expected=f"{shape}, or whole numbers or texts in two columns",
+    )
 
 
 def _table(
@@ -338,20 +313,20 @@ def _table(
 ) -> Table:
     """The table of these columns, after the checks of a file's header and rows."""
     names = [name for name, _ in named]
+    values = [column for _, column in named]
+    allowed = [*columns[0], *columns[1]]
     check_columns(names, *columns, where=what)
-    allowed = tuple(itertools.chain(*columns))
-    unknown = [name for name in names if name not in allowed]
+    check_names(names, allowed, what)
+    unknown = ", ".join(name for name in names if name not in allowed)
     if unknown:
-        fix = f"remove them: {what}[[{', '.join(repr(name) for name in names if name in allowed)}]]"
+        fix = f"remove them: {what}[{[name for name in names if name in allowed]}]"
         expected = ", ".join(allowed)
         raise DataError(
-            "unknown columns", where=what, got=", ".join(unknown)[:300], expected=expected, fix=fix
+            "unknown columns", where=what, got=unknown[:300], expected=expected, fix=fix
         )
-    lengths = {name: len(values) for name, values in named}
-    if len(set(lengths.values())) > 1:
-        got = ", ".join(f"{name}: {length:,}" for name, length in lengths.items())
+    if len({len(column) for column in values}) > 1:
+        got = ", ".join(f"{name}: {len(column):,}" for name, column in named)
         raise DataError("columns of different lengths", where=what, got=got, expected="one length")
-    values = [column for _, column in named]
     rows = _rows(source, what, names, zip(*values, strict=True))
     return table_of(rows, what, source, columns)
 
@@ -363,12 +338,11 @@ def _rows(
     for place, values in enumerate(rows):
         row = {}
         for name, given in zip(names, values, strict=True):
-            value = _plain(given)
-            fault = _fault(name, value)
+            row[name] = _plain(given)
+            fault = _fault(name, row[name])
             if fault:
                 source.note(fault, what, place, repr(given)[:80])
-                value = ""
-            row[name] = value
+                row[name] = ""
         yield place, row
 
 
@@ -384,29 +358,23 @@ def _plain(value: Any) -> Any:
 def _fault(name: str, value: Any) -> str | None:
     """What is wrong with a cell, by the column's name; None if nothing is."""
     if name == "text" and (value is None or (isinstance(value, str) and not value.strip())):
-        return _MISSING
-    if isinstance(value, str) and not _is_unicode(value):
-        return f"{name} is not valid Unicode"
+        return "the text is missing or empty"
     if value is None:
         # an id, a relevance or a split that is missing is found by the checks of all tables
         return None
-    if name in _IDS:
+    if isinstance(value, str):
+        is_unicode = value.isascii() or value == value.encode(errors="replace").decode()
+        is_number = name == "relevance"
+        if not is_unicode:
+            return f"{name} is not valid Unicode"
+        return "relevance is not a number" if is_number else None
+    if name in ("id", "query_id", "label_id"):
         if isinstance(value, float):
             return (
                 f"{name} is a float: 7.0 is not the id 7 (pandas makes floats of ids beside "
                 "missing values: Int64)"
             )
-        is_valid = isinstance(value, str | int) and not isinstance(value, bool)
-        return None if is_valid else f"{name} is neither a text nor a whole number"
+        return None if type(value) is int else f"{name} is neither a text nor a whole number"
     if name == "relevance":
-        is_valid = isinstance(value, int | float) and not isinstance(value, bool)
-        return None if is_valid else "relevance is not a number"
-    return None if isinstance(value, str) else f"{name} is not a text"
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return None if type(value) in (int, float) else "relevance is not a number"
+    return f"{name} is not a text"

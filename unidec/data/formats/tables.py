@@ -10,6 +10,7 @@ BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from unidec.data.formats.files import Layout, Lines, Pairs, Source, rows_of
 from unidec.data.lookalike import Known, difference, names_like, plain, visible
 from unidec.data.raw import SPLITS, RawData, text_table
 from unidec.data.table_file import columns_missing, no_text, read_rows
-from unidec.errors import DataError
 
 # rows and characters in memory as Python objects
 MOST_ROWS = 4096
@@ -77,25 +77,30 @@ class Table:
         The relevance is in column "relevance" or "score"; without such a column it is 1.
         """
         query, label, *rest = self.columns
-        value = next((name for name in rest if name in ("relevance", "score")), None)
-        values = ["1"] * self.num_rows if value is None else self.columns[value].to_pylist()
-        value_P = np.fromiter(map(_number, values), np.float64, self.num_rows)
-        rows = []
-        for what, column, table in (("query", query, queries), ("label", label, labels)):
-            rows.append(rows_of(self.columns[column], table["uid"]))
-            unknown = np.flatnonzero(rows[-1] < 0)
-            if len(unknown):
-                uids = self.columns[column].take(pa.array(unknown)).to_pylist()
-                _note_unknown(
-                    source,
-                    self.at,
-                    what,
-                    dict(zip(unknown.tolist(), uids, strict=True)),
-                    table["uid"],
-                )
+        value_P = None if are_filters else np.ones(self.num_rows)
+        for name in ("relevance", "score"):
+            if name in rest:
+                texts = self.columns[name].to_pylist()
+                value_P = np.asarray([_number(text) for text in texts])
         return Pairs(
-            source, self.at, rows[0], rows[1], value_P, by_uid=True, are_filters=are_filters
+            source=source,
+            at=self.at,
+            query_P=self._rows(source, "query", query, queries["uid"]),
+            label_P=self._rows(source, "label", label, labels["uid"]),
+            value_P=value_P,
+            by_uid=True,
         )
+
+    def _rows(self, source: Source, what: str, column: str, known: pa.ChunkedArray) -> np.ndarray:
+        """Row of each uid of a column in `known`; -1 for an unknown uid, which is recorded."""
+        uids = self.columns[column]
+        row_P = rows_of(uids, known)
+        unknown = np.flatnonzero(row_P < 0)
+        if len(unknown):
+            unknown_uids = uids.take(pa.array(unknown)).to_pylist()
+            by_row = dict(zip(unknown.tolist(), unknown_uids, strict=True))
+            _note_unknown(source, self.at, what, by_row, known)
+        return row_P
 
     def texts(
         self, source: Source, what: str, columns: Sequence[str] = ("id", "text", "content")
@@ -105,7 +110,7 @@ class Table:
         """
         uids, titles, contents = (self.columns.get(column) for column in columns)
         check_uids(source, uids, self.at, what)
-        if titles is None or not pc.any(pc.not_equal(titles, "")).as_py():
+        if titles is None or pc.all(pc.equal(titles, "")).as_py():
             titles, contents = contents, titles
         return text_table(uids, titles, contents)
 
@@ -129,75 +134,64 @@ def join_tables(
         DataError: the tables have errors. Errors in the pairs are recorded in the source.
     """
     source.stop()  # uids cannot be looked up in tables with errors
-    source.labels_at, label_texts, query_texts = (
-        labels.at,
-        labels.texts(source, "label"),
-        queries.texts(source, "query"),
-    )
+    source.labels_at = labels.at
+    label_texts = labels.texts(source, "label")
+    query_texts = queries.texts(source, "query")
     positives = pairs.pairs(source, query_texts, label_texts)
     split_N = _splits(queries, pairs, positives.query_P, source)
     relevance = positives.matrix((query_texts.num_rows, label_texts.num_rows))
     filter_pairs = csr_matrix(relevance.shape, dtype=bool)
     if filters is not None:
-        filter_pairs = filters.pairs(source, query_texts, label_texts, are_filters=True).matrix(
-            relevance.shape
-        )
-    return _by_split(
-        source, (queries.at, query_texts), label_texts, relevance, filter_pairs, split_N
-    )
+        found = filters.pairs(source, query_texts, label_texts, are_filters=True)
+        filter_pairs = found.matrix(relevance.shape)
+    pairs_by_kind = {"train": relevance}, {"train": filter_pairs}
+    raw = RawData(source.root.name, {"train": query_texts}, label_texts, *pairs_by_kind)
+    return _by_split(source, queries.at, raw, split_N)
 
 
 def _read_beir(source: Source) -> RawData:
     """Pairs with a score of 0, which were judged not relevant, are skipped."""
     columns = ("_id", "title", "text")
-    table = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:])
-    source.labels_at, corpus = table.at, table.texts(source, "label", columns)
-    table = read_table(source, source.need("queries.jsonl"), ("_id",), columns[1:])
-    queries = table.texts(source, "query", columns)
-    split_N = np.full(table.num_rows, "", dtype=object)
-    shape = (queries.num_rows, corpus.num_rows)
-    relevance = csr_matrix(shape, dtype=np.float32)
+    corpus = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:])
+    queries = read_table(source, source.need("queries.jsonl"), ("_id",), columns[1:])
+    source.labels_at = corpus.at
+    label_texts = corpus.texts(source, "label", columns)
+    query_texts = queries.texts(source, "query", columns)
+    split_N = np.full(queries.num_rows, "", dtype=object)
+    relevance = csr_matrix((queries.num_rows, corpus.num_rows), dtype=np.float32)
     for split, file in QRELS.items():
         path = source.need(file) if split == "train" else source.find(file)
         if path is None:
             continue
-        pairs = read_table(source, path, ("query-id", "corpus-id", "score")).pairs(
-            source, queries, corpus
-        )
+        table = read_table(source, path, ("query-id", "corpus-id", "score"))
+        pairs = table.pairs(source, query_texts, label_texts)
         rows = np.unique(pairs.query_P[pairs.query_P >= 0])
-        leaked = rows[(split_N[rows] != "") & (split_N[rows] != split)]
+        leaked = rows[~np.isin(split_N[rows], ("", split))]
         source.note_rows(
-            f"query of another split again in {split} (leak)", table.at, leaked, "{}", split_N
+            f"query of another split again in {split} (leak)", queries.at, leaked, "{}", split_N
         )
         split_N[rows] = split
-        relevance += pairs.matrix(shape, zero_is_no_pair=True)
-    filter_pairs = csr_matrix(shape, dtype=bool)
-    return _by_split(source, (table.at, queries), corpus, relevance, filter_pairs, split_N)
+        relevance += pairs.matrix(relevance.shape, zero_is_no_pair=True)
+    filter_pairs = csr_matrix(relevance.shape, dtype=bool)
+    pairs_by_kind = {"train": relevance}, {"train": filter_pairs}
+    raw = RawData(source.root.name, {"train": query_texts}, label_texts, *pairs_by_kind)
+    return _by_split(source, queries.at, raw, split_N)
 
 
 def _by_split(
-    source: Source,
-    queries: tuple[tuple[str, Lines], pa.Table],
-    labels: pa.Table,
-    relevance: csr_matrix,
-    filter_pairs: csr_matrix,
-    split_N: np.ndarray,
+    source: Source, queries_at: tuple[str, Lines], raw: RawData, split_N: np.ndarray
 ) -> RawData:
-    """Raw data with the queries of each split and their pairs."""
-    (file, lines), table = queries
-    rows_by_split = {split: np.flatnonzero(split_N == split) for split in SPLITS}
-    rows_by_split = {
-        split: rows for split, rows in rows_by_split.items() if rows.size or split == "train"
-    }
-    source.queries_at = {
-        split: (file, lines(rows).__getitem__) for split, rows in rows_by_split.items()
-    }
-    texts = {split: table.take(rows) for split, rows in rows_by_split.items()}
-    positives, filters = (
-        {split: csr_matrix(pairs[rows]) for split, rows in rows_by_split.items()}
-        for pairs in (relevance, filter_pairs)
-    )
-    return RawData(source.root.name, texts, labels, positives, filters)
+    """Raw data with the queries of each split and their pairs, from data whose queries all are in
+    "train".
+    """
+    file, lines = queries_at
+    rows_by_split: dict[str, np.ndarray] = {}
+    for split in SPLITS:
+        rows = np.flatnonzero(split_N == split)
+        if rows.size or split == "train":
+            rows_by_split[split] = rows
+            source.queries_at[split] = (file, lines(rows).__getitem__)
+    return raw.take(rows_by_split)
 
 
 def read_table(
@@ -229,16 +223,11 @@ def read_table(
 def check_columns(
     names: Sequence[str], needed: Sequence[str], optional: Sequence[str], where: str
 ) -> None:
-    """Raise a DataError if a needed column is missing, or a column is given twice."""
-    count = Counter(names)
-    missing = [column for column in needed if column not in count]
-    twice = sorted(column for column in count if count[column] > 1)
-    expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
+    """Raise a DataError if a needed column is missing."""
+    missing = [column for column in needed if column not in names]
     if missing:
+        expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
         raise columns_missing(where, names, missing, expected)
-    if twice:
-        what = f"columns given twice: {', '.join(twice)[:300]}"
-        raise DataError(what, where=where, got=", ".join(names[:50])[:300], expected=expected)
 
 
 def table_of(
@@ -253,87 +242,70 @@ def table_of(
     of `read_table`.
     """
     needed, optional = columns
-    wanted = (*needed, *optional)
-    block = _Block(source, name, needed, wanted)
-    tables = [block.take()]
+    wanted = [*needed, *optional]
+    cells = _Cells(source, name, needed)
+    lines = array("q")
     present = set(needed)
+    texts: dict[str, list[str]] = {column: [] for column in wanted}
+    blocks = [_block(texts)]
+    size = 0
     for line, row in rows:
         look(row, line)
-        present.update(column for column in optional if column in row)
-        block.add(line, row)
-        if block.is_full():
-            tables.append(block.take())
+        for column, block in texts.items():
+            if column in row:
+                present.add(column)
+            block.append(cells.text(row, column, line))
+            size += len(block[-1])
+        lines.append(line)
+        if size > MOST_CHARS or len(lines) % MOST_ROWS == 0:
+            blocks.append(_block(texts))
+            size = 0
         del row  # the next one is read before this name is set again, and may be large
-    tables.append(block.take())
-    table = pa.concat_tables(tables)
+    blocks.append(_block(texts))
+    table = pa.concat_tables(blocks)
+    line_N = np.asarray(lines, dtype=np.int64)
     columns_present = {column: table[column] for column in wanted if column in present}
-    return Table(
-        (block.name, np.concatenate(block.lines).__getitem__), columns_present, table.num_rows
-    )
+    return Table((name, line_N.__getitem__), columns_present, table.num_rows)
 
 
-class _Block:
-    """Rows of a file as lists of texts by column; `take` makes them a table.
+def _block(texts: dict[str, list[str]]) -> pa.Table:
+    """A table of these columns, which are emptied."""
+    arrays = [pa.array(block, pa.large_string()) for block in texts.values()]
+    for block in texts.values():
+        block.clear()
+    return pa.table(arrays, list(texts))
 
-    Attributes:
-        lines: arrays of the lines of all rows taken.
-    """
 
-    def __init__(
-        self, source: Source, name: str, needed: Sequence[str], wanted: Sequence[str]
-    ) -> None:
-        self.source = source
-        self.name = name
-        self.needed = needed
-        self.texts: dict[str, list[str]] = {column: [] for column in wanted}
-        self.lines: list[np.ndarray] = []
-        self._new_lines: list[int] = []
-        self._size = 0
+@dataclass(frozen=True)
+class _Cells:
+    """Cells of a table as texts; what is none is recorded in the source."""
 
-    def add(self, line: int, row: dict[str, Any]) -> None:
-        """Add a row."""
-        for column, texts in self.texts.items():
-            text = self._text(row.get(column), column, line, row)
-            texts.append(text)
-            self._size += len(text)
-        self._new_lines.append(line)
+    source: Source
+    name: str
+    needed: Sequence[str]
 
-    def is_full(self) -> bool:
-        return self._size > MOST_CHARS or len(self._new_lines) >= MOST_ROWS
-
-    def take(self) -> pa.Table:
-        """The rows as a table of large_string; they are forgotten."""
-        columns = [pa.array(texts, pa.large_string()) for texts in self.texts.values()]
-        table = pa.table(columns, list(self.texts))
-        self.lines.append(np.asarray(self._new_lines, dtype=np.int64))
-        self.texts = {column: [] for column in self.texts}
-        self._new_lines = []
-        self._size = 0
-        return table
-
-    def _text(self, value: Any, column: str, line: int, row: dict[str, Any]) -> str:
-        """A value as text. One that is not a string or number, or a needed value that is missing,
-        is noted and "".
+    def text(self, row: dict[str, Any], column: str, line: int) -> str:
+        """A cell as text. One that is not a string or number, or a needed one that is missing, is
+        noted and "".
 
         NaN, which pandas writes for a missing value, is a missing value.
         """
-        if type(value) is str:
-            return value
-        if type(value) in (int, float) and value == value:
+        value = row.get(column)
+        kind = type(value)
+        if kind is str:
+            return value  # type: ignore[return-value]
+        if kind in (int, float) and value == value:
             return str(value)
-        if value is not None and type(value) is not float:
-            self.source.note(f"{column} is not a text", self.name, line, type(value).__name__)
+        if value is not None and kind is not float:
+            self.source.note(f"{column} is not a text", self.name, line, kind.__name__)
             self.source.advise(no_text(value))
         # an empty row was already noted: it is not a JSON object
         elif column in self.needed and row:
-            self._note_missing(column, line, row)
+            names = list(map(str, row))
+            self.source.note(f"no {column}", self.name, line, ", ".join(names[:10])[:80])
+            if column not in row and (fix := names_like(names, [column])):
+                self.source.advise(fix)
         return ""
-
-    def _note_missing(self, column: str, line: int, row: dict[str, Any]) -> None:
-        names = list(map(str, row))
-        self.source.note(f"no {column}", self.name, line, ", ".join(names[:10])[:80])
-        if column not in row and (fix := names_like(names, [column])):
-            self.source.advise(fix)
 
 
 def _note_unknown(
@@ -351,13 +323,7 @@ def _note_unknown(
         if other is not None:
             details[row] = f"{visible(uid)}; there is a {what} {visible(other)}"
             differences[difference(uid, other)] += 1
-    source.note_rows(
-        f"pair with an unknown {what}",
-        at,
-        np.fromiter(uids, np.int64, len(uids)),
-        "uid {}",
-        details,
-    )
+    source.note_rows(f"pair with an unknown {what}", at, np.asarray(list(uids)), "uid {}", details)
     for (words, fix), count in differences.items():
         source.advise(
             f"{count:,} unknown {what} uid(s) differ from a known one only in {words}; {fix}"
@@ -368,55 +334,42 @@ def check_uids(
     source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, Lines], what: str
 ) -> None:
     """Record every repeated and every empty uid."""
-    rows = np.arange(len(uids))
-    first = (
-        pa.table({"uid": uids, "row": rows})
-        .group_by("uid")
-        .aggregate([("row", "min")])["row_min"]
-        .to_numpy()
-    )
-    empty = pc.equal(uids, "").to_numpy(zero_copy_only=False)
-    source.note_rows(
-        f"{what} uid empty or given twice",
-        at,
-        np.flatnonzero(empty | ~np.isin(rows, first)),
-        "{}",
-        uids,
-    )
+    row_N = np.arange(len(uids))
+    first = pa.table({"uid": uids, "row": row_N}).group_by("uid").aggregate([("row", "min")])
+    is_bad_N = ~np.isin(row_N, first["row_min"].to_numpy())
+    is_bad_N |= pc.equal(uids, "").to_numpy(zero_copy_only=False)
+    source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(is_bad_N), "{}", uids)
 
 
 def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Source) -> np.ndarray:
     """Split of each query (object [N]): from the queries' column "split", else from the pairs',
     else "train".
     """
+    split_N = np.full(queries.num_rows, "train", dtype=object)
     if "split" in queries.columns:
         split_N = _split_names(queries, source)
-        if "split" in pairs.columns:
-            known_P = np.flatnonzero(query_P >= 0)
-            differ = known_P[_split_names(pairs, source)[known_P] != split_N[query_P[known_P]]]
-            kind = "pair in another split than its query"
-            source.note_rows(kind, pairs.at, differ, "query {}", pairs.columns["query_id"])
-        return split_N
-    split_N = np.full(queries.num_rows, "train", dtype=object)
-    if "split" in pairs.columns:
-        split_P = _split_names(pairs, source)
-        known = query_P >= 0
-        split_N[query_P[known]] = split_P[known]
-        differ = np.flatnonzero(known & (split_N[np.maximum(query_P, 0)] != split_P))
+        kind = "pair in another split than its query"
+    else:
         kind = "query with pairs in two splits (leak)"
-        source.note_rows(kind, pairs.at, differ, "query {}", pairs.columns["query_id"])
+    if "split" not in pairs.columns:
+        return split_N
+    split_P = _split_names(pairs, source)
+    known = np.flatnonzero(query_P >= 0)
+    if "split" not in queries.columns:
+        split_N[query_P[known]] = split_P[known]
+    differ = known[split_N[query_P[known]] != split_P[known]]
+    source.note_rows(kind, pairs.at, differ, "query {}", pairs.columns["query_id"])
     return split_N
 
 
 def _split_names(table: Table | GivenPairs, source: Source) -> np.ndarray:
-    names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"])).to_numpy(
-        zero_copy_only=False
-    )
-    unknown = np.flatnonzero(~np.isin(names.astype(str), SPLITS))
+    names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"]))
+    name_N = names.to_numpy(zero_copy_only=False)
+    unknown = np.flatnonzero(~np.isin(name_N.astype(str), SPLITS))
     source.note_rows(
-        "split that is not train, validation or test", table.at, unknown, "{!r}", names
+        "split that is not train, validation or test", table.at, unknown, "{!r}", name_N
     )
-    return names
+    return name_N
 
 
 def _number(text: str) -> float:

@@ -83,9 +83,11 @@ def _check_no_pairs(source: Source, queries: Sequence[str], pairs: Sequence[str]
         path = source.find(name)
         if path is not None:
             expected = " or ".join(queries)
-            fix = "add the queries, or remove this file"
             raise DataError(
-                "pairs of queries that are missing", where=str(path), expected=expected, fix=fix
+                "pairs of queries that are missing",
+                where=path,
+                expected=expected,
+                fix="add the queries, or remove this file",
             )
 
 
@@ -128,22 +130,30 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
     texts = text_table(uids, table.columns.get("title"), table.columns.get("content"))
     check_uids(source, texts["uid"], table.at, what)
     query_P = np.repeat(np.arange(table.num_rows, dtype=np.int32), np.asarray(counts))
-    at = (table.at[0], lambda p: table.at[1](query_P[p]))
-    return texts, table.at, Pairs(source, at, query_P, np.asarray(labels), np.asarray(values))
+    file, lines = table.at
+    pairs = Pairs(
+        source=source,
+        at=(file, lambda pair_P: lines(query_P[pair_P])),
+        query_P=query_P,
+        label_P=np.asarray(labels),
+        value_P=np.asarray(values),
+    )
+    return texts, table.at, pairs
 
 
 def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
     """Error of an object ("": none), its target_ind, and its target_rel (all 1 if it has none)."""
-    ind = item.get("target_ind")
-    rel = item.get("target_rel")
+    if not item:  # was noted already
+        return "", [], []
+    if "target_ind" not in item:
+        return "no target_ind (use [] for a query without labels)", [], []
+    ind = item["target_ind"]
     if not isinstance(ind, list) or not all(map(_is_small, ind)):
-        missing = "no target_ind (use [] for a query without labels)"
-        kind = "target_ind is not a list of whole numbers"
-        return (missing if "target_ind" not in item else kind) if item else "", [], []
-    rel = [1.0] * len(ind) if rel is None else rel
-    if not isinstance(rel, list) or not all(
-        type(number) is float or _is_small(number) for number in rel
-    ):
+        return "target_ind is not a list of whole numbers", [], []
+    rel = item.get("target_rel")
+    if rel is None:
+        rel = [1.0] * len(ind)
+    if not isinstance(rel, list) or not all(map(_is_number, rel)):
         return "target_rel is not a list of numbers", [], []
     if len(ind) != len(rel):
         return "target_ind and target_rel have different lengths", [], []
@@ -152,6 +162,10 @@ def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
 
 def _is_small(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**62
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or _is_small(value)
 
 
 def _read_lines(

@@ -1,0 +1,182 @@
+"""Runs expectations as a checkpoint of Great Expectations, with Data Docs that work without a
+network.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from unidec.evaluation.drift import Check as DriftCheck
+from unidec.evaluation.page import render
+
+CHANGE_TABLE = "data_change"
+MAX_SAMPLES = 20
+_EXTERNAL = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
+
+
+def run_checkpoint(
+    name: str,
+    tables: dict[str, pd.DataFrame],
+    suites: Callable[[], dict[str, list[Any]]],
+    docs: Path | None,
+) -> list[tuple[str, Any]]:
+    """Run all suites as one checkpoint.
+
+    Args:
+        suites: returns each table's expectations. It is called when Great Expectations can be
+            imported without warnings.
+        docs: folder for Data Docs; None: no Data Docs.
+
+    Returns:
+        (table, Great Expectations' result) of each expectation, in the order of the suites.
+    """
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates
+        import great_expectations as gx
+        from great_expectations.checkpoint import UpdateDataDocsAction
+        from great_expectations.data_context.types.base import ProgressBarsConfig
+
+        expectations = suites()
+        context: Any = gx.get_context(mode="ephemeral")
+        context.variables.progress_bars = ProgressBarsConfig(globally=False)
+        actions = []
+        if docs is not None:
+            context.add_data_docs_site("local", _site(docs))
+            actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
+        source = context.data_sources.add_pandas(name)
+        definitions = []
+        for table, frame in tables.items():
+            # a checkpoint passes the same batch parameters to all definitions, so each frame is
+            # read from its own file
+            path = Path(folder, f"{table}.parquet")
+            frame.to_parquet(path, index=False)
+            batch = source.add_parquet_asset(table, path=path).add_batch_definition("all")
+            suite = gx.ExpectationSuite(name=table, expectations=expectations[table])
+            context.suites.add(suite)
+            definition = gx.ValidationDefinition(name=table, data=batch, suite=suite)
+            definitions.append(context.validation_definitions.add(definition))
+        checkpoint = gx.Checkpoint(
+            name=name,
+            validation_definitions=definitions,
+            actions=actions,
+            result_format={
+                "result_format": "SUMMARY",
+                "partial_unexpected_count": MAX_SAMPLES,
+            },
+        )
+        run = context.checkpoints.add(checkpoint).run()
+    by_table = {result.suite_name: result for result in run.run_results.values()}
+    if docs is not None:
+        _without_network(docs, {table: bool(result.success) for table, result in by_table.items()})
+    return [(table, item) for table in tables for item in by_table[table].results]
+
+
+def severity_of(item: Any) -> str:
+    """ "critical" or "warning", of a result of Great Expectations."""
+    severity = item.expectation_config.severity
+    return str(getattr(severity, "value", severity))
+
+
+def _site(docs: Path) -> dict[str, Any]:
+    return {
+        "class_name": "SiteBuilder",
+        "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"},
+        "store_backend": {
+            "class_name": "TupleFilesystemStoreBackend",
+            "base_directory": str(docs.resolve()),
+        },
+        "show_how_to_buttons": False,
+    }
+
+
+def _without_network(docs: Path, passed: Mapping[str, bool]) -> None:
+    """Replace the Data Docs pages by ones that load nothing: those of Great Expectations load
+    scripts and styles from other hosts, and its index needs a script. Its 4 MB of fonts and
+    pictures are removed.
+    """
+    shutil.rmtree(docs / "static", ignore_errors=True)
+    index = docs / "index.html"
+    index.unlink()
+    pages = []
+    for path in sorted(docs.rglob("*.html")):
+        address = path.relative_to(docs)
+        kind, table = address.parts[:2]
+        name = f"{kind} of {table.removesuffix('.html')}"
+        html = path.read_text(encoding="utf-8")
+        body = html.partition("<body>")[2].partition("</body>")[0]
+        page = render("docs", title=f"Data Docs: {name}", body=_EXTERNAL.sub("", body))
+        path.write_text(page, encoding="utf-8")
+        state = passed[table] if kind == "validations" else None
+        pages.append((name, address.as_posix(), state))
+    page = render("docs", title="Data Docs", body="", pages=pages[::-1])
+    index.write_text(page, encoding="utf-8")
+
+
+def run_change_suite(
+    checks: Sequence[DriftCheck], docs: Path | None = None
+) -> list[dict[str, Any]]:
+    """Run every drift check as one or two expectations over the new data's figures (one row, a
+    column per check), with bounds from the data that the champion was trained on.
+
+    Args:
+        docs: folder for Data Docs; None: no Data Docs.
+
+    Returns:
+        for each expectation {"key", "severity" ("critical" stops, "warning" warns), "success",
+        "minimum", "maximum", "observed"}.
+    """
+    frame = pd.DataFrame({check.key: [float(check.new)] for check in checks})
+    found = run_checkpoint(
+        CHANGE_TABLE,
+        {CHANGE_TABLE: frame},
+        lambda: {CHANGE_TABLE: _drift_expectations(checks)},
+        docs,
+    )
+    results = []
+    for _, item in found:
+        bounds = item.expectation_config.kwargs
+        key = bounds["column"]
+        result = {
+            "key": key,
+            "severity": severity_of(item),
+            "success": bool(item.success),
+            "minimum": bounds.get("min_value"),
+            "maximum": bounds.get("max_value"),
+            "observed": float(frame[key].iloc[0]),
+        }
+        results.append(result)
+    return results
+
+
+def _drift_expectations(checks: Sequence[DriftCheck]) -> list[Any]:
+    import great_expectations.expectations as gxe
+
+    expectations: list[Any] = []
+    for check in checks:
+        # Great Expectations treats NaN as missing, and missing values pass every bound
+        if math.isnan(check.new):
+            not_nan = gxe.ExpectColumnValuesToNotBeNull(
+                column=check.key, severity="critical", description=f"{check.name}: not NaN"
+            )
+            expectations.append(not_nan)
+        for bounds, severity in ((check.stop, "critical"), (check.warn, "warning")):
+            if bounds == (None, None):
+                continue
+            within = gxe.ExpectColumnValuesToBeBetween(
+                column=check.key,
+                min_value=bounds[0],
+                max_value=bounds[1],
+                severity=severity,
+                description=f"{check.name}: {check.within(bounds)}",
+            )
+            expectations.append(within)
+    return expectations
