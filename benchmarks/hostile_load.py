@@ -225,7 +225,7 @@ def _line(row: dict[str, Any]) -> str:
 def small_bundle(folder: Path) -> Path:
     """The bundle of the tests: 400 labels, a bag of tokens."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from served_bundle import make_served_bundle
+    from helpers.served_bundle import make_served_bundle
 
     return make_served_bundle(folder)
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import sqlite3
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,84 +21,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.sparse import csr_matrix
+from helpers import shared_prefect, tiny_training
+from helpers.operated_project import OperatedProject
+from helpers.tiny_data import make_raw, tiny_transformer
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.formats import make_slice, read_raw
-from unidec.data.raw import RawData, text_table
+from unidec.data.raw import RawData
 from unidec.data.tokens import TokenCache, build_token_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 # of the `make test` that runs these tests
 for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"):
     os.environ.pop(variable, None)  # the tests' own `make` must print what a user's does
-TOPICS = ("river", "music", "engine", "garden", "letter", "planet", "bread", "window")
-
-
-def load_helper(path: str) -> ModuleType:
-    """A module of tests/ (`"training/golden"`), loaded by its path: tests are no packages
-    (--import-mode=importlib).
-    """
-    name = f"unidec_tests_{path.replace('/', '_')}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{path}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def make_raw(
-    num_train: int = 48,
-    num_test: int = 12,
-    num_labels: int = 40,
-    *,
-    filters: bool = True,
-    seed: int = 0,
-) -> RawData:
-    """A synthetic data set with structure: queries and labels speak of topics, and share a topic
-    with their positives.
-
-    Query 0 of the test split has no positives; the last label has no training point (both legal).
-    """
-    rng = np.random.default_rng(seed)
-    topic_L = rng.integers(0, len(TOPICS), num_labels)
-
-    def texts(topics: np.ndarray, what: str) -> list[str]:
-        words = rng.integers(0, 50, (len(topics), 2))
-        return [f"{TOPICS[t]} {what} w{a} w{b}" for t, (a, b) in zip(topics, words, strict=True)]
-
-    def split(name: str, num_queries: int) -> tuple:
-        topic_N = rng.integers(0, len(TOPICS), num_queries)
-        likely = (topic_N[:, None] == topic_L[None, :]) * 0.6 + 0.02
-        chosen = rng.random((num_queries, num_labels)) < likely
-        chosen[:, -1] &= name == "test" or num_labels == 1
-        chosen[np.arange(num_queries), rng.integers(0, max(num_labels - 1, 1), num_queries)] = True
-        if name == "test" and num_queries:
-            chosen[0] = False
-        # about every fourth query is linked to its neighbour by a filtered label
-        filtered = np.zeros_like(chosen)
-        if filters:
-            linked = np.flatnonzero(rng.random(num_queries) < 0.25)
-            filtered[linked, rng.integers(0, num_labels, linked.size)] = True
-            filtered &= ~chosen
-        uids = [f"{name}-{row}" for row in range(num_queries)]
-        table = text_table(uids, texts(topic_N, "query"), texts(topic_N, "long text"))
-        return table, csr_matrix(chosen.astype(np.float32)), csr_matrix(filtered)
-
-    parts = {"train": split("train", num_train), "test": split("test", num_test)}
-    return RawData(
-        "tiny",
-        {name: part[0] for name, part in parts.items()},
-        text_table(
-            [f"label-{row}" for row in range(num_labels)],
-            texts(topic_L, "label"),
-            texts(topic_L, "about"),
-        ),
-        {name: part[1] for name, part in parts.items()},
-        {name: part[2] for name, part in parts.items()},
-    )
 
 
 # files and folders with the longest tests: they start first, so that no worker is left alone with
@@ -148,9 +85,15 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 
 @pytest.fixture
+def every_step_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """history.jsonl gets a line for each step."""
+    monkeypatch.setattr("unidec.training.trainer.LOG_EVERY", 1)
+
+
+@pytest.fixture
 def stub_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundles load the stub of `tiny_bundle` in place of UniDEC."""
-    from tiny_bundle import StubModel
+    from helpers.tiny_bundle import StubModel
 
     monkeypatch.setattr("unidec.bundle.bundle._load_model", lambda path, device: StubModel(path))
 
@@ -208,6 +151,18 @@ def stores_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+@pytest.fixture(scope="module")
+def memory_registry() -> Iterator[str]:
+    """Address of a registry whose database is in memory if there is such a place: hundreds of small
+    commits. To a process that is killed, memory is like any disk.
+    """
+    from unidec.tracking.store import prepare_store
+
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield prepare_store(f"sqlite:///{folder}/mlflow.db")
+
+
 @pytest.fixture
 def raw_factory() -> Callable[..., RawData]:
     """`make_raw`: synthetic data of any size."""
@@ -228,14 +183,6 @@ def tiny_distilbert(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory)
     )
 
 
-def tiny_transformer(kind: str, raw: RawData, folder: Path) -> Path:
-    """A tiny transformer that knows the words of a data set's titles."""
-    texts = [
-        text for table in (*raw.queries.values(), raw.labels) for text in table["title"].to_pylist()
-    ]
-    return load_helper("tiny_transformer").write_transformer(folder, texts, kind)
-
-
 @pytest.fixture(scope="session")
 def tiny_tokens(
     tiny_dataset: XMCDataset, tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory
@@ -254,12 +201,6 @@ def tiny_tokens(
 
 
 @pytest.fixture(scope="session")
-def helper() -> Callable[[str], ModuleType]:
-    """`load_helper`."""
-    return load_helper
-
-
-@pytest.fixture(scope="session")
 def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
     """Imports a benchmark by name: they are programs, not a package, so their folder is put on
     sys.path.
@@ -274,7 +215,7 @@ def tiny_params(tiny_bert: Path) -> Callable[..., Params]:
     """`tiny_params(**{"pool.beta": 1})`: parameters of a training of `tiny_dataset` that takes a
     second on a CPU.
     """
-    return lambda **overrides: load_helper("tiny_training").tiny_params(tiny_bert, **overrides)
+    return lambda **overrides: tiny_training.tiny_params(tiny_bert, **overrides)
 
 
 @pytest.fixture
@@ -289,7 +230,7 @@ def open_trainer(
     """
 
     def open_trainer(run: str = "run", **overrides: Any) -> Any:
-        from label_targets import soft_targets
+        from helpers.label_targets import soft_targets
 
         from unidec.training.trainer import Trainer, TrainingData
 
@@ -306,12 +247,33 @@ def open_trainer(
     return open_trainer
 
 
+@pytest.fixture
+def make_batches(
+    tiny_dataset: XMCDataset,
+    tiny_tokens: dict[str, TokenCache],
+    tiny_params: Callable[..., Params],
+) -> Callable[..., Any]:
+    """`make_batches(ranks, graph, **overrides)`: batches of `tiny_dataset`, whose texts are
+    recorded, not encoded.
+    """
+
+    def make(ranks: Any = None, graph: Any = None, cluster_L: Any = None, **overrides: Any) -> Any:
+        from helpers.recorded_batches import record_batches
+
+        params = tiny_params(**overrides)
+        return record_batches(
+            params, tiny_dataset, tiny_tokens, ranks=ranks, graph=graph, cluster_L=cluster_L
+        )
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Address of a real Prefect server, for PREFECT_API_URL; all workers of
     pytest-xdist share it.
     """
-    return str(load_helper("shared_prefect").address(tmp_path_factory.getbasetemp()))
+    return str(shared_prefect.address(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="session")
@@ -319,6 +281,5 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A project with a Prefect server and worker at work, shared by the tests marked
     `operations`.
     """
-    modules = [load_helper(f"operations/{name}") for name in ("project", "server")]
-    with load_helper("operations/world").World(tmp_path_factory.mktemp("world"), *modules) as world:
+    with OperatedProject(tmp_path_factory.mktemp("world")) as world:
         yield world

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from helpers.tiny_training import tiny_params
 from scipy.sparse import csr_matrix, issparse
 
 import unidec
@@ -29,9 +30,9 @@ from unidec.ranking.ranker import Calibration
 
 
 @pytest.fixture(scope="module")
-def data(tiny_raw: Any, tiny_bert: Path, helper: Any) -> SimpleNamespace:
+def data(tiny_raw: Any, tiny_bert: Path) -> SimpleNamespace:
     """60 queries and 40 labels as lists, and parameters of a training that takes seconds."""
-    params = helper("tiny_training").tiny_params(tiny_bert, **{"optim.epochs": 6})
+    params = tiny_params(tiny_bert, **{"optim.epochs": 6})
     relevance = csr_matrix(np.vstack([tiny_raw.relevance[s].toarray() for s in tiny_raw.queries]))
     return SimpleNamespace(
         queries=[t for s in tiny_raw.queries for t in tiny_raw.queries[s]["title"].to_pylist()],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.tiny_training import tiny_params
 from scipy.sparse import csr_matrix
 
 import unidec
@@ -169,10 +170,8 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_models_answer_in_forked_processes(tiny_raw, tiny_bert, helper, tmp_path):
-    tiny = helper("tiny_training").tiny_params(
-        tiny_bert, **{"optim.epochs": 1, "encoder.kind": "both"}
-    )
+def test_models_answer_in_forked_processes(tiny_raw, tiny_bert, tmp_path):
+    tiny = tiny_params(tiny_bert, **{"optim.epochs": 1, "encoder.kind": "both"})
     queries = tiny_raw.queries["train"]["title"].to_pylist()
     labels = tiny_raw.labels["title"].to_pylist()
     pairs = csr_matrix(tiny_raw.relevance["train"])

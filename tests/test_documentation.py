@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import shown_commands
 import typer.main
-from html_page import Loaded
-from shown_commands import NOT_RUN, PAGES, ROOT, Shown
+from helpers import shown_commands
+from helpers.html_page import Loaded
+from helpers.shown_commands import NOT_RUN, PAGES, ROOT, Shown
 
 from unidec import cli
 

@@ -9,12 +9,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from helpers.served_bundle import make_served_bundle
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -101,9 +100,9 @@ def run(folder: Path, environment: dict[str, str], *words: str) -> subprocess.Co
 
 
 def test_without_the_other_extras_a_bundle_answers_and_errors_name_the_extra(
-    tmp_path: Path, helper: Callable[[str], ModuleType]
+    tmp_path: Path,
 ) -> None:
-    bundle = str(helper("served_bundle").make_served_bundle(tmp_path))
+    bundle = str(make_served_bundle(tmp_path))
     environment = blocked(tmp_path / "blocked", "cpu", "serve")
     answered = run(
         tmp_path, environment, "-m", "unidec.cli", "predict", "redcar", "--bundle", bundle

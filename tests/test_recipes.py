@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import golden
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
@@ -17,7 +18,6 @@ from unidec.data.tokens import encode_texts
 from unidec.model import losses
 from unidec.model.pool import num_clusters
 from unidec.model.unidec import UniDEC
-from unidec.training import trainer as trainer_module
 from unidec.training.refresh import Refresh
 from unidec.training.sampler import queries_a_batch
 from unidec.training.trainer import Trainer, TrainingData
@@ -334,7 +334,7 @@ def test_batches_have_the_published_size(name, num_rows, published):
 
 @pytest.mark.parametrize("name", ["unidec-gpu", "unidec-gpu-long"])
 def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(
-    name, golden, tiny_bert, tmp_path
+    name, every_step_is_logged, tiny_bert, tmp_path
 ):
     """Its first loss is that of a guess, log(pool): vectors of a bare transformer are several units
     long.
@@ -357,7 +357,7 @@ def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_no_step_waits_for_the_device(
-    name, helper, benchmark_module, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, monkeypatch
+    name, benchmark_module, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, monkeypatch
 ):
     """Between two logging steps: every operator of a step under a mode that refuses those which
     would wait, with the attention that a GPU has.
@@ -365,7 +365,6 @@ def test_no_step_waits_for_the_device(
     monkeypatch.setattr(
         "unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"}
     )
-    golden = helper("training/golden")
     no_waiting = benchmark_module("no_waiting").NoWaiting
     params = golden.small(name, tiny_bert, tmp_path)
     graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
@@ -423,17 +422,13 @@ def test_a_recipe_is_overridden_key_by_key_and_written_out_as_it_is(name, tmp_pa
     assert load_params(written).model_copy(update={"recipe": name}) == recipe
 
 
-@pytest.fixture
-def golden(helper, monkeypatch):
-    monkeypatch.setattr(trainer_module, "LOG_EVERY", 1)
-    return helper("training/golden")
-
-
 @pytest.mark.parametrize(
     "gandalf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "gandalf"]
 )
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path):
+def test_a_recipe_trains(
+    name, gandalf, every_step_is_logged, tiny_dataset, tiny_tokens, tiny_bert, tmp_path
+):
     """An epoch: finite losses, weights that move, vectors for the index; with Gandalf label texts
     among the queries.
     """
@@ -503,7 +498,7 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
 
 @pytest.mark.parametrize("name", ["unidec-v2-bce", "ngame", "dexml-topk", "renee"])
 def test_the_options_for_the_tail_change_what_a_recipe_learns(
-    name, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path
+    name, every_step_is_logged, tiny_dataset, tiny_tokens, tiny_bert, tmp_path
 ):
     def losses(run, **options):
         params = golden.small(
@@ -541,7 +536,7 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
     "name", sorted({"unidec-v2", "ngame", "dexml-topk", "renee", "siamesexml", "ngame-classifier"})
 )
 def test_a_recipe_learns_its_training_queries(
-    name, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path
+    name, every_step_is_logged, tiny_dataset, tiny_tokens, tiny_bert, tmp_path
 ):
     """Ten epochs with higher rates, no dropout: the first label is right more often than before."""
     params = golden.small(

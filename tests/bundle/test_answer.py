@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dense_votes import dense_votes
-from tiny_bundle import TITLES, UIDS, write_tiny_bundle
+from helpers.dense_votes import dense_votes
+from helpers.tiny_bundle import TITLES, UIDS, write_tiny_bundle
 
 from unidec.bundle.answer import Answerer, Request
 from unidec.bundle.bundle import Bundle

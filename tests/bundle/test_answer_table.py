@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from tiny_bundle import UIDS, write_tiny_bundle
+from helpers.tiny_bundle import UIDS, write_tiny_bundle
 
 from unidec.bundle import answer
 from unidec.bundle.answer import Answerer, Request

@@ -16,7 +16,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_bundle import DIM, TITLES, UIDS, predict_file, write_model, write_tiny_bundle
+from helpers.slow_scores import head_scores
+from helpers.tiny_bundle import DIM, TITLES, UIDS, predict_file, write_model, write_tiny_bundle
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
@@ -40,24 +41,13 @@ def _slow(
     )
     out = []
     for i in range(len(texts)):
+        de_D = None if de is None else de[i]
+        clf_D = None if clf is None else clf[i]
         rows = []
         for j, uid in enumerate(UIDS):
             if uid in exclude[i]:
                 continue
-            s_de = (
-                float(de[i].astype(float) @ parts["de_LD"][j].astype(float))
-                if de is not None
-                else 0.0
-            )
-            s_clf = 0.0
-            if clf is not None:
-                a = clf[i].astype(float)
-                b = parts["clf_LD"][j].astype(float)
-                s_clf = float(a @ b)
-                if normalize:
-                    s_clf /= max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-30)
-                elif parts["bias_L"] is not None:
-                    s_clf += float(parts["bias_L"][j])
+            s_de, s_clf = head_scores(parts, de_D, clf_D, j, normalize)
             total = {"both": s_de + weight * s_clf, "de": s_de, "clf": s_clf}[space]
             rows.append((total, uid, TITLES[j], s_de, s_clf))
         out.append(sorted(rows, key=lambda row: -row[0])[:k])
@@ -335,7 +325,7 @@ def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
     scores.
     """
     import torch
-    from label_vectors import label_vectors
+    from helpers.label_vectors import label_vectors
     from transformers import BertConfig, BertModel
 
     from unidec.config import Encoder, Model

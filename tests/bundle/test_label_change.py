@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tiny_bundle as tiny
+from helpers import tiny_bundle as tiny
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.label_change import (

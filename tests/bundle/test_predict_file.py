@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_bundle import predict_file, write_tiny_bundle
+from helpers.tiny_bundle import predict_file, write_tiny_bundle
 
 from unidec.bundle import predict_file as module
 from unidec.bundle.bundle import Bundle
@@ -200,7 +200,7 @@ def test_degenerate_inputs(rng, tmp_path):
 KILLED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-import tiny_bundle
+from helpers import tiny_bundle
 import unidec.bundle.bundle as bundle
 bundle._load_model = lambda path, device: tiny_bundle.StubModel(path)
 predict = bundle.Bundle.predict_table

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.gated_registry import label_text, make_bundle
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import probe_bundle
@@ -19,16 +20,13 @@ from unidec.errors import ArtifactError
 
 
 @pytest.fixture(scope="module")
-def bundle(helper, tmp_path_factory) -> Path:
-    """A real one: `helper("pipeline/gate_world")` needs no registry for it."""
-    world = helper("pipeline/gate_world")
-    maker = world.World.__new__(world.World)
-    maker.folder = tmp_path_factory.mktemp("probe")
-    return maker.bundle("one") / "artifacts" / "bundle"
+def bundle(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("probe")
+    return make_bundle(folder, "one") / "artifacts" / "bundle"
 
 
-def test_what_a_fresh_process_says(bundle, helper):
-    texts = [helper("pipeline/gate_world").label_text(label) for label in range(12)]
+def test_what_a_fresh_process_says(bundle):
+    texts = [label_text(label) for label in range(12)]
     found = probe_bundle(bundle, texts, 5, timeout=120)
     assert found.sha256 == Bundle.load(bundle).sha256
     assert 0 < found.p50_ms <= found.p95_ms < 10_000 and 0 < found.load_seconds < 120

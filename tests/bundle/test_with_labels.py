@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from label_vectors import label_vectors
+from helpers.label_vectors import label_vectors
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import (

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from helpers import real_model
 
 from unidec import cli
 
@@ -32,9 +33,8 @@ def run(monkeypatch, capsys, tmp_path):
 
 
 @pytest.fixture
-def bundle(helper, tiny_bert, tmp_path) -> Path:
-    real = helper("bundle/export/real_model")
-    return real.real_bundle(tmp_path, tiny_bert, kind="bag", trainable_layers=0).path
+def bundle(tiny_bert, tmp_path) -> Path:
+    return real_model.real_bundle(tmp_path, tiny_bert, kind="bag", trainable_layers=0).path
 
 
 @pytest.mark.parametrize("command", ["vectors", "onnx", "sentence-transformers"])
@@ -56,9 +56,10 @@ def test_vectors(run, bundle) -> None:
     assert code == 2 and "models:/name@alias" in said
 
 
-def test_sentence_transformers(run, helper, tiny_bert, tmp_path) -> None:
-    real = helper("bundle/export/real_model")
-    bundle = real.real_bundle(tmp_path, tiny_bert, kind="transformer", trainable_layers=0).path
+def test_sentence_transformers(run, tiny_bert, tmp_path) -> None:
+    bundle = real_model.real_bundle(
+        tmp_path, tiny_bert, kind="transformer", trainable_layers=0
+    ).path
     code, _, said = run("export", "sentence-transformers", "--bundle", str(bundle))
     assert code == 2 and "both heads" in said and "--head de or clf" in said
     assert not Path("sentence-transformers").exists()

@@ -7,36 +7,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import types
 from pathlib import Path
 
 import pytest
+from helpers import stored_versions
 
 from unidec import cli, pipeline
 from unidec.evaluation.significance import Check
 from unidec.pipeline.gating import Verdict
 from unidec.tracking.promotion import aliases
-from unidec.tracking.store import open_client, prepare_store
-
-
-@pytest.fixture(scope="module")
-def uri():
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        yield prepare_store(f"sqlite:///{folder}/mlflow.db")
+from unidec.tracking.store import open_client
 
 
 @pytest.fixture
-def world(helper, uri, tmp_path, monkeypatch, request, capsys):
+def world(memory_registry, tmp_path, monkeypatch, request, capsys):
     """`world.run("models", "list")` -> exit code, output, errors; `world.store("a", **tags)`: a
     version.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", memory_registry)
     name = request.node.originalname
-    client = open_client(uri)
-    versions = helper("tracking/stored_versions")
+    client = open_client(memory_registry)
     Path("params.yaml").write_text(f"recipe: unidec\ntracking: {{model_name: {name}}}\n")
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -49,10 +41,10 @@ def world(helper, uri, tmp_path, monkeypatch, request, capsys):
         return int(code or 0), *capsys.readouterr()
 
     def store(what: str, **tags: str) -> str:
-        return versions.store_version(client, name, tmp_path / what, what, **tags)
+        return stored_versions.store_version(client, name, tmp_path / what, what, **tags)
 
     return types.SimpleNamespace(
-        run=run, store=store, passed=versions.passed, client=client, name=name
+        run=run, store=store, passed=stored_versions.passed, client=client, name=name
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from raw_files import write_raw
+from helpers.raw_files import write_raw
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("PREFECT_", "MLFLOW_", "DVC_", "GIT_", "UNIDEC_", "PYTHON", "VIRTUAL_ENV", "CONDA_")

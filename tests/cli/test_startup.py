@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.served_bundle import make_served_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
@@ -65,8 +66,8 @@ def test_every_stage_is_found():
 
 
 @pytest.mark.parametrize("kind", ["bag", "both"])
-def test_predict_for_texts_requires_no_torch(kind, tmp_path, helper):
-    bundle = helper("served_bundle").make_served_bundle(tmp_path, num_labels=30, kind=kind)
+def test_predict_for_texts_requires_no_torch(kind, tmp_path):
+    bundle = make_served_bundle(tmp_path, num_labels=30, kind=kind)
     code = f"""
 from unidec.cli import app
 app(["predict", "redcar bluecar", "-k", "2", "--bundle", {str(bundle)!r}], standalone_mode=False)"""

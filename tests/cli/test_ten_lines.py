@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from helpers.ports import free_port
 
 from unidec import cli
 from unidec.config import load_params
@@ -176,9 +176,7 @@ def test_from_a_clean_clone_to_a_served_champion(tmp_path: Path) -> None:
     output = shlex.split(one("--output"))[-1]
     assert (root / output).is_file()
     serving = one(" serve ")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [*shlex.split(serving), "--port", str(port)],
         cwd=root,

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from raw_files import write_raw
+from helpers import tiny_data
+from helpers.raw_files import write_raw
+from helpers.tiny_training import TINY
 
 from unidec import pipeline
 from unidec.comparison import cell, results, workspace
@@ -31,13 +33,9 @@ pytestmark = pytest.mark.timeout(600)
 ORDER = ("first", "second", "both heads", "served", "kNN")
 
 
-def plan(bert: Path, helper: Callable[[str], Any], epochs: int = 2) -> dict[str, Any]:
+def plan(bert: Path, epochs: int = 2) -> dict[str, Any]:
     """A comparison with a cell of each kind."""
-    values = {
-        key: value
-        for key, value in helper("tiny_training").TINY.items()
-        if key.split(".")[0] not in _OTHERS
-    }
+    values = {key: value for key, value in TINY.items() if key.split(".")[0] not in _OTHERS}
     for key in (
         "model.heads",
         "index.space",
@@ -73,14 +71,13 @@ _OTHERS = ("seed", "tokens", "device")
 @pytest.fixture(scope="module")
 def project(
     tiny_bert: Path,
-    helper: Callable[[str], Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SimpleNamespace]:
     """All cells made, in this process."""
-    make_raw = helper("conftest").make_raw
+    make_raw = tiny_data.make_raw
     folder = tmp_path_factory.mktemp("project")
     write_raw(make_raw(num_train=96, num_test=40), folder / "raw", "xmc-json")
-    (folder / "c.yaml").write_text(yaml.safe_dump(plan(tiny_bert, helper), sort_keys=False))
+    (folder / "c.yaml").write_text(yaml.safe_dump(plan(tiny_bert), sort_keys=False))
     before = Path.cwd()
     store = os.environ.get("MLFLOW_TRACKING_URI")
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
@@ -373,12 +370,10 @@ def test_figures_for_dvc(project: SimpleNamespace, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def again(
-    project: SimpleNamespace, tmp_path: Path, tiny_bert: Path, helper: Callable[[str], Any]
-) -> Iterator[SimpleNamespace]:
+def again(project: SimpleNamespace, tmp_path: Path, tiny_bert: Path) -> Iterator[SimpleNamespace]:
     """A comparison of one cell in a folder of its own, its data made."""
     (tmp_path / "raw").symlink_to(project.folder / "raw")
-    values = plan(tiny_bert, helper) | {"cells": {"first": {"recipe": "depsl"}}, "groups": {}}
+    values = plan(tiny_bert) | {"cells": {"first": {"recipe": "depsl"}}, "groups": {}}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     before = Path.cwd()
     os.chdir(tmp_path)

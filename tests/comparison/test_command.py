@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from raw_files import write_raw
+from helpers.raw_files import write_raw
+from helpers.tiny_data import make_raw
 
 from unidec import cli
 from unidec.comparison.workspace import load_comparison
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture
 def project(
     tiny_bert: Path,
-    helper: Callable[[str], Any],
     prefect_api: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -33,7 +32,7 @@ def project(
     """A working folder with raw data and c.yaml: two peers, one of which cannot work,
     and a recipe.
     """
-    write_raw(helper("conftest").make_raw(num_train=96, num_test=40), tmp_path / "raw", "xmc-json")
+    write_raw(make_raw(num_train=96, num_test=40), tmp_path / "raw", "xmc-json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{tmp_path}/mlflow.db"))
     monkeypatch.setenv("PREFECT_API_URL", prefect_api)

@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from raw_files import write_raw
+from helpers.raw_files import write_raw
+from helpers.tiny_data import make_raw
 
 from unidec.comparison import cell, tune
 from unidec.comparison.workspace import Step, load_comparison
@@ -380,10 +380,10 @@ def test_no_metric_no_validation_split_no_optuna(
 
 
 @pytest.fixture
-def project(params: Params, helper: Callable[[str], Any]) -> Params:
+def project(params: Params) -> Params:
     """With raw data; all trainings real."""
     (Path("raw") / "queries.csv").unlink()
-    write_raw(helper("conftest").make_raw(num_train=96, num_test=40), Path("raw"), "xmc-json")
+    write_raw(make_raw(num_train=96, num_test=40), Path("raw"), "xmc-json")
     Path("params.yaml").write_text(to_yaml(params))
     return load_params(
         "params.yaml", {"data.validation_share": 0.1, "optim.epochs": 2, "pool.refresh": 1}

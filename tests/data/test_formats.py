@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from helpers.raw_files import as_beir_has_it, write_raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raw_files import as_beir_has_it, write_raw
 from scipy.sparse import coo_matrix, csc_matrix, csr_matrix, save_npz
 
 from unidec.data.formats import LAYOUTS, read_raw

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from label_targets import soft_targets
+from helpers.label_targets import soft_targets
 from scipy.sparse import csr_matrix
 
 from unidec.config import LabelGraph

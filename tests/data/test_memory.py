@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from raw_files import write_raw, write_table
+from helpers.raw_files import write_raw, write_table
 from scipy.sparse import coo_matrix, csc_matrix, csr_matrix
 
 from unidec.data.formats import from_memory, read_raw

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,15 +37,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(
-    helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    return helper("conftest").tiny_transformer(
-        "bert", tiny_raw, tmp_path_factory.mktemp("tokenizer") / "bert"
-    )
-
-
 def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
@@ -55,12 +45,12 @@ def hashed(words: list[str]) -> np.ndarray:
     return text_hashes(pa.array(words, pa.large_string()))
 
 
-def test_every_figure_of_texts_by_hand(tokenizer: Path) -> None:
+def test_every_figure_of_texts_by_hand(tiny_bert: Path) -> None:
     from tokenizers import Tokenizer
 
     known = {"river", "music"}
-    summary = measure_texts(TEXTS, tokenizer, 16, vocabulary_of(hashed(sorted(known))))
-    plain = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    summary = measure_texts(TEXTS, tiny_bert, 16, vocabulary_of(hashed(sorted(known))))
+    plain = Tokenizer.from_file(str(tiny_bert / "tokenizer.json"))
     plain.no_padding()
     plain.enable_truncation(16)
     ids = [plain.encode(text).ids for text in TEXTS]
@@ -91,8 +81,8 @@ def test_every_figure_of_texts_by_hand(tokenizer: Path) -> None:
     assert json.loads(json.dumps(summary)) == summary
 
 
-def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tokenizer: Path) -> None:
-    figures = profile_dataset(tiny_dataset, tokenizer, 16)
+def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tiny_bert: Path) -> None:
+    figures = profile_dataset(tiny_dataset, tiny_bert, 16)
     dense = tiny_dataset.relevance.toarray() > 0
     train = tiny_dataset.rows("train")
     test = tiny_dataset.rows("test")
@@ -135,32 +125,32 @@ def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tokenizer: Path
 
 
 def test_the_same_data_gives_the_same_bytes_and_long_texts_are_read(
-    tiny_dataset: XMCDataset, tokenizer: Path
+    tiny_dataset: XMCDataset, tiny_bert: Path
 ) -> None:
-    first, second = (json.dumps(profile_dataset(tiny_dataset, tokenizer, 16)) for _ in range(2))
+    first, second = (json.dumps(profile_dataset(tiny_dataset, tiny_bert, 16)) for _ in range(2))
     assert first == second
-    both = profile_dataset(tiny_dataset, tokenizer, 16, "title+content")
+    both = profile_dataset(tiny_dataset, tiny_bert, 16, "title+content")
     assert both["queries"]["length"]["mean"] > json.loads(first)["queries"]["length"]["mean"]
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 0, 1), (3, 2, 5)])
 def test_degenerate_data(
-    raw_factory: Callable[..., RawData], tokenizer: Path, tmp_path: Path, sizes: tuple
+    raw_factory: Callable[..., RawData], tiny_bert: Path, tmp_path: Path, sizes: tuple
 ) -> None:
     dataset = write_dataset(tmp_path / "dataset", raw_factory(*sizes), validation_share=0)
-    made = profile_dataset(dataset, tokenizer, 16)
+    made = profile_dataset(dataset, tiny_bert, 16)
     assert (made["held_out"] is None) == (sizes[1] == 0)
     assert all(0 <= entry["share"] <= 1 for entry in made["shares"].values())
 
 
 def test_of_many_texts_some_are_looked_at(
-    tiny_dataset: XMCDataset, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_dataset: XMCDataset, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9] and spaced(
         np.arange(3), 4
     ).tolist() == [0, 1, 2]
     monkeypatch.setattr(profile.spaced, "__defaults__", (7,))
-    figures = profile_dataset(tiny_dataset, tokenizer, 16)
+    figures = profile_dataset(tiny_dataset, tiny_bert, 16)
     assert figures["queries"]["count"] == 7 and figures["rows"]["train"] == 43
 
 

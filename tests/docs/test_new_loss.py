@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.tiny_training import tiny_params
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "new-loss.md").read_text(encoding="utf-8")
@@ -71,13 +72,11 @@ def test_the_code_is_forty_lines() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_page_applied_to_a_copy_trains(
-    tiny_raw: Any, tiny_bert: Path, helper: Any, tmp_path: Path
-) -> None:
+def test_the_page_applied_to_a_copy_trains(tiny_raw: Any, tiny_bert: Path, tmp_path: Path) -> None:
     from unidec.config import leaves
 
     apply_page(tmp_path)
-    params = dict(leaves(helper("tiny_training").tiny_params(tiny_bert, **{"optim.epochs": 6})))
+    params = dict(leaves(tiny_params(tiny_bert, **{"optim.epochs": 6})))
     params = {
         key: value
         for key, value in params.items()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from html_page import Page
+from helpers.html_page import Page
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import write_dataset

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_page import Page
+from helpers.html_page import Page
 
 from unidec.evaluation.comparison_page import (
     Cell,

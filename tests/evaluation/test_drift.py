@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.tiny_data import make_raw
 from scipy.spatial.distance import jensenshannon
 
 from unidec.config import Drift
 from unidec.data.dataset import write_dataset
 from unidec.data.profile import measure_texts, profile_dataset
-from unidec.data.raw import RawData
 from unidec.evaluation.drift import Check, _distance, _share, compare, js_distance, served_facts
 
 LIMITS = Drift()
@@ -26,22 +26,11 @@ Figures = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(
-    helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    return helper("conftest").tiny_transformer(
-        "bert", tiny_raw, tmp_path_factory.mktemp("tokenizer") / "bert"
-    )
-
-
-@pytest.fixture(scope="module")
-def profile(
-    helper: Callable[[str], Any], tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Figures:
+def profile(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     """1,600 training and 400 validation queries."""
-    raw = helper("conftest").make_raw(2000, 50, 60)
+    raw = make_raw(2000, 50, 60)
     dataset = write_dataset(tmp_path_factory.mktemp("d") / "d", raw, validation_share=0.2)
-    return profile_dataset(dataset, tokenizer, 16)
+    return profile_dataset(dataset, tiny_bert, 16)
 
 
 def queries(rng: np.random.Generator, count: int, topics: np.ndarray = TOPICS) -> list[str]:
@@ -50,8 +39,8 @@ def queries(rng: np.random.Generator, count: int, topics: np.ndarray = TOPICS) -
     return [f"{topics[rng.integers(len(topics))]} query w{a} w{b}" for a, b in words]
 
 
-def of_texts(profile: Figures, tokenizer: Path, texts: list[str]) -> list[Check]:
-    measured = measure_texts(texts, tokenizer, 16, profile["vocabulary"])
+def of_texts(profile: Figures, tiny_bert: Path, texts: list[str]) -> list[Check]:
+    measured = measure_texts(texts, tiny_bert, 16, profile["vocabulary"])
     return compare(profile, {"queries": measured, "held_out": measured}, LIMITS)
 
 
@@ -120,29 +109,29 @@ def test_the_noise_of_a_distance_is_what_new_draws_of_one_distribution_give() ->
     assert _distance("x", "x", [0, 0], [3, 4], (0.1, None)).state == "warning"
 
 
-def test_windows_of_the_same_texts_stay_below_the_noise(profile: Figures, tokenizer: Path) -> None:
+def test_windows_of_the_same_texts_stay_below_the_noise(profile: Figures, tiny_bert: Path) -> None:
     """Fresh draws, many seeds: chance exceeds it in few of a hundred, and the checks are quiet."""
     exceeded = 0
     warned = []
     for seed in range(60):
-        checks = of_texts(profile, tokenizer, queries(np.random.default_rng(seed), 150))
+        checks = of_texts(profile, tiny_bert, queries(np.random.default_rng(seed), 150))
         exceeded += sum(check.new > check.noise for check in checks if check.unit == "distance")
         warned += list(changed(checks))
     assert exceeded <= 8 and len(warned) <= 5, (exceeded, warned)  # of 120 and of 240
 
 
-def test_other_texts_are_found(profile: Figures, tokenizer: Path) -> None:
+def test_other_texts_are_found(profile: Figures, tiny_bert: Path) -> None:
     rng = np.random.default_rng(0)
-    one_topic = changed(of_texts(profile, tokenizer, queries(rng, 300, TOPICS[:1])))
+    one_topic = changed(of_texts(profile, tiny_bert, queries(rng, 300, TOPICS[:1])))
     assert "tokens_distance" in one_topic and not set(one_topic) - {
         "tokens_distance",
         "length_distance",
     }
     assert "length_distance" in changed(
-        of_texts(profile, tokenizer, [" ".join(queries(rng, 3)) for _ in range(300)])
+        of_texts(profile, tiny_bert, [" ".join(queries(rng, 3)) for _ in range(300)])
     )
     foreign = [f"{text} zebra{i}" for i, text in enumerate(queries(rng, 300))]
-    assert "unseen_words" in changed(of_texts(profile, tokenizer, foreign))
+    assert "unseen_words" in changed(of_texts(profile, tiny_bert, foreign))
 
 
 def test_embeddings_and_scores_quiet_and_found() -> None:

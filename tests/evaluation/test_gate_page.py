@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from html_page import Page
+from helpers.html_page import Page
 
 from unidec.bundle.probe import Probe
 from unidec.config import Gate

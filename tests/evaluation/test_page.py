@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from html_page import Page
+from helpers.html_page import Page
 
 from unidec.evaluation.page import Shown, Table, _environment, number
 

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from html_page import Page
+from helpers.html_page import Page
 
 from unidec.evaluation.page import write_page
 from unidec.evaluation.report import ReportInput, calibration_bins, render, wins_and_losses

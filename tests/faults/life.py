@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from label_targets import soft_targets
+from helpers.label_targets import soft_targets
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from raw_files import write_raw
+from helpers.raw_files import write_raw
 from scipy.sparse import csr_matrix, save_npz
 
 from unidec.data.dataset import write_dataset

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_transformer import write_transformer
 
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.tokens import TokenCache, build_token_cache
@@ -108,7 +109,6 @@ def test_one_pair_more_in_the_data(
 def test_another_tokenizer_and_its_tokens(
     opener: Callable[..., Trainer],
     tiny_dataset: XMCDataset,
-    helper: Callable[[str], Any],
     tmp_path: Path,
 ) -> None:
     texts = [
@@ -116,9 +116,7 @@ def test_another_tokenizer_and_its_tokens(
         for table in (tiny_dataset.queries, tiny_dataset.labels)
         for text in table["title"].to_pylist()
     ]
-    other = helper("tiny_transformer").write_transformer(
-        tmp_path / "bert", [*texts[::-1], "more words here"], "bert"
-    )
+    other = write_transformer(tmp_path / "bert", [*texts[::-1], "more words here"], "bert")
     tokens = tokens_of(tiny_dataset, other, tmp_path / "tokens")
     assert refused(opener, tmp_path / "run", tokens=tokens) == [
         "tokens.queries",

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from raw_files import write_raw
+from helpers import tiny_data
+from helpers.raw_files import write_raw
+from helpers.tiny_training import tiny_params
 
 from unidec import pipeline
 from unidec.config import Params
@@ -28,8 +30,8 @@ pytestmark = pytest.mark.timeout(240)
 DATA = ("data/dataset", "data/tokens", "data/propensity", "data/label_graph")
 
 
-def _params(helper: Callable[[str], Any], folder: Path) -> Params:
-    return helper("tiny_training").tiny_params(
+def _params(folder: Path) -> Params:
+    return tiny_params(
         Path("bert"),
         **{
             "data.path": "raw",
@@ -44,28 +46,25 @@ def _params(helper: Callable[[str], Any], folder: Path) -> Params:
 
 
 @pytest.fixture(scope="module")
-def trained(
-    helper: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, SimpleNamespace]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SimpleNamespace]]:
     """Two projects whose data has the same sizes and other contents: one trained and indexed, one
     only prepared.
     """
     projects = {}
-    conftest = helper("conftest")
     with pytest.MonkeyPatch.context() as patch:
         for seed, name in enumerate(("mine", "other")):
             folder = tmp_path_factory.mktemp(name)
-            raw = conftest.make_raw(seed=seed)
+            raw = tiny_data.make_raw(seed=seed)
             (folder / "raw").mkdir()
             write_raw(raw, folder / "raw", "xmc-json")
             if name == "mine":
-                conftest.tiny_transformer("bert", raw, folder / "bert")
+                tiny_data.tiny_transformer("bert", raw, folder / "bert")
             else:
                 shutil.copytree(projects["mine"].folder / "bert", folder / "bert")
             patch.chdir(folder)
             patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
             prepare_store(f"sqlite:///{folder}/mlflow.db")
-            params = _params(helper, folder)
+            params = _params(folder)
             for stage in ("ingest", "tokens", "propensity", "label_graph"):
                 getattr(pipeline, stage)(params)
             if name == "mine":

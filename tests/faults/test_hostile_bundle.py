@@ -1,13 +1,12 @@
 """Fault 19: a bundle that was made to do harm, or was damaged: one error that names the file,
 nothing executed.
 
-The manifests here fit the files (`_seal`), as an attacker's would, so that each check behind the
+The manifests here fit the files (`seal`), as an attacker's would, so that each check behind the
 manifest has to hold."""
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 import struct
@@ -17,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from tiny_bundle import write_tiny_bundle
+from helpers.hostile_files import MakesFolder, edit, seal
+from helpers.tiny_bundle import write_tiny_bundle
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import VERSION
-from unidec.data.storage import read_manifest, write_manifest
+from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError
 
 
@@ -35,21 +35,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bundle(good: Path, tmp_path: Path, stub_model: None) -> Path:
     return Path(shutil.copytree(good, tmp_path / "bundle"))
-
-
-def _seal(path: Path) -> None:
-    about = json.loads((path / "manifest.json").read_text())
-    write_manifest(path, about["kind"], about["version"], about["meta"])
-
-
-def _edit(path: Path, **changes: object) -> None:
-    info = json.loads((path / "bundle.json").read_text())
-    (path / "bundle.json").write_text(json.dumps(info | changes))
-
-
-class Boom:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
 
 
 def test_the_untouched_one_loads(bundle):
@@ -97,12 +82,14 @@ def test_a_pickle_is_never_run(bundle, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("bundle.json", "labels.arrow", "index.faiss", "vectors/de.npy"):
         broken = Path(shutil.copytree(bundle, tmp_path / name.replace("/", "-")))
-        (broken / name).write_bytes(pickle.dumps(Boom()))
-        _seal(broken)
+        (broken / name).write_bytes(pickle.dumps(MakesFolder()))
+        seal(broken)
         with pytest.raises(ArtifactError):
             Bundle.load(broken)
-    np.save(bundle / "vectors" / "de.npy", np.array([Boom()], dtype=object), allow_pickle=True)
-    _seal(bundle)
+    np.save(
+        bundle / "vectors" / "de.npy", np.array([MakesFolder()], dtype=object), allow_pickle=True
+    )
+    seal(bundle)
     with pytest.raises(ArtifactError, match=r"de\.npy"):
         Bundle.load(bundle)
     assert not Path("executed").exists()
@@ -112,8 +99,8 @@ def test_a_pickle_is_never_run(bundle, tmp_path, monkeypatch):
     "name", ["payload.pkl", "model/pytorch_model.bin", "model/code.py", "vectors/other.npy"]
 )
 def test_files_without_a_place_are_refused(bundle, name):
-    (bundle / name).write_bytes(pickle.dumps(Boom()))
-    _seal(bundle)
+    (bundle / name).write_bytes(pickle.dumps(MakesFolder()))
+    seal(bundle)
     with pytest.raises(ArtifactError, match="does not belong"):
         Bundle.load(bundle)
 
@@ -170,8 +157,8 @@ def test_names_outside_and_links_are_refused(bundle, tmp_path):
     ids=str,
 )
 def test_a_bundle_json_that_contradicts_the_files(bundle, changes):
-    _edit(bundle, **changes)
-    _seal(bundle)
+    edit(bundle, **changes)
+    seal(bundle)
     with pytest.raises(ArtifactError):
         Bundle.load(bundle)
 
@@ -181,7 +168,7 @@ def test_a_bundle_json_that_contradicts_the_files(bundle, changes):
 )
 def test_a_bundle_json_that_is_none(bundle, text):
     (bundle / "bundle.json").write_text(text)
-    _seal(bundle)
+    seal(bundle)
     with pytest.raises(ArtifactError, match=r"bundle\.json"):
         Bundle.load(bundle)
 
@@ -198,7 +185,7 @@ def test_vectors_of_another_kind(bundle):
     ]
     for array in wrong:
         np.save(bundle / "vectors" / "de.npy", array)
-        _seal(bundle)
+        seal(bundle)
         with pytest.raises(ArtifactError, match=r"de\.npy"):
             Bundle.load(bundle)
 
@@ -209,7 +196,7 @@ def test_an_npy_header_that_promises_too_much(bundle):
     (bundle / "vectors" / "de.npy").write_bytes(
         b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + b"\0" * 64
     )
-    _seal(bundle)
+    seal(bundle)
     with pytest.raises(ArtifactError, match=r"de\.npy"):
         Bundle.load(bundle)
 
@@ -229,7 +216,7 @@ def test_labels_of_another_kind(bundle):
             pa.ipc.new_file(file, table.schema) as writer,
         ):
             writer.write_table(table)
-        _seal(bundle)
+        seal(bundle)
         with pytest.raises(ArtifactError, match=r"labels\.arrow"):
             Bundle.load(bundle)
 
@@ -238,7 +225,7 @@ def test_labels_that_are_not_utf8_or_point_outside(bundle):
     whole = (bundle / "labels.arrow").read_bytes()
     at = whole.index(b"red car")
     (bundle / "labels.arrow").write_bytes(whole[:at] + b"r\xffd" + whole[at + 3 :])
-    _seal(bundle)
+    seal(bundle)
     with pytest.raises(ArtifactError, match=r"labels\.arrow"):
         Bundle.load(bundle)
     offsets = struct.pack("<4i", 0, 2, 4, 6)  # uids L0, L1, L2
@@ -246,7 +233,7 @@ def test_labels_that_are_not_utf8_or_point_outside(bundle):
     (bundle / "labels.arrow").write_bytes(
         whole[:at] + struct.pack("<4i", 0, 2, 1 << 30, 6) + whole[at + 16 :]
     )
-    _seal(bundle)
+    seal(bundle)
     with pytest.raises(ArtifactError, match=r"labels\.arrow"):
         Bundle.load(bundle)
 
@@ -264,7 +251,7 @@ def test_compressed_labels_cannot_fill_the_memory(bundle, codec, monkeypatch):
     ):
         writer.write_table(table)
     del table, long
-    _seal(bundle)
+    seal(bundle)
     unpacked: list[pa.RecordBatch] = []
     real = pa.ipc.read_record_batch
     monkeypatch.setattr(
@@ -282,7 +269,7 @@ def test_an_index_header_that_promises_too_much(bundle):
         data = bytearray(whole)
         data[at : at + 4] = struct.pack("<I", value)
         file.write_bytes(data)
-        _seal(bundle)
+        seal(bundle)
         tracemalloc.start()
         with pytest.raises(ArtifactError, match=r"index\.faiss"):
             Bundle.load(bundle)
@@ -306,7 +293,7 @@ def test_a_newer_format_is_refused_by_its_version(bundle):
 def test_a_model_of_other_labels_or_heads_is_refused(bundle):
     for config in ({"heads": "both", "num_labels": 11}, {"heads": "de", "num_labels": 12}):
         (bundle / "model" / "config.json").write_text(json.dumps(config))
-        _seal(bundle / "model")
-        _seal(bundle)
+        seal(bundle / "model")
+        seal(bundle)
         with pytest.raises(ArtifactError, match="model"):
             Bundle.load(bundle)

@@ -5,44 +5,29 @@ serves."""
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from helpers import followed_server, served_bundle
+from helpers.hostile_files import MakesFolder, edit, seal
 
-from unidec.data.storage import folder_sha256, write_manifest
+from unidec.data.storage import folder_sha256
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-class Boom:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
-def seal(bundle: Path) -> None:
-    """A manifest that fits the files, as an attacker's would."""
-    about = json.loads((bundle / "manifest.json").read_text())
-    write_manifest(bundle, about["kind"], about["version"], about["meta"])
-
-
-def edit(bundle: Path, **changes: Any) -> None:
-    info = json.loads((bundle / "bundle.json").read_text())
-    (bundle / "bundle.json").write_text(json.dumps(info | changes))
-
-
 def pickle_inside(bundle: Path) -> None:
-    (bundle / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Boom()))
+    (bundle / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(MakesFolder()))
 
 
 def pickled_vectors(bundle: Path) -> None:
-    np.save(bundle / "vectors" / "de.npy", np.array([Boom()], dtype=object), allow_pickle=True)
+    np.save(
+        bundle / "vectors" / "de.npy", np.array([MakesFolder()], dtype=object), allow_pickle=True
+    )
 
 
 def too_many_labels(bundle: Path) -> None:
@@ -103,15 +88,11 @@ HARMS = [
 ]
 
 
-def test_hostile_versions_that_get_the_alias(
-    helper: Callable[[str], Any], tmp_path, monkeypatch, capsys
-):
+def test_hostile_versions_that_get_the_alias(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    live = helper("followed_server")
-    served = helper("served_bundle")
-    texts = [served.text(row) for row in range(10)]
-    world = live.Followed(tmp_path, served.make_served_bundle, versions=2)
-    expected = {world.hashes["1"]: live.expected_of(world.bundle("1"), texts)}
+    texts = [served_bundle.text(row) for row in range(10)]
+    world = followed_server.FollowedRegistry(tmp_path, served_bundle.make_served_bundle, versions=2)
+    expected = {world.hashes["1"]: followed_server.expected_of(world.bundle("1"), texts)}
     size = sum(file.stat().st_size for file in world.bundle("1").rglob("*") if file.is_file())
     bad = {}
     for harm in HARMS:
@@ -123,7 +104,7 @@ def test_hostile_versions_that_get_the_alias(
         sha256 = "0" * 64 if harm is another_hash else folder_sha256(bundle)
         bad[world.add(stored, sha256)] = harm.__name__
     with world.serving("serve.follow_seconds=0.2", "serve.cache_queries=0") as server:
-        with live.Clients(server.port, expected, texts, num=1) as clients:
+        with followed_server.Clients(server.port, expected, texts, num=1) as clients:
             time.sleep(2)
             before = server.memory()[1]
             for number, name in bad.items():

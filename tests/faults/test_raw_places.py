@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raw_files import write_raw
+from helpers.raw_files import write_raw
 
 from unidec.bundle.label_change import read_labels
 from unidec.bundle.text_file import read_texts

@@ -10,10 +10,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from raw_files import write_raw
+from helpers.raw_files import write_raw
+from helpers.tiny_training import tiny_params
 
 from unidec.data.raw import RawData
 from unidec.errors import ArtifactError
@@ -32,9 +32,9 @@ def mounts() -> bool:
 
 @pytest.mark.skipif(not mounts(), reason="needs the right to mount")
 def test_commands_on_a_read_only_file_system_end_with_one_message(
-    tmp_path: Path, tiny_raw: RawData, helper: Any, tiny_bert: Path
+    tmp_path: Path, tiny_raw: RawData, tiny_bert: Path
 ) -> None:
-    params = helper("tiny_training").tiny_params(tiny_bert, **{"data.path": "raw"})
+    params = tiny_params(tiny_bert, **{"data.path": "raw"})
     project = tmp_path / "project"
     writable = tmp_path / "writable"
     (project / "raw").mkdir(parents=True)

@@ -11,34 +11,30 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from helpers.gated_registry import make_bundle
 
 from unidec.data.storage import folder_sha256
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.registry import HASH_TAG
-from unidec.tracking.store import open_client, prepare_store
+from unidec.tracking.store import open_client
 
 CHILD = Path(__file__).parents[1] / "tracking" / "killed_child.py"
 
 
 @pytest.fixture(scope="module")
-def uri():
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        yield prepare_store(f"sqlite:///{folder}/mlflow.db")
-
-
-@pytest.fixture(scope="module")
-def bundle_of(helper, tmp_path_factory):
+def bundle_of(tmp_path_factory):
     """`bundle_of(3)`: a real one, another for each number."""
-    world = helper("pipeline/gate_world")
-    maker = world.World.__new__(world.World)
-    maker.folder = tmp_path_factory.mktemp("bundles")
-    return lambda number: maker.bundle(str(number), wrong=(0, number + 1)) / "artifacts" / "bundle"
+    folder = tmp_path_factory.mktemp("bundles")
+
+    def bundle_of(number: int) -> Path:
+        place = make_bundle(folder, str(number), wrong=(0, number + 1))
+        return place / "artifacts" / "bundle"
+
+    return bundle_of
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +52,7 @@ def children():
 
 
 @pytest.fixture
-def register(children, uri, request):
+def register(children, memory_registry, request):
     """`register(bundle, writes=n)` or `register(bundle, after=seconds)`: a life that may be killed;
     its exit code.
     """
@@ -66,7 +62,7 @@ def register(children, uri, request):
             "call": "register",
             "bundle": str(bundle),
             "name": request.node.name,
-            "uri": uri,
+            "uri": memory_registry,
         } | job
         children.stdin.write(json.dumps(words) + "\n")
         children.stdin.flush()
@@ -102,9 +98,9 @@ def check_whole(client, name: str, bundle: Path, uri: str, folder: Path) -> None
     assert folder_sha256(stored) == folder_sha256(bundle)
 
 
-def test_killed_before_each_write(register, bundle_of, uri, tmp_path, request):
+def test_killed_before_each_write(register, bundle_of, memory_registry, tmp_path, request):
     """The model's entry, the version, the alias: these are the writes to the registry."""
-    client = open_client(uri)
+    client = open_client(memory_registry)
     name = request.node.name
     bundle = bundle_of(0)
     for writes in range(3):
@@ -112,15 +108,15 @@ def test_killed_before_each_write(register, bundle_of, uri, tmp_path, request):
         assert alias_of(client, name) is None
         assert len(versions_of(client, name, bundle)) == (writes == 2)
     assert register(bundle) == 0
-    check_whole(client, name, bundle, uri, tmp_path)
+    check_whole(client, name, bundle, memory_registry, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_killed_at_random_moments_while_another_is_challenger(
-    register, bundle_of, uri, tmp_path, request
+    register, bundle_of, memory_registry, tmp_path, request
 ):
-    client = open_client(uri)
+    client = open_client(memory_registry)
     name = request.node.name
     first = bundle_of(0)
     began = time.monotonic()
@@ -139,6 +135,6 @@ def test_killed_at_random_moments_while_another_is_challenger(
         began = time.monotonic()
         assert register(bundle) == 0
         life = min(life, time.monotonic() - began)  # the first one had more to set up
-        check_whole(client, name, bundle, uri, tmp_path)
+        check_whole(client, name, bundle, memory_registry, tmp_path)
     assert killed >= 3
     assert len(versions_of(client, name, first)) == 1

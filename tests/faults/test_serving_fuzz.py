@@ -12,12 +12,13 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.served_bundle import make_served_bundle
 
 from unidec.config import Serve
 
@@ -39,9 +40,9 @@ def programs() -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture(scope="module")
-def bundle(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    return Path(helper("served_bundle").make_served_bundle(folder, NUM_LABELS))
+    return Path(make_served_bundle(folder, NUM_LABELS))
 
 
 @pytest.fixture(scope="module")

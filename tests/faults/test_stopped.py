@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_files import write_raw
+from helpers.prefect_server import PrefectServer
+from helpers.processes import processes_with
+from helpers.raw_files import write_raw
+from helpers.tiny_data import make_raw
+from helpers.tiny_training import tiny_params
+from helpers.tiny_transformer import write_transformer
 
 from unidec import pipeline
 from unidec.config import load_params, to_yaml
@@ -38,19 +43,19 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="session")
-def prepared(helper: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project of 384 steps of some milliseconds, its data stages done, its tracking
     store made.
     """
     folder = tmp_path_factory.mktemp("stopped") / "project"
     (folder / "raw").mkdir(parents=True)
-    raw = helper("conftest").make_raw(160, 16, 60)
+    raw = make_raw(160, 16, 60)
     write_raw(raw, folder / "raw", "xmc-json")
     texts = [
         text for table in (*raw.queries.values(), raw.labels) for text in table["title"].to_pylist()
     ]
-    helper("tiny_transformer").write_transformer(folder / "bert", texts)
-    params = helper("tiny_training").tiny_params(
+    write_transformer(folder / "bert", texts)
+    params = tiny_params(
         Path("bert"),
         **{
             "data.path": "raw",
@@ -133,15 +138,7 @@ class Project:
             time.sleep(0.02)
 
     def processes(self) -> list[int]:
-        mark = f"PREFECT_HOME={self.folder / 'home'}".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in entry.read_bytes().split(b"\0"):
-                    found.append(int(entry.parent.name))
-            except OSError:  # gone, or not ours
-                continue
-        return found
+        return processes_with("PREFECT_HOME", self.folder / "home")
 
     def tracked(self) -> tuple[str, dict[str, Any]]:
         """Status of the only MLflow run, and the steps of its loss."""
@@ -295,7 +292,7 @@ def sigterm_waits(process: int) -> bool:
 
 @pytest.mark.slow
 def test_a_cancelled_flow_run(
-    project: Project, never_stopped: dict[str, Any], helper: Callable[[str], Any], tmp_path: Path
+    project: Project, never_stopped: dict[str, Any], tmp_path: Path
 ) -> None:
     """Cancelled on a real server: its worker sends SIGTERM to the flow's process."""
     home = tmp_path / "server-home"
@@ -303,7 +300,7 @@ def test_a_cancelled_flow_run(
     for name in ("flows", "prefect.yaml"):
         (project.folder / name).symlink_to(ROOT / name)
     quiet = {"PYTHONPATH": str(ROOT), "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false"}
-    with helper("operations/server").Server(project.folder, home, **quiet) as server:
+    with PrefectServer(project.folder, home, **quiet) as server:
         server.start()
         server.command("work-pool", "create", "local", "--type", "process")
         server.command("--no-prompt", "deploy", "--name", "train")

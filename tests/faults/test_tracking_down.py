@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.mlflow_server import LossyProxy, MlflowServer
 
 import unidec.tracking.run as tracking
 from unidec.tracking.run import Tracker, is_behind, reconcile_runs
@@ -44,16 +45,14 @@ for step in range(10**6):
 
 
 @pytest.fixture(scope="module")
-def server(helper, tmp_path_factory):
-    with (
-        helper("mlflow_server").MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server
-    ):
+def server(tmp_path_factory):
+    with MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server:
         yield server
 
 
 @pytest.fixture
-def way(helper, server):
-    way = helper("mlflow_server").Way(server.port)
+def way(server):
+    way = LossyProxy(server.port)
     yield way
     way.close()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.gated_registry import GatedRegistry
 from markupsafe import escape
 
 from unidec import pipeline
@@ -41,14 +42,14 @@ WORSE = {
 
 
 @pytest.fixture(scope="module")
-def world(helper, tmp_path_factory):
+def world(tmp_path_factory):
     memory = Path("/dev/shm")
     with (
         tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as store,
         pytest.MonkeyPatch.context() as m,
     ):
         folder = tmp_path_factory.mktemp("worse")
-        world = helper("pipeline/gate_world").World(folder, Path(store))
+        world = GatedRegistry(folder, Path(store))
         m.chdir(folder)
         m.setenv("MLFLOW_TRACKING_URI", world.uri)
         world.data()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from shown_commands import Shown, shown_commands
+from helpers.shown_commands import Shown, shown_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]

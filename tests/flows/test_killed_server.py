@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.started_flow import StartedFlow
 
 
 @pytest.fixture
-def start(helper: Callable[[str], Any], tmp_path: Path) -> Iterator[Callable[[str], Any]]:
+def start(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
     started: list[Any] = []
 
     def start(work: str) -> Any:
-        started.append(helper("flows/started_flow").StartedFlow(tmp_path, work))
+        started.append(StartedFlow(tmp_path, work))
         started[-1].until_it_trains()
         return started[-1]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import compose
 
 ROOT = Path(__file__).resolve().parents[2]
 POOLS = {path.stem: path for path in sorted((ROOT / "mlflow" / "pools").glob("*.json"))}
@@ -104,12 +105,12 @@ def test_a_deployment_of_prefect_yaml_becomes_a_job(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
-def test_settings_of_a_pool_are_those_of_the_compose_files_worker(kind: str, helper: Any) -> None:
-    compose = helper("compose").compose()["services"]
-    environment = compose["worker"]["environment"]
+def test_settings_of_a_pool_are_those_of_the_compose_files_worker(kind: str) -> None:
+    services = compose.compose()["services"]
+    environment = services["worker"]["environment"]
     job = json.loads(POOLS[kind].read_text())
     own = job["variables"]["properties"]["env"]["default"]
     assert {
         name: value for name, value in own.items() if not value.startswith("{{")
     }.items() <= environment.items()
-    assert job["variables"]["properties"]["image"]["default"] == compose["worker"]["image"]
+    assert job["variables"]["properties"]["image"]["default"] == services["worker"]["image"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.prefect_server import PrefectServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB = {"steps": "ingest"}  # the real flow, its first step only, on three labels
@@ -48,9 +49,9 @@ def project(tmp_path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelled(
-    helper, project, tmp_path
+    project, tmp_path
 ):
-    with helper("operations/server").Server(project, tmp_path / "home") as server:
+    with PrefectServer(project, tmp_path / "home") as server:
         server.start()
         server.deploy()
         assert all(one["active"] for one in server.deployment("unidec/train")["schedules"])

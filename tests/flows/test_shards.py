@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.tiny_transformer import write_transformer
 
 from unidec.bundle.predict_file import FileRequest, begin_predictions, predict_file, run_shard
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError
@@ -55,12 +56,12 @@ def predict(module):
 
 
 @pytest.fixture(scope="module")
-def place(helper, tmp_path_factory) -> Path:
+def place(tmp_path_factory) -> Path:
     """A folder with a bundle (UniDEC itself, a bag of tokens), queries and their predictions in one
     piece.
     """
     import torch
-    from label_vectors import label_vectors
+    from helpers.label_vectors import label_vectors
 
     from unidec.bundle.bundle import Bundle
     from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
@@ -73,7 +74,7 @@ def place(helper, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     labels = [f"{' '.join(rng.choice(WORDS, 2))} {number}" for number in range(NUM_LABELS)]
-    bert = helper("tiny_transformer").write_transformer(root / "bert", [*labels, *WORDS])
+    bert = write_transformer(root / "bert", [*labels, *WORDS])
     torch.manual_seed(1)
     settings = Model(dim=8)
     kept = {"tokens": {"max_length": 12}}

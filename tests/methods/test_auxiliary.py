@@ -4,24 +4,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.untrained_model import TEXTS, create_model
 
 from unidec.bundle.bundle_model import write_model
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
-from unidec.methods.assembly import additions, load_model
+from unidec.methods.assembly import load_model
 from unidec.model.arrays import read_arrays
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.training.distributed import Ranks
 from unidec.training.start import cluster_labels
-
-TEXTS = ["river query w3", "bread bread", "music label w10 w11 planet"]
-
-
-def create(folder, params, seed):
-    torch.manual_seed(seed)
-    everything = params.model_dump()
-    return UniDEC.create(params.encoder, params.model, 7, folder, 0, everything, add=additions)
 
 
 @pytest.mark.parametrize("heads", ["de", "both"])
@@ -29,7 +22,9 @@ def test_the_labels_searched_have_their_clusters_vectors(
     tiny_bert, tiny_params, tmp_path, rng, heads
 ):
     """As trained, and as exported; a bundle's model has none, and queries never have."""
-    model = create(tiny_bert, tiny_params(**{"model.heads": heads, "model.auxiliary": 2}), 3).eval()
+    model = create_model(
+        tiny_bert, tiny_params(**{"model.heads": heads, "model.auxiliary": 2}), 3
+    ).eval()
     assert model.auxiliary.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
     cluster_labels(model, rng.normal(size=(7, 16)).astype(np.float32), 2, 0, Ranks())
     cluster_L = model.label_cluster.tolist()

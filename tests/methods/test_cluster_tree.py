@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.untrained_model import create_model
 
 from unidec.data.storage import write_folder
-from unidec.methods.assembly import additions, export_of
+from unidec.methods.assembly import export_of
 from unidec.methods.cluster_tree import LabelTree
 from unidec.model.additions import Rows
 from unidec.model.pairs import MASKED
@@ -111,16 +112,10 @@ def test_a_coarse_cluster_is_several_finer_ones_in_a_row(num_labels, rng):
         assert np.array_equal(cluster_L[size], cluster_L[2] // ratio)
 
 
-def create(folder, params, seed):
-    torch.manual_seed(seed)
-    everything = params.model_dump()
-    return UniDEC.create(params.encoder, params.model, 7, folder, 0, everything, add=additions)
-
-
 def test_a_label_tree_is_not_exported(tiny_bert, tiny_params, tmp_path):
     """It only trains: what is exported is an ordinary classifier."""
     values = {"model.heads": "clf", "model.levels": [4, 2], "model.clf_init": "xavier"}
-    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    model = create_model(tiny_bert, tiny_params(**values), 3).eval()
     assert model.tree.counts == [2, 4] and model.label_cluster.shape == (7,)
     model.start_table()
     with write_folder(tmp_path / "model", KIND, VERSION) as out:

@@ -2,8 +2,8 @@
 
 import numpy as np
 import scipy.sparse as sp
-from label_targets import soft_targets
-from recorded_batches import texts
+from helpers.label_targets import soft_targets
+from helpers.recorded_batches import texts
 
 
 def test_gandalf_trains_on_label_texts_with_soft_targets(make_batches, tiny_dataset, tiny_tokens):

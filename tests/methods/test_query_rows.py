@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from recorded_batches import texts
+from helpers.recorded_batches import texts
 
 
 def test_queries_are_drawn_for_each_label_outside_the_batch(

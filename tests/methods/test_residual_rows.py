@@ -6,29 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.untrained_model import TEXTS, create_model, encode
 from scipy.sparse import csr_matrix
 
 from unidec.data.storage import write_folder
-from unidec.data.tokens import encode_texts
-from unidec.methods.assembly import additions, export_of
+from unidec.methods.assembly import export_of
 from unidec.methods.graph_rows import GraphTexts
 from unidec.methods.query_rows import QueryTexts
 from unidec.methods.residual_rows import ResidualRows
 from unidec.model.unidec import KIND, VERSION, UniDEC
-
-TEXTS = ["river query w3", "bread bread", "music label w10 w11 planet"]
-
-
-def create(folder, params, seed):
-    torch.manual_seed(seed)
-    everything = params.model_dump()
-    return UniDEC.create(params.encoder, params.model, 7, folder, 0, everything, add=additions)
-
-
-def encode(model, texts=TEXTS):
-    return torch.from_numpy(
-        model.encode("queries", encode_texts(texts, model.tokenizer_folder, 16))
-    )
 
 
 @pytest.fixture
@@ -36,7 +22,9 @@ def residual(tiny_bert, tiny_params, rng):
     """A residual classifier with free vectors of seven labels, and the encoder's outputs of their
     texts.
     """
-    model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.dropout": 0.5}), 3)
+    model = create_model(
+        tiny_bert, tiny_params(**{"model.clf_residual": True, "model.dropout": 0.5}), 3
+    )
     label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1]) + torch.from_numpy(
         rng.normal(size=(7, 32)).astype(np.float32)
     )
@@ -81,7 +69,7 @@ def test_whole_rows_have_the_mean_of_all_their_queries(
         "model.clf_residual": True,
         "model.clf_queries": 2,
     }
-    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    model = create_model(tiny_bert, tiny_params(**values), 3).eval()
     assert model.related_gate.tolist() == [1.0] * len(model.related_gate)
     # of 7 labels, then of 5 queries
     texts_NW = torch.from_numpy(rng.normal(size=(12, 32)).astype(np.float32))
@@ -105,7 +93,7 @@ def test_whole_rows_have_the_texts_of_all_related_labels(
     tiny_bert, tiny_params, rng, monkeypatch, block
 ):
     monkeypatch.setattr("unidec.methods.residual_rows.START_BLOCK", block)
-    model = create(
+    model = create_model(
         tiny_bert, tiny_params(**{"model.clf_residual": True, "model.clf_graph": True}), 3
     ).eval()
     label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1]) + torch.from_numpy(
@@ -132,7 +120,7 @@ def test_whole_rows_have_the_texts_of_all_related_labels(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path, rng, dtype, gates):
     values = {"model.clf_residual": True, "model.clf_dtype": dtype, "model.clf_gates": gates}
-    model = create(tiny_bert, tiny_params(**values), 3)
+    model = create_model(tiny_bert, tiny_params(**values), 3)
     if gates:
         torch.nn.init.normal_(model.gates)
     label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from recorded_batches import texts
+from helpers.recorded_batches import texts
 
 from unidec.training.distributed import Ranks
 

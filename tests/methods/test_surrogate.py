@@ -3,17 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from helpers.untrained_model import create_model
 
 from unidec.data.storage import write_folder
-from unidec.methods.assembly import additions, export_of
+from unidec.methods.assembly import export_of
 from unidec.methods.surrogate import ClusterRows
 from unidec.model.unidec import KIND, VERSION, UniDEC
-
-
-def create(folder, params, seed):
-    torch.manual_seed(seed)
-    everything = params.model_dump()
-    return UniDEC.create(params.encoder, params.model, 7, folder, 0, everything, add=additions)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -25,7 +20,7 @@ def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bia
         "model.clf_init": "xavier",
         "model.clf_bias": bias,
     }
-    model = create(tiny_bert, tiny_params(**values), 3).eval()
+    model = create_model(tiny_bert, tiny_params(**values), 3).eval()
     assert model.table.weight.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
     model.start_table()
     assert len(np.unique(model.table.weight)) == 64

@@ -1,16 +1,13 @@
-"""Fresh random numbers for each run of a test; UNIDEC_TEST_SEED, printed on failure, brings them
-back.
-"""
+"""Transformers that the encoder's tests run with."""
 
-import os
-import random
+from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
+
 import pytest
 
 
-@pytest.fixture
-def rng():
-    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
-    print(f"UNIDEC_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
+@pytest.fixture(params=["bert", "distilbert"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    """A folder of each kind of transformer."""
+    return request.getfixturevalue(f"tiny_{request.param}")

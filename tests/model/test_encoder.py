@@ -167,11 +167,6 @@ def test_bag_starts_as_a_tf_idf_mean(rng):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["bert", "distilbert"])
-def folder(request):
-    return request.getfixturevalue(f"tiny_{request.param}")
-
-
 @pytest.fixture
 def texts(rng):
     """40 texts of 2 to 12 tokens."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import golden
 
 from unidec.config import recipe_names
 from unidec.training.trainer import Trainer, TrainingData
@@ -233,7 +234,7 @@ def linear(layer, x):
 class Case:
     """One batch of a recipe on the tiny set, its encoder's outputs drawn at random."""
 
-    def __init__(self, recipe, golden, dataset, tokens, transformer, folder, rng):
+    def __init__(self, recipe, dataset, tokens, transformer, folder, rng):
         folder.mkdir(exist_ok=True)
         params = golden.small(recipe, transformer, folder, **{"model.dropout": 0.0})
         graph = golden.label_graph(params, dataset) if params.reads_label_graph else None
@@ -436,18 +437,13 @@ class Case:
         return torch.cat([torch.stack(queries), x[self.own :]])
 
 
-@pytest.fixture
-def golden(helper):
-    return helper("training/golden")
-
-
 def test_every_recipe_has_a_formula():
     assert sorted(FORMULAS) == recipe_names()
 
 
 @pytest.mark.parametrize("recipe", FORMULAS)
 def test_a_recipes_loss_and_gradients_equal_the_papers_formula(
-    recipe, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, rng
+    recipe, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, rng
 ):
     case = Case(recipe, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path / "case", rng)
     loss, grads = case.computed()
@@ -479,7 +475,7 @@ def test_a_recipes_loss_and_gradients_equal_the_papers_formula(
     ],
 )
 def test_the_formulas_tell_systems_apart(
-    recipe, other, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, rng
+    recipe, other, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, rng
 ):
     case = Case(recipe, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path / "case", rng)
     own, foreign = (case.written(FORMULAS[name])[0].item() for name in (recipe, other))

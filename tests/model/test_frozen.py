@@ -15,11 +15,6 @@ from unidec.model.frozen import FrozenCaches, cached_inputs, frozen_sha256
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["bert", "distilbert"])
-def folder(request):
-    return request.getfixturevalue(f"tiny_{request.param}")
-
-
 def make_encoder(folder, **settings):
     return TextEncoder(Encoder(kind="transformer", **settings), load_transformer(folder), 0, 32)
 

@@ -3,8 +3,6 @@ degenerate cases.
 """
 
 import doctest
-import os
-import random
 
 import numpy as np
 import pytest
@@ -42,13 +40,6 @@ VARIANTS = {
     "hinge-entries": ("hinge", {"margin": 1.5, "normalise": "entries"}),
     "softtopk": ("softtopk", {"topk": 2}),
 }
-
-
-@pytest.fixture
-def rng():
-    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
-    print(f"UNIDEC_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 class Case:

@@ -1,20 +1,10 @@
 """Reductions against loops over rows and pairs."""
 
-import os
-import random
-
 import numpy as np
 import pytest
 import torch
 
 from unidec.model.pairs import REDUCTIONS, PoolTargets, target_weights
-
-
-@pytest.fixture
-def rng():
-    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
-    print(f"UNIDEC_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 def make_targets(row, sampled=None, relevance=None, num_positives=None):

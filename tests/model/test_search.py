@@ -1,8 +1,5 @@
 """Exact search against a full sort in float64."""
 
-import os
-import random
-
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -11,13 +8,6 @@ import torch
 from unidec.errors import DataError
 from unidec.model import search
 from unidec.model.search import exact_search, query_block
-
-
-@pytest.fixture
-def rng():
-    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
-    print(f"UNIDEC_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 def vectors(rng, rows, dim=6):

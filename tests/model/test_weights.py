@@ -5,14 +5,12 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.untrained_model import TEXTS, encode
 
 from unidec.data.storage import write_folder, write_manifest
-from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.unidec import UniDEC
 from unidec.model.weights import KIND, VERSION, start_sha256
-
-TEXTS = ["river query w3", "bread bread", "music label w10 w11 planet"]
 
 
 def create(folder, params, seed):
@@ -44,12 +42,6 @@ def start(tiny_bert, tiny_params, tmp_path):
         ).eval()
 
     return start
-
-
-def encode(model, texts=TEXTS):
-    return torch.from_numpy(
-        model.encode("queries", encode_texts(texts, model.tokenizer_folder, 16))
-    )
 
 
 KINDS = {

@@ -10,16 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from raw_files import write_raw
+from helpers import team_project
+from helpers.raw_files import write_raw
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_queue_of_two_trains_into_the_checkouts_store(helper, tmp_path):
-    module = helper("operations/project")
+def test_a_queue_of_two_trains_into_the_checkouts_store(tmp_path):
     # DVC's queue starts its worker as `dvc`
-    project = module.Project(tmp_path, {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"})
-    write_raw(module.small_data(), project.root / "data" / "raw" / "small", "tables")
+    project = team_project.TeamProject(
+        tmp_path, {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    )
+    write_raw(team_project.small_data(), project.root / "data" / "raw" / "small", "tables")
     project.params(
         data={"path": "data/raw/small"},
         source={"kind": "none", "path": ""},

@@ -12,6 +12,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from helpers.team_project import shuffled_labels
 
 pytestmark = [pytest.mark.operations, pytest.mark.timeout(900)]
 TRAIN = "unidec/train"
@@ -103,7 +104,7 @@ def test_changed_data_trains_from_the_champion_and_the_better_model_is_promoted(
 def test_a_worse_challenger_is_refused_with_the_reasons(world):
     world.ready()
     before = world.project.aliases()
-    world.project.export(world.data.shuffled_labels(world.second))
+    world.project.export(shuffled_labels(world.second))
     run = world.server.run(TRAIN)
     state = world.server.completed(run, 600)["state"]
     assert state["name"] == "Refused" and "nDCG@5" in state["message"], state

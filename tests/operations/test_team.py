@@ -11,12 +11,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers import team_project, team_servers
+from helpers.postgres_server import binaries
 
 pytestmark = [pytest.mark.operations, pytest.mark.timeout(2400)]
 TRAIN = "unidec/train"
@@ -24,18 +25,14 @@ REFRESH = "unidec-refresh/refresh"
 
 
 @pytest.fixture(scope="module")
-def team(
-    helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    module = helper("operations/team")
+def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     for package in ("psycopg2", "boto3", "dvc_s3"):
         pytest.importorskip(package, reason="pip install -e '.[postgres,s3]'")
-    if helper("postgres_server").binaries() is None or module.missing():
-        pytest.skip(f"PostgreSQL or {', '.join(module.missing())} is not installed")
-    found = module.Team(tmp_path_factory.mktemp("team"), helper)
+    if binaries() is None or team_servers.missing():
+        pytest.skip(f"PostgreSQL or {', '.join(team_servers.missing())} is not installed")
+    found = team_servers.TeamServers(tmp_path_factory.mktemp("team"))
     try:
-        data = helper("operations/project")
-        found.project.export(data.fewer_queries(data.small_data(), 600))
+        found.project.export(team_project.fewer_queries(team_project.small_data(), 600))
         words = ["remote", "add", "--default", "team", "s3://dvc/unidec"]
         found.project.dvc(*words)
         found.project.commit("DVC's remote")

@@ -4,22 +4,21 @@ within it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from raw_files import write_raw
+from helpers.raw_files import write_raw
+from helpers.tiny_training import tiny_params
+from helpers.tiny_transformer import write_transformer
 
 from unidec.config import Params
 from unidec.data.raw import RawData
 
 
 @pytest.fixture(scope="session")
-def work(
-    helper: Callable[[str], Any], slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory
-) -> SimpleNamespace:
+def work(slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """`folder` with raw/ and bert/, and `params(**overrides)` for a short training of a bag of
     tokens in it.
     """
@@ -31,7 +30,7 @@ def work(
         for table in (*slice_raw.queries.values(), slice_raw.labels)
         for text in table["title"].to_pylist()
     ]
-    bert = helper("tiny_transformer").write_transformer(folder / "bert", texts)
+    bert = write_transformer(folder / "bert", texts)
 
     def params(**overrides: Any) -> Params:
         # named as in the working folder: what it is called from must not show in a run's name
@@ -51,7 +50,7 @@ def work(
             "tracking.experiment": "stages",
             "tracking.model_name": "stages",
         }
-        return helper("tiny_training").tiny_params(Path(bert.name), **(values | overrides))
+        return tiny_params(Path(bert.name), **(values | overrides))
 
     return SimpleNamespace(folder=folder, params=params)
 

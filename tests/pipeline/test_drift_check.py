@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from html_page import Loaded, Page
-from mlflow_server import free_port
-from raw_files import write_raw
+from helpers.html_page import Loaded, Page
+from helpers.ports import free_port
+from helpers.raw_files import write_raw
+from helpers.tiny_training import tiny_params
+from helpers.tiny_transformer import write_transformer
 from typer.testing import CliRunner
 
 from unidec import pipeline
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.timeout(300)
 CHAMPION = "models:/unidec@champion"
 
 
-def params_of(helper: Callable[[str], Any], **overrides: Any) -> Params:
+def params_of(**overrides: Any) -> Params:
     values = {
         "data.path": "raw",
         "data.validation_share": 0.2,
@@ -49,7 +51,7 @@ def params_of(helper: Callable[[str], Any], **overrides: Any) -> Params:
         "run.check_memory": False,
         "run.checkpoint_minutes": 0.0,
     }
-    return helper("tiny_training").tiny_params(Path("bert"), **(values | overrides))
+    return tiny_params(Path("bert"), **(values | overrides))
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +60,7 @@ def raw(lf_debian_path: Path) -> RawData:
 
 
 @pytest.fixture(scope="module")
-def made(
-    helper: Callable[[str], Any], raw: RawData, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def made(raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with a champion."""
     folder = tmp_path_factory.mktemp("change")
     (folder / "raw").mkdir()
@@ -71,11 +71,11 @@ def made(
         for table in (*some.queries.values(), some.labels)
         for text in table["title"].to_pylist()
     ]
-    helper("tiny_transformer").write_transformer(folder / "bert", texts)
+    write_transformer(folder / "bert", texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{folder}/mlflow.db"))
-        params = params_of(helper)
+        params = params_of()
         for name in ("ingest", "tokens", "propensity"):
             getattr(pipeline, name)(params)
         assert pipeline.data_change(params).accepted is None
@@ -87,13 +87,11 @@ def made(
 
 
 @pytest.fixture
-def work(
-    made: Path, helper: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> SimpleNamespace:
+def work(made: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.chdir(made)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{made}/mlflow.db")
     shutil.rmtree(paths.CHANGE, ignore_errors=True)
-    return SimpleNamespace(folder=made, params=lambda **overrides: params_of(helper, **overrides))
+    return SimpleNamespace(folder=made, params=lambda **overrides: params_of(**overrides))
 
 
 def ingested(

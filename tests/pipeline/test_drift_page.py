@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from html_page import Page
+from helpers.html_page import Page
 
 from unidec.data.profile import LENGTH_EDGES
 from unidec.evaluation.drift import Check

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from helpers.gated_registry import GatedRegistry, make_raw
 
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
@@ -36,10 +37,8 @@ def store(tmp_path_factory):
 
 
 @pytest.fixture
-def world(helper, store, tmp_path, monkeypatch, request):
-    world = helper("pipeline/gate_world").World(
-        tmp_path, store, re.sub(r"\W", "-", request.node.name).strip("-")
-    )
+def world(store, tmp_path, monkeypatch, request):
+    world = GatedRegistry(tmp_path, store, re.sub(r"\W", "-", request.node.name).strip("-"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", world.uri)
     world.data()
@@ -137,12 +136,12 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
     assert pipeline.needs_gate(world.params(margin=-30.0), worse)
 
 
-def split_changed(world, helper, num_seen: int, num_test: int = 60) -> tuple[list[str], list[str]]:
+def split_changed(world, num_seen: int, num_test: int = 60) -> tuple[list[str], list[str]]:
     """New data whose test queries are named as the champion's training queries were: of the first
     `num_seen`, the texts are the same. Returns the texts that the champion and that the challenger
     were trained on.
     """
-    raw = helper("pipeline/gate_world").make_raw(num_test=num_test)
+    raw = make_raw(num_test=num_test)
     test = raw.queries["test"]
     titles = [f"{title} v{row}" for row, title in enumerate(test["title"].to_pylist())]
     test = test.set_column(1, "title", pa.array(titles, pa.large_string()))
@@ -150,8 +149,8 @@ def split_changed(world, helper, num_seen: int, num_test: int = 60) -> tuple[lis
     return titles[:num_seen], raw.queries["train"]["title"].to_pylist()
 
 
-def test_a_split_that_changed_is_judged_on_queries_that_neither_has_seen(world, helper):
-    before, now = split_changed(world, helper, 40, 160)
+def test_a_split_that_changed_is_judged_on_queries_that_neither_has_seen(world):
+    before, now = split_changed(world, 40, 160)
     # right about what it was trained on, wrong about many others
     champion = world.bundle("champion", wrong=range(40, 60, 2), trained_on=before)
     world.version(champion, alias="champion")
@@ -174,8 +173,8 @@ def test_a_split_that_changed_is_judged_on_queries_that_neither_has_seen(world, 
 
 
 @pytest.mark.parametrize("who", ["champion", "challenger"])
-def test_too_few_unseen_queries_are_no_verdict_unless_that_is_accepted(world, helper, who):
-    seen, other = split_changed(world, helper, 45)
+def test_too_few_unseen_queries_are_no_verdict_unless_that_is_accepted(world, who):
+    seen, other = split_changed(world, 45)
     trained_on = {"champion": other, "challenger": other} | {who: seen}
     world.version(
         world.bundle("champion", wrong=[1], trained_on=trained_on["champion"]), alias="champion"
@@ -205,8 +204,8 @@ def test_too_few_unseen_queries_are_no_verdict_unless_that_is_accepted(world, he
     )
 
 
-def test_what_an_older_bundle_was_trained_on_is_said_to_be_unknown(world, helper):
-    _, now = split_changed(world, helper, 0)
+def test_what_an_older_bundle_was_trained_on_is_said_to_be_unknown(world):
+    _, now = split_changed(world, 0)
     world.version(world.bundle("champion", wrong=[1]), alias="champion")
     world.version(world.bundle("challenger", trained_on=now))
     result = pipeline.gate(world.params(confidence=0.0))
@@ -233,9 +232,9 @@ def test_copies_of_old_bundles_make_room(world, monkeypatch):
     assert compared <= left and not {"old", "older", "oldest"} & left and len(left) == 3
 
 
-def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(world, helper):
+def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(world):
     # labels 6 to 65: 0 to 5 are gone, 60 to 65 are new
-    raw = helper("pipeline/gate_world").make_raw(first=6)
+    raw = make_raw(first=6)
     world.data(raw)
     world.version(world.bundle("old", labels=range(60)), alias="champion")
     world.version(world.bundle("new", labels=reversed(range(6, 66))))  # in another order
@@ -421,8 +420,8 @@ def test_a_clock_that_was_disturbed_once_is_asked_again(world, played, monkeypat
     assert result.passed and len(calls) == 4
 
 
-def test_no_test_queries_no_comparison(world, helper):
-    world.data(helper("pipeline/gate_world").make_raw(num_test=0))
+def test_no_test_queries_no_comparison(world):
+    world.data(make_raw(num_test=0))
     first = world.version(world.bundle("first"))
     assert pipeline.gate(world.params()).passed  # servable: asked with training queries
     pipeline.promote(world.params(), first)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from raw_files import write_raw
+from helpers.raw_files import write_raw
+from helpers.tiny_training import tiny_params
 
 from unidec import pipeline
 from unidec.config import Params
@@ -38,10 +38,8 @@ def place(tmp_path: Path, tiny_raw: RawData, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def params(helper: Callable[[str], Any], tiny_bert: Path) -> Params:
-    return helper("tiny_training").tiny_params(
-        tiny_bert, **{"data.path": "raw", "retrain.start": "cold"}
-    )
+def params(tiny_bert: Path) -> Params:
+    return tiny_params(tiny_bert, **{"data.path": "raw", "retrain.start": "cold"})
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from dense_votes import dense_votes
+from helpers.dense_votes import dense_votes
+from helpers.tiny_training import tiny_params
 from scipy.sparse import csr_matrix
 
 from unidec import pipeline
@@ -704,16 +705,14 @@ def test_votes_that_do_not_help_are_left_out(
 
 
 def test_a_bag_reads_longer_texts_than_its_transformer(
-    tiny_dataset, tiny_bert, tmp_path, monkeypatch, helper
+    tiny_dataset, tiny_bert, tmp_path, monkeypatch
 ):
     """It has the transformer's tokens only; the transformer itself, with 64 positions, is refused
     before tokenising.
     """
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_dataset.path, paths.DATASET)
-    params = helper("tiny_training").tiny_params(
-        tiny_bert, **{"encoder.kind": "bag", "tokens.max_length": 65}
-    )
+    params = tiny_params(tiny_bert, **{"encoder.kind": "bag", "tokens.max_length": 65})
     assert pipeline.tokens(params)["queries_texts"] == tiny_dataset.num_queries
     transformer = params.model_copy(
         update={"encoder": params.encoder.model_copy(update={"kind": "both"})}

@@ -7,6 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+from helpers.live_bytes import LiveBytes
+from helpers.tiny_data import make_raw
 
 from unidec import cli
 from unidec.config import Params, load_params, with_settings
@@ -38,13 +40,13 @@ GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
-def data(helper, tiny_bert, tmp_path_factory):
+def data(tiny_bert, tmp_path_factory):
     """1,080 training queries, 400 labels and their token caches: steps large enough to drown what
     every step has.
     """
     root = tmp_path_factory.mktemp("memory")
     dataset = write_dataset(
-        root / "dataset", helper("conftest").make_raw(1200, 100, 400, seed=1), validation_share=0.1
+        root / "dataset", make_raw(1200, 100, 400, seed=1), validation_share=0.1
     )
     tokens = [
         TokenCache.open(
@@ -56,9 +58,9 @@ def data(helper, tiny_bert, tmp_path_factory):
 
 
 @pytest.fixture
-def live(helper):
+def live():
     """Counts the bytes of tensors that live."""
-    return helper("training/live_bytes").LiveBytes()
+    return LiveBytes()
 
 
 def sizes_of(dataset, queries, labels):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from dense_votes import dense_votes
+from helpers.dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
 from unidec.config import Params

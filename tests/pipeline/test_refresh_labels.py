@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers.raw_files import write_raw
 from mlflow import MlflowClient
-from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle

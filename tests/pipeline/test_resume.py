@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from raw_files import write_raw
+from helpers.raw_files import write_raw
+from helpers.tiny_data import tiny_transformer
+from helpers.tiny_training import tiny_params
 
 from unidec import pipeline
 from unidec.config import Params
@@ -35,22 +37,18 @@ TIMES = ("seconds", "_per_s", "memory")
 
 
 @pytest.fixture(scope="module")
-def made(
-    helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def made(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Raw files, a transformer and the store of a tiny project."""
     folder = tmp_path_factory.mktemp("resume")
     (folder / "raw").mkdir()
     write_raw(tiny_raw, folder / "raw", "xmc-json")
-    helper("conftest").tiny_transformer("bert", tiny_raw, folder / "bert")
+    tiny_transformer("bert", tiny_raw, folder / "bert")
     prepare_store(f"sqlite:///{folder}/mlflow.db")
     return folder
 
 
 @pytest.fixture
-def work(
-    made: Path, helper: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SimpleNamespace]:
+def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A project whose data stages are done; `params(**overrides)` of a training of some dozen
     steps.
     """
@@ -69,7 +67,7 @@ def work(
             "run.checkpoint_steps": 3,
             "run.check_memory": False,
         }
-        return helper("tiny_training").tiny_params(Path("bert"), **(values | overrides))
+        return tiny_params(Path("bert"), **(values | overrides))
 
     for name in ("ingest", "tokens", "propensity"):
         getattr(pipeline, name)(params())

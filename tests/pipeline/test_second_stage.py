@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from raw_files import write_raw
+from helpers.raw_files import write_raw
+from helpers.tiny_training import tiny_params
 
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
@@ -68,7 +69,7 @@ QUICK = (RESIDUAL, FUSED)
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in SECOND]
 )
-def test_two_stages_from_raw_files_to_a_bundle(folder, helper, kind):
+def test_two_stages_from_raw_files_to_a_bundle(folder, kind):
     def params(**values):
         common = {
             "data.path": "raw",
@@ -76,7 +77,7 @@ def test_two_stages_from_raw_files_to_a_bundle(folder, helper, kind):
             "encoder.kind": "both",
             "optim.epochs": 2,
         }
-        return helper("tiny_training").tiny_params(Path("bert"), **common | values)
+        return tiny_params(Path("bert"), **common | values)
 
     first = params(**{"model.heads": "de"} | (NO_PROJECTION if kind == FUSED else {}))
     second = params(**{"encoder.start": "first", "pool.cluster_start": 3} | SECOND[kind])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers.raw_files import write_raw
+from helpers.tiny_data import tiny_transformer
+from helpers.tiny_training import tiny_params
 from mlflow.exceptions import MlflowException
-from raw_files import write_raw
 from scipy.sparse import csr_matrix
 
 from unidec import pipeline
@@ -62,7 +64,7 @@ def later(raw: RawData) -> RawData:
     return RawData(raw.name, raw.queries, labels, relevance, filters)
 
 
-def params_of(helper: Callable[[str], Any], **overrides: Any) -> Params:
+def params_of(**overrides: Any) -> Params:
     values = {
         "data.path": "raw",
         "data.validation_share": 0.2,
@@ -72,7 +74,7 @@ def params_of(helper: Callable[[str], Any], **overrides: Any) -> Params:
         "run.check_memory": False,
         "run.checkpoint_minutes": 0.0,
     }
-    return helper("tiny_training").tiny_params(Path("bert"), **(values | overrides))
+    return tiny_params(Path("bert"), **(values | overrides))
 
 
 def make_data(params: Params) -> None:
@@ -87,32 +89,28 @@ def register_champion() -> int:
 
 
 @pytest.fixture(scope="module")
-def made(
-    helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def made(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with two versions of its data and a champion, trained cold on the first."""
     folder = tmp_path_factory.mktemp("start")
     for name, raw in (("raw", tiny_raw), ("raw2", later(tiny_raw))):
         (folder / name).mkdir()
         write_raw(raw, folder / name, "xmc-json")
-    helper("conftest").tiny_transformer("bert", tiny_raw, folder / "bert")
+    tiny_transformer("bert", tiny_raw, folder / "bert")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{folder}/mlflow.db"))
-        params = params_of(helper)
+        params = params_of()
         make_data(params)
         training.train(params)
         pipeline.index(params)
         register_champion()
         shutil.copytree(paths.DATASET, "first_dataset")
-        make_data(params_of(helper, **{"data.path": "raw2"}))
+        make_data(params_of(**{"data.path": "raw2"}))
         yield folder
 
 
 @pytest.fixture
-def work(
-    made: Path, helper: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SimpleNamespace]:
+def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The project with its second data; what a test registers is its own."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(made / "mlflow.db", tmp_path)
@@ -124,7 +122,7 @@ def work(
     paths.START.write_bytes(COLD)
     return SimpleNamespace(
         folder=tmp_path,
-        params=lambda **overrides: params_of(helper, **{"data.path": "raw2"} | overrides),
+        params=lambda **overrides: params_of(**{"data.path": "raw2"} | overrides),
         bundle=made / "outputs" / "bundle",
     )
 
@@ -203,9 +201,9 @@ def test_a_champion_that_does_not_fit(work, key):
         pipeline.choose_start(params, "warm")
 
 
-def test_another_tokenizer(work, helper, raw_factory):
+def test_another_tokenizer(work, raw_factory):
     raw = raw_factory(seed=5)
-    helper("conftest").tiny_transformer("bert", raw, work.folder / "other")
+    tiny_transformer("bert", raw, work.folder / "other")
     file = work.folder / "other" / "tokenizer.json"
     changed = json.loads(file.read_text())
     changed["model"]["unk_token"] = "[MASK]"

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dense_votes import dense_votes
-from tiny_bundle import TITLES, UIDS, random_fusion, write_tiny_bundle
+from helpers.dense_votes import dense_votes
+from helpers.tiny_bundle import TITLES, UIDS, random_fusion, write_tiny_bundle
 
 from unidec.bundle.answer import Answerer, Request
 from unidec.bundle.bundle import Bundle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from label_vectors import label_vectors
+from helpers.label_vectors import label_vectors
 
 from unidec.errors import DataError
 from unidec.ranking import heads as heads_module

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import builtins
 import sys
-import threading
 import types
 
 import numpy as np
 import pytest
-from tiny_bundle import recall_with_ties
+from helpers.slow_search import slow_search, wrong_in_threads
+from helpers.tiny_bundle import recall_with_ties
 
 from unidec.errors import ArtifactError, UnidecError
 from unidec.model.search import exact_search
@@ -17,13 +17,6 @@ from unidec.ranking.heads import unit_rows
 from unidec.ranking.index import LabelIndex, recall
 
 pytest.importorskip("faiss")
-
-
-def _oracle(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """All products in float64, a full stable sort: equal scores by label number."""
-    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
-    labels = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    return np.take_along_axis(scores, labels, axis=1), labels
 
 
 def _random(
@@ -39,7 +32,7 @@ def _random(
 def test_flat_is_exact(rng, num_labels, dim, k):
     vectors, queries = _random(rng, num_labels, dim, 33)
     scores, labels = LabelIndex.build(vectors).search(queries, k)
-    expected_scores, expected = _oracle(queries, vectors, k)
+    expected_scores, expected = slow_search(queries, vectors, k)
     found = min(k, num_labels)
     assert (
         scores.shape == labels.shape == (33, k)
@@ -64,7 +57,7 @@ def test_ties_come_in_label_order(rng):
     vectors = np.repeat(np.eye(4, dtype=np.float32), 3, axis=0)[rng.permutation(12)]
     queries = np.array([[4, 3, 2, 1], [1, 1, 1, 1]], dtype=np.float32)
     scores, labels = LabelIndex.build(vectors).search(queries, 12)
-    _, expected = _oracle(queries, vectors, 12)
+    _, expected = slow_search(queries, vectors, 12)
     assert np.array_equal(labels, expected)
     assert (np.diff(scores, axis=1) <= 0).all()
 
@@ -124,20 +117,7 @@ def test_hnsw_of_one_label(rng, tmp_path):
 def test_several_threads_search_at_once(rng, kind):
     vectors, queries = _random(rng, 500, 16, 64)
     index = LabelIndex.build(vectors, kind=kind)
-    wanted = {k: index.search(queries, k)[1] for k in (3, 20)}
-    wrong: list[int] = []
-
-    def work(k: int) -> None:
-        wrong.extend(
-            k for _ in range(10) if not np.array_equal(index.search(queries, k)[1], wanted[k])
-        )
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in (3, 20, 3, 20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(index, queries)
 
 
 def test_bad_input_is_refused(rng):

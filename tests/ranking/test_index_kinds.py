@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import get_args
 
 import numpy as np
 import pytest
-from label_vectors import label_vectors
-from tiny_bundle import recall_with_ties
+from helpers.label_vectors import label_vectors
+from helpers.slow_search import slow_search, wrong_in_threads
+from helpers.tiny_bundle import recall_with_ties
 
 from unidec.config import Index, load_params
 from unidec.errors import ArtifactError, ConfigError
@@ -39,13 +39,6 @@ def _clusters(rng: np.random.Generator, num: int, dim: int = DIM) -> np.ndarray:
     )
 
 
-def _oracle(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """All products in float64, a full stable sort: equal scores by label number."""
-    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
-    labels = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    return np.take_along_axis(scores, labels, axis=1), labels
-
-
 def test_the_parameters_name_the_same_kinds():
     assert get_args(Index.model_fields["kind"].annotation) == KINDS
 
@@ -64,7 +57,7 @@ def test_scores_are_exact_and_most_is_found(rng, kind):
     queries = _clusters(rng, 40)
     index = LabelIndex.build(vectors, kind, **THOROUGH)
     scores, labels = index.search(queries, 15)
-    wanted_scores, wanted = _oracle(queries, vectors, 15)
+    wanted_scores, wanted = slow_search(queries, vectors, 15)
     assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) > (
         0.999 if kind == "flat" else 0.95
     )
@@ -83,7 +76,7 @@ def test_few_labels_are_all_found(rng, kind, num_labels, dim):
     queries = _clusters(rng, 5, dim)
     index = LabelIndex.build(vectors, kind, links=4)
     scores, labels = index.search(queries, num_labels + 2)
-    wanted_scores, wanted = _oracle(queries, vectors, num_labels)
+    wanted_scores, wanted = slow_search(queries, vectors, num_labels)
     assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) == 1.0
     assert (labels[:, num_labels:] == -1).all() and np.isneginf(scores[:, num_labels:]).all()
 
@@ -93,13 +86,13 @@ def test_ties_come_in_label_order(rng, kind):
     vectors = np.repeat(_clusters(rng, 60), 4, axis=0)[rng.permutation(240)]
     queries = _clusters(rng, 6)
     labels = LabelIndex.build(vectors, kind, **THOROUGH | {"rescore": 10}).search(queries, 24)[1]
-    assert np.array_equal(labels, _oracle(queries, vectors, 24)[1])
+    assert np.array_equal(labels, slow_search(queries, vectors, 24)[1])
 
 
 def test_more_candidates_find_more(rng):
     vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (3000, 50))
     index = LabelIndex.build(vectors, "pq", rescore=1)
-    wanted = _oracle(queries, vectors, 100)[1]
+    wanted = slow_search(queries, vectors, 100)[1]
     found = [
         recall(index.with_options(rescore=factor).search(queries, 100)[1], wanted)
         for factor in (1, 4, 16)
@@ -198,20 +191,7 @@ def test_several_threads_search_at_once(rng, kind):
     vectors = _clusters(rng, LABELS)
     queries = _clusters(rng, 32)
     index = LabelIndex.build(vectors, kind, **THOROUGH)
-    wanted = {k: index.search(queries, k)[1] for k in (3, 20)}
-    wrong: list[int] = []
-
-    def work(k: int) -> None:
-        wrong.extend(
-            k for _ in range(10) if not np.array_equal(index.search(queries, k)[1], wanted[k])
-        )
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in (3, 20, 3, 20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(index, queries)
 
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
@@ -233,7 +213,7 @@ def test_many_lists(rng, tmp_path):
     num = FLAT_CENTROIDS + 100
     index = LabelIndex.build(rows, "ivf-pq", lists=num, code_dims=2, rescore=40)
     assert index.stored.nlist == num
-    wanted = _oracle(queries, rows, 10)[1]
+    wanted = slow_search(queries, rows, 10)[1]
     assert recall(index.with_options(probes=num).search(queries, 10)[1], wanted) > 0.99
     assert recall(index.with_options(probes=num // 4).search(queries, 10)[1], wanted) > 0.85
     index.save(tmp_path / "index.faiss")
@@ -255,7 +235,7 @@ def test_labels_in_two_lists_each_as_in_older_bundles(rng, tmp_path):
     index.save(tmp_path / "index.faiss")
     both = LabelIndex.load(tmp_path / "index.faiss", LABELS, DIM, kind, index.options, vectors)
     assert both.num_labels == both.stored.ntotal == LABELS
-    assert recall(both.search(queries, 15)[1], _oracle(queries, vectors, 15)[1]) > 0.9
+    assert recall(both.search(queries, 15)[1], slow_search(queries, vectors, 15)[1]) > 0.9
 
 
 @pytest.mark.parametrize("space", ["both", "de", "clf"])
@@ -283,7 +263,7 @@ def test_rows_of_half_precision(rng):
     queries = _clusters(rng, 5)
     index = LabelIndex.build(as_heads(vectors.astype(np.float16)), "pq", **THOROUGH)
     assert index.search(queries, 5)[0].dtype == np.float32
-    assert recall(index.search(queries, 5)[1], _oracle(queries, vectors, 5)[1]) > 0.9
+    assert recall(index.search(queries, 5)[1], slow_search(queries, vectors, 5)[1]) > 0.9
 
 
 def test_automatic_lists_and_probes():

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_bundle import write_tiny_bundle
+from helpers.tiny_bundle import write_tiny_bundle
 
 from unidec import cli
 from unidec.bundle.bundle import Bundle

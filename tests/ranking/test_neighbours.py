@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from dense_votes import dense_votes
+from helpers.dense_votes import dense_votes
+from helpers.slow_scores import head_scores
+from helpers.tiny_bundle import TITLES, UIDS, predict_file, write_tiny_bundle
 from scipy.sparse import csr_matrix
-from tiny_bundle import TITLES, UIDS, predict_file, write_tiny_bundle
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import KIND, VERSION, BundleLabels, KnnInfo, Scoring, write_bundle
@@ -232,25 +233,15 @@ def _slow_predict(
     )
     own = parts["neighbours"]
     labels = [set(own.labels_ML[m].indices.tolist()) for m in range(own.num_queries)]
-    votes = slow_votes(
-        (de if de is not None else clf)[i], own.vectors_MD, labels, len(UIDS), 7, vote
-    )
+    de_D = None if de is None else de[i]
+    clf_D = None if clf is None else clf[i]
+    searched = clf_D if de_D is None else de_D
+    votes = slow_votes(searched, own.vectors_MD, labels, len(UIDS), 7, vote)
     out = []
     for j, uid in enumerate(UIDS):
         if uid in exclude:
             continue
-        s_de = (
-            float(de[i].astype(float) @ parts["de_LD"][j].astype(float)) if de is not None else 0.0
-        )
-        s_clf = 0.0
-        if clf is not None:
-            a = clf[i].astype(float)
-            b = parts["clf_LD"][j].astype(float)
-            s_clf = float(a @ b)
-            if normalize:
-                s_clf /= max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-30)
-            elif parts["bias_L"] is not None:
-                s_clf += float(parts["bias_L"][j])
+        s_de, s_clf = head_scores(parts, de_D, clf_D, j, normalize)
         total = {"both": s_de + 0.5 * s_clf, "de": s_de, "clf": s_clf}[space] + 0.7 * votes[j]
         out.append((total, j, votes[j]))
     return sorted(out, key=lambda row: (-row[0], row[1]))[:k]

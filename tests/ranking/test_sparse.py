@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dense_votes import dense_votes
+from helpers.dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
 from unidec.ranking.candidates import PairScores, SparseRows, keep_largest

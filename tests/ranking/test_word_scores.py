@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dense_votes import dense_votes
+from helpers.dense_votes import dense_votes
+from helpers.tiny_bundle import TITLES, WORDS, StubModel, tiny_neighbours, write_model
 from scipy.sparse import csr_matrix
-from tiny_bundle import TITLES, WORDS, StubModel, tiny_neighbours, write_model
 
 from unidec.data.tokens import encode_texts
 from unidec.model.words import WordSpace

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dense_votes import dense_votes
+from helpers.dense_votes import dense_votes
+from helpers.tiny_bundle import TITLES, UIDS, WORDS, write_tiny_bundle
 from scipy.sparse import csr_matrix
-from tiny_bundle import TITLES, UIDS, WORDS, write_tiny_bundle
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import KIND, VERSION

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_bundle import write_tiny_bundle
+from helpers import asgi
+from helpers.tiny_bundle import write_tiny_bundle
 
 from unidec.config import Serve
 from unidec.ranking.ranker import Calibration
@@ -47,17 +48,6 @@ CARD_KEYS = [
 ]
 
 
-@pytest.fixture
-def asgi(helper: Any) -> Any:
-    return helper("serving/asgi")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, helper: Any) -> Path:
-    made: Path = helper("served_bundle").make_served_bundle(tmp_path_factory.mktemp("served"))
-    return made
-
-
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
     made = Engine.load(folder, Serve(runtime="torch", threads=1))
@@ -72,7 +62,7 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-def test_answers_are_those_of_the_bundle(asgi: Any, engine: Engine) -> None:
+def test_answers_are_those_of_the_bundle(engine: Engine) -> None:
     texts = [engine.bundle.titles[row].as_py() for row in range(0, 40, 3)] + [
         "no such words",
         "größer 🚗 \x00",
@@ -102,7 +92,7 @@ def test_answers_are_those_of_the_bundle(asgi: Any, engine: Engine) -> None:
 
 
 @pytest.mark.usefixtures("stub_model")
-def test_a_query_passes_few_files(asgi: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_query_passes_few_files(tmp_path: Path, rng: np.random.Generator) -> None:
     """By votes, words, fusion and calibration: what one has to read to follow POST /predict to its
     answer.
     """
@@ -138,9 +128,7 @@ def test_a_query_passes_few_files(asgi: Any, tmp_path: Path, rng: np.random.Gene
     assert len(passed) <= 14, sorted(names)
 
 
-def test_probabilities_are_null_where_the_bundle_does_not_know_them(
-    asgi: Any, folder: Path
-) -> None:
+def test_probabilities_are_null_where_the_bundle_does_not_know_them(folder: Path) -> None:
     engine = Engine.load(folder, Serve(runtime="torch", threads=1))
     text = engine.bundle.titles[0].as_py()
     calibration = Calibration(scores=[-1.0, 2.0], probabilities=[0.0, 1.0])
@@ -168,7 +156,7 @@ def test_probabilities_are_null_where_the_bundle_does_not_know_them(
     run(main)
 
 
-def test_every_answer_is_as_the_openapi_says(asgi: Any, engine: Engine) -> None:
+def test_every_answer_is_as_the_openapi_says(engine: Engine) -> None:
     text = engine.bundle.titles[0].as_py()
 
     async def main() -> None:
@@ -235,7 +223,7 @@ def test_every_answer_is_as_the_openapi_says(asgi: Any, engine: Engine) -> None:
     run(main)
 
 
-def test_the_openapi_has_limits_and_examples_that_are_right(asgi: Any) -> None:
+def test_the_openapi_has_limits_and_examples_that_are_right() -> None:
     settings = Serve(max_queries=9, max_k=8, max_query_chars=77)
     app = asgi.Asked(Service(settings), settings, None).app
     post = app.openapi()["paths"]["/predict"]["post"]

@@ -8,27 +8,22 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from helpers import compose
+from helpers.ports import free_port
+from helpers.served_bundle import make_served_bundle
 
 pytest.importorskip("uvicorn")
 
 
 @pytest.mark.slow
-def test_the_service_answers_with_its_key_and_ends_when_told(
-    helper: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
-    import socket
+def test_the_service_answers_with_its_key_and_ends_when_told(tmp_path: Path) -> None:
     import sys
 
-    compose = helper("compose")
-    bundle = helper("served_bundle").make_served_bundle(tmp_path / "made")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    bundle = make_served_bundle(tmp_path / "made")
+    port = free_port()
     (tmp_path / "serve").write_text("the key")
     service = compose.compose({"SERVE_MODEL": str(bundle)})["services"]["serve"]
     places = {

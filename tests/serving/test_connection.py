@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from helpers.asgi import StubEngine
 
 pytest.importorskip("uvicorn")
 
@@ -87,11 +88,11 @@ def status(answer: bytes) -> int:
 
 
 @pytest.fixture
-def started(helper: Any) -> Iterator[Started]:
+def started() -> Iterator[Started]:
     running: list[Running] = []
 
     def start(**settings: Any) -> Running:
-        running.append(Running(helper("serving/asgi").StubEngine(), Serve(**settings)))
+        running.append(Running(StubEngine(), Serve(**settings)))
         return running[-1]
 
     yield start

@@ -8,28 +8,28 @@ import asyncio
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers import asgi
+from helpers.served_bundle import make_served_bundle
 
 from unidec.config import Serve
 from unidec.errors import ArtifactError
 from unidec.serving.engine import Engine, Identity, LabelSearch, MappedFiles, Service
 
 
-def test_another_bundle_than_the_registry_names_is_refused(tmp_path: Path, helper: Any) -> None:
+def test_another_bundle_than_the_registry_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="another bundle"):
         Engine.load(
-            helper("served_bundle").make_served_bundle(tmp_path),
+            make_served_bundle(tmp_path),
             Serve(),
             Identity("0" * 64, "m", "1"),
         )
 
 
-def test_the_previous_engine_is_kept_or_freed(helper: Any) -> None:
-    asgi = helper("serving/asgi")
+def test_the_previous_engine_is_kept_or_freed() -> None:
     old = asgi.StubEngine("a")
     new = asgi.StubEngine("b")
     for keep in (True, False):
@@ -137,9 +137,8 @@ def test_a_folder_replaced_by_renaming_stays_what_was_loaded(files_folder: Path)
     assert files.changed() == ""
 
 
-def test_readyz_names_the_file_and_other_routes_answer(files_folder: Path, helper: Any) -> None:
+def test_readyz_names_the_file_and_other_routes_answer(files_folder: Path) -> None:
     folder = files_folder
-    asgi = helper("serving/asgi")
 
     async def main() -> None:
         stub = asgi.StubEngine()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers.served_bundle import make_served_bundle
 
 from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.bundle.probe import NUM_TITLES, Probe, known_texts
@@ -500,11 +501,11 @@ def test_an_address_that_is_none_is_refused_at_once():
         Follower(Service(Serve()), "models:/x", Serve())
 
 
-def test_a_probe_answers_known_texts(helper, tmp_path):
+def test_a_probe_answers_known_texts(tmp_path):
     """A real one: what libraries only reserve (Arrow's pool, thread stacks) is more than its bound,
     and not counted.
     """
-    folder = helper("served_bundle").make_served_bundle(tmp_path, num_labels=400)
+    folder = make_served_bundle(tmp_path, num_labels=400)
     probe = follow.probe_as_served(folder, Serve())
     bundle = RealEngine.load(folder, Serve()).bundle
     assert probe.sha256 == bundle.sha256 and 0 < probe.p95_ms < 10_000
@@ -512,8 +513,8 @@ def test_a_probe_answers_known_texts(helper, tmp_path):
     assert texts[0] == bundle.titles[0].as_py() and len(texts) == NUM_TITLES + 2
 
 
-def test_a_damaged_bundle_fails_its_probe_with_the_reason(helper, tmp_path):
-    folder = helper("served_bundle").make_served_bundle(tmp_path, num_labels=40)
+def test_a_damaged_bundle_fails_its_probe_with_the_reason(tmp_path):
+    folder = make_served_bundle(tmp_path, num_labels=40)
     np.save(folder / "vectors" / "de.npy", np.full((40, 16), np.nan, dtype=np.float32))
     write_manifest(folder, KIND, VERSION, {})
     with pytest.raises(ArtifactError, match=r"(?s)cannot serve it.*de\.npy"):

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import followed_server, served_bundle
+from helpers.served_bundle import make_served_bundle
 
 pytestmark = pytest.mark.slow
 
@@ -20,26 +21,20 @@ NUM_TEXTS = 30
 
 
 @pytest.fixture(scope="module")
-def live(helper: Callable[[str], Any]) -> Any:
-    return helper("followed_server")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return followed_server.FollowedRegistry(tmp_path_factory.mktemp("world"), make_served_bundle)
 
 
 @pytest.fixture(scope="module")
-def world(live: Any, helper: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return live.Followed(
-        tmp_path_factory.mktemp("world"), helper("served_bundle").make_served_bundle
-    )
+def texts() -> list[str]:
+    return [served_bundle.text(row) for row in range(NUM_TEXTS)]
 
 
 @pytest.fixture(scope="module")
-def texts(helper: Callable[[str], Any]) -> list[str]:
-    return [helper("served_bundle").text(row) for row in range(NUM_TEXTS)]
-
-
-@pytest.fixture(scope="module")
-def expected(world: Any, live: Any, texts: list[str]) -> dict[str, Any]:
+def expected(world: Any, texts: list[str]) -> dict[str, Any]:
     found = {
-        world.hashes[version]: live.expected_of(world.bundle(version), texts) for version in "123"
+        world.hashes[version]: followed_server.expected_of(world.bundle(version), texts)
+        for version in "123"
     }
     for text in texts[:5]:
         assert len({tuple(answers[text][1]) for answers in found.values()}) == 3, (
@@ -49,13 +44,13 @@ def expected(world: Any, live: Any, texts: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-def test_swaps_and_rollbacks_under_load(world, live, expected, texts, capsys):
+def test_swaps_and_rollbacks_under_load(world, expected, texts, capsys):
     world.point("1")
     with world.serving("serve.follow_seconds=0.2") as server:
         assert server.version() == "1"
         took = []
         at_rest = []
-        with live.Clients(server.port, expected, texts) as clients:
+        with followed_server.Clients(server.port, expected, texts) as clients:
             time.sleep(1)
             for version in SWAPS:
                 world.point(version)
@@ -81,18 +76,18 @@ def test_swaps_and_rollbacks_under_load(world, live, expected, texts, capsys):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
-def test_twenty_swaps_leave_memory_where_it_was(live, helper, tmp_path, capsys):
+def test_twenty_swaps_leave_memory_where_it_was(tmp_path, capsys):
     """Each one loads: nothing is kept. A bundle of 60,000 labels takes some 20 MB; twenty of them
     would show.
     """
-    world = live.Followed(
-        tmp_path, helper("served_bundle").make_served_bundle, versions=2, num_labels=60_000
+    world = followed_server.FollowedRegistry(
+        tmp_path, make_served_bundle, versions=2, num_labels=60_000
     )
     with world.serving(
         "serve.follow_seconds=0.2", "serve.keep_previous=false", "serve.cache_queries=0"
     ) as server:
         sizes = []
-        with live.Clients(server.port, defaultdict(dict), ["redcar bluecar"], num=1):
+        with followed_server.Clients(server.port, defaultdict(dict), ["redcar bluecar"], num=1):
             for turn in range(20):
                 version = "21"[turn % 2]
                 world.point(version)

@@ -6,18 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from helpers import asgi
+from helpers.asgi import run
 
 
-@pytest.fixture
-def asgi(helper: Any) -> Any:
-    return helper("serving/asgi")
-
-
-def run(main: Any) -> None:
-    asyncio.run(asyncio.wait_for(main(), 30))
-
-
-def test_the_key_is_asked_for_on_all_but_the_page_and_the_health_routes(asgi: Any) -> None:
+def test_the_key_is_asked_for_on_all_but_the_page_and_the_health_routes() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), "sécret") as server:
             for path in ("/", "/page/page.css", "/healthz", "/readyz"):
@@ -96,7 +89,7 @@ FOREIGN = (
     ],
 )
 def test_a_foreign_name_is_refused_where_a_page_could_use_it(
-    asgi: Any, key: str | None, settings: dict[str, Any], refused: tuple[str, ...]
+    key: str | None, settings: dict[str, Any], refused: tuple[str, ...]
 ) -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), key, **settings) as server:
@@ -120,7 +113,7 @@ def test_a_foreign_name_is_refused_where_a_page_could_use_it(
     run(main)
 
 
-def test_a_declared_body_that_is_too_large_is_refused_unread(asgi: Any) -> None:
+def test_a_declared_body_that_is_too_large_is_refused_unread() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), max_body_bytes=100) as server:
             reply = await server.ask("/predict", b"x" * 101)
@@ -134,7 +127,7 @@ def test_a_declared_body_that_is_too_large_is_refused_unread(asgi: Any) -> None:
     run(main)
 
 
-def test_a_chunked_body_is_read_no_further_than_the_limit(asgi: Any) -> None:
+def test_a_chunked_body_is_read_no_further_than_the_limit() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), max_body_bytes=100) as server:
             reply = await server.ask("/predict", chunks=[b"x" * 60, b"x" * 60, b"x"])
@@ -147,7 +140,7 @@ def test_a_chunked_body_is_read_no_further_than_the_limit(asgi: Any) -> None:
     run(main)
 
 
-def test_a_body_that_does_not_end_is_408_in_time(asgi: Any) -> None:
+def test_a_body_that_does_not_end_is_408_in_time() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), timeout_seconds=0.1) as server:
             loop = asyncio.get_running_loop()
@@ -160,7 +153,7 @@ def test_a_body_that_does_not_end_is_408_in_time(asgi: Any) -> None:
     run(main)
 
 
-def test_a_client_that_goes_while_it_sends_is_forgotten(asgi: Any) -> None:
+def test_a_client_that_goes_while_it_sends_is_forgotten() -> None:
     async def main() -> None:
         leaves = asyncio.Event()
         leaves.set()
@@ -183,7 +176,7 @@ def test_a_client_that_goes_while_it_sends_is_forgotten(asgi: Any) -> None:
         "application/x-www-form-urlencoded",
     ],
 )
-def test_a_body_that_is_not_declared_as_json_is_415(asgi: Any, kind: str) -> None:
+def test_a_body_that_is_not_declared_as_json_is_415(kind: str) -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
             reply = await server.ask(
@@ -200,7 +193,7 @@ def test_a_body_that_is_not_declared_as_json_is_415(asgi: Any, kind: str) -> Non
     run(main)
 
 
-def test_a_body_where_none_is_expected_is_read_and_bounded(asgi: Any) -> None:
+def test_a_body_where_none_is_expected_is_read_and_bounded() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), max_body_bytes=100) as server:
             assert (await server.ask("/healthz", b"x" * 50, method="GET")).status == 200
@@ -210,7 +203,7 @@ def test_a_body_where_none_is_expected_is_read_and_bounded(asgi: Any) -> None:
     run(main)
 
 
-def test_a_head_that_is_too_large_or_has_two_lengths_is_refused(asgi: Any) -> None:
+def test_a_head_that_is_too_large_or_has_two_lengths_is_refused() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
             reply = await server.ask("/healthz", headers={"x": "y" * 70_000})

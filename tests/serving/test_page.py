@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import page_server, served_bundle
+from helpers.browser import Browser, program
+from helpers.page_server import RunningApp
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("websockets")
@@ -27,21 +30,17 @@ FOCUS = "document.activeElement.closest('li[data-uid]')?.dataset.uid ?? document
 
 
 @pytest.fixture(scope="module")
-def chromium(
-    helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    module = helper("serving/browser")
-    if module.program() is None:
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if program() is None:
         pytest.skip("no Chromium is installed")
-    with module.Browser(tmp_path_factory.mktemp("profile")) as browser:
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
-def server(helper: Callable[[str], ModuleType]) -> Iterator[Any]:
-    module = helper("serving/page_stub")
-    world = module.World()
-    running = module.Server(world.app)
+def server() -> Iterator[Any]:
+    world = page_server.PageServer()
+    running = page_server.RunningApp(world.app)
     world.address = running.address
     yield world
     running.stop()
@@ -523,9 +522,7 @@ def test_everything_that_can_be_used_has_a_name(tab: Any, server: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def real(
-    helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The server itself, with a bundle of 400 labels whose training queries vote."""
     from unidec.config import Serve
     from unidec.serving.app import create_app
@@ -533,10 +530,11 @@ def real(
 
     settings = Serve(threads=1, max_k=50)
     service = Service(settings)
-    made = helper("served_bundle")
-    service.swap(Engine.load(made.make_served_bundle(tmp_path_factory.mktemp("served")), settings))
-    running = helper("serving/page_stub").Server(create_app(service, settings))
-    yield SimpleNamespace(address=running.address, text=made.text, engine=service.current)
+    service.swap(
+        Engine.load(served_bundle.make_served_bundle(tmp_path_factory.mktemp("served")), settings)
+    )
+    running = RunningApp(create_app(service, settings))
+    yield SimpleNamespace(address=running.address, text=served_bundle.text, engine=service.current)
     running.stop()
 
 

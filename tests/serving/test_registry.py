@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import stored_versions
+from helpers.stored_versions import store_version
 from mlflow.exceptions import MlflowException
 
 from unidec.data.storage import folder_sha256
@@ -30,13 +31,14 @@ def store(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, helper: Callable[[str], Any]) -> SimpleNamespace:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A registry of four versions: two good ones, one with another's hash, one without a bundle."""
     root = tmp_path_factory.mktemp("shop")
     client = open_client(store(root))
-    stored = helper("tracking/stored_versions")
     for what in ("one", "two", "three"):
-        stored.store_version(client, NAME, root / what, what, **{"dataset.sha256": "d" * 64})
+        stored_versions.store_version(
+            client, NAME, root / what, what, **{"dataset.sha256": "d" * 64}
+        )
     client.set_model_version_tag(NAME, "3", "bundle.sha256", "0" * 64)
     (root / "empty").mkdir()
     (root / "empty" / "notes.txt").write_text("no bundle")
@@ -95,26 +97,24 @@ def test_what_is_refused(shop, tmp_path, version, why):
     )
 
 
-def test_a_damaged_file_is_refused(shop, tmp_path, helper):
-    helper("tracking/stored_versions").store_version(
-        shop.client, "damaged", shop.root / "damaged", "whole"
-    )
+def test_a_damaged_file_is_refused(shop, tmp_path):
+    store_version(shop.client, "damaged", shop.root / "damaged", "whole")
     file = shop.root / "damaged" / "artifacts" / "bundle" / "labels.json"
     file.write_text(file.read_text().replace("whole", "whale"))
     assert "damaged" in refused(registry(shop, tmp_path, name="damaged"), "1")
 
 
-def test_a_link_in_a_stored_bundle_is_not_followed(shop, tmp_path, helper):
-    helper("tracking/stored_versions").store_version(shop.client, "link", shop.root / "link", "one")
+def test_a_link_in_a_stored_bundle_is_not_followed(shop, tmp_path):
+    store_version(shop.client, "link", shop.root / "link", "one")
     (shop.root / "link" / "artifacts" / "bundle" / "more.json").symlink_to("/etc/hostname")
     assert "more.json" in refused(registry(shop, tmp_path, name="link"), "1")
     assert not list(tmp_path.rglob("more.json"))
 
 
 def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_is_away(
-    shop, tmp_path, helper, monkeypatch
+    shop, tmp_path, monkeypatch
 ):
-    helper("tracking/stored_versions").store_version(shop.client, "gone", shop.root / "gone", "one")
+    store_version(shop.client, "gone", shop.root / "gone", "one")
     (shop.root / "gone" / "artifacts").rename(shop.root / "gone" / "elsewhere")
     client = registry(shop, tmp_path, name="gone")
     assert "cannot be fetched" in refused(client, "1") or "no bundle" in refused(client, "1")

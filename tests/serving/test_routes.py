@@ -8,25 +8,17 @@ import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from helpers import asgi
+from helpers.asgi import run
 
 from unidec.bundle.text_file import read_window
 from unidec.config import Serve
 from unidec.serving.engine import Service
 
 
-@pytest.fixture
-def asgi(helper: Any) -> Any:
-    return helper("serving/asgi")
-
-
-def run(main: Any) -> None:
-    asyncio.run(asyncio.wait_for(main(), 30))
-
-
-def test_each_query_gets_its_own_labels_in_order(asgi: Any) -> None:
+def test_each_query_gets_its_own_labels_in_order() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
             reply = await server.predict("one", "two", k=2)
@@ -43,7 +35,7 @@ def test_each_query_gets_its_own_labels_in_order(asgi: Any) -> None:
     run(main)
 
 
-def test_feedback_is_checked_bounded_and_read_by_the_monitor(asgi: Any, tmp_path: Path) -> None:
+def test_feedback_is_checked_bounded_and_read_by_the_monitor(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
 
     async def main() -> None:
@@ -90,7 +82,7 @@ def test_feedback_is_checked_bounded_and_read_by_the_monitor(asgi: Any, tmp_path
     assert window.texts == ["red\ncar"] and window.labels == [["L1"]]
 
 
-def test_no_model_yet_is_503_with_retry_after(asgi: Any) -> None:
+def test_no_model_yet_is_503_with_retry_after() -> None:
     async def main() -> None:
         async with asgi.running() as server:
             for path in ("/readyz", "/version", "/card", "/labels", "/labels/L1"):
@@ -107,7 +99,7 @@ def test_no_model_yet_is_503_with_retry_after(asgi: Any) -> None:
     run(main)
 
 
-def test_a_request_is_answered_wholly_by_the_engine_that_was_there_when_it_came(asgi: Any) -> None:
+def test_a_request_is_answered_wholly_by_the_engine_that_was_there_when_it_came() -> None:
     async def main() -> None:
         old = asgi.StubEngine("a", 1.0)
         new = asgi.StubEngine("b", 2.0)
@@ -142,7 +134,7 @@ def test_a_request_is_answered_wholly_by_the_engine_that_was_there_when_it_came(
     run(main)
 
 
-def test_an_answer_is_kept_for_its_request_and_its_model_alone(asgi: Any) -> None:
+def test_an_answer_is_kept_for_its_request_and_its_model_alone() -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine) as server:
@@ -180,7 +172,7 @@ def test_an_answer_is_kept_for_its_request_and_its_model_alone(asgi: Any) -> Non
     run(main)
 
 
-def test_without_a_cache_each_is_answered_anew(asgi: Any) -> None:
+def test_without_a_cache_each_is_answered_anew() -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine, cache_queries=0) as server:
@@ -192,7 +184,7 @@ def test_without_a_cache_each_is_answered_anew(asgi: Any) -> None:
     run(main)
 
 
-def test_what_the_bundle_cannot_do_is_a_422_before_it_is_queued(asgi: Any) -> None:
+def test_what_the_bundle_cannot_do_is_a_422_before_it_is_queued() -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine) as server:
@@ -204,7 +196,7 @@ def test_what_the_bundle_cannot_do_is_a_422_before_it_is_queued(asgi: Any) -> No
 
 
 def test_a_query_that_breaks_the_model_fails_alone_and_says_nothing_of_the_inside(
-    asgi: Any, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
@@ -228,7 +220,7 @@ def test_a_query_that_breaks_the_model_fails_alone_and_says_nothing_of_the_insid
     assert "poisoned" in caplog.text, "the log says it"
 
 
-def test_overload_is_503_and_recovers(asgi: Any) -> None:
+def test_overload_is_503_and_recovers() -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine, queue_queries=4) as server:
@@ -251,7 +243,7 @@ def test_overload_is_503_and_recovers(asgi: Any) -> None:
     run(main)
 
 
-def test_a_late_answer_is_503(asgi: Any) -> None:
+def test_a_late_answer_is_503() -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine, timeout_seconds=0.1) as server:
@@ -264,7 +256,7 @@ def test_a_late_answer_is_503(asgi: Any) -> None:
     run(main)
 
 
-def test_a_client_that_goes_leaves_the_queue(asgi: Any) -> None:
+def test_a_client_that_goes_leaves_the_queue() -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine) as server:
@@ -286,7 +278,7 @@ def test_a_client_that_goes_leaves_the_queue(asgi: Any) -> None:
     run(main)
 
 
-def test_labels_are_found_by_uid_and_by_how_they_begin(asgi: Any) -> None:
+def test_labels_are_found_by_uid_and_by_how_they_begin() -> None:
     async def main() -> None:
         from unidec.serving.engine import LabelSearch
 
@@ -319,7 +311,7 @@ def test_labels_are_found_by_uid_and_by_how_they_begin(asgi: Any) -> None:
     run(main)
 
 
-def test_paths_and_methods_that_are_none(asgi: Any) -> None:
+def test_paths_and_methods_that_are_none() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
             for path in ("/nope", "/predict/", "/labels/../x/..", "//", "/docs", "/page/../run.py"):
@@ -343,7 +335,7 @@ def test_paths_and_methods_that_are_none(asgi: Any) -> None:
     run(main)
 
 
-def test_the_state_of_following_is_in_the_version(asgi: Any) -> None:
+def test_the_state_of_following_is_in_the_version() -> None:
     async def main() -> None:
         service = Service(Serve())
         service.follower = SimpleNamespace(state=lambda: {"registry": "up"})
@@ -359,7 +351,7 @@ def test_the_state_of_following_is_in_the_version(asgi: Any) -> None:
     run(main)
 
 
-def test_the_figures_say_what_happened(asgi: Any) -> None:
+def test_the_figures_say_what_happened() -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine) as server:
@@ -394,9 +386,7 @@ def test_the_figures_say_what_happened(asgi: Any) -> None:
     run(main)
 
 
-def test_a_model_that_does_not_come_back_is_not_alive(
-    asgi: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_come_back_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine, timeout_seconds=0.01) as server:

@@ -28,12 +28,6 @@ from unidec.serving import run
 SETS = ("--set", "serve.threads=1", "--set", "serve.runtime=torch")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, helper: Any) -> Path:
-    made: Path = helper("served_bundle").make_served_bundle(tmp_path_factory.mktemp("served"))
-    return made
-
-
 def start(bundle: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "unidec.cli", "serve", str(bundle), "--port", "0", *SETS, *more],

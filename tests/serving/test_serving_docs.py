@@ -8,11 +8,11 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 import yaml
+from helpers.served_bundle import make_served_bundle
 
 pytest.importorskip("prometheus_client")
 
@@ -108,12 +108,12 @@ def test_pictures_are_there() -> None:
 
 
 def test_the_example_in_python_retries_until_a_model_answers(
-    tmp_path: Path, helper: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uvicorn = pytest.importorskip("uvicorn")
     (program,) = re.findall(r"## From Python.*?```python\n(.*?)```", TEXT, re.DOTALL)
     settings = Serve(runtime="torch")
-    engine = Engine.load(helper("served_bundle").make_served_bundle(tmp_path), settings)
+    engine = Engine.load(make_served_bundle(tmp_path), settings)
     service = Service(settings)
     app = create_app(service, settings, api_key="KEY")
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", ws="none"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from mlflow_server import free_port
+from helpers.ports import free_port
 
 from unidec.tracking.fetch import measured_before
 from unidec.tracking.run import Tracker

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from helpers.mlflow_server import LossyProxy, MlflowServer
 
 import unidec.tracking.run as tracking
 from unidec.data.storage import write_folder
@@ -26,16 +27,14 @@ CREATIONS = (
 
 
 @pytest.fixture(scope="module")
-def server(helper, tmp_path_factory):
-    with (
-        helper("mlflow_server").MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server
-    ):
+def server(tmp_path_factory):
+    with MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server:
         yield server
 
 
 @pytest.fixture
-def way(helper, server, monkeypatch, tmp_path):
-    way = helper("mlflow_server").Way(server.port)
+def way(server, monkeypatch, tmp_path):
+    way = LossyProxy(server.port)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
     monkeypatch.setattr(tracking, "_ask_again", {})
     monkeypatch.chdir(tmp_path)

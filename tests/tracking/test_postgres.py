@@ -13,6 +13,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from helpers import compose, postgres_server
+from helpers.mlflow_server import wait_for
+from helpers.ports import free_port
+from helpers.small_bundle import write_small_bundle
 
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.registry import checked_sha256, register
@@ -23,11 +27,10 @@ pytest.importorskip("psycopg2", reason="the extra `postgres` is not installed")
 
 
 @pytest.fixture(scope="module")
-def postgres(helper):
-    module = helper("postgres_server")
-    if module.binaries() is None:
+def postgres():
+    if postgres_server.binaries() is None:
         pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-    server = module.Postgres()
+    server = postgres_server.Postgres()
     try:
         server.start()
         yield server
@@ -35,12 +38,11 @@ def postgres(helper):
         server.stop()
 
 
-def start(helper, postgres, name: str, folder: Path, port: int) -> subprocess.Popen:
+def start(postgres, name: str, folder: Path, port: int) -> subprocess.Popen:
     """A service of compose.yaml as a process: its command and environment, with this machine's
     ports and folders.
     """
-    file = helper("compose").compose()
-    compose = helper("compose")
+    file = compose.compose()
     places = {
         "@postgres:5432": f"@127.0.0.1:{postgres.port}",
         "/run/secrets": str(postgres.secrets),
@@ -75,7 +77,7 @@ def start(helper, postgres, name: str, folder: Path, port: int) -> subprocess.Po
     health = {"mlflow": "health", "prefect": "api/health"}[name]
     assert f"/{health}'" in service["healthcheck"]["test"][-1]
     try:
-        helper("mlflow_server").wait_for(f"http://127.0.0.1:{port}/{health}", process, log, 200)
+        wait_for(f"http://127.0.0.1:{port}/{health}", process, log, 200)
     except AssertionError:
         stop(process)
         raise
@@ -107,21 +109,21 @@ def tracked(folder: Path) -> Tracker:
 
 
 @pytest.fixture(scope="module")
-def mlflow(helper, postgres, tmp_path_factory):
+def mlflow(postgres, tmp_path_factory):
     """Address of MLflow's server."""
-    port = helper("mlflow_server").free_port()
-    process = start(helper, postgres, "mlflow", tmp_path_factory.mktemp("mlflow"), port)
+    port = free_port()
+    process = start(postgres, "mlflow", tmp_path_factory.mktemp("mlflow"), port)
     yield f"http://127.0.0.1:{port}"
     stop(process)
 
 
 @pytest.mark.slow
-def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, monkeypatch):
+def test_runs_models_and_aliases_behind_the_server(mlflow, tmp_path, monkeypatch):
     # loading a model puts its copied code in front
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow)
     tracker = tracked(tmp_path)
-    bundle = helper("tracking/test_registry").real_bundle(tmp_path)
+    bundle = write_small_bundle(tmp_path)
     version = register(bundle, tracker.run_id, "unidec")
     assert register(bundle, tracker.run_id, "unidec") == version  # the same bundle again
     client = open_client(mlflow)
@@ -163,9 +165,9 @@ def test_the_server_answers_to_its_names_only(mlflow, host, status):
 
 
 @pytest.mark.slow
-def test_prefects_server_on_postgres(helper, postgres, tmp_path):
-    port = helper("mlflow_server").free_port()
-    process = start(helper, postgres, "prefect", tmp_path, port)
+def test_prefects_server_on_postgres(postgres, tmp_path):
+    port = free_port()
+    process = start(postgres, "prefect", tmp_path, port)
     api = f"http://127.0.0.1:{port}/api"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")

@@ -8,12 +8,13 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from helpers import stored_versions
+from helpers.mlflow_server import MlflowServer
 
 from unidec.errors import ArtifactError, ConfigError, Refused
 from unidec.tracking import promotion
@@ -27,39 +28,30 @@ from unidec.tracking.promotion import (
     recover,
     rollback,
 )
-from unidec.tracking.store import open_client, prepare_store
-
-
-@pytest.fixture(scope="module")
-def uri():
-    # hundreds of small commits: to a process that is killed, memory is like any disk
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        yield prepare_store(f"sqlite:///{folder}/mlflow.db")
+from unidec.tracking.store import open_client
 
 
 @pytest.fixture(autouse=True)
-def _default_store(uri, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+def _default_store(memory_registry, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", memory_registry)
 
 
 @pytest.fixture(scope="module")
-def client(uri):
-    return open_client(uri)
+def client(memory_registry):
+    return open_client(memory_registry)
 
 
 @pytest.fixture
-def stored(helper, client, tmp_path, request):
+def stored(client, tmp_path, request):
     """`stored("a", **tags)`: a version of a model of this test's own; `stored.name`,
     `stored.passed`.
     """
-    versions = helper("tracking/stored_versions")
 
     def make(what: str, **tags: str) -> str:
-        return versions.store_version(client, make.name, tmp_path / what, what, **tags)
+        return stored_versions.store_version(client, make.name, tmp_path / what, what, **tags)
 
     make.name = request.node.name
-    make.passed = versions.passed
+    make.passed = stored_versions.passed
     make.folder = tmp_path
     return make
 
@@ -68,7 +60,7 @@ def tags_of(client, name: str, version: str) -> dict[str, str]:
     return client.get_model_version(name, version).tags
 
 
-def three_champions(stored, uri) -> list[str]:
+def three_champions(stored, memory_registry) -> list[str]:
     """Versions a, b, c, promoted one after the other."""
     versions: list[str] = []
     for what in "abc":
@@ -77,7 +69,7 @@ def three_champions(stored, uri) -> list[str]:
     return versions
 
 
-def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, uri):
+def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, memory_registry):
     a = stored("a", **stored.passed())
     done = promote(stored.name, a, reason="the first")
     assert asdict(done) == {
@@ -104,7 +96,9 @@ def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, u
     assert PENDING_TAG not in tags_of(client, stored.name, b)
 
 
-def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, client, uri):
+def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(
+    stored, client, memory_registry
+):
     a = stored("a", **stored.passed())
     promote(stored.name, a)
     bad = {
@@ -141,14 +135,14 @@ def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, clie
 @pytest.mark.parametrize(
     "tags", [{}, {"gate.passed": "false"}, {"gate.passed": "true", "gate.champion": "3"}]
 )
-def test_not_judged_not_passed_or_judged_against_another(stored, client, uri, tags):
+def test_not_judged_not_passed_or_judged_against_another(stored, client, memory_registry, tags):
     version = stored("a", **tags)
     with pytest.raises(Refused):
         promote(stored.name, version)
     assert aliases(client, stored.name) == {}
 
 
-def test_a_dirty_tree_only_when_told(stored, client, uri):
+def test_a_dirty_tree_only_when_told(stored, client, memory_registry):
     dirty = {
         "gate.passed": "false",
         "gate.failed": "code",
@@ -166,7 +160,7 @@ def test_a_dirty_tree_only_when_told(stored, client, uri):
     assert tags_of(client, stored.name, a)["promoted.dirty"] == "true"
 
 
-def test_a_damaged_bundle_never_becomes_champion(stored, client, uri):
+def test_a_damaged_bundle_never_becomes_champion(stored, client, memory_registry):
     a, b = (stored(what, **stored.passed()) for what in "ab")
     (stored.folder / "a" / "artifacts" / "bundle" / "labels.json").write_text('["A"]')
     with pytest.raises(ArtifactError, match="damaged"):
@@ -177,7 +171,7 @@ def test_a_damaged_bundle_never_becomes_champion(stored, client, uri):
     assert aliases(client, stored.name) == {}
 
 
-def test_no_such_version_names_those_there_are(stored, uri):
+def test_no_such_version_names_those_there_are(stored, memory_registry):
     stored("a")
     for which in ("7", "challenger", "nonsense"):
         with pytest.raises(ConfigError, match="expected: one of 1"):
@@ -186,8 +180,8 @@ def test_no_such_version_names_those_there_are(stored, uri):
         promote("no-such-model")
 
 
-def test_rollback_swaps_and_what_was_left_stays_out(stored, client, uri):
-    _, b, c = three_champions(stored, uri)
+def test_rollback_swaps_and_what_was_left_stays_out(stored, client, memory_registry):
+    _, b, c = three_champions(stored, memory_registry)
     assert rollback(stored.name, reason="answers are odd") == Promotion(
         model=stored.name, version=b, previous=c
     )
@@ -205,7 +199,7 @@ def test_rollback_swaps_and_what_was_left_stays_out(stored, client, uri):
     assert "rolled_back.at" in tags_of(client, stored.name, b)
 
 
-def test_nothing_to_go_back_to(stored, client, uri):
+def test_nothing_to_go_back_to(stored, client, memory_registry):
     with pytest.raises(Refused, match="no earlier champion"):
         rollback("no-such-model")
     a = stored("a", **stored.passed())
@@ -217,8 +211,8 @@ def test_nothing_to_go_back_to(stored, client, uri):
         rollback(stored.name)
 
 
-def test_a_damaged_previous_leaves_the_champion(stored, client, uri):
-    a, b = (three_champions(stored, uri))[1:]
+def test_a_damaged_previous_leaves_the_champion(stored, client, memory_registry):
+    a, b = (three_champions(stored, memory_registry))[1:]
     (stored.folder / "b" / "artifacts" / "bundle" / "labels.json").unlink()
     with pytest.raises(ArtifactError):
         rollback(stored.name)
@@ -241,13 +235,13 @@ def children():
 
 
 @pytest.fixture
-def cut_short(children, stored, uri):
+def cut_short(children, stored, memory_registry):
     """`cut_short(what, n)`: a real process that is killed before its n-th write."""
 
     def run(what: str, writes: int) -> None:
         job = {"call": "rollback"} if what == "rollback" else {"call": "promote", "version": what}
         children.stdin.write(
-            json.dumps(job | {"name": stored.name, "uri": uri, "writes": writes}) + "\n"
+            json.dumps(job | {"name": stored.name, "uri": memory_registry, "writes": writes}) + "\n"
         )
         children.stdin.flush()
         children.stdout.readline()
@@ -257,9 +251,9 @@ def cut_short(children, stored, uri):
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3, 5])
-def test_killed_between_two_writes(cut_short, stored, client, uri, writes):
+def test_killed_between_two_writes(cut_short, stored, client, memory_registry, writes):
     """0: the pending tag; 1: champion; 2: previous; from 3 on tags and the pending tag's end."""
-    a, b, c = three_champions(stored, uri)
+    a, b, c = three_champions(stored, memory_registry)
     d = stored("d", **stored.passed(c))
     cut_short(d, writes)
     half = aliases(client, stored.name)
@@ -280,9 +274,9 @@ def test_killed_between_two_writes(cut_short, stored, client, uri, writes):
 
 
 def test_a_rollback_killed_half_way_is_undone_or_completed_by_the_next(
-    cut_short, stored, client, uri
+    cut_short, stored, client, memory_registry
 ):
-    _, b, c = three_champions(stored, uri)
+    _, b, c = three_champions(stored, memory_registry)
     cut_short("rollback", 1)
     assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}  # nothing moved
     cut_short("rollback", 2)
@@ -293,8 +287,10 @@ def test_a_rollback_killed_half_way_is_undone_or_completed_by_the_next(
     assert "rolled_back.at" in tags_of(client, stored.name, c)
 
 
-def test_aliases_that_somebody_moved_by_hand_are_left_alone(cut_short, stored, client, uri):
-    a, b, c = three_champions(stored, uri)
+def test_aliases_that_somebody_moved_by_hand_are_left_alone(
+    cut_short, stored, client, memory_registry
+):
+    a, b, c = three_champions(stored, memory_registry)
     d = stored("d", **stored.passed(c))
     cut_short(d, 2)
     client.set_registered_model_alias(stored.name, CHAMPION, a)
@@ -321,7 +317,7 @@ with get_context("fork").Pool(2) as pool:
 """
 
 
-def test_two_at_once_both_finish_one_after_the_other(stored, client, uri):
+def test_two_at_once_both_finish_one_after_the_other(stored, client, memory_registry):
     a = stored("a", **stored.passed())
     promote(stored.name, a)
     challengers = [stored(what, **stored.passed(a)) for what in "bc"]
@@ -332,7 +328,7 @@ def test_two_at_once_both_finish_one_after_the_other(stored, client, uri):
     assert f"compared it with version {a}, but there is now version {won[0]}" in lost[1]
 
 
-def test_the_lock_is_released_after_a_refusal(stored, uri, monkeypatch):
+def test_the_lock_is_released_after_a_refusal(stored, memory_registry, monkeypatch):
     monkeypatch.setattr(promotion, "LOCK_SECONDS", 0.1)
     a = stored("a", **stored.passed())
     with promotion._one_at_a_time(stored.name), pytest.raises(Refused, match="under way"):
@@ -341,20 +337,21 @@ def test_the_lock_is_released_after_a_refusal(stored, uri, monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_of_it_over_http(helper, children, tmp_path, monkeypatch):
+def test_all_of_it_over_http(children, tmp_path, monkeypatch):
     """A real server: promoted, killed half-way, mended, rolled back; a server that is away is no
     promotion.
     """
-    versions = helper("tracking/stored_versions")
     name = "served"
-    with helper("mlflow_server").MlflowServer(tmp_path).running() as server:
+    with MlflowServer(tmp_path).running() as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
         monkeypatch.chdir(tmp_path)
         client = open_client(server.uri)
         numbers = []
         for what in "abc":
-            tags = versions.passed(numbers[-1] if numbers else None)
-            numbers.append(versions.upload_version(client, name, tmp_path / what, what, **tags))
+            tags = stored_versions.passed(numbers[-1] if numbers else None)
+            numbers.append(
+                stored_versions.upload_version(client, name, tmp_path / what, what, **tags)
+            )
             if what != "c":
                 promote(name, numbers[-1])
         a, b, c = numbers

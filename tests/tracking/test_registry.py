@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ import urllib.error
 import urllib.request
 
 import pytest
+from helpers.ports import free_port
+from helpers.small_bundle import write_small_bundle
 
 from unidec.data.storage import folder_sha256, write_folder
 from unidec.errors import ArtifactError
@@ -307,65 +308,6 @@ def test_the_documented_lines_load_the_champion_in_the_repositorys_folder(
 # ----------------------------------------------------------------
 
 
-def real_bundle(
-    folder, titles=("a text editor", "an image editor", "a music player", "a web server")
-):
-    """A bundle of an untrained bag encoder with words of its own, a few kilobytes in size."""
-    import numpy as np
-    import torch
-    from label_vectors import label_vectors
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel
-
-    from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
-    from unidec.config import Encoder, Model
-    from unidec.data.tokens import encode_texts
-    from unidec.model.unidec import KIND, VERSION, UniDEC
-    from unidec.ranking.index import LabelIndex
-
-    words = ["[PAD]", "[UNK]", *sorted({word for title in titles for word in title.split()})]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    torch.manual_seed(0)
-    size = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "intermediate_size": 8,
-    }
-    BertModel(BertConfig(vocab_size=len(words), **size)).save_pretrained(folder / "source")
-    tokenizer.save(str(folder / "source" / "tokenizer.json"))
-    model = UniDEC.create(
-        Encoder(kind="bag"),
-        Model(dim=4, dropout=0.0),
-        len(titles),
-        folder / "source",
-        len(words),
-        {"tokens": {"max_length": 8}},
-    ).eval()
-    tokens = encode_texts(list(titles), folder / "source", 8)
-    x_LW = torch.from_numpy(
-        np.random.default_rng(0).normal(size=(len(titles), 8)).astype(np.float32)
-    )
-    model.start_table(lambda rows: x_LW[rows])
-    with write_folder(folder / "model", KIND, VERSION) as out:
-        model.save_into(out)
-    de_LD, (clf_LD, bias_L) = model.encode_labels(tokens), model.classifier_table()
-    return write_bundle(
-        folder / "bundle",
-        folder / "model",
-        LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True), kind="flat"),
-        BundleLabels(
-            [title.split()[1] + "-" + title.split()[2] for title in titles],
-            titles,
-            {"de": de_LD, "clf": clf_LD, "bias": bias_L},
-        ),
-        Scoring("both", 0.1, True),
-    )
-
-
 LOAD = """
 import json, mlflow, pandas as pd
 model = mlflow.pyfunc.load_model("models:/real@challenger")
@@ -417,7 +359,7 @@ def invoke(port: int, params: dict) -> tuple[int, dict]:
 
 @pytest.mark.slow
 def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_as_before):
-    registry.register(real_bundle(tmp_path), run_id, "real")
+    registry.register(write_small_bundle(tmp_path), run_id, "real")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"MLFLOW_TRACKING_URI": uri, "DO_NOT_TRACK": "true", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
@@ -436,9 +378,7 @@ def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_
     assert [row["label"] for row in allowed] == ["music-player"]
     assert "/code/unidec/" in package  # what was logged, not what is installed here
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = serve(tmp_path, environment, port)
     try:
         for _ in range(240):

@@ -15,12 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.followed_server import FollowedRegistry
+from helpers.served_bundle import make_served_bundle
 
 import unidec
 from unidec.config import Serve
@@ -113,16 +115,12 @@ def broken(kind: str, database: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: Callable[[str], Any]
-) -> SimpleNamespace:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A registry with one version, whose bundle can be served."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fetch, "LOCK_SECONDS", 0.5)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    followed = helper("followed_server").Followed(
-        tmp_path, helper("served_bundle").make_served_bundle, versions=1, num_labels=40
-    )
+    followed = FollowedRegistry(tmp_path, make_served_bundle, versions=1, num_labels=40)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", followed.uri)
     return SimpleNamespace(
         database=tmp_path / "store" / "mlflow.db", followed=followed, root=tmp_path

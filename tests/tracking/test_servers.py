@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.compose import FILE, compose
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {
@@ -21,8 +22,8 @@ QUIET = {
 
 
 @pytest.fixture(scope="module")
-def file(helper):
-    return helper("compose").compose()
+def file():
+    return compose()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
     [({}, False, True), ({"SCHEDULES": "active"}, False, False), ({}, True, False)],
 )
 def test_schedules_are_paused_at_the_first_deployment_alone(
-    helper, tmp_path, settings, is_deployed, paused
+    tmp_path, settings, is_deployed, paused
 ):
     """Each `up` deploys again: a schedule that somebody resumed stays active."""
     listed = "nightly" if is_deployed else "none"
@@ -79,7 +80,7 @@ def test_schedules_are_paused_at_the_first_deployment_alone(
         f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n[ "$3" = ls ] && echo {listed}; exit 0\n'
     )
     (tmp_path / "prefect").chmod(0o755)
-    command = helper("compose").compose(settings)["services"]["deploy"]["command"]
+    command = compose(settings)["services"]["deploy"]["command"]
     subprocess.run(
         command,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
@@ -98,17 +99,15 @@ def test_every_port_is_bound_to_this_machine(services):
     assert ports == [f"127.0.0.1:{port}:{port}" for port in inner]
 
 
-def test_settings_have_defaults_and_the_example_names_them_all(helper, services):
-    text = helper("compose").FILE.read_text()
+def test_settings_have_defaults_and_the_example_names_them_all(services):
+    text = FILE.read_text()
     used = set(re.findall(r"\$\{(\w+):-", text))
     assert set(re.findall(r"\$\{(\w+)", text)) == used
     example = dict(
         re.findall(r"^(\w+)=(.*)$", (ROOT / "mlflow" / "env.example").read_text(), re.MULTILINE)
     )
     assert set(example) == used - {"HF_HUB_OFFLINE"}
-    moved = helper("compose").compose(
-        {"MLFLOW_PORT": "5050", "MLFLOW_MORE_HOSTS": ",mlflow.example.com"}
-    )["services"]
+    moved = compose({"MLFLOW_PORT": "5050", "MLFLOW_MORE_HOSTS": ",mlflow.example.com"})["services"]
     assert moved["mlflow"]["ports"] == ["127.0.0.1:5050:5000"]
     assert moved["worker"]["environment"]["UNIDEC_MLFLOW_UI"] == "http://127.0.0.1:5050"
     assert moved["mlflow"]["environment"]["MLFLOW_SERVER_ALLOWED_HOSTS"].endswith(

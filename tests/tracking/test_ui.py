@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from helpers.ports import free_port
 
 from unidec.tracking.store import tracking_uri, ui_url
 
@@ -33,12 +34,6 @@ class Answer(http.server.BaseHTTPRequestHandler):
 port = sys.argv[-1] if "--port" in sys.argv else os.environ["MLFLOW_PORT"]
 http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Answer).serve_forever()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from label_targets import soft_targets
-from recorded_batches import texts
+from helpers.label_targets import soft_targets
+from helpers.recorded_batches import texts
 
 from unidec.errors import DataError
 from unidec.model.batch import TextChunks

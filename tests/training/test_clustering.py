@@ -2,22 +2,12 @@
 points.
 """
 
-import os
-import random
-
 import numpy as np
 import pytest
 
 from unidec.errors import DataError
 from unidec.training import clustering
 from unidec.training.clustering import balanced_clusters
-
-
-@pytest.fixture
-def rng():
-    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
-    print(f"UNIDEC_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 def unit(rng, num_points, dim=8):

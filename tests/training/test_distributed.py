@@ -5,13 +5,9 @@ are those of one rank.
 import numpy as np
 import pytest
 import torch
+from helpers import rank_processes
 
 from unidec.training.distributed import ALONE, LostRank, Ranks
-
-
-@pytest.fixture(scope="module")
-def ranked(helper):
-    return helper("training/ranked")
 
 
 def test_alone_everything_is_free():
@@ -52,10 +48,10 @@ def test_parts_cover_everything_once(count, world):
     assert among == [sum(begin <= i < end for i in ids) for begin, end in parts]
 
 
-def assert_sums(ranked, values):
+def assert_sums(values):
     """Of `losses_by_columns` and `encoder_gradients`."""
     losses = {key: float(value) for key, value in values.items() if key.startswith("loss ")}
-    assert len(losses) == len(ranked.SIZES) * len(ranked.LOSSES_BY_COLUMNS)
+    assert len(losses) == len(rank_processes.SIZES) * len(rank_processes.LOSSES_BY_COLUMNS)
     assert {key: value for key, value in losses.items() if not value <= 1e-9} == {}
     for unused in (False, True):
         assert (
@@ -65,21 +61,21 @@ def assert_sums(ranked, values):
 
 
 @pytest.mark.slow
-def test_losses_over_all_labels_on_four_ranks(ranked, rng, tmp_path):
+def test_losses_over_all_labels_on_four_ranks(rng, tmp_path):
     calls = {"losses_by_columns": {"seed": int(rng.integers(2**31))}, "encoder_gradients": {}}
-    for values in ranked.run(4, "several", tmp_path, calls=calls):
-        assert_sums(ranked, values)
+    for values in rank_processes.run(4, "several", tmp_path, calls=calls):
+        assert_sums(values)
 
 
-def test_collectives_and_losses_over_all_labels(ranked, rng, tmp_path):
+def test_collectives_and_losses_over_all_labels(rng, tmp_path):
     calls = {
         "collectives": {},
         "losses_by_columns": {"seed": int(rng.integers(2**31))},
         "encoder_gradients": {},
     }
-    found = ranked.run(2, "several", tmp_path, calls=calls)
+    found = rank_processes.run(2, "several", tmp_path, calls=calls)
     for rank, values in enumerate(found):
-        assert_sums(ranked, values)
+        assert_sums(values)
         facts = {
             key: value for key, value in values.items() if value.shape == () and value.dtype == bool
         }
@@ -101,7 +97,7 @@ def test_collectives_and_losses_over_all_labels(ranked, rng, tmp_path):
 
 
 def refresh_input(rng, folder, num_points, num_labels):
-    """Writes vectors, rows and cells for `ranked.refresh_parts`."""
+    """Writes vectors, rows and cells for `rank_processes.refresh_parts`."""
     folder.mkdir()
     cells = {
         name: np.unique(rng.integers(0, [num_points + 5, num_labels], (300, 2)), axis=0).T
@@ -119,11 +115,11 @@ def refresh_input(rng, folder, num_points, num_labels):
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(2, [(203, 41)]), (3, [(200, 7), (2, 2)])])
-def test_clusters_and_negatives_are_those_of_one_rank(ranked, rng, tmp_path, world, sizes):
+def test_clusters_and_negatives_are_those_of_one_rank(rng, tmp_path, world, sizes):
     for points, labels in sizes:
         refresh_input(rng, tmp_path / f"{points}-{labels}", points, labels)
-    alone = ranked.all_refresh_parts(ALONE, tmp_path, sizes)
-    for values in ranked.run(world, "all_refresh_parts", tmp_path, sizes=sizes):
+    alone = rank_processes.all_refresh_parts(ALONE, tmp_path, sizes)
+    for values in rank_processes.run(world, "all_refresh_parts", tmp_path, sizes=sizes):
         for key, expected in alone.items():
             if ": figures" in key or key.endswith("report"):
                 assert values[key] == pytest.approx(expected, rel=1e-5), key

@@ -7,11 +7,12 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from helpers.live_bytes import LiveBytes
+from helpers.trainings import with_first_round
 
 from unidec.model.row_table import RowTable
 from unidec.training import gradient_cache as module
 from unidec.training.gradient_cache import TextChunks, cut_texts, encode_texts
-from unidec.training.refresh import Refresh
 
 ENCODERS = {
     "bag": {"encoder.bag_dropout": 0.3, "encoder.dropout": 0.2},
@@ -48,14 +49,6 @@ ENCODERS = {
         "run.recompute": True,
     },
 }
-
-
-def begun(trainer):
-    """At the start of its first round."""
-    trainer.refresh()
-    trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-    trainer.model.train()
-    return trainer
 
 
 def gradients(model):
@@ -136,7 +129,7 @@ def assert_same(ours, theirs, tolerance=1e-5):
 @pytest.mark.parametrize("size", [1, 5, 100])
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_a_cached_step_is_the_uncached_one_with_dropout_on(open_trainer, encoder, size):
-    trainer = begun(open_trainer(**ENCODERS[encoder], **{"model.dropout": 0.3}))
+    trainer = with_first_round(open_trainer(**ENCODERS[encoder], **{"model.dropout": 0.3}))
     rows = trainer.rows[:11]
     cached = step(trainer, encode_texts, size, rows)
     assert_same(cached, step(trainer, in_one_graph, size, rows))
@@ -150,7 +143,7 @@ def test_a_cached_step_is_the_uncached_one_with_dropout_on(open_trainer, encoder
 
 
 def test_dropout_that_is_not_replayed_would_be_seen(open_trainer, monkeypatch):
-    trainer = begun(open_trainer(**ENCODERS["bag"]))
+    trainer = with_first_round(open_trainer(**ENCODERS["bag"]))
     expected = step(trainer, in_one_graph, 5, trainer.rows[:11])
     monkeypatch.setattr(module, "restore_random_state", lambda *_: None)
     with pytest.raises(AssertionError, match="rows of encoder"):
@@ -161,7 +154,9 @@ def test_in_half_precision_every_weight_gets_its_gradient(open_trainer):
     """Under autocast too; casts of weights made in the pass without a graph must not serve in the
     other.
     """
-    trainer = begun(open_trainer(**ENCODERS["all layers"], **{"optim.precision": "bf16"}))
+    trainer = with_first_round(
+        open_trainer(**ENCODERS["all layers"], **{"optim.precision": "bf16"})
+    )
     rows = trainer.rows[:11]
     assert_same(
         step(trainer, encode_texts, 5, rows), step(trainer, in_one_graph, 5, rows), tolerance=0.02
@@ -175,7 +170,7 @@ def test_in_half_precision_every_weight_gets_its_gradient(open_trainer):
 @pytest.mark.parametrize("encoder", ["bag", "one layer", "beside, residual"])
 def test_without_dropout_it_is_the_plain_step(open_trainer, tiny_bert, encoder, monkeypatch):
     none = dict.fromkeys(("encoder.bag_dropout", "encoder.dropout", "model.dropout"), 0.0)
-    trainer = begun(open_trainer(**(ENCODERS[encoder] | none)))
+    trainer = with_first_round(open_trainer(**(ENCODERS[encoder] | none)))
     for part in trainer.model.modules():
         if isinstance(part, torch.nn.Dropout):
             monkeypatch.setattr(part, "p", 0.0)
@@ -195,7 +190,7 @@ def test_a_run_in_chunks(open_trainer):
         trainer.refresh()
         trainer.train_round()
         runs.append(trainer)
-    batch = begun(runs[1]).prepare(runs[1].rows[:9], 0)
+    batch = with_first_round(runs[1]).prepare(runs[1].rows[:9], 0)
     assert (
         isinstance(batch.texts, TextChunks)
         and max(len(places) for places, _ in batch.texts.chunks) == 7
@@ -205,15 +200,15 @@ def test_a_run_in_chunks(open_trainer):
         assert torch.allclose(other[name], value, rtol=1e-3, atol=1e-4), name
 
 
-def test_the_activations_of_one_chunk_are_held(open_trainer, helper):
-    trainer = begun(
+def test_the_activations_of_one_chunk_are_held(open_trainer):
+    trainer = with_first_round(
         open_trainer(
             **{"encoder.kind": "transformer", "encoder.trainable_layers": -1, "pool.eta": 4}
         )
     )
     peaks = {}
     for size in (0, 4):
-        live = helper("training/live_bytes").LiveBytes()
+        live = LiveBytes()
         with live:
             step(trainer, encode_texts, size, trainer.rows[:12])
         peaks[size] = live.peak
@@ -225,7 +220,7 @@ def test_the_activations_of_one_chunk_are_held(open_trainer, helper):
 
 
 def test_chunks_hold_each_text_once(open_trainer, rng):
-    trainer = begun(open_trainer(**{"encoder.kind": "both"}))
+    trainer = with_first_round(open_trainer(**{"encoder.kind": "both"}))
     for size in (1, 3, 50):
         queries = rng.choice(trainer.dataset.num_queries, 13, replace=False)
         labels = rng.choice(trainer.dataset.num_labels, 17, replace=False)
@@ -248,7 +243,7 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
 
 
 def test_no_texts_at_all(open_trainer):
-    trainer = begun(open_trainer())
+    trainer = with_first_round(open_trainer())
     none = [("labels", trainer.encoding.tokens["labels"], np.empty(0, np.int64))]
     texts = cut_texts(none, trainer.batches.build, 3, trainer.device)
     x_BW, backward = encode_texts(trainer.model.encoder, texts, trainer.encoding.autocast)
@@ -257,7 +252,7 @@ def test_no_texts_at_all(open_trainer):
 
 
 def test_chunks_of_all_labels_follow_those_of_the_queries(open_trainer):
-    trainer = begun(
+    trainer = with_first_round(
         open_trainer(**{"encoder.kind": "both", "pool.de_labels": "all", "optim.encode_chunk": 6})
     )
     batches = trainer.batches

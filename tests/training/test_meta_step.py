@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from helpers import golden
 
 from unidec.config import recipe_names
 from unidec.training.refresh import Refresh
@@ -61,7 +62,6 @@ def test_no_step_waits_for_a_copy(
     name,
     place,
     clip_norm,
-    helper,
     benchmark_module,
     tiny_dataset,
     tiny_tokens,
@@ -69,7 +69,6 @@ def test_no_step_waits_for_a_copy(
     tmp_path,
     as_on_a_gpu,
 ):
-    golden = helper("training/golden")
     values = {"optim.clip_norm": clip_norm}
     params = golden.small(name, tiny_bert, tmp_path, **values)
     if place == "host":

@@ -1,8 +1,5 @@
 """Hard-negative mining against a loop over queries."""
 
-import os
-import random
-
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -12,13 +9,6 @@ from unidec.errors import DataError
 from unidec.model import search
 from unidec.training import refresh
 from unidec.training.refresh import mine_hard_negatives
-
-
-@pytest.fixture
-def rng():
-    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
-    print(f"UNIDEC_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 class World:

@@ -7,20 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.trainings import with_first_round
 
 from unidec.model.losses import symmetric_loss
 from unidec.training import objective as module
 from unidec.training.gradient_cache import encode_texts
-from unidec.training.refresh import Refresh
 
 QUIET = {"model.dropout": 0.0, "loss.clf_bce": 0.0}
-
-
-def begun(trainer):
-    trainer.refresh()
-    trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-    trainer.model.train()
-    return trainer
 
 
 def losses_of(trainer, batch, backward=False):
@@ -88,7 +81,7 @@ def slow_bce(logit, positive, ignored, normalise):
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("clf_labels", ["pool", "all", 19, 20])
 def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels, chunk):
-    trainer = begun(
+    trainer = with_first_round(
         open_trainer(
             **QUIET,
             **{
@@ -123,7 +116,7 @@ def test_pool_and_all_labels_sample_the_same_positives(open_trainer):
     """The draw of a step's positives is one, whatever the heads see: both heads' reductions pick
     among the same.
     """
-    trainer = begun(
+    trainer = with_first_round(
         open_trainer(**{"pool.de_labels": "all", "loss.reduction": "pol", "pool.beta": 1})
     )
     batch = trainer.prepare(trainer.rows[:13], 0)
@@ -150,7 +143,9 @@ def test_bce_over_all_labels_is_made_in_chunks(
         "loss.clf": "bce",
         "model.clf_bias": bias,
     }
-    trainer = begun(open_trainer(**QUIET, **overrides, **{"loss.bce_normalise": normalise}))
+    trainer = with_first_round(
+        open_trainer(**QUIET, **overrides, **{"loss.bce_normalise": normalise})
+    )
     if bias:
         torch.nn.init.normal_(trainer.model.bias.weight, std=0.3)
     rows = np.sort(trainer.rows[:13])
@@ -183,7 +178,7 @@ def test_bce_over_all_labels_is_made_in_chunks(
 
 
 def test_rows_are_dropped_in_training_alone(open_trainer, monkeypatch):
-    trainer = begun(
+    trainer = with_first_round(
         open_trainer(
             **QUIET, **{"model.heads": "clf", "model.clf_dropout": 0.25, "index.space": "clf"}
         )
@@ -229,7 +224,7 @@ RESIDUAL = {"model.clf_residual": True, "loss.clf_forward": 0.4}
     ids=str,
 )
 def test_a_row_is_its_labels_text_and_a_free_vector(open_trainer, tiny_dataset, overrides):
-    trainer = begun(open_trainer(**QUIET, **RESIDUAL, **overrides))
+    trainer = with_first_round(open_trainer(**QUIET, **RESIDUAL, **overrides))
     with torch.no_grad():
         trainer.model.table.weight.normal_(std=0.4)
         if "model.clf_gates" in overrides:
@@ -298,7 +293,7 @@ def slow_weighted_ds(logit, positive, ignored, importance):
 def test_inverse_propensities_weight_both_heads(open_trainer, tiny_dataset):
     a = 2.0
     b = 0.5
-    trainer = begun(
+    trainer = with_first_round(
         open_trainer(
             **QUIET,
             **{
@@ -346,7 +341,7 @@ def test_options_reach_their_loss(open_trainer, kind, key, option, values):
             "model.heads": "de",
             "pool.size": 30,
         }
-        trainer = begun(open_trainer(f"run-{number}", **overrides))
+        trainer = with_first_round(open_trainer(f"run-{number}", **overrides))
         batch = trainer.prepare(trainer.rows[:13], 0)
         cosine = torch.randn(
             13, len(batch.pool.pool_S), generator=torch.Generator().manual_seed(1)
@@ -366,7 +361,7 @@ def test_options_reach_their_loss(open_trainer, kind, key, option, values):
 
 
 def test_the_random_pick_of_one_positive_follows_the_step(open_trainer):
-    trainer = begun(open_trainer(**{"loss.reduction": "pol", "pool.beta": 3}))
+    trainer = with_first_round(open_trainer(**{"loss.reduction": "pol", "pool.beta": 3}))
     batch = trainer.prepare(trainer.rows[:30], 0)
     cosine = torch.randn(
         30, len(batch.pool.pool_S), generator=torch.Generator().manual_seed(1)
@@ -391,7 +386,7 @@ def test_products_in_bfloat16_and_losses_in_float32(open_trainer, monkeypatch, c
     """bfloat16 keeps 8 bits: products of unit vectors are off by thousandths, losses and gradients
     by a few percent.
     """
-    trainer = begun(open_trainer(**QUIET, **clf))
+    trainer = with_first_round(open_trainer(**QUIET, **clf))
     batch = trainer.prepare(np.sort(trainer.rows[:13]), 0)
     types = []
     losses = []

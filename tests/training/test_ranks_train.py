@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+from helpers import rank_processes
 
 from unidec.config import LabelGraph
 from unidec.data.label_graph import build_label_graph
@@ -107,11 +108,6 @@ COMMON = {"optim.epochs": 5, "optim.lr_clf": 3e-3, "optim.lr_bag": 3e-3, "optim.
 
 
 @pytest.fixture(scope="module")
-def ranked(helper):
-    return helper("training/ranked")
-
-
-@pytest.fixture(scope="module")
 def place(tiny_dataset, tiny_tokens, tiny_bert, tmp_path_factory):
     """Everything a rank needs, in one folder; the transformer without dropout."""
     folder = tmp_path_factory.mktemp("ranks")
@@ -143,9 +139,9 @@ def worst_differences(found, alone):
     return worst
 
 
-def gradients_alone(ranked, place):
+def gradients_alone(place):
     """Of the steps of `STEPS_OF_ONE`; in chunks or not, they are the same."""
-    alone = ranked.step_gradients(ALONE, place, STEPS_OF_ONE)
+    alone = rank_processes.step_gradients(ALONE, place, STEPS_OF_ONE)
     assert sum(": rows of table" in key for key in alone) == len(STEPS_OF_ONE)
     for key, value in alone.items():
         if key.startswith("layers: "):
@@ -156,9 +152,9 @@ def gradients_alone(ranked, place):
 
 
 @pytest.mark.slow
-def test_gradients_of_a_step_on_four_ranks(ranked, place):
-    alone = gradients_alone(ranked, place)
-    for values in ranked.run(4, "step_gradients", place, cases=STEPS_OF_ONE):
+def test_gradients_of_a_step_on_four_ranks(place):
+    alone = gradients_alone(place)
+    for values in rank_processes.run(4, "step_gradients", place, cases=STEPS_OF_ONE):
         worst = worst_differences(values, alone)
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
 
@@ -179,14 +175,16 @@ def test_gradients_of_a_step_on_four_ranks(ranked, place):
     ],
     ids=["three", "five more", "two more", "in chunks"],
 )
-def test_two_ranks_train_as_one(ranked, place, names):
+def test_two_ranks_train_as_one(place, names):
     cases = {name: COMMON | CASES[name] for name in names}
-    alone = ranked.train(ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS)
+    alone = rank_processes.train(
+        ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS
+    )
     calls = {"train": {"cases": cases, "steps": STEPS}}
     if "unidec" in names:  # in the same processes
         calls["step_gradients"] = {"cases": STEPS_OF_ONE}
-        alone |= gradients_alone(ranked, place)
-    for values in ranked.run(2, "several", place, calls=calls):
+        alone |= gradients_alone(place)
+    for values in rank_processes.run(2, "several", place, calls=calls):
         worst = worst_differences(values, alone)
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
         assert sum(key.endswith(": loss") for key in worst) == len(names)
@@ -198,7 +196,7 @@ def test_two_ranks_train_as_one(ranked, place, names):
 
 
 @pytest.mark.slow
-def test_resumed_by_another_number_of_ranks(ranked, place):
+def test_resumed_by_another_number_of_ranks(place):
     """In the middle of a round: two ranks stop, one and three go on; one stops, two go on."""
     row_state = {"optim.clf_state": "adagrad", "model.clf_dtype": "fp32"}
     cases = {
@@ -211,9 +209,11 @@ def test_resumed_by_another_number_of_ranks(ranked, place):
             name: case | {"until": 11, "run": f"{name} by {by}"} for name, case in cases.items()
         }
 
-    alone = ranked.train(ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS)
-    ranked.run(2, "train", place, cases=begun("two"), steps=STEPS)
-    ranked.train(ALONE, place, begun("one"), STEPS)
+    alone = rank_processes.train(
+        ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS
+    )
+    rank_processes.run(2, "train", place, cases=begun("two"), steps=STEPS)
+    rank_processes.train(ALONE, place, begun("one"), STEPS)
     for world, before in ((1, "two"), (3, "two"), (2, "one")):
         resumed = {
             name: case | {"run": f"{name} by {before}, then {world}"}
@@ -222,9 +222,9 @@ def test_resumed_by_another_number_of_ranks(ranked, place):
         for name, case in resumed.items():
             shutil.copytree(place / f"{name} by {before}", place / case["run"])
         results = (
-            ranked.run(world, "train", place, cases=resumed, steps=STEPS)
+            rank_processes.run(world, "train", place, cases=resumed, steps=STEPS)
             if world > 1
-            else [ranked.train(ALONE, place, resumed, STEPS)]
+            else [rank_processes.train(ALONE, place, resumed, STEPS)]
         )
         for values in results:
             assert [values[f"{name}: begins at"] for name in cases] == [11, 11]
@@ -236,13 +236,13 @@ def test_resumed_by_another_number_of_ranks(ranked, place):
 
 
 @pytest.mark.slow
-def test_with_dropout_the_same_ranks_resume_to_the_same_bits(ranked, place):
+def test_with_dropout_the_same_ranks_resume_to_the_same_bits(place):
     """Of three ranks: the sum of two numbers has no order."""
     case = COMMON | {"model.dropout": 0.2, "encoder.bag_dropout": 0.3, "encoder.dropout": 0.1}
     case |= {"encoder.kind": "both", "encoder.trainable_layers": -1}
     cases = {"whole": case, "begun": case | {"until": 11, "run": "dropped out"}}
-    whole = ranked.run(3, "train", place, cases=cases, steps=STEPS)
-    resumed = ranked.run(
+    whole = rank_processes.run(3, "train", place, cases=cases, steps=STEPS)
+    resumed = rank_processes.run(
         3, "train", place, cases={"whole": case | {"run": "dropped out"}}, steps=STEPS
     )
     for ours, theirs in zip(resumed, whole, strict=True):

@@ -6,31 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers.trainings import history, train_to_the_end
 
 from unidec.errors import ArtifactError, ConfigError
 from unidec.training import trainer as module
 from unidec.training.stopping import METRIC, ROUNDS
 
-TIMES = ("seconds", "texts_per_s", "tokens_per_s")
-
-
-@pytest.fixture(autouse=True)
-def _every_step_is_logged(monkeypatch):
-    monkeypatch.setattr(module, "LOG_EVERY", 1)
-
-
-def run(trainer):
-    """Train to the end, as the stages do."""
-    while not trainer.finished:
-        if trainer.refresh_due:
-            trainer.refresh()
-        trainer.train_round()
-    return trainer
-
-
-def history(trainer):
-    lines = (trainer.run_dir / "history.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+pytestmark = pytest.mark.usefixtures("every_step_is_logged")
 
 
 def everything(trainer):
@@ -102,33 +84,35 @@ def test_killed_in_a_round_it_goes_on_in_it(open_trainer, monkeypatch, system):
     epoch's last step.
     """
     overrides = DROPOUTS | SYSTEMS[system]
-    whole = run(open_trainer("whole", **overrides))
+    whole = train_to_the_end(open_trainer("whole", **overrides))
     cuts = [2, 7, whole.steps_per_epoch * 2 + 4, whole.steps_per_epoch * 4 - 1]
     for cut in cuts:
         part = open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})
         kill_at(part, monkeypatch, {cut})
         with pytest.raises(Killed):
-            run(part)
+            train_to_the_end(part)
         resumed = open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})
         assert cut - 3 < resumed.at.step <= cut, "no more than an interval is lost"
         torch.rand(17)  # whatever else the process draws
-    assert_same(run(open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})), whole)
+    assert_same(
+        train_to_the_end(open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})), whole
+    )
 
 
 def test_killed_at_every_step(open_trainer, monkeypatch):
-    whole = run(open_trainer("whole", **DROPOUTS))
+    whole = train_to_the_end(open_trainer("whole", **DROPOUTS))
     for cut in range(whole.at.step):
         part = open_trainer("parts", **DROPOUTS, **{"run.checkpoint_steps": 1})
         assert part.at.step == cut
         kill_at(part, monkeypatch, {cut + 1})
         if cut + 1 < whole.at.step:
             with pytest.raises(Killed):
-                run(part)
-    assert_same(run(part), whole)
+                train_to_the_end(part)
+    assert_same(train_to_the_end(part), whole)
 
 
 def test_opened_again_for_each_refresh_and_round(open_trainer):
-    whole = run(open_trainer("whole", **DROPOUTS))
+    whole = train_to_the_end(open_trainer("whole", **DROPOUTS))
     for _ in range(2):
         open_trainer("parts", **DROPOUTS).refresh()
         open_trainer("parts", **DROPOUTS).train_round()
@@ -138,23 +122,23 @@ def test_opened_again_for_each_refresh_and_round(open_trainer):
 
 
 def test_without_a_checkpoint_it_begins_again(open_trainer, monkeypatch):
-    whole = run(open_trainer("whole"))
+    whole = train_to_the_end(open_trainer("whole"))
     part = open_trainer("parts")  # by the clock only: none within a second
     kill_at(part, monkeypatch, {3})
     with pytest.raises(Killed):
-        run(part)
+        train_to_the_end(part)
     assert [line["step"] for line in history(part)] == [0, 1, 2]
     with open(part.run_dir / "history.jsonl", "a") as file:
         file.write('{"step": 3, "lo')  # a line cut off
     resumed = open_trainer("parts")
     assert resumed.at.step == 0 and not resumed.refresh_due  # what it begins with is made already
-    assert_same(run(resumed), whole)
+    assert_same(train_to_the_end(resumed), whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_and_saves(open_trainer, monkeypatch, number):
     """A handler of the caller's own still gets it, after the checkpoint."""
-    whole = run(open_trainer("whole", **DROPOUTS))
+    whole = train_to_the_end(open_trainer("whole", **DROPOUTS))
     part = open_trainer("parts", **DROPOUTS)
     step = part.train_step
     seen = []
@@ -173,17 +157,17 @@ def test_a_signal_ends_the_step_and_saves(open_trainer, monkeypatch, number):
     before = signal.signal(number, handler)
     try:
         with pytest.raises(Killed):
-            run(part)
+            train_to_the_end(part)
     finally:
         signal.signal(number, before)
     assert seen == [(number, 6)]
     resumed = open_trainer("parts", **DROPOUTS)
     assert (resumed.at.epoch, resumed.at.epoch_step, resumed.at.step) == (1, 2, 6)
-    assert_same(run(resumed), whole)
+    assert_same(train_to_the_end(resumed), whole)
 
 
 def test_a_damaged_newest_checkpoint_costs_an_interval(open_trainer, capsys):
-    whole = run(open_trainer("whole", **{"run.checkpoint_steps": 3}))
+    whole = train_to_the_end(open_trainer("whole", **{"run.checkpoint_steps": 3}))
     newest = sorted((whole.run_dir / "checkpoints").glob("step-*"))[-1]
     path = newest / "dense.safetensors"
     content = bytearray(path.read_bytes())
@@ -195,7 +179,7 @@ def test_a_damaged_newest_checkpoint_costs_an_interval(open_trainer, capsys):
     assert newest.name in capsys.readouterr().out
     assert whole.at.step - 3 <= resumed.at.step < whole.at.step
     assert history(resumed) == lines[: resumed.at.step]
-    run(resumed)
+    train_to_the_end(resumed)
     assert all(torch.equal(before[name], value) for name, value in everything(resumed).items())
 
 
@@ -203,11 +187,11 @@ def test_a_checkpoint_needs_the_refresh_of_its_round(open_trainer, monkeypatch, 
     """One inside a round is worth nothing without the clusters it was cut from: the one before the
     round is used.
     """
-    whole = run(open_trainer("whole"))
+    whole = train_to_the_end(open_trainer("whole"))
     part = open_trainer("parts", **{"run.checkpoint_steps": 3})
     kill_at(part, monkeypatch, {13})
     with pytest.raises(Killed):
-        run(part)
+        train_to_the_end(part)
     array = part.run_dir / "refresh" / "epoch-00002" / "order.npy"
     content = bytearray(array.read_bytes())
     content[-3] ^= 1
@@ -215,11 +199,11 @@ def test_a_checkpoint_needs_the_refresh_of_its_round(open_trainer, monkeypatch, 
     resumed = open_trainer("parts", **{"run.checkpoint_steps": 3})
     assert resumed.at.step == 8 and resumed.refresh_due
     assert "refresh" in capsys.readouterr().out
-    assert_same(run(resumed), whole)
+    assert_same(train_to_the_end(resumed), whole)
 
 
 def test_what_differs_is_refused_by_name(open_trainer):
-    run(open_trainer())
+    train_to_the_end(open_trainer())
     with pytest.raises(ConfigError, match=r"optim\.lr_clf") as caught:
         open_trainer(**{"optim.lr_clf": 0.5, "pool.beta": 1})
     assert (
@@ -233,14 +217,14 @@ def test_what_differs_is_refused_by_name(open_trainer):
 def test_notes_are_kept(open_trainer):
     trainer = open_trainer()
     trainer.at.notes["mlflow_run_id"] = "abc"
-    run(trainer)
+    train_to_the_end(trainer)
     assert open_trainer().at.notes == {"mlflow_run_id": "abc"}
 
 
 def test_what_is_accepted_must_still_fit(
     open_trainer, tiny_dataset, tiny_tokens, tiny_params, tmp_path
 ):
-    trainer = run(open_trainer())
+    trainer = train_to_the_end(open_trainer())
     params = tiny_params(**{"model.dim": 12})
     with pytest.raises(ArtifactError, match="does not fit the model"):
         module.Trainer(

@@ -1,8 +1,6 @@
 """The pool of a batch against sets built by loops; batches of queries."""
 
 import itertools
-import os
-import random
 from collections import Counter
 
 import numpy as np
@@ -20,13 +18,6 @@ from unidec.training.sampler import (
     random_batches,
     weighs_by_propensity,
 )
-
-
-@pytest.fixture
-def rng():
-    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
-    print(f"UNIDEC_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 class World:

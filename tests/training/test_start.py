@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from label_targets import soft_targets
+from helpers.label_targets import soft_targets
+from helpers.trainings import train_to_the_end, weights
 
 from unidec.data.storage import write_folder
 from unidec.errors import ArtifactError, ConfigError
@@ -19,22 +20,10 @@ from unidec.training.start import document_frequency
 from unidec.training.trainer import Trainer, TrainingData
 
 
-def train(trainer):
-    while not trainer.finished:
-        if trainer.refresh_due:
-            trainer.refresh()
-        trainer.train_round()
-    return trainer
-
-
 def export(trainer, path):
     with write_folder(path, KIND, VERSION) as out:
         trainer.export(out)
     return str(path)
-
-
-def weights(trainer):
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
 def losses(trainer):
@@ -48,7 +37,7 @@ def two_stages(open_trainer, tmp_path):
     """
 
     def two_stages(**second):
-        first = train(open_trainer("first", **{"model.heads": "de", "optim.epochs": 2}))
+        first = train_to_the_end(open_trainer("first", **{"model.heads": "de", "optim.epochs": 2}))
         start = export(first, tmp_path / "exported")
         return first, open_trainer("second", **{"encoder.start": start} | second)
 
@@ -112,7 +101,7 @@ SECOND = {
 def test_second_stages_learn_and_are_resumed_bit_for_bit(two_stages, open_trainer, kind):
     _, second = two_stages(**SECOND[kind])
     before = weights(second)
-    whole = weights(train(second))
+    whole = weights(train_to_the_end(second))
     frozen = SECOND[kind].get("encoder.frozen", False)
     for name, value in whole.items():
         trains = not (frozen and name.startswith("encoder.")) and name != "log_scale"
@@ -123,14 +112,16 @@ def test_second_stages_learn_and_are_resumed_bit_for_bit(two_stages, open_traine
     again = open_trainer("again", **SECOND[kind] | {"encoder.start": start})
     again.refresh()
     again.train_round()
-    resumed = weights(train(open_trainer("again", **SECOND[kind] | {"encoder.start": start})))
+    resumed = weights(
+        train_to_the_end(open_trainer("again", **SECOND[kind] | {"encoder.start": start}))
+    )
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 def test_a_frozen_encoder_is_never_computed_in_a_step(two_stages, monkeypatch):
     _, second = two_stages(**{"encoder.frozen": True})
     monkeypatch.setattr(type(second.model.encoder), "_parts", None)
-    train(second)
+    train_to_the_end(second)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -145,7 +136,11 @@ def test_with_cached_gradients_a_residual_classifier_trains_the_same(open_traine
         "optim.epochs": 2,
     }
     plain, chunked = (
-        weights(train(open_trainer(f"chunks of {size}", **common | {"optim.encode_chunk": size})))
+        weights(
+            train_to_the_end(
+                open_trainer(f"chunks of {size}", **common | {"optim.encode_chunk": size})
+            )
+        )
         for size in (0, 7)
     )
     for name, value in plain.items():
@@ -164,7 +159,7 @@ def test_a_frozen_encoder_without_a_start_keeps_its_first_weights(open_trainer):
     texts = plain.model.encode("queries", plain.encoding.tokens["queries"], plain.rows)
     np.testing.assert_allclose(cached.float().numpy(), texts, atol=2e-3)
     before = weights(trainer)
-    after = weights(train(trainer))
+    after = weights(train_to_the_end(trainer))
     assert all(torch.equal(after[n], v) for n, v in before.items() if n.startswith("encoder."))
 
 
@@ -211,7 +206,7 @@ def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
 
 
 def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, tmp_path):
-    trainer = train(open_trainer(**{"model.clf_residual": True}))
+    trainer = train_to_the_end(open_trainer(**{"model.clf_residual": True}))
     x_LW = trainer.encoding.label_outputs(np.arange(trainer.dataset.num_labels))
     head = trainer.model.head_clf[0]
     text_LD = F.normalize(x_LW @ head.weight.T + head.bias, dim=1).detach()
@@ -241,7 +236,7 @@ def test_tail_positives_are_drawn_by_inverse_propensity(open_trainer, tiny_datas
             batch = sampler.batch(trainer.rows, epoch=0, step=step, shortlist_NH=None)
             drawn[name] += weight_L[batch.pool_S[batch.positive_col_P[batch.sampled_P]]].sum()
     assert drawn["tail"] > drawn["uniform"] * 1.005
-    train(trainer)
+    train_to_the_end(trainer)
 
 
 @pytest.mark.parametrize("kind", ["cooccurrence", "random-walk", "glas", "self"])
@@ -266,6 +261,6 @@ def test_gandalf_trains_on_any_graph_and_on_a_share_of_the_labels(
         *train_rows.tolist(),
         *(tiny_dataset.num_queries + chosen).tolist(),
     ]
-    train(trainer)
+    train_to_the_end(trainer)
     assert trainer.at.step == 2 * trainer.steps_per_epoch
     assert f'"{kind}"' == trainer.identity["label_graph.kind"]

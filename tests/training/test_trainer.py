@@ -2,25 +2,20 @@
 faults in a step.
 """
 
-import json
 import math
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from helpers.trainings import history, weights
 
 from unidec.errors import ConfigError, TrainingError
 from unidec.training import trainer as module
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.refresh import Refresh
 
-TIMES = ("seconds", "texts_per_s", "tokens_per_s")
-
-
-@pytest.fixture(autouse=True)
-def _every_step_is_logged(monkeypatch):
-    monkeypatch.setattr(module, "LOG_EVERY", 1)
+pytestmark = pytest.mark.usefixtures("every_step_is_logged")
 
 
 def train(trainer, rounds=1):
@@ -29,15 +24,6 @@ def train(trainer, rounds=1):
         trainer.refresh()
         reports.append(trainer.train_round())
     return reports
-
-
-def history(trainer):
-    lines = (trainer.run_dir / "history.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-
-
-def weights(trainer):
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
 def moments(trainer):

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from helpers.trainings import train_to_the_end, weights
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import write_dataset
@@ -273,14 +274,6 @@ def new_data(tiny_raw, tiny_bert, tmp_path_factory):
     return dataset, tokens
 
 
-def train(trainer):
-    while not trainer.finished:
-        if trainer.refresh_due:
-            trainer.refresh()
-        trainer.train_round()
-    return trainer
-
-
 @pytest.fixture
 def go_on(open_trainer, new_data, tiny_params, tmp_path):
     """`go_on("run", given, **overrides)`: a trainer of the changed data that starts from an
@@ -288,7 +281,7 @@ def go_on(open_trainer, new_data, tiny_params, tmp_path):
     """
 
     def started(name="start", **overrides):
-        trainer = train(open_trainer(name, **overrides))
+        trainer = train_to_the_end(open_trainer(name, **overrides))
         if not (tmp_path / f"{name}-model").exists():
             with write_folder(tmp_path / f"{name}-model", KIND, VERSION) as out:
                 trainer.export(out)
@@ -313,15 +306,11 @@ def go_on(open_trainer, new_data, tiny_params, tmp_path):
     return go_on
 
 
-def state(trainer):
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
 def test_a_training_starts_where_the_other_ended(go_on):
     first, start = go_on.started(**{"model.learn_temperature": True})
     second = go_on("second", start, **{"model.learn_temperature": True})
-    before = state(first)
-    for name, value in state(second).items():
+    before = weights(first)
+    for name, value in weights(second).items():
         if not name.startswith("table."):
             assert torch.equal(value, before[name]), name
     uids = first.dataset.label_uids()
@@ -337,7 +326,7 @@ def test_a_training_starts_where_the_other_ended(go_on):
         same = torch.allclose(shrunk[row], second.model.table.weight[row], rtol=0, atol=1e-6)
         assert same == uid.startswith("new"), uid
     begun = read_json_lines(first.run_dir / "history.jsonl")[0]["loss"]
-    train(second)
+    train_to_the_end(second)
     assert (
         second.at.epoch == 2
         and read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
@@ -365,13 +354,13 @@ def test_a_cut_training_ends_as_an_uncut_one(go_on, overrides):
         if key.startswith("encoder") and "frozen" not in key
     }
     _, start = go_on.started(**parts)
-    whole = state(train(go_on("whole", start, **overrides)))
+    whole = weights(train_to_the_end(go_on("whole", start, **overrides)))
     cut = go_on("cut", start, **overrides)
     cut.refresh()
     cut.train_round()
     again = go_on("cut", start, **overrides)
     assert again.at.step == cut.at.step > 0
-    resumed = state(train(again))
+    resumed = weights(train_to_the_end(again))
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 

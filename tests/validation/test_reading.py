@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from html_page import Page
+from helpers.html_page import Page
 from scipy.sparse import csr_matrix
 
 from unidec.config import Validation

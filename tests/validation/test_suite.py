@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from html_page import Loaded, Page
+from helpers.html_page import Loaded, Page
 from scipy.sparse import csr_matrix
 
 from unidec.config import Validation

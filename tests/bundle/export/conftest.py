@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from helpers.real_model import real_bundle
 
 
 @pytest.fixture
-def world(helper, tmp_path, tiny_bert, tiny_distilbert):
-    """`world(source="bert", **of real_bundle)`: a loaded bundle; `.real`: its helper."""
-    real = helper("bundle/export/real_model")
+def make_bundle(tmp_path, tiny_bert, tiny_distilbert):
+    """`make_bundle(source="bert", **of real_bundle)`: a loaded bundle."""
 
     def make(source: str = "bert", **options):
-        return real.real_bundle(
+        return real_bundle(
             tmp_path, {"bert": tiny_bert, "distilbert": tiny_distilbert}[source], **options
         )
 
-    make.real = real
     return make

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers import real_model
 
 from unidec.bundle.export.query_side import export_onnx, padded_words
 from unidec.bundle.export.vectors import scored_by
@@ -49,15 +50,15 @@ def run(folder, texts: list[str]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("normalize", "bias"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
 )
-def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) -> None:
-    bundle = world(**KINDS[name], clf_normalize=normalize, clf_bias=bias)
+def test_every_encoder_in_onnxruntime(make_bundle, tmp_path, name, normalize, bias) -> None:
+    bundle = make_bundle(**KINDS[name], clf_normalize=normalize, clf_bias=bias)
     told = export_onnx(bundle, tmp_path / "out")
-    texts = world.real.TEXTS
-    de, clf = world.real.one_by_one(bundle, texts)
+    texts = real_model.TEXTS
+    de, clf = real_model.one_by_one(bundle, texts)
     together = run(tmp_path / "out", texts)
     alone = run(tmp_path / "out", [texts[1]])
     assert list(together) == told["outputs"] == ["de", "clf", "vector"]
-    expected = {"de": de, "clf": clf, "vector": world.real.queries(scored_by(bundle.info), de, clf)}
+    expected = {"de": de, "clf": clf, "vector": real_model.queries(scored_by(bundle.info), de, clf)}
     for output, vectors in expected.items():
         assert together[output].dtype == np.float32 and together[output].shape == vectors.shape
         np.testing.assert_allclose(together[output], vectors, rtol=1e-4, atol=1e-4)
@@ -71,21 +72,21 @@ def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) ->
 
 
 @pytest.mark.parametrize("head", ["de", "clf"])
-def test_one_head(world, tmp_path, head) -> None:
-    bundle = world(kind="bag", trainable_layers=0, heads=head)
+def test_one_head(make_bundle, tmp_path, head) -> None:
+    bundle = make_bundle(kind="bag", trainable_layers=0, heads=head)
     told = export_onnx(bundle, tmp_path / "out")
     assert told["outputs"] == [head, "vector"] and told["width"] == 24
-    got = run(tmp_path / "out", world.real.TEXTS)
+    got = run(tmp_path / "out", real_model.TEXTS)
     np.testing.assert_allclose(got["vector"], got[head], rtol=1e-6)
     with pytest.raises(DataError, match="no such head"):
         export_onnx(bundle, tmp_path / "other", head="both")
     assert not (tmp_path / "other").exists()
 
 
-def test_the_folder(world, tmp_path) -> None:
+def test_the_folder(make_bundle, tmp_path) -> None:
     import onnx
 
-    bundle = world(kind="bag", trainable_layers=0)
+    bundle = make_bundle(kind="bag", trainable_layers=0)
     export_onnx(bundle, tmp_path / "out", head="de")
     first = (tmp_path / "out" / "model.onnx").read_bytes()
     export_onnx(bundle, tmp_path / "out", head="de")

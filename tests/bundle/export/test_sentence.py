@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers import real_model
 
 from unidec.bundle.export.query_side import export_sentence_transformers
 from unidec.bundle.export.vectors import scored_by
@@ -36,10 +37,12 @@ STOCK = {
 
 @pytest.mark.parametrize("name", STOCK)
 @pytest.mark.parametrize("head", ["de", "clf"])
-def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head, capfd, caplog) -> None:
+def test_stock_modules_give_the_models_vectors(
+    make_bundle, tmp_path, name, head, capfd, caplog
+) -> None:
     from sentence_transformers import SentenceTransformer
 
-    bundle = world(**STOCK[name], clf_bias=True)
+    bundle = make_bundle(**STOCK[name], clf_bias=True)
     told = export_sentence_transformers(bundle, tmp_path / "out", head=head)
     assert not list((tmp_path / "out").rglob("*.py"))
     capfd.readouterr()
@@ -47,9 +50,9 @@ def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head, capf
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
     said = "".join(capfd.readouterr()) + caplog.text
     assert "pooler" not in said and "MISSING" not in said and "UNEXPECTED" not in said, said
-    got = model.encode(world.real.TEXTS)
-    expected = world.real.queries(
-        scored_by(bundle.info, head), *world.real.one_by_one(bundle, world.real.TEXTS)
+    got = model.encode(real_model.TEXTS)
+    expected = real_model.queries(
+        scored_by(bundle.info, head), *real_model.one_by_one(bundle, real_model.TEXTS)
     )
     assert got.dtype == np.float32 and got.shape == expected.shape == (7, told["width"])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
@@ -77,16 +80,16 @@ def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head, capf
     ids=["both parts", "bag", "residual", "both heads"],
 )
 def test_what_modules_in_a_row_cannot_express_is_refused(
-    world, tmp_path, encoder, head, reasons
+    make_bundle, tmp_path, encoder, head, reasons
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        export_sentence_transformers(world(**encoder), tmp_path / "out", head=head)
+        export_sentence_transformers(make_bundle(**encoder), tmp_path / "out", head=head)
     assert all(reason in str(caught.value) for reason in reasons)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_something_else_is_not_replaced(world, tmp_path) -> None:
-    bundle = world(kind="transformer", trainable_layers=-1)
+def test_a_folder_of_something_else_is_not_replaced(make_bundle, tmp_path) -> None:
+    bundle = make_bundle(kind="transformer", trainable_layers=-1)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match="not an earlier export"):

@@ -8,18 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tiny_bundle as tiny
+from helpers import real_model
+from helpers import tiny_bundle as tiny
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.export import vectors as heads
 from unidec.bundle.export.vectors import export_vectors, scored_by
 from unidec.data.storage import folder_sha256
 from unidec.errors import ArtifactError, DataError
-
-
-@pytest.fixture
-def real(helper):
-    return helper("bundle/export/real_model")
 
 
 def slow_scores(
@@ -44,7 +40,7 @@ def slow_scores(
 @pytest.mark.parametrize("head", ["both", "de", "clf"])
 @pytest.mark.parametrize(("normalize", "bias"), [(True, False), (False, True), (False, False)])
 def test_inner_products_are_the_heads_scores(
-    tmp_path, rng, real, monkeypatch, head, normalize, bias
+    tmp_path, rng, monkeypatch, head, normalize, bias
 ) -> None:
     monkeypatch.setattr(heads, "BLOCK_BYTES", 5 * 4 * 13)  # several blocks, the last one smaller
     options = {"clf_normalize": normalize, "bias": bias, "clf_weight": 0.7}
@@ -64,13 +60,13 @@ def test_inner_products_are_the_heads_scores(
     de_BD = rng.normal(size=(3, tiny.DIM)).astype(np.float32)
     de_BD /= np.linalg.norm(de_BD, axis=1, keepdims=True)
     clf_BD = rng.normal(size=(3, tiny.DIM)).astype(np.float32)
-    query = real.queries(scored_by(read_info(tmp_path / "bundle"), head), de_BD, clf_BD)
+    query = real_model.queries(scored_by(read_info(tmp_path / "bundle"), head), de_BD, clf_BD)
     for b in range(3):
         want = slow_scores(parts, 0.7, normalize, head, de_BD[b], clf_BD[b])
         np.testing.assert_allclose(got @ query[b], want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, real, stub_model) -> None:
+def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, stub_model) -> None:
     tiny.write_tiny_bundle(tmp_path / "bundle", rng, clf_weight=0.9)
     bundle = Bundle.load(tmp_path / "bundle")
     export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet")
@@ -87,7 +83,7 @@ def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, real, st
     encoded = bundle.model.encode_queries(
         encode_texts(texts, bundle.model.tokenizer_folder, 8), np.arange(2)
     )
-    query_BW = real.queries(scored_by(bundle.info), *encoded)
+    query_BW = real_model.queries(scored_by(bundle.info), *encoded)
     scores = query_BW @ np.stack(table["vector"].to_numpy()).T
     for row, prediction in enumerate(bundle.predict(texts, k=4)):
         best = np.argsort(-scores[row], kind="stable")[:4]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -186,3 +186,8 @@ async def running(
     asked = Asked(service, section, api_key)
     async with asked.app.router.lifespan_context(asked.app):
         yield asked
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a test's coroutine, for at most half a minute."""
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -71,3 +71,27 @@ def write_transformer(
             )
     model.save_pretrained(folder)
     return folder
+
+
+def write_word_transformer(
+    folder: Path, words: list[str], *, hidden: int = HIDDEN, seed: int = 0
+) -> Path:
+    """A BERT of one layer whose tokenizer knows just these words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel
+
+    vocabulary = {word: place for place, word in enumerate(["[PAD]", "[UNK]", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(seed)
+    bert = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=hidden,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+    )
+    BertModel(bert).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

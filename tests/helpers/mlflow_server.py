@@ -16,13 +16,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from helpers.ports import free_port
+
 from unidec.tracking.store import prepare_store
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def wait_for(url: str, process: subprocess.Popen, log: Path, seconds: float = 90.0) -> None:
@@ -100,7 +96,7 @@ class MlflowServer:
             self.kill()
 
 
-class Way:
+class LossyProxy:
     """A way to a server on which requests or answers get lost, also on connections that are open
     already.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from label_vectors import label_vectors
+from helpers.label_vectors import label_vectors
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bundle

@@ -27,11 +27,11 @@ PATIENCE = 120.0  # seconds for anything, on a machine that is busy with other t
 CLOSE = 1e-4  # of two scores that are the same
 
 
-class Followed:
+class FollowedRegistry:
     """A registry of versions "1", "2", ...; version n's bundle is made with seed n.
 
     Args:
-        root: everything is kept there. make_bundle: of tests/served_bundle.py.
+        root: everything is kept there. make_bundle: of `served_bundle`.
         num_labels: of each bundle.
 
     Attributes:
@@ -81,9 +81,9 @@ class Followed:
         self.client.set_registered_model_alias(NAME, ALIAS, version)
 
     @contextlib.contextmanager
-    def serving(self, *assignments: str, **environment: str) -> Iterator[Server]:
+    def serving(self, *assignments: str, **environment: str) -> Iterator[ServingProcess]:
         """`unidec serve models:/served@champion`, ready; ended by SIGTERM, with exit code 0."""
-        server = Server(
+        server = ServingProcess(
             self.root / "project", self.uri, f"models:/{NAME}@{ALIAS}", assignments, environment
         )
         try:
@@ -94,7 +94,7 @@ class Followed:
             server.kill()
 
 
-class Server:
+class ServingProcess:
     """The process. Its log is a file: no pipe that fills."""
 
     def __init__(

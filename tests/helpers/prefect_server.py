@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from helpers.ports import free_port
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
@@ -44,15 +45,13 @@ QUIET = {
 OTHERS = ("PREFECT_", "MLFLOW_", "DVC_", "GIT_", "UNIDEC_")  # of whoever runs the tests: not ours
 
 
-class Server:
+class PrefectServer:
     """A Prefect server with a home and a port of its own, its workers, and what they run in a
     project's folder.
     """
 
     def __init__(self, project: Path, home: Path, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.api = f"http://127.0.0.1:{self.port}/api"
         self.project = project
         self.home = home

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from helpers.tiny_transformer import write_word_transformer
 from scipy.sparse import csr_matrix
 
 from unidec.config import Encoder, Gate, Model, Params, Tracking
@@ -79,7 +80,80 @@ def make_raw(num_labels: int = NUM_LABELS, num_test: int = NUM_TEST, first: int 
     )
 
 
-class World:
+def make_bundle(
+    folder: Path,
+    name: str,
+    *,
+    wrong: Collection[int] = (),
+    labels: Collection[int] = range(NUM_LABELS),
+    junk: int = 0,
+    padding: int = 0,
+    trained_on: Collection[str] | None = None,
+) -> Path:
+    """A bundle that is right about all its labels but the `wrong` ones, whose names are passed
+    around in a ring.
+
+    Args:
+        labels: numbers of the labels it knows. junk: labels more that no data set has: slower,
+        larger.
+        padding: characters more in each title: larger.
+        trained_on: texts of the training queries that it has on record; None: none, as in older
+        releases.
+    """
+    import torch
+
+    from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
+    from unidec.data.storage import write_folder
+    from unidec.data.tokens import encode_texts
+    from unidec.model.unidec import KIND, VERSION, UniDEC
+    from unidec.ranking.index import LabelIndex
+
+    source = folder / "made" / "source"
+    if not source.is_dir():
+        write_word_transformer(source, WORDS)
+    known = list(labels)
+    texts = [label_text(label) for label in known]
+    uids = [f"L{label}" for label in known]
+    ring = [i for i, label in enumerate(known) if label in wrong]
+    for i, following in zip(ring, [*ring[1:], *ring[:1]], strict=True):
+        uids[i] = f"L{known[following]}"
+    torch.manual_seed(0)
+    model = UniDEC.create(
+        Encoder(kind="bag"),
+        Model(dim=16, dropout=0.0, heads="de"),
+        len(known) + junk,
+        source,
+        len(WORDS) + 2,
+        {"tokens": {"max_length": 8}},
+    ).eval()
+    place = folder / "made" / name
+    with write_folder(place / "model", KIND, VERSION) as out:
+        model.save_into(out)
+        if trained_on is not None:
+            np.save(
+                out.path / RECORD,
+                np.unique(text_hashes(pa.array(trained_on, pa.large_string()))),
+            )
+            out.meta[SEEN_KEY] = {"text": "title", "complete": True}
+    de_LD = model.encode_labels(encode_texts(texts, source, 8))
+    if junk:
+        more = np.random.default_rng(1).normal(size=(junk, de_LD.shape[1])).astype(np.float32)
+        de_LD = np.concatenate([de_LD, more / np.linalg.norm(more, axis=1, keepdims=True)])
+        uids = uids + [f"junk-{i}" for i in range(junk)]
+        texts = texts + ["junk"] * junk
+    titles = [text + " " * bool(padding) + "x" * padding for text in texts]
+    write_bundle(
+        place / "artifacts" / "bundle",
+        place / "model",
+        LabelIndex.build(de_LD, kind="flat"),
+        BundleLabels(uids, titles, {"de": de_LD}),
+        Scoring("de", 1.0, True),
+    )
+    shutil.rmtree(place / "model")
+    return place
+
+
+class GatedRegistry:
     """The working folder, a registry in it, and what makes bundles and versions."""
 
     def __init__(self, folder: Path, store: Path, name: str = "gated") -> None:
@@ -99,75 +173,9 @@ class World:
     def params(self, **gate: Any) -> Params:
         return Params(gate=Gate(**gate), tracking=Tracking(model_name=self.name), device="cpu")
 
-    def bundle(
-        self,
-        name: str,
-        *,
-        wrong: Collection[int] = (),
-        labels: Collection[int] = range(NUM_LABELS),
-        junk: int = 0,
-        padding: int = 0,
-        trained_on: Collection[str] | None = None,
-    ) -> Path:
-        """A bundle that is right about all its labels but the `wrong` ones, whose names are passed
-        around in a ring.
-
-        Args:
-            labels: numbers of the labels it knows. junk: labels more that no data set has: slower,
-            larger.
-            padding: characters more in each title: larger.
-            trained_on: texts of the training queries that it has on record; None: none, as in older
-            releases.
-        """
-        import torch
-
-        from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
-        from unidec.data.storage import write_folder
-        from unidec.data.tokens import encode_texts
-        from unidec.model.unidec import KIND, VERSION, UniDEC
-        from unidec.ranking.index import LabelIndex
-
-        source = self._source()
-        known = list(labels)
-        texts = [label_text(label) for label in known]
-        uids = [f"L{label}" for label in known]
-        ring = [i for i, label in enumerate(known) if label in wrong]
-        for i, following in zip(ring, [*ring[1:], *ring[:1]], strict=True):
-            uids[i] = f"L{known[following]}"
-        torch.manual_seed(0)
-        model = UniDEC.create(
-            Encoder(kind="bag"),
-            Model(dim=16, dropout=0.0, heads="de"),
-            len(known) + junk,
-            source,
-            len(WORDS) + 2,
-            {"tokens": {"max_length": 8}},
-        ).eval()
-        place = self.folder / "made" / name
-        with write_folder(place / "model", KIND, VERSION) as out:
-            model.save_into(out)
-            if trained_on is not None:
-                np.save(
-                    out.path / RECORD,
-                    np.unique(text_hashes(pa.array(trained_on, pa.large_string()))),
-                )
-                out.meta[SEEN_KEY] = {"text": "title", "complete": True}
-        de_LD = model.encode_labels(encode_texts(texts, source, 8))
-        if junk:
-            more = np.random.default_rng(1).normal(size=(junk, de_LD.shape[1])).astype(np.float32)
-            de_LD = np.concatenate([de_LD, more / np.linalg.norm(more, axis=1, keepdims=True)])
-            uids = uids + [f"junk-{i}" for i in range(junk)]
-            texts = texts + ["junk"] * junk
-        titles = [text + " " * bool(padding) + "x" * padding for text in texts]
-        write_bundle(
-            place / "artifacts" / "bundle",
-            place / "model",
-            LabelIndex.build(de_LD, kind="flat"),
-            BundleLabels(uids, titles, {"de": de_LD}),
-            Scoring("de", 1.0, True),
-        )
-        shutil.rmtree(place / "model")
-        return place
+    def bundle(self, name: str, **options: Any) -> Path:
+        """`make_bundle` in this folder."""
+        return make_bundle(self.folder, name, **options)
 
     def version(self, place: Path, alias: str | None = "challenger", **tags: str) -> str:
         """A bundle as a version, as registration leaves it."""
@@ -194,25 +202,3 @@ class World:
     def aliases(self) -> dict[str, str]:
         found = self.client.get_registered_model(self.name).aliases
         return {alias: str(version) for alias, version in found.items()}
-
-    def _source(self) -> Path:
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import BertConfig, BertModel
-
-        source = self.folder / "made" / "source"
-        if not source.is_dir():
-            import torch
-
-            vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
-            tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-            tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-            torch.manual_seed(0)
-            size = {
-                "hidden_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 1,
-                "intermediate_size": 8,
-            }
-            BertModel(BertConfig(vocab_size=len(vocabulary), **size)).save_pretrained(source)
-            tokenizer.save(str(source / "tokenizer.json"))
-        return source

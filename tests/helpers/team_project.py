@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from raw_files import write_raw
+from helpers.raw_files import write_raw
 from scipy.sparse import csr_matrix
 
 from unidec.data.formats import make_slice, read_raw
@@ -69,7 +69,7 @@ PARAMS: dict[str, Any] = {
 }
 
 
-class Project:
+class TeamProject:
     """The folder, and what a person does in it."""
 
     def __init__(self, root: Path, environment: dict[str, str] | None = None) -> None:

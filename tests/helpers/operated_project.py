@@ -11,10 +11,12 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from helpers.prefect_server import PrefectServer
+from helpers.team_project import TeamProject, fewer_queries, small_data, without_labels
 
 TRAIN = "unidec/train"
 REFRESH = "unidec-refresh/refresh"
@@ -30,7 +32,7 @@ found.to_csv(sys.argv[3], index=False, float_format="%.17g")
 """
 
 
-class World:
+class OperatedProject:
     """A project (`.project`), its Prefect (`.server`), and the versions of data that its source may
     hold.
 
@@ -43,12 +45,11 @@ class World:
     LATER = 100
     FRESH = 30
 
-    def __init__(self, folder: Path, project: ModuleType, server: ModuleType) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.data = project
-        self.project = project.Project(folder)
-        self.server = server.Server(self.project.root, folder / "prefect")
-        raw = project.small_data()
+        self.project = TeamProject(folder)
+        self.server = PrefectServer(self.project.root, folder / "prefect")
+        raw = small_data()
         trained = np.flatnonzero(np.diff(raw.relevance["train"].tocsc().indptr) > 0)
         chosen = np.random.default_rng(0).choice(trained, self.LATER, replace=False)
         rare = np.setdiff1d(
@@ -56,10 +57,8 @@ class World:
         )
         fresh = rare[: self.FRESH]
         self.third = raw
-        self.second = project.without_labels(raw, fresh)
-        self.first = project.fewer_queries(
-            project.without_labels(raw, np.union1d(chosen, fresh)), 600
-        )
+        self.second = without_labels(raw, fresh)
+        self.first = fewer_queries(without_labels(raw, np.union1d(chosen, fresh)), 600)
         self.fresh = [str(uid) for uid in raw.labels["uid"].take(fresh).to_pylist()]
 
     def __enter__(self) -> Self:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from helpers.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
 SECRETS = {
     "postgres": "owner's",
     "mlflow": "for 'mlflow' only",
@@ -44,9 +45,7 @@ class Postgres:
         self._bin = found
         self.folder = Path(tempfile.mkdtemp(prefix="unidec-postgres-"))
         self._as = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         self.secrets = self.folder / "secrets"
         self.secrets.mkdir()
         for name, password in SECRETS.items():

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from label_vectors import label_vectors
+from helpers.label_vectors import label_vectors
+from helpers.tiny_transformer import write_word_transformer
 from scipy.sparse import csr_matrix
 
 from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
@@ -34,27 +35,6 @@ def text(row: int) -> str:
     return f"{WORDS[b]} {WORDS[(b + a + 1) % len(WORDS)]} {WORDS[(3 * b + 7 * a + 2) % len(WORDS)]}"
 
 
-def write_source(folder: Path, seed: int = 0) -> Path:
-    """A transformer's folder of one layer whose tokenizer knows `WORDS`."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel
-
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    torch.manual_seed(seed)
-    size = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "intermediate_size": 8,
-    }
-    BertModel(BertConfig(vocab_size=len(vocabulary), **size)).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 def make_served_bundle(
     folder: Path,
     num_labels: int = 400,
@@ -69,7 +49,7 @@ def make_served_bundle(
     for their own label."""
     import torch
 
-    source = write_source(folder / "source", seed)
+    source = write_word_transformer(folder / "source", WORDS, seed=seed)
     titles = [text(row) for row in range(num_labels)]
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)

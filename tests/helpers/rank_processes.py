@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,15 +17,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+TESTS = ROOT / "tests"
 
 
 def run(
@@ -45,8 +39,16 @@ def run(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(TESTS),
         }
-        command = [sys.executable, __file__, function, str(folder), json.dumps(options)]
+        command = [
+            sys.executable,
+            "-m",
+            "helpers.rank_processes",
+            function,
+            str(folder),
+            json.dumps(options),
+        ]
         processes.append(
             subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         )
@@ -445,7 +447,7 @@ def all_refresh_parts(ranks: Any, folder: Path, sizes: list[tuple[int, int]]) ->
 @mock.patch("unidec.training.trainer.LOG_EVERY", 1)  # some tests call it in their own process
 def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[str, Any]:
     """Losses and final weights of trainings: {case: parameters other than those of
-    tests/tiny_training.py}.
+    `tiny_training`}.
 
     The folder holds dataset/, queries/, labels/, graph/ and bert/ without dropout.
     """
@@ -513,16 +515,10 @@ def cut_off_at(trainer: Any, step: int) -> bool:
 
 
 def tiny_params(bert: Path, **overrides: Any) -> Any:
-    """Of tests/tiny_training.py, without any dropout."""
-    import importlib.util
+    """Of `tiny_training`, without any dropout."""
+    from helpers import tiny_training
 
-    spec = importlib.util.spec_from_file_location(
-        "tiny_training", ROOT / "tests" / "tiny_training.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.tiny_params(
+    return tiny_training.tiny_params(
         bert, **{"model.dropout": 0.0, "run.checkpoint_minutes": 0.0} | overrides
     )
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import psutil
+from helpers.processes import processes_with
 
 PROGRAM = """
 import signal, sys, time
@@ -89,15 +90,7 @@ class StartedFlow:
 
     def left(self) -> list[int]:
         """Its processes (Linux)."""
-        mark = f"PREFECT_HOME={self.folder / 'home'}".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in entry.read_bytes().split(b"\0"):
-                    found.append(int(entry.parent.name))
-            except OSError:  # gone, or not ours
-                continue
-        return found
+        return processes_with("PREFECT_HOME", self.folder / "home")
 
     def end(self) -> None:
         for pid in self.left():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from label_vectors import label_vectors
+from helpers.label_vectors import label_vectors
 from scipy.sparse import csr_matrix
 
 from unidec.bundle import predict_file as files

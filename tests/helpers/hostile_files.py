@@ -1,0 +1,28 @@
+"""What an attacker does to a stored bundle."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from unidec.data.storage import write_manifest
+
+
+class MakesFolder:
+    """Its pickle makes a folder `executed` where it is loaded."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("executed",)
+
+
+def seal(bundle: Path) -> None:
+    """A manifest that fits the files, as an attacker's would."""
+    about = json.loads((bundle / "manifest.json").read_text())
+    write_manifest(bundle, about["kind"], about["version"], about["meta"])
+
+
+def edit(bundle: Path, **changes: object) -> None:
+    """Other values in bundle.json."""
+    info = json.loads((bundle / "bundle.json").read_text())
+    (bundle / "bundle.json").write_text(json.dumps(info | changes))

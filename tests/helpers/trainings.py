@@ -1,0 +1,41 @@
+"""What tests do with a `Trainer`: train to the end, keep its weights, read its history."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import Tensor
+
+from unidec.training.refresh import Refresh
+from unidec.training.trainer import Trainer
+
+TIMES = ("seconds", "texts_per_s", "tokens_per_s")
+
+
+def train_to_the_end(trainer: Trainer) -> Trainer:
+    """As the stages do."""
+    while not trainer.finished:
+        if trainer.refresh_due:
+            trainer.refresh()
+        trainer.train_round()
+    return trainer
+
+
+def with_first_round(trainer: Trainer) -> Trainer:
+    """At the start of its first round: clustered, mined, in training mode."""
+    trainer.refresh()
+    trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
+    trainer.model.train()
+    return trainer
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """A copy of the model's state."""
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def history(trainer: Trainer) -> list[dict[str, Any]]:
+    """Lines of history.jsonl without the figures that a clock decides."""
+    lines = (trainer.run_dir / "history.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
