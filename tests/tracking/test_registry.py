@@ -22,6 +22,7 @@ import pytest
 
 from unidec.data.storage import folder_sha256, write_folder
 from unidec.errors import ArtifactError
+from unidec.model.first_rows import start_table
 from unidec.tracking import registry
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import open_client, prepare_store
@@ -349,7 +350,7 @@ def real_bundle(
     x_LW = torch.from_numpy(
         np.random.default_rng(0).normal(size=(len(titles), 8)).astype(np.float32)
     )
-    model.start_table(lambda rows: x_LW[rows])
+    start_table(model, lambda rows: x_LW[rows])
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
     de_LD, (clf_LD, bias_L) = model.encode_labels(tokens), model.classifier_table()
