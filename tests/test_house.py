@@ -242,6 +242,38 @@ def test_parameters_stop_at_the_pipeline() -> None:
             assert "Params" not in names, path.name
 
 
+def test_the_core_knows_interfaces_and_no_method() -> None:
+    """Papers are additions: neither names, nor fields or attributes, for each of them."""
+    from dataclasses import fields
+
+    from unidec.model.batch import Prepared
+
+    assert len(fields(Prepared)) <= 7
+    tree = ast.parse((ROOT / "unidec/training/trainer.py").read_text(encoding="utf-8"))
+    trainer = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Trainer"
+    )
+    init = next(
+        node
+        for node in trainer.body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
+    attributes = {
+        node.attr
+        for node in ast.walk(init)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert 0 < len(attributes) <= 15
+    methods = {path.stem for path in (ROOT / "unidec/methods").glob("[!_]*.py")} - {"assembly"}
+    for path in (ROOT / "unidec/model").glob("*.py"):
+        names = {
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Name | ast.Attribute)
+        }
+        assert not names & methods, f"{path.name} names {names & methods}"
+
+
 def test_config_and_command_line_import_nothing_heavy() -> None:
     code = (
         "import sys, unidec.cli, unidec.config, unidec.progress\n"

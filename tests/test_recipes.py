@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
 from unidec.data.tokens import encode_texts
 from unidec.model import losses
+from unidec.model.first_rows import start_table
 from unidec.model.pool import num_clusters
 from unidec.model.unidec import UniDEC
 from unidec.training.refresh import Refresh
@@ -349,7 +350,7 @@ def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(
     texts = encode_texts([f"river engine w{i}" for i in range(pool)], tiny_bert, 16)
     x_BW = torch.from_numpy(model.encode("queries", texts))
     assert x_BW.norm(dim=1).mean() > 4
-    model.start_table(lambda rows: x_BW[rows % pool])
+    start_table(model, lambda rows: x_BW[rows % pool])
     logit_BS = model.clf(x_BW).detach() @ model.table.weight[:pool].T / params.model.temperature
     loss = torch.nn.functional.cross_entropy(logit_BS, torch.arange(pool))
     assert float(loss) == pytest.approx(np.log(pool), rel=0.1)

@@ -17,6 +17,7 @@ from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, w
 from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
+from unidec.model.first_rows import start_table
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
@@ -62,7 +63,7 @@ def make_served_bundle(
         {"tokens": {"max_length": 8}},
     ).eval()
     x_LW = torch.from_numpy(rng.normal(size=(num_labels, model.encoder.width)).astype(np.float32))
-    model.start_table(lambda rows: x_LW[rows])
+    start_table(model, lambda rows: x_LW[rows])
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
     tokens = encode_texts(titles, source, 8)

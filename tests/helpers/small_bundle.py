@@ -33,7 +33,7 @@ def write_small_bundle(
     x_LW = torch.from_numpy(
         np.random.default_rng(0).normal(size=(len(titles), 8)).astype(np.float32)
     )
-    model.start_table(lambda rows: x_LW[rows])
+    start_table(model, lambda rows: x_LW[rows])
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
     de_LD, (clf_LD, bias_L) = model.encode_labels(tokens), model.classifier_table()

@@ -13,6 +13,7 @@ from unidec.data.storage import write_folder
 from unidec.methods.assembly import export_of
 from unidec.methods.cluster_tree import LabelTree
 from unidec.model.additions import Rows
+from unidec.model.first_rows import start_table
 from unidec.model.pairs import MASKED
 from unidec.model.pool import num_clusters
 from unidec.model.unidec import KIND, VERSION, UniDEC
@@ -117,7 +118,7 @@ def test_a_label_tree_is_not_exported(tiny_bert, tiny_params, tmp_path):
     values = {"model.heads": "clf", "model.levels": [4, 2], "model.clf_init": "xavier"}
     model = create_model(tiny_bert, tiny_params(**values), 3).eval()
     assert model.tree.counts == [2, 4] and model.label_cluster.shape == (7,)
-    model.start_table()
+    start_table(model)
     with write_folder(tmp_path / "model", KIND, VERSION) as out:
         model.save_into(out, exported=export_of(model.settings, Rows()))
     loaded = UniDEC.load(tmp_path / "model")

@@ -8,6 +8,7 @@ from helpers.untrained_model import create_model
 from unidec.data.storage import write_folder
 from unidec.methods.assembly import export_of
 from unidec.methods.surrogate import ClusterRows
+from unidec.model.first_rows import start_table
 from unidec.model.unidec import KIND, VERSION, UniDEC
 
 
@@ -22,7 +23,7 @@ def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bia
     }
     model = create_model(tiny_bert, tiny_params(**values), 3).eval()
     assert model.table.weight.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
-    model.start_table()
+    start_table(model)
     assert len(np.unique(model.table.weight)) == 64
     model.label_cluster.copy_(torch.tensor([3, 0, 1, 1, 2, 0, 3]))
     if bias:

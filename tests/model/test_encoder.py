@@ -12,17 +12,17 @@ import torch.nn.functional as F
 import transformers
 
 from unidec.config import Encoder
-from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens
+from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens, length_chunks
 from unidec.errors import ConfigError
+from unidec.methods.inception import token_layers
 from unidec.model.encoder import (
-    InputBuilder,
     TextEncoder,
     TransformerEncoder,
     empty_transformer,
-    length_chunks,
     load_transformer,
     pool_tokens,
 )
+from unidec.model.encoder_inputs import InputBuilder
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 40
@@ -39,7 +39,9 @@ def make_encoder(folder=None, num_tokens=NUM_TOKENS, width=WIDTH, **settings):
     transformer = None if folder is None else load_transformer(folder)
     if transformer is not None:
         width = transformer.config.hidden_size
-    encoder = TextEncoder(Encoder(**({"kind": "bag"} | settings)), transformer, num_tokens, width)
+    settings = Encoder(**({"kind": "bag"} | settings))
+    layers = token_layers(settings, width)
+    encoder = TextEncoder(settings, transformer, num_tokens, width, layers)
     if encoder.bag is not None:
         torch.nn.init.normal_(encoder.bag.embedding.weight)
         torch.nn.init.normal_(encoder.bag.log_weight.weight, std=0.5)
@@ -194,7 +196,7 @@ def test_a_text_does_not_depend_on_its_batch(folder, texts, rng, monkeypatch, po
     one asked for.
     """
     monkeypatch.setattr(
-        "unidec.model.encoder.length_chunks",
+        "unidec.model.encoder_inputs.length_chunks",
         lambda lengths, tokens: length_chunks(lengths, 7, tokens),
     )
     encoder = make_encoder(

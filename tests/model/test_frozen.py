@@ -9,7 +9,8 @@ import torch
 from unidec.config import Encoder
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError
-from unidec.model.encoder import InputBuilder, TextEncoder, load_transformer
+from unidec.model.encoder import TextEncoder, load_transformer
+from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.frozen import FrozenCaches, cached_inputs, frozen_sha256
 
 CPU = torch.device("cpu")

@@ -3,6 +3,7 @@ degenerate cases.
 """
 
 import doctest
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from scipy.sparse import csr_matrix
 
 from unidec.config import Loss
-from unidec.model import pairs
 from unidec.model.losses import (
     ENTRYWISE,
     LOSSES,
@@ -23,8 +23,9 @@ from unidec.model.losses import (
     symmetric_loss,
     triplet,
 )
-from unidec.model.pairs import REDUCTIONS, Pairs, PoolTargets, to_device
+from unidec.model.pairs import Pairs, PoolTargets, to_device
 
+REDUCTIONS = get_args(Loss.model_fields["reduction"].annotation)
 # name of the case -> (loss, options)
 VARIANTS = {
     "ds": ("ds", {}),
@@ -300,8 +301,8 @@ def test_hand_computed_values():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ignored_pairs_get_no_gradient_and_change_nothing(variant, rng):
     name, options = VARIANTS[variant]
-    case = random_case(rng)
-    assert case.ignored.any()
+    cases = iter(lambda: random_case(rng), None)
+    case = next(case for case in cases if case.ignored.any())
     mask = torch.from_numpy(case.ignored)
     value, gradient = value_and_gradient(
         lambda x: LOSSES[name](x, case.pairs(), **options), case.logit
@@ -392,7 +393,7 @@ def direction(kind, forward):
 
 
 @pytest.mark.parametrize("forward", [pytest.param(0.0, marks=pytest.mark.slow), 0.3, 1.0])
-@pytest.mark.parametrize("reduction", list(REDUCTIONS))
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rng):
     name, options = VARIANTS[variant]
@@ -429,7 +430,7 @@ def test_symmetric_on_degenerate_cases_is_finite(kind, rng):
 
 
 @pytest.mark.parametrize("kind", list(LOSSES))
-@pytest.mark.parametrize("reduction", list(REDUCTIONS))
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
     """On the meta device there are no values: `.item()`, `nonzero` and boolean indexing raise."""
     case = random_case(rng)
@@ -458,47 +459,9 @@ def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
     assert len(pinned) == 1 and sent[1] == (("cpu",), {})
 
 
-def test_what_comes_from_a_gpu_is_waited_for_one_later(monkeypatch):
-    done = []
-
-    def computed():
-        for number in range(3):
-            done.append(f"compute {number}")
-            yield number
-
-    def to_host(number):
-        done.append(f"copy {number}")
-        return lambda: done.append(f"wait {number}") or number
-
-    monkeypatch.setattr(pairs, "to_host", to_host)
-    assert list(pairs.all_to_host(computed())) == [0, 1, 2]
-    assert done == [
-        "compute 0",
-        "copy 0",
-        "compute 1",
-        "copy 1",
-        "wait 0",
-        "compute 2",
-        "copy 2",
-        "wait 1",
-        "wait 2",
-    ]
-    assert list(pairs.all_to_host(iter(()))) == []
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_many_copies_from_a_gpu_arrive_whole():
-    """More and larger ones than a copy takes: none is read before it is there, none is overwritten
-    by the next.
-    """
-    values = [torch.full((1 << 22,), float(number), device="cuda") for number in range(8)]
-    for number, found in enumerate(pairs.all_to_host(value * 2 for value in values)):
-        assert (found == 2 * number).all()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("reduction", list(REDUCTIONS))
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):
     name, options = VARIANTS[variant]
     forward = direction(name, 0.5)

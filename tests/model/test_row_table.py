@@ -35,7 +35,7 @@ def make_table(values, dtype=torch.float32, placement=None):
 
 def test_gathered_twice_in_a_step_is_an_error(table):
     table.gather(torch.tensor([1, 2]))
-    with pytest.raises(RuntimeError, match="already been gathered"):
+    with pytest.raises(RuntimeError, match="already gathered"):
         table.gather(torch.tensor([3]))
     table.forget()
     table.gather(torch.tensor([3]))
@@ -141,9 +141,9 @@ def test_parts_of_a_step_add_up(rng, kind):
 def test_parts_of_a_table_are_not_another_gather(table):
     with table.parts(torch.tensor([1, 2])):
         pass
-    with pytest.raises(RuntimeError, match="already been gathered"):
+    with pytest.raises(RuntimeError, match="already gathered"):
         table.gather(torch.tensor([3]))
-    with pytest.raises(RuntimeError, match="already been gathered"), table.parts(torch.tensor([3])):
+    with pytest.raises(RuntimeError, match="already gathered"), table.parts(torch.tensor([3])):
         pass
     table.forget()
     with table.parts(torch.tensor([1, 2])), torch.no_grad():  # outside training nothing is kept
@@ -290,7 +290,7 @@ def test_no_step_of_fetched_rows_waits_for_the_device(
 
 def test_all_rows_are_not_fetched():
     table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
-    with pytest.raises(RuntimeError, match="only if the table is on the device"):
+    with pytest.raises(RuntimeError, match="only if they are on the device"):
         table.gather(None)
 
 

@@ -42,24 +42,6 @@ def test_equals_a_full_sort(tile, density, k, block, rng, monkeypatch):
     np.testing.assert_allclose(score, expected_score, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("fit", [1, 3, 7, 12])
-@pytest.mark.parametrize("tile", [2, 5, 1 << 16])
-def test_labels_that_do_not_fit_come_in_parts(fit, tile, rng, monkeypatch):
-    monkeypatch.setattr(search, "LABELS_AT_ONCE", tile)
-    query = vectors(rng, 9)
-    label = vectors(rng, 12)
-    excluded = rng.random((9, 12)) < 0.3
-    for k in (1, 4, 20):
-        given = {"exclude": sp.csr_matrix(excluded), "block": 4}
-        with monkeypatch.context() as patch:
-            patch.setattr(search, "labels_that_fit", lambda *_: fit)
-            score, found = exact_search(query, label, k, **given)
-        assert np.array_equal(found, loop_search(query, label, k, excluded)[1])
-        np.testing.assert_allclose(
-            score, exact_search(query, label, k, **given)[0], rtol=1e-5, atol=1e-6
-        )
-
-
 def test_without_exclusions_and_from_tensors(rng):
     query = vectors(rng, 7)
     label = vectors(rng, 10)
@@ -106,15 +88,9 @@ def test_no_queries():
     assert score.shape == found.shape == (0, 2)
 
 
-def test_bad_input_is_refused(rng):
+def test_vectors_that_are_not_finite_are_refused(rng):
     query = vectors(rng, 4)
     label = vectors(rng, 5)
-    with pytest.raises(DataError, match="width"):
-        exact_search(query, label[:, :3], 2)
-    with pytest.raises(DataError, match="matrix"):
-        exact_search(query[0], label, 2)
-    with pytest.raises(DataError, match="shape"):
-        exact_search(query, label, 2, exclude=sp.csr_matrix((5, 4)))
     for bad in (np.nan, np.inf):
         label[3, 1] = bad
         with pytest.raises(DataError, match=r"label vectors are not finite[\s\S]*rows \[3\]"):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from unidec.model import losses as module
-from unidec.model.losses import soft_topk, thresholds
+from unidec.model import soft_topk as module
 from unidec.model.pairs import MASKED, Pairs
+from unidec.model.soft_topk import soft_topk, thresholds
 
 NONE = torch.empty(0, dtype=torch.int64)
 

@@ -15,7 +15,9 @@ from unidec.data.storage import write_folder, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model import unidec as module
-from unidec.model.encoder import InputBuilder, load_transformer
+from unidec.model.encoder import load_transformer
+from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.first_rows import start_table
 from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
 
@@ -168,7 +170,7 @@ def test_without_projection_a_head_is_the_encoders_vector(tiny_bert, tiny_params
     length = np.linalg.norm(x_NW, axis=1, keepdims=True)
     assert (np.abs(length - 1) > 0.1).all()
     np.testing.assert_allclose(de, x_NW / length if normalize else x_NW, rtol=1e-5)
-    model.start_table(lambda rows: torch.from_numpy(x_NW[rows % len(x_NW)]))
+    start_table(model, lambda rows: torch.from_numpy(x_NW[rows % len(x_NW)]))
     rows = model.classifier_table()[0]
     # scores begin as cosines
     np.testing.assert_allclose(rows[:5], x_NW / length / length, rtol=1e-5)
@@ -215,7 +217,7 @@ def test_outputs_that_are_copied_later_are_those_of_a_plain_loop(
     """Bit for bit, where a batch, or a block of two, is on its way to the host while the next is
     computed.
     """
-    monkeypatch.setattr(module, "PROJECT_BLOCK", 8)
+    monkeypatch.setattr(module, "BLOCK_TEXTS", 8)
     model = make_model(
         tiny_bert, tiny_params(**{"encoder.kind": "both", "encoder.trainable_layers": -1})
     ).to(device)
@@ -247,7 +249,7 @@ def test_vectors_in_blocks_are_those_of_all_at_once(tiny_bert, tiny_params, rng,
     blocks = [rows[start : start + 8] for start in range(0, 25, 8)]
     parts = [model.vectors("queries", tokens, block, batch_size=2) for block in blocks]
     expected = [np.concatenate(part) for part in zip(*parts, strict=True)]
-    monkeypatch.setattr(module, "PROJECT_BLOCK", 9)
+    monkeypatch.setattr(module, "BLOCK_TEXTS", 9)
     seen = []
     clf = model.clf
     monkeypatch.setattr(model, "clf", lambda x_BW: seen.append(len(x_BW)) or clf(x_BW))
@@ -264,7 +266,7 @@ def test_the_classifiers_start(tiny_bert, tiny_params, clf_init):
     model = make_model(tiny_bert, tiny_params(**{"model.clf_init": clf_init}))
     labels = encode_texts([f"label w{i}" for i in range(NUM_LABELS)], tiny_bert, 16)
     x_LW = torch.from_numpy(model.encode("labels", labels))
-    model.start_table(lambda rows: x_LW[rows])
+    start_table(model, lambda rows: x_LW[rows])
     table = model.table.weight.detach()
     if clf_init == "label_embedding":
         weight = model.head_clf[0].weight
@@ -284,7 +286,7 @@ def test_rows_begin_as_cosines_where_the_encoders_vectors_have_no_unit_length(
     params = tiny_params(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1})
     model = make_model(tiny_bert, params)
     x_LW = 5 * torch.randn(NUM_LABELS, 32, generator=torch.Generator().manual_seed(1))
-    model.start_table(lambda rows: x_LW[rows])
+    start_table(model, lambda rows: x_LW[rows])
     own_L = (model.eval().clf(x_LW) * model.table.weight).sum(1)
     torch.testing.assert_close(own_L, torch.ones(NUM_LABELS))
 
@@ -336,7 +338,7 @@ def test_a_table_in_bfloat16_is_written_and_read_back(
 def test_every_part_in_every_place_starts_as_the_whole(
     tiny_bert, tiny_params, tmp_path, monkeypatch, clf_init, dtype
 ):
-    monkeypatch.setattr(module, "START_BLOCK", 4)
+    monkeypatch.setattr("unidec.model.first_rows.START_BLOCK", 4)
     params = tiny_params(**{"model.clf_init": clf_init, "model.clf_dtype": dtype})
     x_LW = torch.randn(NUM_LABELS, 32, generator=torch.Generator().manual_seed(1))
     asked = []
@@ -348,7 +350,7 @@ def test_every_part_in_every_place_starts_as_the_whole(
     def started(placement):
         model = make_model(tiny_bert, params, placement=placement)
         torch.manual_seed(8)
-        model.start_table(encode)
+        start_table(model, encode)
         return model.table.weight.detach(), torch.get_rng_state()
 
     whole, after = started(Placement())
@@ -487,10 +489,11 @@ def test_a_newer_format_is_refused_naming_it(stored):
 
 
 def test_heads_are_in_float32_also_under_autocast(tiny_bert, tiny_params, rng, monkeypatch):
-    model = make_model(tiny_bert, tiny_params())
+    model = make_model(tiny_bert, tiny_params()).eval()
     tokens = encode_texts(TEXTS, tiny_bert, 16)
     x_NW = rng.normal(size=(len(TEXTS), 32)).astype(np.float32)
-    monkeypatch.setattr(model, "_outputs", lambda *_: iter([torch.from_numpy(x_NW)]))
+    block = (slice(0, len(TEXTS)), torch.from_numpy(x_NW))
+    monkeypatch.setattr(model, "_blocks", lambda *_, **options: iter([block]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = model.vectors("queries", tokens)
     assert same(model.vectors("queries", tokens), ours)

@@ -9,6 +9,7 @@ from helpers.untrained_model import TEXTS, encode
 
 from unidec.data.storage import write_folder, write_manifest
 from unidec.errors import ArtifactError, ConfigError
+from unidec.model.first_rows import start_table
 from unidec.model.unidec import UniDEC
 from unidec.model.weights import KIND, VERSION, start_sha256
 
@@ -92,7 +93,7 @@ def test_a_second_stage_has_the_classifiers_head_alone(start):
         **{"model.heads": "clf", "index.space": "clf", "encoder.frozen": True},
     )
     label_LW = encode(old, TEXTS + TEXTS + TEXTS[:1])
-    new.start_table(lambda rows: label_LW[rows])
+    start_table(new, lambda rows: label_LW[rows])
     expected = F.normalize(F.linear(label_LW, old.head_de[0].weight, old.head_de[0].bias), dim=1)
     torch.testing.assert_close(new.table.weight.data, expected.detach())
     assert not any(p.requires_grad for p in new.encoder.parameters())

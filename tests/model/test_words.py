@@ -10,7 +10,7 @@ import torch
 
 from unidec.config import Encoder, Model
 from unidec.errors import ConfigError
-from unidec.model.encoder import InputBuilder
+from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.unidec import UniDEC
 from unidec.model.words import continuing_pieces, with_words
 

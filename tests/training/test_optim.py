@@ -9,7 +9,8 @@ import torch
 from torch.nn.utils import get_total_norm as total_norm
 
 from unidec.data.tokens import encode_texts
-from unidec.model.encoder import InputBuilder
+from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.first_rows import start_table
 from unidec.model.row_table import Placement
 from unidec.model.unidec import UniDEC
 from unidec.training.optim import Optimisers
@@ -369,7 +370,7 @@ def test_fetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, tmp_
         x_LW = torch.randn(
             NUM_LABELS, model.encoder.width, generator=torch.Generator().manual_seed(2)
         )
-        model.start_table(lambda rows, x_LW=x_LW: x_LW[rows])
+        start_table(model, lambda rows, x_LW=x_LW: x_LW[rows])
         optimisers = Optimisers(model, params.optim, 5)
         for table in (model.table, model.bias):
             table._is_remote = placement.place != "device"  # as on a GPU

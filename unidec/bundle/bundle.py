@@ -303,11 +303,11 @@ PREDICTION_SCHEMA = pa.schema(
 
 
 def _load_model(path: Path, device: str) -> Any:
-    from unidec.model.unidec import UniDEC
+    from unidec.methods.assembly import load_model
 
     # not verified: the bundle's manifest has these hashes; without rows: the bundle's arrays hold
     # the classifier's
-    return UniDEC.load(path, device=device, verify=False, rows=False)
+    return load_model(path, device, verify=False, rows=False)
 
 
 def _check_model(path: Path, model: Any, info: BundleInfo) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the methods that a recipe names, by sections `model`, `pool` and `loss`.
+"""Chooses the methods that a recipe names, by sections `encoder`, `model`, `pool` and `loss`.
 
 Legend: L labels, C clusters of labels, N queries, D width of a head, W width of the encoder.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-from unidec.config import Model, Pool, TrainingSettings
+from unidec.config import Encoder, Model, Pool, TrainingSettings
 from unidec.data.dataset import XMCDataset
 from unidec.methods.auxiliary import AUXILIARY, new_vectors, with_auxiliary
 from unidec.methods.cluster_tree import TREE, LabelTree, TreeLoss
@@ -23,6 +23,7 @@ from unidec.methods.gandalf import with_label_queries
 from unidec.methods.gates import NAME as GATES
 from unidec.methods.gates import new_gates
 from unidec.methods.graph_rows import GraphTexts
+from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER, cluster_of_label, over_clusters
 from unidec.methods.mixup import MixUp
 from unidec.methods.query_rows import QueryTexts
@@ -44,12 +45,13 @@ _ORDINARY = {
 }
 
 
-def additions(settings: Model, num_labels: int) -> Additions:
-    """What the methods of section `model` add to a model."""
+def additions(encoder: Encoder, settings: Model, num_labels: int) -> Additions:
+    """What the methods of sections `encoder` and `model` add to a model."""
     size = settings.surrogate
     return Additions(
         num_rows=num_clusters(num_labels, size) if size else None,
         parts=partial(_parts, settings, num_labels),
+        token_layers=partial(token_layers, encoder),
         label_vectors=with_auxiliary if settings.auxiliary else None,
     )
 
@@ -74,9 +76,11 @@ def _parts(settings: Model, num_labels: int, width: int) -> dict[str, Part]:
     return parts
 
 
-def load_model(path: str | Path, device: str = "cpu", verify: bool = True) -> UniDEC:
+def load_model(
+    path: str | Path, device: str = "cpu", verify: bool = True, rows: bool = True
+) -> UniDEC:
     """An exported model with what its methods added; see `UniDEC.load`."""
-    return UniDEC.load(path, device, verify, add=additions)
+    return UniDEC.load(path, device, verify, rows, add=additions)
 
 
 def changed_pairs(
@@ -130,14 +134,15 @@ def chosen_methods(
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> tuple[Methods, TrainingPairs]:
     """The methods of a training whose clusters of labels are known, and the pairs that it uses."""
-    tree = _tree_loss(settings, model, pairs, autocast) if settings.model.levels else None
+    tree: TreeLoss | None = None
+    if settings.model.levels:
+        tree = _tree_loss(settings, model, pairs, autocast)
     if settings.model.surrogate and model.table is not None:
         pairs = over_clusters(pairs, cluster_of_label(model), model.table.num_rows)
-    mixes = settings.loss.mixup != "none"
     methods = Methods(
         rows=rows,
-        losses=[] if tree is None else [tree],
-        changes=[MixUp(settings.loss)] if mixes else [],
+        losses=[tree] if tree else [],
+        changes=[MixUp(settings.loss)] if settings.loss.mixup != "none" else [],
         reads_labels=settings.model.auxiliary > 0,
         export=partial(export_of, settings.model, rows),
         shortlister=tree if settings.pool.shortlist else None,
@@ -147,10 +152,9 @@ def chosen_methods(
 
 def export_of(settings: Model, rows: Rows) -> Exported:
     """How a model is exported: as an ordinary one, without what only training uses."""
-    if type(rows) is Rows and not settings.levels:
-        return Exported()
-    kept = {LABEL_CLUSTER} if settings.auxiliary else set()
-    parts = {GATES, RELATED_GATE, TREE, LABEL_CLUSTER} - kept
+    parts = {GATES, RELATED_GATE, TREE, LABEL_CLUSTER}
+    if settings.auxiliary:
+        parts.remove(LABEL_CLUSTER)
     return Exported(classifier=rows.exported(), settings=_ORDINARY, without=parts)
 
 

@@ -2,9 +2,9 @@
 2022); with one level it is the meta-classifier of SyncXML (Kharbanda et al. 2023, InceptionXML).
 
 Legend: B queries, C clusters of a level, K clusters of a level that a query keeps, P positive
-clusters of the queries,
-N queries of the data set, n training queries, L labels, M labels of the largest cluster, W width of
-the encoder."""
+clusters of the queries, N queries of the data set, n training queries, L labels, M labels of the
+largest cluster, W width of the encoder.
+"""
 
 from __future__ import annotations
 
@@ -62,27 +62,28 @@ class LabelTree(nn.Module):
                 the score `MASKED`. At least min(K, C) clusters of each level are not masked. 0: no
                 cluster is masked.
             positives: for each level rows and clusters, int64 [P] each, that are kept whatever
-            their scores.
+                their scores.
         """
         scores: list[Tensor] = []
         kept_BC: Tensor | None = None
-        for level, (layer, classifier) in enumerate(
-            zip(self.layers, self.classifiers, strict=True)
-        ):
-            score_BC = classifier(self.dropout(x_BW + F.gelu(layer(x_BW)))).float()
+        levels = zip(self.layers, self.classifiers, strict=True)
+        for level, (layer, classifier) in enumerate(levels):
+            hidden_BW = x_BW + F.gelu(layer(x_BW))
+            score_BC = classifier(self.dropout(hidden_BW)).float()
+            num_clusters = score_BC.shape[1]
             if kept_BC is not None:
-                parent_kept_BC = kept_BC.repeat_interleave(
-                    score_BC.shape[1] // kept_BC.shape[1], dim=1
-                )
+                num_children = num_clusters // kept_BC.shape[1]
+                parent_kept_BC = kept_BC.repeat_interleave(num_children, dim=1)
                 score_BC = torch.where(parent_kept_BC, score_BC, MASKED)
             scores.append(score_BC)
             if num_kept:
-                best_BK = score_BC.detach().topk(min(num_kept, score_BC.shape[1]), dim=1).indices
-                kept_BC = torch.zeros_like(score_BC, dtype=torch.bool).scatter_(1, best_BK, True)
-                if positives:  # the value is created on the device: the host would wait for a copy
-                    kept_BC.index_put_(
-                        positives[level], torch.ones((), dtype=torch.bool, device=x_BW.device)
-                    )
+                best_BK = score_BC.detach().topk(min(num_kept, num_clusters), dim=1).indices
+                kept_BC = torch.zeros_like(score_BC, dtype=torch.bool)
+                kept_BC.scatter_(1, best_BK, True)
+                if positives:
+                    # created on the device: the host would wait for a copy
+                    kept = kept_BC.new_ones(())
+                    kept_BC.index_put_(positives[level], kept)
         return scores
 
 
@@ -129,10 +130,8 @@ class TreeLoss:
         positives = [(level.row_P, level.col_P) for level in levels]
         with self.autocast():
             scores = self.tree(query_BW, self.num_kept, positives)
-        losses = [
-            head_loss(score_BC, level) for score_BC, level in zip(scores, levels, strict=True)
-        ]
-        return torch.stack(losses).sum()
+        losses = map(head_loss, scores, levels)
+        return torch.stack(list(losses)).sum()
 
     @torch.no_grad()
     def shortlist(
@@ -145,10 +144,12 @@ class TreeLoss:
         """
         begin_time = time.perf_counter()
         tree = self.tree
-        num_kept = min(self.num_kept, tree.counts[-1])
+        num_clusters = tree.counts[-1]
+        num_kept = min(self.num_kept, num_clusters)
         cluster_L = cluster_of_label(self.model)
-        member_CM = members(cluster_L, tree.counts[-1])
-        shortlist = np.full((relevance.shape[0], num_kept * member_CM.shape[1]), -1, dtype=np.int32)
+        member_CM = members(cluster_L, num_clusters)
+        shape = (relevance.shape[0], num_kept * member_CM.shape[1])
+        shortlist = np.full(shape, -1, dtype=np.int32)
         num_positives = 0
         num_found = 0
         was_training = tree.training
@@ -160,9 +161,10 @@ class TreeLoss:
             cluster_BK = finest_BC.topk(num_kept, dim=1).indices.cpu().numpy()
             shortlist[some] = member_CM[cluster_BK].reshape(len(some), -1)
             positive = relevance[some].tocoo()
-            found_PK = cluster_BK[positive.row] == cluster_L[positive.col][:, None]
+            cluster_P1 = cluster_L[positive.col][:, None]
+            found_PK = cluster_BK[positive.row] == cluster_P1
             num_positives += positive.nnz
-            num_found += int(found_PK.any(1).sum())
+            num_found += int(found_PK.sum())
         tree.train(was_training)
         return shortlist, {
             "queries": len(rows_n),

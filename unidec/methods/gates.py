@@ -13,9 +13,7 @@ NAME = "gates"
 
 
 def new_gates(dim: int) -> nn.Parameter:
-    """Gates [2 D], those of the text first; with 0 a row starts as the plain sum of text and free
-    vector.
-    """
+    """Gates [2 D], the text's first; with 0 a row is the plain sum of text and free vector."""
     return nn.Parameter(torch.zeros(2 * dim))
 
 

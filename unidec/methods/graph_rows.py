@@ -12,7 +12,6 @@ import scipy.sparse as sp
 
 from unidec.methods.residual_rows import RelatedPairs
 from unidec.model.additions import NO_ROWS, Drawn
-from unidec.model.pairs import to_device
 
 
 class GraphTexts:
@@ -33,12 +32,7 @@ class GraphTexts:
     def draw(self, drawn: Drawn) -> tuple[RelatedPairs, np.ndarray]:
         labels_S = drawn.clf_pool.pool_S
         pairs = self.related_LN[labels_S][:, labels_S].tocoo()
-        related = RelatedPairs(
-            label_E=to_device(pairs.row.astype(np.int64), drawn.device),
-            text_E=to_device(pairs.col.astype(np.int64), drawn.device),
-            weight_E=to_device(pairs.data.astype(np.float32), drawn.device),
-        )
-        return related, NO_ROWS
+        return RelatedPairs.on(drawn.device, pairs.row, pairs.col, pairs.data), NO_ROWS
 
     def rows(self, places: np.ndarray) -> np.ndarray:
         return places

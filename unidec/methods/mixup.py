@@ -4,8 +4,8 @@ texts' losses.
 Legend: B queries of a step, W width of the encoder.
 
 Source: Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization", section 2, at the encoder's
-output (Verma et al.
-2019, "Manifold Mixup"); Label-MixUp, a query with the text of one of its labels: thesis, table 1.6.
+output (Verma et al. 2019, "Manifold Mixup"); Label-MixUp, a query with the text of one of its
+labels: thesis, table 1.6.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Mix:
         share: weight of a query's own labels in its loss; the remaining weight is on the labels of
             the query `partner_B`, int64 [B]. Without `partner_B` only its own labels count.
         other_B: int64 [B], the text that each query is mixed with, by position in the outputs:
-        queries, then labels.
+            queries, then labels.
         own_B1: float32 [B, 1], weight of the query's own vector in its mixture.
     """
 
@@ -46,7 +46,8 @@ class Mix:
         """The encoder's outputs x_BW, with queries replaced by mixtures."""
         count = len(self.other_B)
         other_BW = rows_at(x_BW, self.other_B)
-        mixed_BW = self.own_B1 * x_BW[:count] + (1 - self.own_B1) * other_BW
+        own_BW = self.own_B1 * x_BW[:count]
+        mixed_BW = own_BW + (1 - self.own_B1) * other_BW
         return torch.cat([mixed_BW, x_BW[count:]])
 
     def targets(self, targets: PoolTargets) -> PoolTargets:
@@ -54,7 +55,8 @@ class Mix:
         if self.partner_B is None:
             return targets
         of_partner = targets.of_rows(self.partner_B)
-        return replace(targets, mixture=((self.share, targets), (1 - self.share, of_partner)))
+        mixture = ((self.share, targets), (1 - self.share, of_partner))
+        return replace(targets, mixture=mixture)
 
 
 class MixUp:
@@ -66,13 +68,13 @@ class MixUp:
         self.settings = settings
 
     def draw(self, drawn: Drawn) -> Mix:
-        rng = np.random.default_rng((drawn.seed, drawn.epoch, drawn.step, _STREAM))
-        return draw_mix(self.settings, drawn.pool, rng, drawn.device)
+        return draw_mix(self.settings, drawn.pool, drawn.rng(_STREAM), drawn.device)
 
     def apply(self, x_BW: Tensor, batch: Prepared) -> tuple[Tensor, Prepared]:
         mix: Mix = batch.added[self.name]
         clf = replace(batch.clf, targets=mix.targets(batch.clf.targets))
-        return mix.vectors(x_BW), replace(batch, targets=mix.targets(batch.targets), clf=clf)
+        mixed = replace(batch, targets=mix.targets(batch.targets), clf=clf)
+        return mix.vectors(x_BW), mixed
 
 
 def draw_mix(
@@ -95,8 +97,13 @@ def draw_mix(
     else:
         sampled = rng.permutation(np.flatnonzero(pool.sampled_P))
         other_B = np.arange(count)
+        text_P = count + pool.positive_col_P
         # the last one of a row counts
-        other_B[pool.positive_row_P[sampled]] = count + pool.positive_col_P[sampled]
+        other_B[pool.positive_row_P[sampled]] = text_P[sampled]
         own_B = np.where(other_B < count, 1.0, share)
-    own_B1 = to_device(own_B.astype(np.float32)[:, None], device)
-    return Mix(share=share, partner_B=partner_B, other_B=to_device(other_B, device), own_B1=own_B1)
+    return Mix(
+        share=share,
+        partner_B=partner_B,
+        other_B=to_device(other_B, device),
+        own_B1=to_device(own_B.astype(np.float32), device).unsqueeze(1),
+    )

@@ -14,7 +14,6 @@ import scipy.sparse as sp
 
 from unidec.methods.residual_rows import RelatedPairs
 from unidec.model.additions import Drawn
-from unidec.model.pairs import to_device
 
 _STREAM = 0x717279  # separates these random numbers from others of a step
 
@@ -40,25 +39,19 @@ class QueryTexts:
         """Draw queries for each label. Those of the batch are excluded: otherwise a label's row
         would contain the text that it is compared with.
         """
-        pairs = self.related_LN[drawn.clf_pool.pool_S].tocoo()
+        pool = drawn.clf_pool
+        pairs = self.related_LN[pool.pool_S].tocoo()
         row_E = pairs.row
         query_E = self.query_rows[pairs.col]
-        rng = np.random.default_rng((drawn.seed, drawn.epoch, drawn.step, _STREAM))
-        draw_E = rng.random(len(row_E))
-        draw_E[np.isin(query_E, drawn.clf_pool.rows_B)] = 2.0
+        draw_E = drawn.rng(_STREAM).random(len(row_E))
+        draw_E[np.isin(query_E, pool.rows_B)] = 2.0
         order = np.lexsort((draw_E, row_E))
         row_E = row_E[order]
-        query_E = query_E[order]
-        draw_E = draw_E[order]
-        place_E = np.arange(len(row_E)) - np.searchsorted(row_E, row_E)  # among the label's queries
-        chosen_E = (place_E < self.num_drawn) & (draw_E < 1)
-        rows_M, text_E = np.unique(query_E[chosen_E], return_inverse=True)
-        label_E = row_E[chosen_E].astype(np.int64)
-        related = RelatedPairs(
-            label_E=to_device(label_E, drawn.device),
-            text_E=to_device(text_E.astype(np.int64), drawn.device),
-            weight_E=to_device(np.ones(len(label_E), dtype=np.float32), drawn.device),
-        )
+        first_E = np.searchsorted(row_E, row_E)  # place of the label's first query
+        place_E = np.arange(len(row_E)) - first_E
+        chosen_E = (place_E < self.num_drawn) & (draw_E[order] < 1)
+        rows_M, text_E = np.unique(query_E[order][chosen_E], return_inverse=True)
+        related = RelatedPairs.on(drawn.device, row_E[chosen_E], text_E, np.ones(len(text_E)))
         return related, rows_M
 
     def rows(self, places: np.ndarray) -> np.ndarray:

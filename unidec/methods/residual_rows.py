@@ -22,21 +22,31 @@ from unidec.methods.gates import NAME as GATES
 from unidec.methods.gates import gated
 from unidec.model.additions import NO_ROWS, Classifier, Drawn, Rows, TextInput
 from unidec.model.batch import Prepared
+from unidec.model.first_rows import START_BLOCK
 from unidec.model.pairs import rows_at, to_device
-from unidec.model.unidec import START_BLOCK, UniDEC
+from unidec.model.unidec import UniDEC
 
 RELATED_GATE = "related_gate"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelatedPairs:
-    """Pairs of a batch's labels and their related texts: positions int64 [E], and how much they are
-    related, float32 [E].
-    """
+    """A batch's labels and related texts: positions int64 [E], and how much, float32 [E]."""
 
     label_E: Tensor
     text_E: Tensor
     weight_E: Tensor
+
+    @classmethod
+    def on(
+        cls, device: torch.device, label_E: np.ndarray, text_E: np.ndarray, weight_E: np.ndarray
+    ) -> RelatedPairs:
+        """The pairs on a device."""
+        return cls(
+            label_E=to_device(label_E.astype(np.int64), device),
+            text_E=to_device(text_E.astype(np.int64), device),
+            weight_E=to_device(weight_E.astype(np.float32), device),
+        )
 
     def sums(self, text_ND: Tensor, num_labels: int) -> Tensor:
         """For each label the weighted sum of its related texts' vectors, scaled to unit length (0
@@ -46,9 +56,11 @@ class RelatedPairs:
             text_ND: vectors of texts.
             num_labels: S.
         """
-        weighted_ED = rows_at(text_ND, self.text_E) * self.weight_E.unsqueeze(1)
+        text_ED = rows_at(text_ND, self.text_E)
+        weighted_ED = text_ED * self.weight_E.unsqueeze(1)
         zeros_SD = text_ND.new_zeros(num_labels, text_ND.shape[1])
-        return F.normalize(zeros_SD.index_add(0, self.label_E, weighted_ED), dim=-1)
+        sum_SD = zeros_SD.index_add(0, self.label_E, weighted_ED)
+        return F.normalize(sum_SD, dim=-1)
 
 
 class RelatedTexts(Protocol):
@@ -77,7 +89,7 @@ class ResidualPart:
 
     Attributes:
         places: int64 [S], positions of the classifier's labels among the encoded ones; None: they
-        are the same.
+            are the same.
         related: pairs with related texts, or None.
     """
 
@@ -86,9 +98,7 @@ class ResidualPart:
 
 
 def new_related_gate(dim: int, start: float) -> nn.Parameter:
-    """The gate of related texts' vectors, [D]; the papers: a softmax over a row's parts (ECLARE), a
-    matrix (GraphSAGE).
-    """
+    """The gate of related texts [D]; ECLARE: a softmax over parts, GraphSAGE: a matrix."""
     return nn.Parameter(torch.full((dim,), start))
 
 
@@ -124,8 +134,7 @@ class ResidualRows(Rows):
         if part.places is not None:
             text_TW = text_TW[part.places]
         num_labels = len(table_SD)
-        text_TD = self.model.text_rows(text_TW)
-        text_SD, further_MD = text_TD.tensor_split([num_labels])
+        text_SD, further_MD = self.model.text_rows(text_TW).tensor_split([num_labels])
         related_SD = None
         if self.related is not None and part.related is not None:
             related_ND = text_SD if self.related.source == "labels" else further_MD
@@ -146,18 +155,20 @@ class ResidualRows(Rows):
         """The rows of the labels held here, text and free vector."""
         table = self.model.table
         assert table is not None
+        device = self.model.device
         free_LD = table.numpy()
         rows_LD = np.empty_like(free_LD)
         related_ND = None if self.related is None else self._related_vectors(self.related)
         for own in _blocks(len(free_LD)):
             labels = np.arange(own.start, own.stop) + table.first_row
-            free_BD = torch.from_numpy(free_LD[own]).to(self.model.device)
             related_BD = None
-            if self.related is not None and related_ND is not None:
+            if self.related is not None:
                 sums_BD = (self.related.related_LN[labels] @ related_ND).astype(np.float32)
-                related_BD = F.normalize(torch.from_numpy(sums_BD).to(self.model.device), dim=-1)
+                related_BD = F.normalize(torch.from_numpy(sums_BD).to(device), dim=-1)
             text_BD = self._text_vectors("labels", labels)
-            rows_LD[own] = self._sum(text_BD, free_BD, related_BD).cpu().numpy()
+            free_BD = torch.from_numpy(free_LD[own]).to(device)
+            row_BD = self._sum(text_BD, free_BD, related_BD)
+            rows_LD[own] = row_BD.cpu().numpy()
         return rows_LD, None
 
     def _related_vectors(self, related: RelatedTexts) -> np.ndarray:

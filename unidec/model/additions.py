@@ -6,8 +6,7 @@ change a batch (`Change`). `Additions` are the parts that it adds to a model. Th
 `unidec.methods`, which also chooses those that a recipe names; the core knows none of them.
 
 Legend: B queries of a batch, S labels that a head scores, L labels, M further queries, D width of a
-head, W width of
-the encoder.
+head, W width of the encoder.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor, nn
 
-from unidec.config import Model
+from unidec.config import Encoder, Model
 from unidec.model.batch import Prepared
+from unidec.model.encoder import TokenLayers
 from unidec.model.pairs import PoolTargets
 from unidec.model.pool import PoolBatch
 
@@ -36,10 +36,6 @@ Shortlist = tuple[np.ndarray, dict[str, float]]  # labels by data set row, int32
 NO_ROWS = np.empty(0, dtype=np.int64)
 
 
-def _no_parts(_width: int) -> dict[str, Part]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Additions:
     """What methods add to a model; here nothing.
@@ -48,19 +44,22 @@ class Additions:
         num_rows: rows of the classifier's table; None: one for each label.
         parts: returns, for the width of the encoder, weights that train and buffers by name. They
             become attributes of the model and part of its state.
+        token_layers: returns, for the width of a token's embedding, layers of the encoder's bag.
         label_vectors: changes the dual encoder's vectors of labels before they are scaled: (the
             model, vectors float32 [S, D], labels int64 [S]) -> float32 [S, D].
     """
 
     num_rows: int | None = None
-    parts: Callable[[int], dict[str, Part]] = _no_parts
+    parts: Callable[[int], dict[str, Part]] = lambda _width: {}
+    token_layers: Callable[[int], TokenLayers | None] = lambda _width: None
     label_vectors: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
 
 
-Add = Callable[[Model, int], Additions]  # section `model` and number of labels -> what is added
+# sections `encoder` and `model`, number of labels -> what is added
+Add = Callable[[Encoder, Model, int], Additions]
 
 
-def add_nothing(_settings: Model, _num_labels: int) -> Additions:
+def add_nothing(*_: Any) -> Additions:
     """No additions: a model with no method."""
     return Additions()
 
@@ -84,22 +83,24 @@ class Drawn:
     step: int
     device: torch.device
 
+    def rng(self, stream: int) -> np.random.Generator:
+        """Random numbers of the batch; each use has its own stream."""
+        return np.random.default_rng((self.seed, self.epoch, self.step, stream))
+
 
 class Rows:
     """How the classifier's rows are made; here each label has a row of the table.
 
     Attributes:
         holds_text: whether a row contains the vector of its label's text, so that its row of the
-        table starts at 0.
+            table starts at 0.
     """
 
     name: ClassVar = "rows"
     holds_text: ClassVar[bool] = False
 
     def draw(self, drawn: Drawn) -> tuple[Any, np.ndarray]:
-        """What `rows` needs for a batch, and data set rows of further queries to
-        encode, int64 [M].
-        """
+        """What `rows` needs for a batch, and rows of further queries to encode, int64 [M]."""
         return None, NO_ROWS
 
     def rows(self, table_SD: Tensor, text_TW: Tensor, batch: Prepared) -> Tensor:
@@ -122,7 +123,7 @@ class Exported:
 
     Attributes:
         classifier: rows float32 [L, D] and biases float32 [L]; None: the model's table and biases
-        as they are.
+            as they are.
         settings: values of section `model` that the export has instead of the training's.
         without: parts of the model that are left out.
     """
@@ -149,9 +150,7 @@ class FurtherLoss(Drawing, Protocol):
     """A loss beside those of the heads; `name` is its key in the figures of a step."""
 
     def loss(self, query_BW: Tensor, batch: Prepared, head_loss: HeadLoss) -> Tensor:
-        """The loss, 0-d, from the encoder's outputs of the queries; `head_loss` is the
-        classifier's.
-        """
+        """The loss, 0-d, from the queries' encoder outputs; `head_loss` is the classifier's."""
 
 
 class Change(Drawing, Protocol):
@@ -170,8 +169,8 @@ class Shortlister(Protocol):
         """Labels by data set row, int32 [N, H], padded with -1; and figures.
 
         Args:
-            encode: returns the encoder's outputs [n, W] of training rows. rows_n: int64 [n], all
-            training rows.
+            encode: returns the encoder's outputs [n, W] of training rows.
+            rows_n: int64 [n], all training rows.
             relevance: csr [N, L].
         """
 
@@ -182,7 +181,7 @@ class Methods:
 
     Attributes:
         reads_labels: whether the dual encoder's vectors of labels depend on the labels, not on
-        their texts alone.
+            their texts alone.
         export: returns how the model is exported.
         shortlister: None: hard negatives are the nearest labels.
     """
@@ -195,9 +194,7 @@ class Methods:
     shortlister: Shortlister | None = None
 
     def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
-        """What the methods need for a batch, by their names; and rows of further queries to encode,
-        int64 [M].
-        """
+        """By name what methods need for a batch; rows of further queries to encode, int64 [M]."""
         of_rows, further = self.rows.draw(drawn)
         drawing: list[Drawing] = [*self.losses, *self.changes]
         added = {method.name: method.draw(drawn) for method in drawing}

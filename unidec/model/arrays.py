@@ -30,7 +30,7 @@ BY_LABEL = (*CLASSIFIER, "auxiliary", "label_cluster")
 _TRANSFORMER = "encoder.transformer."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """config.json of a trained model's folder.
 
@@ -59,18 +59,17 @@ class ModelConfig:
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             encoder = Encoder(**config["encoder"])
-            # older versions did not write it
-            unit = bool(config.get("unit_vectors", encoder.unit_vectors))
             return cls(
-                folder,
-                encoder,
-                Model(**config["model"]),
-                int(config["num_labels"]),
-                int(config["max_length"]),
-                config["params"],
-                unit,
-                int(config["num_tokens"]),
-                int(config["encoder_width"]),
+                folder=folder,
+                encoder=encoder,
+                settings=Model(**config["model"]),
+                num_labels=int(config["num_labels"]),
+                max_length=int(config["max_length"]),
+                params=config["params"],
+                # older versions did not write it
+                unit_vectors=bool(config.get("unit_vectors", encoder.unit_vectors)),
+                num_tokens=int(config["num_tokens"]),
+                width=int(config["encoder_width"]),
             )
         except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
             raise misfit(folder, error) from error

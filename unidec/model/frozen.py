@@ -22,8 +22,8 @@ import torch
 
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
 from unidec.data.tokens import TokenCache, length_chunks, same_texts
-from unidec.errors import ArtifactError
-from unidec.model.encoder import InputBuilder, TextEncoder, TransformerEncoder
+from unidec.model.encoder import TextEncoder, TransformerEncoder
+from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.weights import output_settings
 from unidec.progress import progress
 
@@ -49,30 +49,26 @@ def cached_inputs(
 
     Args:
         folder: parent of the caches' folders.
-        device: the encoder's device, where missing caches are computed. amp: autocast to this type,
-        or None.
+        device: the encoder's device, where missing caches are computed.
+        amp: autocast to this type, or None.
     """
     caches = FrozenCaches(encoder, folder, device, amp)
-    return InputBuilder(
-        encoder,
-        device,
-        frozen_vectors=caches.read("vectors", tokens)
-        if encoder.takes_vectors and not encoder.frozen
-        else None,
-        frozen_outputs=caches.read("outputs", tokens) if encoder.frozen else None,
-    )
+    if encoder.frozen:
+        return InputBuilder(encoder, device, frozen_outputs=caches.read("outputs", tokens))
+    if encoder.takes_vectors:
+        return InputBuilder(encoder, device, frozen_vectors=caches.read("vectors", tokens))
+    return InputBuilder(encoder, device)
 
 
 def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
-    """sha256 of the values of the frozen parameters: the same before and after training, from
-    whichever file.
-    """
+    """sha256 of the frozen parameters: the same before and after training, from any file."""
     digest = hashlib.sha256()
     module = encoder.transformer if isinstance(encoder, TransformerEncoder) else encoder
     for name, parameter in sorted(module.named_parameters()):
         if not parameter.requires_grad:
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            values = parameter.detach().cpu().contiguous()
+            digest.update(values.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -92,16 +88,20 @@ class FrozenCaches:
         is frozen as a whole, [N, W]. For the outputs the transformer's vectors are cached too:
         encoders with other bags share them."""
         encoder = self.encoder
-        facts = dict[str, Any](what=what)
         part: TransformerEncoder | TextEncoder = encoder
+        facts: dict[str, Any] = {"what": what}
         if what == "outputs":
-            facts |= {"settings": output_settings(encoder.settings), "unit": encoder.unit_vectors}
+            facts["settings"] = output_settings(encoder.settings)
+            facts["unit"] = encoder.unit_vectors
         elif encoder.transformer is not None:
             part = encoder.transformer
-            facts |= {"pooling": part.pooling, "frozen_layers": part.num_frozen_layers}
-            facts |= {"tokens_read": encoder.settings.transformer_tokens}
-        facts |= {"weights": frozen_sha256(part), "amp": str(self.amp), "version": VERSION}
-        values = dict[str, np.ndarray]()
+            facts["pooling"] = part.pooling
+            facts["frozen_layers"] = part.num_frozen_layers
+            facts["tokens_read"] = encoder.settings.transformer_tokens
+        facts["weights"] = frozen_sha256(part)
+        facts["amp"] = str(self.amp)
+        facts["version"] = VERSION
+        values: dict[str, np.ndarray] = {}
         first = next(iter(tokens))
         for name in tokens:
             sources = {first: tokens[first], name: tokens[name]}
@@ -121,26 +121,21 @@ class FrozenCaches:
             facts: with the tokens, they decide the values and so the cache's name.
             sources: either this source alone, or before it the source whose values are `known`.
         """
-        manifests = [
-            read_manifest(cache.path, "tokens", 1, verify=False) for cache in sources.values()
-        ]
-        facts = facts | {"tokens": [manifest["files"] for manifest in manifests]}
-        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        paths = [cache.path for cache in sources.values()]
+        files = [read_manifest(path, "tokens", 1, verify=False)["files"] for path in paths]
+        text = json.dumps(facts | {"tokens": files}, sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
         path = self.folder / f"{facts['what']}-{key[:16]}"
-        shape = (len([*sources.values()][-1]), width)
         if not path.is_dir():
+            *_, tokens = sources.values()
+            shape = (len(tokens), width)
             with write_folder(path, KIND, VERSION, {"key": key}) as out, torch.no_grad():
-                mapped = np.lib.format.open_memmap(
-                    out.path / "values.npy", mode="w+", dtype=np.float16, shape=shape
-                )
-                self._compute(mapped, facts["what"], sources, known)
-                mapped.flush()
+                file = out.path / "values.npy"
+                values = np.lib.format.open_memmap(file, "w+", dtype=np.float16, shape=shape)
+                self._compute(values, facts["what"], sources, known)
+                values.flush()
         with verify_once(path) as needed:
-            if read_manifest(path, KIND, VERSION, verify=needed)["meta"].get("key") != key:
-                what = "the cache belongs to another encoder or to other texts"
-                raise ArtifactError(
-                    what, where=str(path), fix="delete the folder: it will be computed again"
-                )
+            read_manifest(path, KIND, VERSION, verify=needed)
         return load_array(path / "values.npy", np.float16, ndim=2)
 
     def _compute(
@@ -150,37 +145,35 @@ class FrozenCaches:
         sources: Mapping[str, TokenCache],
         known: np.ndarray | None,
     ) -> None:
-        """Fill `values` [N, D or W]: copied from `known` for texts that the first source has too,
-        else computed.
-        """
+        """Fill `values` [N, D or W]: from `known` for texts of the first source, else computed."""
         *_, (name, tokens) = sources.items()
         encoder = self.encoder
-        vectors = {}
-        compute = self.encoder.transformer_vectors
+        compute = encoder.transformer_vectors
+        most = encoder.settings.transformer_tokens
+        vectors: Mapping[str, np.ndarray] = {}
         if what == "outputs":
             compute = encoder.frozen_output
+            most = 0
             if encoder.transformer is not None:
                 vectors = self.read("vectors", sources)
         rows = np.arange(len(tokens))
         if known is not None:
-            first = next(iter(sources.values()))
-            same_N = same_texts(
-                tokens, first, encoder.settings.transformer_tokens if what == "vectors" else 0
-            )
-            for start in range(0, len(tokens), TEXTS_AT_ONCE):
-                shared = start + np.flatnonzero(same_N[start : start + TEXTS_AT_ONCE] >= 0)
-                values[shared] = known[same_N[shared]]
+            same_N = same_texts(tokens, next(iter(sources.values())), most)
             rows = np.flatnonzero(same_N < 0)
+            shared = np.flatnonzero(same_N >= 0)
+            for start in range(0, len(shared), TEXTS_AT_ONCE):
+                some = shared[start : start + TEXTS_AT_ONCE]
+                values[some] = known[same_N[some]]
         build = InputBuilder(encoder, self.device, vectors)
+        autocast = torch.autocast(
+            self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None
+        )
         with progress(total=len(rows), desc=f"encode {name}, cached", unit="text") as bar:
             for start in range(0, len(rows), TEXTS_AT_ONCE):
                 some = rows[start : start + TEXTS_AT_ONCE]
                 for places in length_chunks(tokens.lengths(some), tokens=build.chunk_tokens):
                     texts = build.texts([(name, tokens, some[places])])
-                    with torch.autocast(
-                        self.device.type,
-                        dtype=self.amp or torch.bfloat16,
-                        enabled=self.amp is not None,
-                    ):
-                        values[some[places]] = compute(texts).float().cpu().numpy()
+                    with autocast:
+                        outputs = compute(texts)
+                    values[some[places]] = outputs.float().cpu().numpy()
                     bar.update(len(places))

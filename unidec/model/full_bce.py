@@ -2,16 +2,17 @@
 in memory.
 
 Legend: B queries, L labels, C labels of a chunk, D width of a head, P positive pairs, F ignored
-pairs, E pairs of a
-block.
+pairs, E pairs of a block.
 
 Source: Renee (Jain et al. 2023). The gradient `sigmoid(x) - y` has a closed form: the forward pass
-computes it together
-with the loss in one pass over the labels, and keeps it for the backward pass, which can run once.
+computes it together with the loss in one pass over the labels, and keeps it for the backward pass,
+which can run once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unidec.model.pairs import Pairs, PoolTargets, entry_count
+from unidec.model.pairs import Pairs, PoolTargets, entry_targets
 
 CHUNK = 8192  # labels at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Terms:
+    """What the loss sums: its pairs, the further factor of each positive term, and the queries that
+    count.
+
+    Attributes:
+        chunk: labels in a chunk. grad: whether gradients are computed.
+    """
+
+    pairs: Pairs
+    extra_P: Tensor
+    active_B: Tensor
+    chunk: int
+    grad: bool
 
 
 class _Sums:
@@ -35,30 +52,28 @@ class _Sums:
         row_LD: Tensor,
         bias_L1: Tensor | None,
         scale: Tensor,
-        wanted: tuple[bool, ...],
+        wanted: Sequence[bool],
     ):
         self.query_BD = query_BD
         self.row_LD = row_LD
         self.bias_L1 = bias_L1
         self.scale = scale
-        inputs = (query_BD, row_LD, bias_L1, scale)
-        self.grads = [
-            torch.zeros_like(x, dtype=query_BD.dtype) if x is not None and want else None
-            for x, want in zip(inputs, wanted, strict=True)
-        ]
         self.loss = query_BD.new_zeros(())
+        self.grads: list[Tensor | None] = [None] * 4
+        for number, x in enumerate((query_BD, row_LD, bias_L1, scale)):
+            if x is not None and wanted[number]:
+                self.grads[number] = torch.zeros_like(x, dtype=query_BD.dtype)
 
     def add_chunk(self, begin: int, end: int, active_B: Tensor) -> None:
-        """Add softplus(x), the loss of a negative, for all entries of the labels from `begin` to
-        `end`, of the active queries.
-        """
+        """Add softplus(x), a negative's loss, of some labels' entries with active queries."""
         row_CD = self.row_LD[begin:end].to(self.query_BD.dtype)
         # under autocast the product has its type
         score_BC = (self.query_BD @ row_CD.T).to(self.query_BD.dtype)
         if self.bias_L1 is not None:
             score_BC += self.bias_L1[begin:end].T
         logit_BC = score_BC * self.scale
-        self.loss += (F.softplus(logit_BC).sum(1) * active_B).sum()
+        loss_B = F.softplus(logit_BC).sum(1)
+        self.loss += (loss_B * active_B).sum()
         slope_BC = logit_BC.sigmoid_().mul_(active_B.unsqueeze(1))
         query_BD, row_LD, bias_L1, scale = self.grads
         if scale is not None:
@@ -81,9 +96,8 @@ class _Sums:
         if self.bias_L1 is not None:
             score_E = score_E + self.bias_L1[col_E, 0]
         x_E = score_E * self.scale
-        self.loss += (
-            softplus_E * F.softplus(x_E) - target_E * x_E + extra_E * F.softplus(-x_E)
-        ).sum()
+        loss_E = softplus_E * F.softplus(x_E) - target_E * x_E + extra_E * F.softplus(-x_E)
+        self.loss += loss_E.sum()
         slope_E = softplus_E * x_E.sigmoid() - target_E - extra_E * torch.sigmoid(-x_E)
         query_BD, row_LD, bias_L1, scale = self.grads
         if scale is not None:
@@ -105,28 +119,23 @@ class _FullBCE(torch.autograd.Function):
         row_LD: Tensor,
         bias_L1: Tensor | None,
         scale: Tensor,
-        pairs: Pairs,
-        extra_P: Tensor,
-        active_B: Tensor,
-        chunk: int,
-        grad: bool,
+        terms: _Terms,
     ) -> Tensor:
-        wanted = tuple(grad and need for need in ctx.needs_input_grad[:4])
+        pairs = terms.pairs
+        num_queries, width = query_BD.shape
+        wanted = [terms.grad and need for need in ctx.needs_input_grad]
         sums = _Sums(query_BD, row_LD, bias_L1, scale, wanted)
-        for begin in range(0, len(row_LD), chunk):
-            sums.add_chunk(begin, min(begin + chunk, len(row_LD)), active_B)
+        for begin in range(0, len(row_LD), terms.chunk):
+            end = min(begin + terms.chunk, len(row_LD))
+            sums.add_chunk(begin, end, terms.active_B)
         # a block of pairs takes no more memory than a chunk of labels
-        block = max(1, chunk * len(query_BD) // max(2 * query_BD.shape[1], 1))
-        zero = extra_P.new_zeros(())
-        for begin in range(0, len(extra_P), block):
-            some = slice(begin, begin + block)
-            sums.add_pairs(
-                pairs.row_P[some], pairs.col_P[some], zero, pairs.weight_P[some], extra_P[some]
-            )
-        for begin in range(0, len(pairs.row_F), block):
-            some = slice(begin, begin + block)
-            row_E = pairs.row_F[some]
-            sums.add_pairs(row_E, pairs.col_F[some], -active_B[row_E], zero, zero)
+        block = max(1, terms.chunk * num_queries // (2 * width))
+        zero = query_BD.new_zeros(())
+        positive = (pairs.row_P, pairs.col_P, pairs.weight_P, terms.extra_P)
+        for row_E, col_E, target_E, extra_E in _blocks(positive, block):
+            sums.add_pairs(row_E, col_E, zero, target_E, extra_E)
+        for row_E, col_E in _blocks((pairs.row_F, pairs.col_F), block):
+            sums.add_pairs(row_E, col_E, -terms.active_B[row_E], zero, zero)
         ctx.grads = sums.grads
         return sums.loss
 
@@ -136,7 +145,12 @@ class _FullBCE(torch.autograd.Function):
         # not kept after use: the gradient of the rows is as large as the table
         grads = ctx.grads
         ctx.grads = None
-        return *(None if x is None else x.mul_(grad) for x in grads), *(None,) * 5
+        return *(None if x is None else x.mul_(grad) for x in grads), None
+
+
+def _blocks(arrays: Sequence[Tensor], size: int) -> zip[tuple[Tensor, ...]]:
+    """Arrays of the same length in blocks of at most `size`."""
+    return zip(*(x.split(size) for x in arrays), strict=True)
 
 
 def full_bce(
@@ -159,7 +173,7 @@ def full_bce(
     Args:
         query_BD: float32 or float64 [B, D], the classifier head's vectors.
         row_LD: float [L, D], rows of all labels (of `targets.columns`); bfloat16 is converted to
-        the queries' type.
+            the queries' type.
         scale: 0-d, 1 / tau.
         targets: pairs whose columns are label ids; relevances and `normalise` have the meaning of
             `unidec.model.losses.bce`.
@@ -168,22 +182,20 @@ def full_bce(
     Returns:
         0-d, of the queries' dtype; backward can run through it once.
     """
-    pairs = targets.pairs(targets.relevance_P.to(query_BD.dtype).clamp(0, 1))
     columns = targets.columns
-    shape = (len(query_BD), columns.total(len(row_LD)))
-    active_B, count = entry_count(pairs.weight_P, pairs.row_P, shape, pairs.row_F, normalise)
+    num_columns = columns.total(len(row_LD))
+    given = targets.pairs(targets.relevance_P)
+    pairs, active_B, count = entry_targets(given, query_BD, num_columns, normalise)
     extra_P = torch.zeros_like(pairs.weight_P)
     if targets.importance_P is not None:
-        extra_P = (targets.importance_P.to(extra_P.dtype) - 1) * pairs.weight_P
-    total: Tensor = _FullBCE.apply(
-        query_BD,
-        row_LD,
-        bias_L1,
-        scale,
-        columns.own(pairs),
-        columns.own_values(extra_P),
-        active_B,
-        chunk,
-        torch.is_grad_enabled(),
+        importance_P = targets.importance_P.to(extra_P.dtype)
+        extra_P = (importance_P - 1) * pairs.weight_P
+    terms = _Terms(
+        pairs=columns.own(pairs),
+        extra_P=columns.own_values(extra_P),
+        active_B=active_B,
+        chunk=chunk,
+        grad=torch.is_grad_enabled(),
     )
+    total: Tensor = _FullBCE.apply(query_BD, row_LD, bias_L1, scale, terms)
     return columns.sum(total) / count

@@ -46,10 +46,8 @@ class TransformerGraph(nn.Module):
     def __init__(self, encoder: TextEncoder) -> None:
         super().__init__()
         assert encoder.transformer is not None
-        self.transformer, self.pooling = (
-            encoder.transformer.transformer,
-            encoder.transformer.pooling,
-        )
+        self.transformer = encoder.transformer.transformer
+        self.pooling = encoder.transformer.pooling
         self.unit_vectors = encoder.unit_vectors
         self.max_tokens = encoder.settings.transformer_tokens or None
         self.transformer.set_attn_implementation("eager")
@@ -63,21 +61,20 @@ class TransformerGraph(nn.Module):
 
 
 def export_graph(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
-    """Write a module with inputs input_ids and attention_mask, int64 [B, T], as one ONNX file of
-    standard operators.
-    """
-    ids_BT = torch.ones(2, 5, dtype=torch.long)
-    mask_BT = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
-    names = ("input_ids", "attention_mask")
-    axes = {name: {0: "B", 1: "T"} for name in names} | {name: {0: "B"} for name in outputs}
+    """Write a module of input_ids and attention_mask, int64 [B, T], as one ONNX file."""
+    inputs = {
+        "input_ids": torch.ones(2, 5, dtype=torch.long),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+    }
+    axes = {name: {0: "B", 1: "T"} for name in inputs} | {name: {0: "B"} for name in outputs}
     with warnings.catch_warnings(), torch.no_grad():
         # about the deprecated exporter and each shape that the trace fixes
         warnings.simplefilter("ignore")
         torch.onnx.export(
             module.eval(),
-            (ids_BT, mask_BT),
+            tuple(inputs.values()),
             path,
-            input_names=list(names),
+            input_names=list(inputs),
             output_names=list(outputs),
             dynamic_axes=axes,
             opset_version=OPSET,
@@ -98,10 +95,11 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
     Returns:
         The names of the files.
     """
-    transformer = model.encoder.transformer
-    if transformer is None:
+    if model.encoder.transformer is None:
         return []
-    size = sum(4 * parameter.numel() for parameter in transformer.parameters())
+    size = sum(4 * parameter.numel() for parameter in model.encoder.transformer.parameters())
+    graph = folder / GRAPH
+    int8_graph = folder / INT8_GRAPH
     try:
         if size > MAX_BYTES:
             raise ValueError(f"the weights have {size} bytes, one file can hold {MAX_BYTES}")
@@ -111,12 +109,12 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
         with torch.no_grad():
             expected = module(*map(torch.from_numpy, untraced.values())).numpy()
         _smooth(module, inputs)
-        export_graph(module, folder / GRAPH, ["vectors"])
-        _check(folder / GRAPH, untraced, expected)
-        _quantise(folder / GRAPH, folder / INT8_GRAPH, inputs)
+        export_graph(module, graph, ["vectors"])
+        _check(graph, untraced, expected)
+        _quantise(graph, int8_graph, inputs)
     except (ImportError, RuntimeError, ValueError, TypeError, LookupError) as error:
-        for name in (GRAPH, INT8_GRAPH):
-            (folder / name).unlink(missing_ok=True)
+        graph.unlink(missing_ok=True)
+        int8_graph.unlink(missing_ok=True)
         log.warning("no ONNX graph of the transformer, torch will encode queries: %s", error)
         return []
     return [GRAPH, INT8_GRAPH]
@@ -126,21 +124,19 @@ def _inputs(model: UniDEC, texts: Sequence[str]) -> list[Inputs]:
     """Batches of texts of the same length: padding would distort the scales of the quantisation."""
     tokens = encode_texts(texts or ["text"], model.tokenizer_folder, model.max_length)
     lengths_B = tokens.lengths()
-    batches = (
-        tokens.batch(np.flatnonzero(lengths_B == length))
-        for length in np.unique(lengths_B[lengths_B > 0])
-    )
-    return [{"input_ids": ids, "attention_mask": mask.astype(np.int64)} for ids, mask in batches]
+    batches = []
+    for length in np.unique(lengths_B[lengths_B > 0]):
+        ids, mask = tokens.batch(np.flatnonzero(lengths_B == length))
+        batches.append({"input_ids": ids, "attention_mask": mask.astype(np.int64)})
+    return batches
 
 
 def _untraced(max_length: int, num_tokens: int) -> Inputs:
-    """Inputs of shapes that the graph was not traced with: texts of full length, of one token, and
-    of half length.
-    """
+    """Inputs of untraced shapes: texts of full length, of one token, and of half length."""
     lengths_B = np.array([max_length, 1, max(1, max_length // 2)])
     mask_BT = (np.arange(max_length) < lengths_B[:, None]).astype(np.int64)
     ids_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
-    return {"input_ids": np.where(mask_BT, ids_BT, 0), "attention_mask": mask_BT}
+    return {"input_ids": ids_BT * mask_BT, "attention_mask": mask_BT}
 
 
 def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> None:
@@ -150,9 +146,8 @@ def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> Non
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, inputs)
     if not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
-        raise ValueError(
-            f"the exported graph differs from the model by {np.abs(got - expected).max():.2g}"
-        )
+        most = np.abs(got - expected).max()
+        raise ValueError(f"the exported graph differs from the model by {most:.2g}")
 
 
 class _SmoothLinear(nn.Module):
@@ -163,7 +158,8 @@ class _SmoothLinear(nn.Module):
     def __init__(self, layer: nn.Linear, largest_I: Tensor) -> None:
         super().__init__()
         weight_I = layer.weight.detach().abs().amax(0).clamp_min(1e-5)
-        scale_I = largest_I.clamp_min(1e-4) ** SMOOTHING / weight_I ** (1 - SMOOTHING)
+        input_I = largest_I.clamp_min(1e-4)
+        scale_I = input_I**SMOOTHING / weight_I ** (1 - SMOOTHING)
         self.inverse_I = nn.Parameter(1 / scale_I, requires_grad=False)
         self.weight_OI = nn.Parameter(layer.weight.detach() * scale_I, requires_grad=False)
         self.bias = layer.bias
@@ -173,32 +169,27 @@ class _SmoothLinear(nn.Module):
 
 
 def _smooth(module: nn.Module, inputs: Sequence[Inputs]) -> None:
-    """Replace each linear layer by a `_SmoothLinear` with scales from its largest inputs on some
-    batches.
-    """
+    """Replace linear layers by `_SmoothLinear`, with their largest inputs on some batches."""
     largest: dict[nn.Module, Tensor] = {}
 
     def record(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         largest_I = args[0].abs().flatten(0, -2).amax(0)
         largest[layer] = torch.maximum(largest_I, largest.get(layer, largest_I))
 
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    hooks = [layer.register_forward_pre_hook(record) for layer in layers.values()]
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
     with torch.no_grad():
         for batch in inputs:
-            module(**{name: torch.from_numpy(array) for name, array in batch.items()})
+            module(*map(torch.from_numpy, batch.values()))
     for hook in hooks:
         hook.remove()
-    for name, layer in layers.items():
+    for name, layer in list(module.named_modules()):
         if layer in largest:
-            parent, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(parent), attribute, _SmoothLinear(layer, largest[layer]))
+            module.set_submodule(name, _SmoothLinear(layer, largest[layer]))
 
 
 def _quantise(source: Path, target: Path, inputs: Sequence[Inputs]) -> None:
-    """Quantise linear layers to 8 bits, calibrated by `inputs`; the products inside attention stay
-    in 32 bits.
-    """
+    """Quantise linear layers to 8 bits; products inside attention stay in 32 bits."""
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static  # type: ignore[import-untyped]
     from onnxruntime.quantization.quant_utils import add_pre_process_metadata  # type: ignore[import-untyped]
@@ -207,11 +198,8 @@ def _quantise(source: Path, target: Path, inputs: Sequence[Inputs]) -> None:
     # without it quantize_static recommends preprocessing, which changes nothing here
     add_pre_process_metadata(graph)
     constants = {constant.name for constant in graph.graph.initializer}
-    linear = [
-        node.name
-        for node in graph.graph.node
-        if node.op_type == "MatMul" and node.input[1] in constants
-    ]
+    products = [node for node in graph.graph.node if node.op_type == "MatMul"]
+    linear = [node.name for node in products if node.input[1] in constants]
     if not linear:
         raise ValueError("no linear layers to quantise")
     remaining = iter(inputs)

@@ -2,15 +2,13 @@
 ignored pairs; and helpers that the losses share.
 
 Legend: B rows (queries; pool labels where the loss runs from label to query), S columns, P positive
-pairs in the pool,
-F ignored pairs (filter pairs), M masked pairs.
+pairs in the pool, F ignored pairs (filter pairs), M masked pairs.
 
 Nothing in the computation of losses waits for the device: no `.item()`, no boolean indexing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,53 +22,15 @@ from unidec.model.pool import PoolBatch
 # masked entries alone still has a finite logsumexp, which gives a loss and gradients of 0 instead
 # of NaN. Fits float32 and float64.
 MASKED = -1e30
-REDUCTIONS = ("psl", "psl-sum", "pal-n", "pol")
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
-    """An array as a tensor on the device. It goes to a GPU through pinned memory, so that the host
-    need not wait.
-    """
-    tensor = (
-        array
-        if isinstance(array, Tensor)
-        else torch.from_numpy(np.require(array, requirements=["C", "W"]))
-    )
+    """An array as a tensor on the device; to a GPU through pinned memory, without waiting."""
+    if not isinstance(array, Tensor):
+        array = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def to_host(tensor: Tensor) -> Callable[[], np.ndarray]:
-    """Start to copy a tensor to the host; the returned function waits for the copy and returns it.
-    The copy from a GPU goes to pinned memory, since otherwise the host would wait at once.
-    """
-    if not tensor.is_cuda:
-        return tensor.cpu().numpy
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-        tensor, non_blocking=True
-    )
-    copied = torch.cuda.current_stream(tensor.device).record_event()
-
-    def wait() -> np.ndarray:
-        copied.synchronize()
-        return copy.numpy()
-
-    return wait
-
-
-def all_to_host(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:
-    """Yields tensors as arrays on the host, in order. The next tensor is requested before the host
-    waits for the current copy, so that a GPU computes meanwhile.
-    """
-    previous: Callable[[], np.ndarray] | None = None
-    for tensor in tensors:
-        wait = to_host(tensor)
-        if previous is not None:
-            yield previous()
-        previous = wait
-    if previous is not None:
-        yield previous()
+        return array.to(device)
+    return array.pin_memory().to(device, non_blocking=True)
 
 
 class Pairs(NamedTuple):
@@ -78,11 +38,11 @@ class Pairs(NamedTuple):
 
     Attributes:
         row_P, col_P: int64 [P], positions of all true positives in the pool, each pair once, in any
-        order.
-        weight_P: float [P], from `target_weights`; for `bce` and `hinge` the target itself, in [0,
-        1].
+            order.
+        weight_P: float [P], from `target_weights`; for `bce` and `hinge` the target itself, in
+            [0, 1].
         row_F, col_F: int64 [F], ignored pairs: neither positive nor negative, not in any
-        denominator.
+            denominator.
     """
 
     row_P: Tensor
@@ -118,39 +78,27 @@ class Columns:
         return num_columns
 
     def own(self, pairs: Pairs) -> Pairs:
-        """The pairs in this process's columns, with column numbers relative to the
-        first of these.
-        """
+        """The pairs in this process's columns, by column numbers relative to the first of these."""
         return pairs
 
     def own_values(self, x_P: Tensor) -> Tensor:
-        """Selects from values of all positive pairs those of the pairs in this
-        process's columns.
-        """
+        """Of values of all positive pairs those of the pairs in this process's columns."""
         return x_P
 
     def of_all_pairs(self, x_P: Tensor) -> Tensor:
-        """The reverse of `own_values`: collects the values of all positive pairs from all
-        processes; differentiable.
-        """
+        """The reverse of `own_values`: the values of all positive pairs; differentiable."""
         return x_P
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over all columns, from each process's sum over its own columns;
-        differentiable.
-        """
+        """The sum over all columns, from each process's sum over its own; differentiable."""
         return x
 
     def sum_gradient(self, x: Tensor) -> Tensor:
-        """Returns x, the same on all processes, unchanged; backward adds up the processes'
-        gradients of it.
-        """
+        """x, the same on all processes; backward adds up the processes' gradients of it."""
         return x
 
     def logsumexp(self, lse_B: Tensor) -> Tensor:
-        """The logsumexp over all columns, from each process's over its own columns;
-        differentiable.
-        """
+        """The logsumexp over all columns, from each process's over its own; differentiable."""
         return lse_B
 
     def remove_top(self, x_BS: Tensor, k: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -160,12 +108,11 @@ class Columns:
             these entries [B, k], the next highest [B, 1], and (places, values), whose scatter along
             dim 1 restores the entries.
         """
-        top_BK, place_BK = x_BS.topk(k + 1, dim=1)
-        next_B1 = top_BK[:, k:].clone()
-        top_BK = top_BK[:, :k]
-        place_BK = place_BK[:, :k]
-        x_BS.scatter_(1, place_BK, MASKED)
-        return top_BK, next_B1, (place_BK, top_BK)
+        value_BK, place_BK = x_BS.topk(k + 1, dim=1)
+        top_BK, next_B1 = value_BK.split([k, 1], dim=1)
+        removed_BK = place_BK[:, :k]
+        x_BS.scatter_(1, removed_BK, MASKED)
+        return top_BK, next_B1, (removed_BK, top_BK)
 
 
 ALL_COLUMNS = Columns()
@@ -179,11 +126,11 @@ class PoolTargets:
     Attributes:
         relevance_P: float [P], soft targets, or 1 for each pair.
         num_positives_B: [B], |P_i|, in the pool or not (for soft targets the sum of the row's
-        targets).
+            targets).
         importance_P: float [P], inverse propensity of each pair's label; None: 1 for each pair.
         columns: which of the pool's columns the logits hold.
         mixture: weighted targets whose losses are added up in place of the loss of these; empty:
-        these alone.
+            these alone.
     """
 
     row_P: Tensor
@@ -210,22 +157,22 @@ class PoolTargets:
 
         Args:
             soft: use the stored relevances as soft targets; otherwise every positive has relevance
-            1.
+                1.
             importance_L: float [L], inverse propensities of all labels, for propensity-weighted
-            losses.
+                losses.
         """
-        relevance_P = batch.relevance_P if soft else np.ones_like(batch.relevance_P)
         arrays = [
             batch.positive_row_P,
             batch.positive_col_P,
             batch.sampled_P,
-            relevance_P,
+            batch.relevance_P if soft else np.ones_like(batch.relevance_P),
             batch.num_positives_B,
             batch.ignored_row_F,
             batch.ignored_col_F,
         ]
         if importance_L is not None:
-            arrays.append(importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32))
+            label_P = batch.pool_S[batch.positive_col_P]
+            arrays.append(importance_L[label_P].astype(np.float32))
         return cls(*(to_device(array, device) for array in arrays))
 
     def t(self, num_columns: int) -> PoolTargets:
@@ -233,26 +180,20 @@ class PoolTargets:
         batch's queries that have the label. They have no importance: they share one propensity, so
         their plain mean is unbiased.
         """
-        count_S = self.relevance_P.new_zeros(num_columns).index_add_(
-            0, self.col_P, self.relevance_P
-        )
+        zeros_S = self.relevance_P.new_zeros(num_columns)
         return replace(
             self,
             row_P=self.col_P,
             col_P=self.row_P,
             ignored_row_F=self.ignored_col_F,
             ignored_col_F=self.ignored_row_F,
-            num_positives_B=count_S,
+            num_positives_B=zeros_S.index_add_(0, self.col_P, self.relevance_P),
             importance_P=None,
         )
 
     def of_rows(self, row_B: Tensor) -> PoolTargets:
-        """Targets with the queries permuted by `row_B`, int64 [B]: row i has the labels of row
-        `row_B[i]`.
-        """
-        place_B = torch.empty_like(row_B).scatter_(
-            0, row_B, torch.arange(len(row_B), device=row_B.device)
-        )
+        """Targets whose row i has the labels of row `row_B[i]`, a permutation int64 [B]."""
+        place_B = row_B.argsort()
         return replace(
             self,
             row_P=place_B[self.row_P],
@@ -285,7 +226,7 @@ def target_weights(
     Importances multiply the weights, which are then rescaled to the sum that they had before.
 
     Args:
-        reduction: one of `REDUCTIONS`.
+        reduction: one of these names (`loss.reduction`).
         num_rows: B, the number of rows, including those without a pair.
         generator: for "pol": picks one of the sampled positives at random. Without it the first one
             of each row is taken, which favours low label ids where beta > 1, since pairs are
@@ -293,36 +234,33 @@ def target_weights(
     """
     row_P = targets.row_P
     weight_P = targets.relevance_P
+    tiny = torch.finfo(weight_P.dtype).tiny  # a sum of 0 has weights of 0 instead of 0 / 0
     if reduction == "pol":
         weight_P = _pick_one(row_P, targets.sampled_P, num_rows, generator).to(weight_P.dtype)
     elif reduction != "psl-sum":
-        total_B = targets.num_positives_B.to(weight_P.dtype)
         if reduction == "psl":
             total_B = weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
-        # A row's total is 0 only if all its relevances are 0: its weights are then 0 instead of 0 /
-        # 0.
-        weight_P = weight_P / total_B.clamp_min(torch.finfo(total_B.dtype).tiny)[row_P]
+        else:
+            total_B = targets.num_positives_B.to(weight_P.dtype)
+        weight_P = weight_P / total_B.clamp_min(tiny)[row_P]
     if targets.importance_P is None:
         return weight_P
     product_P = weight_P * targets.importance_P.to(weight_P.dtype)
-    return product_P * (
-        weight_P.sum() / product_P.sum().clamp_min(torch.finfo(product_P.dtype).tiny)
-    )
+    return product_P * (weight_P.sum() / product_P.sum().clamp_min(tiny))
 
 
 def _pick_one(
     row_P: Tensor, sampled_P: Tensor, num_rows: int, generator: torch.Generator | None
 ) -> Tensor:
     """Mask of one sampled pair of each row, bool [P]."""
-    num_pairs = row_P.shape[0]
+    num_pairs = len(row_P)
     if generator is None:
         rank_P = torch.arange(num_pairs, device=row_P.device)
     else:
-        rank_P = to_device(
-            torch.randperm(num_pairs, generator=generator, device=generator.device), row_P.device
-        )
+        drawn_P = torch.randperm(num_pairs, generator=generator, device=generator.device)
+        rank_P = to_device(drawn_P, row_P.device)
     rank_P = torch.where(sampled_P, rank_P, num_pairs)
-    first_B = torch.full((num_rows,), num_pairs, dtype=rank_P.dtype, device=row_P.device)
+    first_B = rank_P.new_full((num_rows,), num_pairs)
     first_B = first_B.scatter_reduce(0, row_P, rank_P, reduce="amin")
     return (rank_P == first_B[row_P]) & sampled_P
 
@@ -344,33 +282,44 @@ def rows_at(x: Tensor, at_N: Tensor) -> Tensor:
 
 def mask_(x_BS: Tensor, row_M: Tensor, col_M: Tensor) -> Tensor:
     """Set some entries to `MASKED`, in place."""
-    # the value is created on the device: the host would wait for the copy of a Python number
-    return x_BS.index_put_(
-        (row_M, col_M), torch.full((), MASKED, dtype=x_BS.dtype, device=x_BS.device)
-    )
+    # created on the device: the host would wait for the copy of a Python number
+    masked = x_BS.new_full((), MASKED)
+    return x_BS.index_put_((row_M, col_M), masked)
 
 
-def mean_over_rows(loss_P: Tensor, weight_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
-    """Weighted sum over pairs, divided by the number of rows with positive total weight (at least
-    1).
-    """
-    weight_P = weight_P.to(loss_P.dtype)
-    total_B = weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
-    return (weight_P * loss_P).sum() / (total_B > 0).sum().clamp_min(1)
+def _row_weights(weight_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
+    """Total weight of each row's positives, [B]."""
+    return weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
 
 
-def entry_count(
-    target_P: Tensor, row_P: Tensor, shape: tuple[int, ...], ignored_row_F: Tensor, normalise: str
-) -> tuple[Tensor, Tensor]:
-    """(active_B, count) of a one-vs-all loss: 1 for each row with a positive target, else 0, [B];
-    and the divisor of the loss's sum, 0-d, at least 1.
+def active_rows(pairs: Pairs, num_rows: int) -> Tensor:
+    """The number of rows with positive total weight, but at least 1, 0-d."""
+    total_B = _row_weights(pairs.weight_P, pairs.row_P, num_rows)
+    return (total_B > 0).sum().clamp_min(1)
+
+
+def mean_over_rows(loss_P: Tensor, pairs: Pairs, num_rows: int) -> Tensor:
+    """Weighted sum over pairs, divided by the number of `active_rows`."""
+    pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_P.dtype))
+    return (pairs.weight_P * loss_P).sum() / active_rows(pairs, num_rows)
+
+
+def entry_targets(
+    pairs: Pairs, x_B: Tensor, num_columns: int, normalise: str
+) -> tuple[Pairs, Tensor, Tensor]:
+    """Of a one-vs-all loss: the pairs with targets in [0, 1]; active_B, 1 for each row with a
+    positive target, else 0; and the divisor of the loss's sum, 0-d, at least 1.
 
     Args:
+        x_B: logits, or anything else of their number of rows and type.
         normalise: "rows": count the active rows; "entries": count their entries without ignored
-        ones.
+            ones.
     """
-    active_B = target_P.new_zeros(shape[0]).index_add_(0, row_P, target_P).gt(0).to(target_P.dtype)
+    target_P = pairs.weight_P.to(loss_dtype(x_B)).clamp(0, 1)
+    total_B = _row_weights(target_P, pairs.row_P, len(x_B))
+    active_B = total_B.gt(0).to(target_P.dtype)
     count = active_B.sum()
     if normalise == "entries":
-        count = count * shape[1] - active_B[ignored_row_F].sum()
-    return active_B, count.clamp_min(1)
+        num_ignored = active_B[pairs.row_F].sum()
+        count = count * num_columns - num_ignored
+    return pairs._replace(weight_P=target_P), active_B, count.clamp_min(1)

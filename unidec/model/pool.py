@@ -1,9 +1,8 @@
 """Draws the pool of labels on which the losses of a batch are computed (UniDEC, Algorithm 1).
 
 Legend: B queries in a batch, S pool labels, P positive pairs in the pool, F filter pairs in the
-pool, H mined hard
-negatives of a query, Q entries of some rows of a CSR matrix, C candidates, N all queries, L all
-labels.
+pool, H mined hard negatives of a query, Q entries of some rows of a CSR matrix, C candidates, N all
+queries, L all labels.
 
 No random state is kept: every draw is seeded by (seed, epoch, step), so a resumed run needs only
 the two counters.
@@ -12,7 +11,7 @@ the two counters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import scipy.sparse as sp
@@ -26,9 +25,7 @@ def step_rng(seed: int, epoch: int, step: int, stream: int) -> np.random.Generat
 
 
 def num_clusters(num_rows: int, size: int) -> int:
-    """The number of clusters that `balanced_clusters` returns: the smallest power of two with which
-    a cluster has at most `size` rows.
-    """
+    """Smallest power of two of clusters with at most `size` rows (`balanced_clusters`)."""
     return 2 ** max(-(-num_rows // size) - 1, 0).bit_length()
 
 
@@ -38,11 +35,11 @@ class TrainingPairs:
 
     Attributes:
         rows: int64 [n]; a row below the number of queries is a query, a later one the text of a
-        label.
+            label.
         relevance, filter_pairs: csr [rows, L]: positives, and pairs that must not become negatives.
         soft: whether relevances are soft targets; otherwise each positive counts the same.
         labels_are_texts: whether a label's number is that of a training row's text, not that of a
-        label.
+            label.
     """
 
     rows: np.ndarray
@@ -80,28 +77,14 @@ class PoolBatch:
     ignored_col_F: np.ndarray
 
 
-def row_entries(
-    matrix: sp.csr_matrix, rows_B: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Entries of some rows of a CSR matrix: batch positions int64 [Q], labels int64 [Q], values
-    [Q].
-    """
+def _entries(matrix: sp.csr_matrix, rows_B: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Entries of some rows: batch positions int64 [Q], labels int64 [Q], values [Q]."""
     chosen = matrix[rows_B]
-    return (
-        np.repeat(np.arange(len(rows_B)), np.diff(chosen.indptr)),
-        chosen.indices.astype(np.int64),
-        chosen.data,
-    )
+    row_Q = np.repeat(np.arange(len(rows_B)), np.diff(chosen.indptr))
+    return row_Q, chosen.indices.astype(np.int64), chosen.data
 
 
-def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Whether each key is among the ascending `sorted_keys`."""
-    if not len(sorted_keys):
-        return np.zeros(keys.shape, dtype=bool)
-    place = np.searchsorted(sorted_keys, keys)
-    return sorted_keys[np.minimum(place, len(sorted_keys) - 1)] == keys
-
-
+@dataclass(frozen=True)
 class PoolSampler:
     """Draws the pool of a batch: sampled positives, hard negatives, and the pairs among queries and
     pool labels.
@@ -112,9 +95,9 @@ class PoolSampler:
     first, then hard negatives, then with `fill` further positives; within each group the labels
     that are most frequent in the batch first, ties at random.
 
-    Args:
+    Attributes:
         relevance, filter_pairs: csr [N, L] in canonical format: positives, and pairs that must not
-        become negatives.
+            become negatives.
         size: most labels of a pool; 0: no limit.
         fill: add the other positives of the batch's queries, as far as the size limit allows.
         weight_L: float [L], finite and above 0: the probability that a positive is drawn next,
@@ -122,27 +105,20 @@ class PoolSampler:
             tail labels more often); None: uniform.
     """
 
-    def __init__(
-        self,
-        relevance: sp.csr_matrix,
-        filter_pairs: sp.csr_matrix,
-        *,
-        beta: int,
-        eta: int,
-        size: int,
-        seed: int,
-        fill: bool = False,
-        weight_L: np.ndarray | None = None,
-    ) -> None:
-        self.relevance = relevance
-        self.filter_pairs = filter_pairs
-        self.num_labels = relevance.shape[1]
-        self.beta = beta
-        self.eta = eta
-        self.size = size
-        self.seed = seed
-        self.weight_L = weight_L
-        self.fill = fill
+    relevance: sp.csr_matrix
+    filter_pairs: sp.csr_matrix
+    _: KW_ONLY
+    beta: int
+    eta: int
+    size: int
+    seed: int
+    fill: bool = False
+    weight_L: np.ndarray | None = None
+
+    @property
+    def num_labels(self) -> int:
+        """L."""
+        return self.relevance.shape[1]
 
     def batch(
         self,
@@ -159,34 +135,37 @@ class PoolSampler:
             rows_B: int [B], data set rows.
             epoch, step: from 0; the step is unique within its epoch.
             shortlist_NH: int32 [N, H], mined labels by data set row, padded with -1; None: no hard
-            negatives.
+                negatives.
             up_to: add uniformly drawn labels until the pool has about this many, whatever the size
                 limit; L or more: the pool is all labels.
         """
         rows_B = np.asarray(rows_B, dtype=np.int64)
         rng = step_rng(self.seed, epoch, step, _POOL)
-        row_Q, label_Q, relevance_Q = row_entries(self.relevance, rows_B)
-        filter_row_Q, filter_label_Q, _ = row_entries(self.filter_pairs, rows_B)
+        row_Q, label_Q, relevance_Q = _entries(self.relevance, rows_B)
+        filter_row_Q, filter_label_Q, _ = _entries(self.filter_pairs, rows_B)
         count_B = np.bincount(row_Q, minlength=len(rows_B))
         sampled_Q = self._sample_positives(row_Q, label_Q, count_B, rng)
+        # pairs as numbers
+        key_Q = row_Q * self.num_labels + label_Q
+        filter_key_Q = filter_row_Q * self.num_labels + filter_label_Q
         if up_to >= self.num_labels:
             pool_S = np.arange(self.num_labels)
         else:
-            banned_Q = np.concatenate([row_Q, filter_row_Q]) * self.num_labels
-            banned_Q += np.concatenate([label_Q, filter_label_Q])
-            hard_C = self._sample_hard(rows_B, shortlist_NH, banned_Q, rng)
-            further_C = label_Q[~sampled_Q] if self.fill else label_Q[:0]
-            pool_S = self._choose_pool((label_Q[sampled_Q], hard_C, further_C), rng)
-            if up_to > len(pool_S):
-                others_C = rng.choice(
-                    self.num_labels, up_to - len(pool_S), replace=False, shuffle=False
-                )
+            hard_C = np.empty(0, dtype=np.int64)
+            if shortlist_NH is not None and self.eta and shortlist_NH.shape[1]:
+                banned_Q = np.concatenate([key_Q, filter_key_Q])
+                hard_C = self._sample_hard(shortlist_NH[rows_B], banned_Q, rng)
+            groups = [label_Q[sampled_Q], hard_C]
+            if self.fill:
+                groups.append(label_Q[~sampled_Q])
+            pool_S = self._choose_pool(groups, rng)
+            missing = up_to - len(pool_S)
+            if missing > 0:
+                others_C = rng.choice(self.num_labels, missing, replace=False, shuffle=False)
                 pool_S = np.union1d(pool_S, others_C)
-        in_pool_Q = contains(pool_S, label_Q)
+        in_pool_Q = np.isin(label_Q, pool_S)
         # a filter pair that is a positive counts as a positive
-        ignored_Q = contains(pool_S, filter_label_Q) & ~contains(
-            row_Q * self.num_labels + label_Q, filter_row_Q * self.num_labels + filter_label_Q
-        )
+        ignored_Q = np.isin(filter_label_Q, pool_S) & ~np.isin(filter_key_Q, key_Q)
         return PoolBatch(
             rows_B=rows_B,
             pool_S=pool_S,
@@ -205,39 +184,37 @@ class PoolSampler:
         """Mask of at most beta entries of each row, drawn without replacement, bool [Q].
 
         With weights, the entries of a row are ordered by exponential random times whose rates are
-        the weights: each
-        next entry is one of the remaining ones with a probability proportional to its weight
-        (Efraimidis and Spirakis, 2006)."""
+        the weights: each next entry is one of the remaining ones with a probability proportional to
+        its weight (Efraimidis and Spirakis, 2006).
+        """
         draw_Q = rng.random(len(row_Q))
         if self.weight_L is None:
             # row number + random fraction: one sort shuffles the entries of each row and keeps the
             # rows in order
             order_Q = np.argsort(row_Q + draw_Q)
         else:
-            order_Q = np.lexsort((-np.log1p(-draw_Q) / self.weight_L[label_Q], row_Q))
-        rank_Q = np.arange(len(row_Q)) - (np.cumsum(count_B) - count_B)[row_Q]
+            time_Q = -np.log1p(-draw_Q) / self.weight_L[label_Q]
+            order_Q = np.lexsort((time_Q, row_Q))
+        first_B = np.cumsum(count_B) - count_B  # where each row begins in the order
+        rank_Q = np.arange(len(row_Q)) - first_B[row_Q]
         sampled_Q = np.zeros(len(row_Q), dtype=bool)
         sampled_Q[order_Q[rank_Q < self.beta]] = True
         return sampled_Q
 
     def _sample_hard(
-        self,
-        rows_B: np.ndarray,
-        shortlist_NH: np.ndarray | None,
-        banned_Q: np.ndarray,
-        rng: np.random.Generator,
+        self, label_BH: np.ndarray, banned_Q: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """Labels sampled as hard negatives, at most eta for each row, int64 [C]. `banned_Q` are
-        pairs that must not be sampled, as row * L + label.
+        """Labels sampled as hard negatives, at most eta for each row, int64 [C].
+
+        Args:
+            label_BH: the queries' shortlists. Lists from mining contain no banned pairs, but a
+                method's may.
+            banned_Q: pairs that must not be sampled, as row * L + label.
         """
-        if shortlist_NH is None or self.eta == 0 or shortlist_NH.shape[1] == 0:
-            return np.empty(0, dtype=np.int64)
-        label_BH = shortlist_NH[rows_B].astype(np.int64)
-        row_B1 = np.arange(len(rows_B))[:, None]
-        # lists from mining contain no banned pairs, but a method's may
-        allowed_BH = (label_BH >= 0) & ~contains(
-            np.sort(banned_Q), row_B1 * self.num_labels + label_BH
-        )
+        label_BH = label_BH.astype(np.int64)
+        row_B1 = np.arange(len(label_BH))[:, None]
+        is_banned_BH = np.isin(row_B1 * self.num_labels + label_BH, banned_Q)
+        allowed_BH = (label_BH >= 0) & ~is_banned_BH
         key_BH = np.where(allowed_BH, rng.random(label_BH.shape), 2.0)
         if self.eta < label_BH.shape[1]:
             pick_BE = np.argpartition(key_BH, self.eta - 1, axis=1)[:, : self.eta]
@@ -252,14 +229,14 @@ class PoolSampler:
         pool_S = np.empty(0, dtype=np.int64)
         for group in groups:
             label_C, frequency_C = np.unique(group, return_counts=True)
-            new_C = ~contains(pool_S, label_C)
-            label_C = label_C[new_C]
-            frequency_C = frequency_C[new_C]
+            is_new_C = ~np.isin(label_C, pool_S)
+            label_C = label_C[is_new_C]
             room = self.size - len(pool_S)
             if len(label_C) > room:
                 # random ties: in the order of label ids the same labels would be left out of every
                 # batch
-                best_C = np.lexsort((rng.random(len(label_C)), -frequency_C))[:room]
-                label_C = label_C[best_C]
-            pool_S = np.sort(np.concatenate([pool_S, label_C]))
+                tie_C = rng.random(len(label_C))
+                best_C = np.lexsort((tie_C, -frequency_C[is_new_C]))
+                label_C = label_C[best_C[:room]]
+            pool_S = np.union1d(pool_S, label_C)
         return pool_S

@@ -3,9 +3,8 @@
 Legend: R rows of the whole table, n rows held here, U rows used in a step (each once), D width.
 
 The table itself is not part of the autograd graph: a step gathers its rows as a leaf, whose dense
-gradient [U, D] is
-all that the row-sparse optimiser (`unidec.training.optim`) reads. So a step touches nothing of size
-R x D and coalesces no sparse tensor.
+gradient [U, D] is all that the row-sparse optimiser (`unidec.training.optim`) reads. So a step
+touches nothing of size R x D and coalesces no sparse tensor.
 
 A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16. It may
 live on the model's device, in host memory, or in files that are mapped into memory; in the latter
@@ -42,10 +41,10 @@ class Placement:
             the device (on a CPU the same as "device"); "disk": as "host", in files that are mapped
             into memory.
         folder: folder of the files; their names are removed at once, so that the end of the process
-        frees their space.
+            frees their space.
         first_row, num_rows: the rows held here; None: all rows from `first_row` on.
         device: the model's device, on which a large table is then created; `.to(...)` moves it like
-        any parameter.
+            any parameter.
     """
 
     place: Literal["device", "host", "disk"] = "device"
@@ -67,7 +66,7 @@ class RowTable(nn.Module):
         state: the optimiser's state of each row, tensors [n, ...] by name, in the same place as
             `weight`; call `flush` before reading it, too.
         used: (row ids int64 [U] or None for all rows, leaf [U, D]) of the step in progress, or
-        None.
+            None.
     """
 
     weight: nn.Parameter
@@ -82,11 +81,11 @@ class RowTable(nn.Module):
     ):
         super().__init__()
         self.num_rows = num_rows
-        self.first_row = placement.first_row
         self.placement = placement
-        self.own_rows = (
-            num_rows - self.first_row if placement.num_rows is None else placement.num_rows
-        )
+        self.first_row = placement.first_row
+        self.own_rows = num_rows - self.first_row
+        if placement.num_rows is not None:
+            self.own_rows = placement.num_rows
         # follows the model's device; the weight may be elsewhere
         self.register_buffer("_here", torch.empty(0, device=placement.device), persistent=False)
         self.weight = nn.Parameter(self._zeros((width,), dtype), requires_grad=False)
@@ -113,9 +112,8 @@ class RowTable(nn.Module):
         if self.placement.place == "disk":
             assert self.placement.folder is not None, "a table on disk needs a folder"
             return zeros_on_disk(self.placement.folder, shape, dtype)
-        return torch.zeros(
-            shape, dtype=dtype, device=self.device if self.placement.place == "device" else "cpu"
-        )
+        device = self.device if self.placement.place == "device" else "cpu"
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowTable:
         if self.placement.place == "device":
@@ -126,24 +124,18 @@ class RowTable(nn.Module):
         return self
 
     def add_state(self, name: str, *shape: int) -> Tensor:
-        """Add state of zeros [n, *shape] where the weight is, float32 (float64 if the weight is),
-        and return it.
-        """
-        dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        """Add state of zeros [n, *shape] where the weight is, at least float32, and return it."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.state[name] = self._zeros(shape, dtype)
         return self.state[name]
 
     def rows(self) -> dict[str, Tensor]:
-        """Weight (as "weight") and state of the rows held here, by name: the tensors themselves, up
-        to date.
-        """
+        """Weight (as "weight") and state of the rows held here: the tensors, up to date."""
         self.flush()
         return {"weight": self.weight.data, **self.state}
 
     def flush(self) -> None:
-        """Wait for the copies of the last step's rows to the host, and put them into `weight` and
-        `state`.
-        """
+        """Wait for the last step's copies to the host, and put them into `weight` and `state`."""
         if self._pending is None:
             return
         (local_U, values, copied), self._pending = self._pending, None
@@ -166,34 +158,38 @@ class RowTable(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             self.flush()
-            local = None if rows_U is None else self._local(rows_U).to(self.weight.device)
-            rows = self.weight if local is None else self.weight[local]
-            return _at_least_float(rows.detach().to(self.device))
+            return _at_least_float(self._select(self.weight, rows_U).to(self.device))
         if self._in_parts:
             return self._gather_part(rows_U)
         if self.used is not None:
-            raise RuntimeError(
-                "the rows of this table have already been gathered in this training step"
-            )
+            raise RuntimeError("the rows of this table were already gathered in this training step")
         if not self._is_remote:
-            rows = self.weight if rows_U is None else self.weight[self._local(rows_U)]
+            rows = self._select(self.weight, rows_U)
         elif rows_U is None:
-            raise RuntimeError(
-                "all rows can be trained in a step only if the table is on the device"
-            )
+            raise RuntimeError("all rows can be trained in a step only if they are on the device")
         else:
-            rows_U = rows_U.cpu()
-            local_U = self._local(rows_U)
-            fetched = {
-                name: to_device(x.index_select(0, local_U), self.device)
-                for name, x in self.rows().items()
-            }
-            rows = fetched["weight"]
-            self._fetched = (local_U, fetched)
+            rows = self._fetch(rows_U.cpu())
             rows_U = to_device(rows_U, self.device)
-        leaf = _at_least_float(rows.detach()).requires_grad_()
+        leaf = _at_least_float(rows).requires_grad_()
         self.used = (rows_U, leaf)
         return leaf
+
+    def _select(self, values: Tensor, rows_U: Tensor | None) -> Tensor:
+        """Some rows of the weight or of a state, where they are; None: all of them."""
+        if rows_U is None:
+            return values.detach()
+        local_U = rows_U - self.first_row
+        return values.detach()[local_U.to(values.device)]
+
+    def _fetch(self, rows_U: Tensor) -> Tensor:
+        """Copy rows and their state to the device; returns the rows."""
+        local_U = rows_U - self.first_row
+        fetched = {
+            name: to_device(values.index_select(0, local_U), self.device)
+            for name, values in self.rows().items()
+        }
+        self._fetched = (local_U, fetched)
+        return fetched["weight"]
 
     @contextlib.contextmanager
     def parts(self, rows_U: Tensor) -> Iterator[None]:
@@ -215,9 +211,10 @@ class RowTable(nn.Module):
             self._in_parts = False
 
     def _gather_part(self, rows_C: Tensor | None) -> Tensor:
-        assert self.used is not None and self.used[0] is not None and rows_C is not None
-        leaf_UD = self.used[1]
-        place_C = torch.searchsorted(self.used[0], rows_C)
+        assert self.used is not None and rows_C is not None
+        rows_U, leaf_UD = self.used
+        assert rows_U is not None
+        place_C = torch.searchsorted(rows_U, rows_C)
         part_CD = leaf_UD.detach()[place_C].requires_grad_()
 
         def add(part: Tensor) -> None:
@@ -231,17 +228,13 @@ class RowTable(nn.Module):
         return part_CD
 
     def used_state(self) -> dict[str, Tensor]:
-        """State [U, ...] of the rows used in this step: copies, or the state itself if all rows are
-        used.
-        """
+        """State [U, ...] of the step's rows: copies, or the state itself if all rows are used."""
         assert self.used is not None
-        rows_U = self.used[0]
         if self._fetched is not None:
-            return {name: self._fetched[1][name] for name in self.state}
-        if rows_U is None:
-            return dict(self.state)
-        local = self._local(rows_U)
-        return {name: tensor[local] for name, tensor in self.state.items()}
+            _, fetched = self._fetched
+            return {name: fetched[name] for name in self.state}
+        rows_U, _ = self.used
+        return {name: self._select(values, rows_U) for name, values in self.state.items()}
 
     @torch.no_grad()
     def write_back(self, weight_UD: Tensor, state: dict[str, Tensor]) -> None:
@@ -249,25 +242,22 @@ class RowTable(nn.Module):
         `used_state`, changed in place. Ends the step's use of the rows (`forget`).
         """
         assert self.used is not None
-        rows_U = self.used[0]
+        rows_U, _ = self.used
         fetched = self._fetched
         self.forget()
         if fetched is not None:
             on_gpu = self.device.type == "cuda"
-            written = {"weight": weight_UD, **state}
-            copies = {
-                name: torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu)
-                for name, x in written.items()
-            }
-            for name, values in written.items():
-                copies[name].copy_(values, non_blocking=True)
+            copies = {}
+            for name, values in {"weight": weight_UD, **state}.items():
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+                copies[name] = copy.copy_(values, non_blocking=True)
             copied = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
             self._pending = (fetched[0], copies, copied)
         elif rows_U is not None:
-            local = self._local(rows_U)
+            local_U = rows_U - self.first_row
             for name, values in state.items():
-                self.state[name][local] = values
-            self.weight[local] = weight_UD
+                self.state[name][local_U] = values
+            self.weight[local_U] = weight_UD
         # a float32 leaf of all rows is the weight itself
         elif weight_UD.data_ptr() != self.weight.data_ptr():
             self.weight.copy_(weight_UD)
@@ -276,19 +266,14 @@ class RowTable(nn.Module):
         """Drop the rows that the step gathered."""
         self.used = self._fetched = None
 
-    def _local(self, rows_U: Tensor) -> Tensor:
-        return rows_U - self.first_row if self.first_row else rows_U
-
     def numpy(self) -> np.ndarray:
-        """The rows held here, float32 [n, D]; a view if they are float32 in host memory or in a
-        file.
-        """
+        """The rows held here, float32 [n, D]; a view if they are float32 and not on a GPU."""
         self.flush()
         return self.weight.detach().float().cpu().numpy()
 
 
 def _at_least_float(rows: Tensor) -> Tensor:
-    return rows.float() if rows.dtype == torch.bfloat16 else rows
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -2,12 +2,12 @@
 queries and labels.
 
 Legend: N queries, L labels, D dimensions, B queries of a block, T labels of a tile, K results for
-each query, E
-excluded pairs of a block.
+each query.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -24,35 +24,32 @@ MAX_BLOCK_SCORES = 1 << 26
 LABELS_AT_ONCE = 1 << 16
 
 
-def _as_matrix(
-    vectors: np.ndarray | Tensor, name: str, device: str | torch.device | None
-) -> Tensor:
+def _as_matrix(vectors: np.ndarray | Tensor, name: str) -> Tensor:
     if isinstance(vectors, np.ndarray):
         # torch shares memory with writable arrays only; a read-only memory map is copied
-        tensor = torch.from_numpy(np.require(vectors, requirements=["C", "W"]))
-    else:
-        tensor = vectors.detach()
-    if tensor.ndim != 2:
-        raise DataError(
-            f"{name} vectors must be a matrix", got=tuple(tensor.shape), expected="[rows, D]"
-        )
-    tensor = tensor.to(device=device, dtype=torch.float32)
+        vectors = torch.from_numpy(np.require(vectors, requirements=["C", "W"]))
+    matrix = vectors.detach().float()
     # a NaN would rank above every score
-    bad = torch.nonzero(~torch.isfinite(tensor.sum(1))).flatten()[:5].tolist()
-    if bad:
-        raise DataError(
-            f"{name} vectors are not finite",
-            got=f"rows {bad}",
-            fix="check the last training losses",
-        )
-    return tensor
+    is_bad = ~torch.isfinite(matrix.sum(1))
+    if is_bad.any():
+        rows = is_bad.nonzero().flatten()[:5].tolist()
+        what = f"{name} vectors are not finite"
+        raise DataError(what, got=f"rows {rows}", fix="check the last training losses")
+    return matrix
 
 
 def query_block(num_labels: int, block: int = 512) -> int:
-    """Queries of a block: `block`, or fewer so that a tile holds at most
-    `MAX_BLOCK_SCORES` scores.
-    """
-    return max(1, min(block, MAX_BLOCK_SCORES // max(min(num_labels, LABELS_AT_ONCE), 1)))
+    """Queries of a block: `block`, or fewer: a tile has at most `MAX_BLOCK_SCORES` scores."""
+    tile = max(min(num_labels, LABELS_AT_ONCE), 1)
+    return max(1, min(block, MAX_BLOCK_SCORES // tile))
+
+
+def labels_that_fit(device: torch.device, width: int) -> int:
+    """How many labels' vectors fit into half of a GPU's free memory; on a CPU no limit."""
+    if device.type != "cuda":
+        return 1 << 62
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    return max(LABELS_AT_ONCE, free_bytes // (2 * 4 * max(width, 1)))
 
 
 def exact_search(
@@ -74,90 +71,48 @@ def exact_search(
         k: results for each query; may exceed L.
         exclude: csr [N, L], pairs that must not be returned; stored zeros count as pairs.
         block: most queries at a time.
-        device: where to compute; None: where the queries are. Labels that do not fit there are
-            copied in parts, each once.
+        device: where to compute; None: where the queries are. Labels that are elsewhere are copied
+            tile by tile.
         desc: title of the progress bar; None: no progress bar.
 
     Raises:
-        DataError: vectors of a wrong shape or not finite, or `exclude` of a wrong shape.
+        DataError: vectors are not finite.
     """
-    query = _as_matrix(query_ND, "query", device)
-    label = _as_matrix(label_LD, "label", None)
-    if query.shape[1] != label.shape[1]:
-        raise DataError(
-            "query and label vectors differ in width", got=query.shape[1], expected=label.shape[1]
-        )
-    num_queries = len(query)
-    num_labels = len(label)
-    if exclude is not None and exclude.shape != (num_queries, num_labels):
-        raise DataError(
-            "excluded pairs have a wrong shape",
-            got=exclude.shape,
-            expected=(num_queries, num_labels),
-        )
-    score_NK = np.full((num_queries, k), -np.inf, dtype=np.float32)
-    label_NK = np.full((num_queries, k), -1, dtype=np.int64)
-    step = query_block(num_labels, block)
-    first = 0
-    for part_TD in label.split(max(labels_that_fit(query.device, query.shape[1]), 1)):
-        part_TD = part_TD.to(query.device)
-        num_found = min(k, first)
-        begins: Iterable[int] = range(0, num_queries, step)
-        for begin in begins if desc is None else progress(begins, desc=desc, unit="block"):
-            some = slice(begin, min(begin + step, num_queries))
-            best = tuple(
-                torch.from_numpy(x[some, :num_found]).to(query.device) for x in (score_NK, label_NK)
-            )
-            score_BK, label_BK = _best(
-                query[some], part_TD, first, best, k, None if exclude is None else exclude[some]
-            )
-            score_NK[some, : score_BK.shape[1]] = score_BK.cpu().numpy()
-            label_NK[some, : score_BK.shape[1]] = label_BK.cpu().numpy()
-        first += len(part_TD)
-    return score_NK, label_NK
+    query = _as_matrix(query_ND, "query").to(device)
+    label = _as_matrix(label_LD, "label")
+    shape = (len(query), k)
+    score_NK = query.new_full(shape, -torch.inf)
+    label_NK = torch.full(shape, -1, device=query.device)
+    step = query_block(len(label), block)
+    tiles = range(0, len(label), LABELS_AT_ONCE)
+    blocks = range(0, len(query), step)
+    places: Iterable[tuple[int, int]] = list(itertools.product(tiles, blocks))
+    if desc is not None:
+        places = progress(places, desc=desc, unit="block")
+    for first, begin in places:
+        if begin == 0:
+            last = first + LABELS_AT_ONCE
+            tile_TD = label[first:last].to(query.device)
+            excluded = None if exclude is None else exclude[:, first:last]
+        some = slice(begin, begin + step)
+        score_BT = (query[some] @ tile_TD.T).float()
+        if excluded is not None:
+            pairs = excluded[some].tocoo()  # with stored zeros
+            places_E = torch.from_numpy(np.stack(pairs.coords))
+            score_BT[tuple(places_E)] = -torch.inf
+        score_BK, place_BK = _top(score_BT, k)
+        label_BK = (place_BK + first).masked_fill(score_BK == -torch.inf, -1)
+        if first:  # merge with the best of the labels before
+            known = (some, slice(min(k, first)))
+            score_BK, order_BK = _top(torch.cat([score_NK[known], score_BK], dim=1), k)
+            label_BK = torch.cat([label_NK[known], label_BK], dim=1).gather(1, order_BK)
+        found = (some, slice(score_BK.shape[1]))
+        score_NK[found] = score_BK
+        label_NK[found] = label_BK
+    return score_NK.cpu().numpy(), label_NK.cpu().numpy()
 
 
-def labels_that_fit(device: torch.device, width: int) -> int:
-    """How many labels' float32 vectors fit into half of a GPU's free memory; on a CPU they are in
-    memory already.
-    """
-    if device.type != "cuda":
-        return 1 << 62
-    return max(LABELS_AT_ONCE, torch.cuda.mem_get_info(device)[0] // (2 * 4 * max(width, 1)))
-
-
-def _best(
-    query_BD: Tensor,
-    label_TD: Tensor,
-    first: int,
-    best: tuple[Tensor, ...],
-    k: int,
-    exclude: sp.csr_matrix | None,
-) -> tuple[Tensor, ...]:
-    """Scores and labels [B, K], best first, among the labels from number `first` on and the earlier
-    results `best`.
-    """
-    for begin in range(0, len(label_TD), LABELS_AT_ONCE):
-        score_BT = (query_BD @ label_TD[begin : begin + LABELS_AT_ONCE].T).float()
-        if exclude is not None:
-            _mask_excluded(score_BT, exclude, first + begin)
-        score_BK, label_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)
-        label_BK = (label_BK + (first + begin)).masked_fill(score_BK == -torch.inf, -1)
-        if first + begin:  # merge with the best of the labels before
-            score_BK = torch.cat([best[0], score_BK], dim=1)
-            label_BK = torch.cat([best[1], label_BK], dim=1)
-            score_BK, order_BK = score_BK.topk(min(k, score_BK.shape[1]), dim=1)
-            label_BK = label_BK.gather(1, order_BK)
-        best = score_BK, label_BK
-    return best
-
-
-def _mask_excluded(score_BT: Tensor, exclude: sp.csr_matrix, first: int) -> None:
-    """Set the score of excluded pairs [B, L] to -inf in the tile of labels from number
-    `first` on.
-    """
-    row_E = np.repeat(np.arange(len(score_BT)), np.diff(exclude.indptr))
-    label_E = np.asarray(exclude.indices, dtype=np.int64) - first
-    here_E = (label_E >= 0) & (label_E < score_BT.shape[1])
-    row, label = (torch.from_numpy(x[here_E]).to(score_BT.device) for x in (row_E, label_E))
-    score_BT[row, label] = -torch.inf
+def _top(score_BT: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest of each row, or all, best first, and their places."""
+    score_BK, place_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)
+    return score_BK, place_BK

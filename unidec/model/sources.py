@@ -15,9 +15,7 @@ from unidec.errors import ArtifactError, ConfigError
 
 
 class Packaged(NamedTuple):
-    """Weights inside an installable package: only its data files are read, its code is never
-    imported.
-    """
+    """Weights inside an installable package, whose code is never imported."""
 
     module: str
     folder: str
@@ -45,7 +43,7 @@ def resolve_encoder(name: str) -> Path:
 
     Raises:
         ArtifactError: no such transformer, files are missing, or a package's weights are not the
-        published ones.
+            published ones.
     """
     folder = Path(name)
     if folder.is_dir():

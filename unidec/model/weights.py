@@ -7,17 +7,19 @@ Legend: W width of the encoder, D width of a head.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unidec.config import Encoder, Model
+from unidec.config import Encoder
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest
 from unidec.errors import ArtifactError, ConfigError
-from unidec.model.arrays import KIND, VERSION, WEIGHTS
+from unidec.model.arrays import KIND, VERSION, WEIGHTS, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from unidec.data.tensor_file import TensorFile
 
 COPY_BLOCK = 1 << 17  # rows copied at once
 # keys of a transformer's config.json that do not affect its outputs
@@ -26,53 +28,44 @@ _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "arch
 # keys of section `encoder` that say where weights come from and how they train, but do not affect
 # outputs otherwise
 _TRAINING = {"name", "start", "frozen", "trainable_layers", "dropout", "bag_dropout"}
+_FIX = "set section encoder and model.dim as the start was trained with; its config.json has them"
 
-Read = Callable[[str, int | None, int | None], "Tensor"]
 
-
-def copy_into(
-    targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], read: Read
-) -> None:
-    """Copy tensors into `targets` by name, a block of rows at a time.
+def copy_into(targets: Mapping[str, Tensor], file: TensorFile, sources: Mapping[str, str]) -> None:
+    """Copy tensors of a file into `targets`, a block of rows at a time.
 
     Args:
-        shapes: of the tensors to copy.
-        read: returns a tensor's rows from begin to end, or with None the whole tensor.
+        sources: for each name in `targets` the name in the file.
 
     Raises:
         RuntimeError: names or shapes differ from those of `targets`.
     """
-    missing = targets.keys() - shapes.keys()
-    unknown = shapes.keys() - targets.keys()
-    if missing or unknown:
-        raise RuntimeError(
-            f"missing: {', '.join(sorted(missing)) or 'nothing'}; "
-            f"unknown: {', '.join(sorted(unknown)) or 'nothing'}"
-        )
+    for what, names in (
+        ("missing", targets.keys() - sources.keys()),
+        ("unknown", sources.keys() - targets.keys()),
+    ):
+        if names:
+            raise RuntimeError(f"{what}: {', '.join(sorted(names))}")
     for name, tensor in targets.items():
-        if shapes[name] != tuple(tensor.shape):
-            raise RuntimeError(
-                f"{name}: shape {list(shapes[name])} instead of {list(tensor.shape)}"
-            )
+        source = sources[name]
+        shape = file.shape(source)
+        if shape != tuple(tensor.shape):
+            raise RuntimeError(f"{name}: shape {list(shape)} instead of {list(tensor.shape)}")
         if tensor.dim() == 0:
-            tensor.copy_(read(name, None, None))
+            tensor.copy_(file.read(source))
             continue
         for begin in range(0, len(tensor), COPY_BLOCK):
             end = min(begin + COPY_BLOCK, len(tensor))
-            tensor[begin:end].copy_(read(name, begin, end))
+            tensor[begin:end].copy_(file.read(source, begin, end))
 
 
 def output_settings(settings: Encoder) -> dict[str, Any]:
-    """The settings that, besides the weights, decide an encoder's outputs: all keys except
-    `_TRAINING`.
-    """
+    """Settings that, besides the weights, decide an encoder's outputs: all but `_TRAINING`."""
     return settings.model_dump(exclude=_TRAINING)
 
 
 def start_sha256(folder: str | Path) -> str:
-    """sha256 of an exported model's manifest, which contains the hashes of its files. Raises
-    ArtifactError: there is no such model.
-    """
+    """sha256 of an exported model's manifest. Raises ArtifactError: there is no such model."""
     read_manifest(folder, KIND, VERSION, verify=False)
     return file_sha256(Path(folder) / MANIFEST)
 
@@ -89,37 +82,25 @@ def start_differences(
     Raises:
         ArtifactError: one of the files is not readable.
     """
-    folder = Path(folder)
-    try:
-        tokens_differ = _json(tokenizer / "tokenizer.json") != _json(
-            folder / "tokenizer/tokenizer.json"
-        )
-        configs = [
-            _json(parent / "config.json") for parent in (transformer, folder / "encoder_config")
-        ]
-        start_settings = Encoder(**_json(folder / "config.json")["encoder"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "the model to start from cannot be read"
-        fix = "restore it, or name another one"
-        raise ArtifactError(what, where=str(folder), got=str(error)[:200], fix=fix) from error
-    new = output_settings(settings)
-    start = output_settings(start_settings)
-    differing = ["tokenizer"] if tokens_differ else []
-    differing += [f"encoder.{key}" for key in new if key != "residual" and new[key] != start[key]]
+    start = ModelConfig.read(Path(folder))
+    differing = []
+    if _json(tokenizer / "tokenizer.json") != _json(start.tokenizer_folder / "tokenizer.json"):
+        differing.append("tokenizer")
+    start_settings = output_settings(start.encoder)
+    for key, value in output_settings(settings).items():
+        # the start may lack the residual network
+        if key != "residual" and value != start_settings[key]:
+            differing.append(f"encoder.{key}")
     if settings.has_transformer:
-        keys = sorted((configs[0].keys() | configs[1].keys()) - _NOTES)
-        differing += [key for key in keys if configs[0].get(key) != configs[1].get(key)]
+        own = _json(transformer / "config.json")
+        others = _json(start.config_folder / "config.json")
+        keys = sorted((own.keys() | others.keys()) - _NOTES)
+        differing += [key for key in keys if own.get(key) != others.get(key)]
     return differing
 
 
 def take_start(
-    model: Any,
-    folder: str | Path,
-    *,
-    where: str = "encoder.start",
-    fix: str = (
-        "set section encoder and model.dim as the start was trained with; its config.json has them"
-    ),
+    model: Any, folder: str | Path, *, where: str = "encoder.start", fix: str = _FIX
 ) -> None:
     """Copy the encoder and heads of an exported model (of `encoder.start`, or of a warm start) into
     a new model.
@@ -143,6 +124,7 @@ def take_start(
 
     folder = Path(folder)
     read_manifest(folder, KIND, VERSION)
+    start = ModelConfig.read(folder)
     differing = start_differences(
         model.encoder_settings, model.config_folder, model.tokenizer_folder, folder
     )
@@ -153,41 +135,21 @@ def take_start(
             got=f"{folder}: differs in {', '.join(differing[:5])}",
             fix=fix,
         )
-    config = _json(folder / "config.json")
-    start_projects = Model(**config["model"]).projection
-    if start_projects != model.settings.projection:
+    if start.settings.projection != model.settings.projection:
         raise ConfigError(
             "model.projection differs from that of the model to start from",
             where=where,
             got=str(folder),
-            fix=f"model.projection: {str(start_projects).lower()}",
+            fix=f"model.projection: {json.dumps(start.settings.projection)}",
         )
-    model.encoder.unit_vectors = bool(
-        config.get("unit_vectors", Encoder(**config["encoder"]).unit_vectors)
-    )
-    state = dict(model.state_dict())
+    model.encoder.unit_vectors = start.unit_vectors
+    state = model.state_dict()
     with torch.no_grad(), open_tensors(folder / WEIGHTS) as file:
-        shapes = {name: file.shape(name) for name in file.names}
-        # from new to start's name
-        sources = {name: name for name in [*state, *shapes] if name.startswith("encoder.")}
-        if not any(name.startswith("encoder.residual.") for name in shapes):
-            sources = {name: name for name in sources if not name.startswith("encoder.residual.")}
-        for head, other in (("head_de", "head_clf"), ("head_clf", "head_de")):
-            source = head if f"{head}.0.weight" in shapes else other
-            sources |= {
-                f"{head}.0.{x}": f"{source}.0.{x}"
-                for x in ("weight", "bias")
-                if f"{head}.0.{x}" in state
-            }
-        start_shapes = {
-            name: shapes[source] for name, source in sources.items() if source in shapes
-        }
-
-        def read(name: str, *rows: Any) -> Tensor:
-            return file.read(sources[name], *rows)
-
+        sources = _start_sources(state, file.names)
+        targets = {name: state[name] for name in state if name in sources}
+        stored = {name: source for name, source in sources.items() if source in file.names}
         try:
-            copy_into({name: state[name] for name in sources if name in state}, start_shapes, read)
+            copy_into(targets, file, stored)
         except RuntimeError as error:
             raise ConfigError(
                 "the model to start from has an encoder or heads of other shapes",
@@ -197,5 +159,26 @@ def take_start(
             ) from error
 
 
+def _start_sources(state: Collection[str], start: Collection[str]) -> dict[str, str]:
+    """For the name of each weight of encoder and heads in a new model, or in the start alone, the
+    name in the start of the weight that it takes.
+    """
+    sources = {name: name for name in [*state, *start] if name.startswith("encoder.")}
+    residual = "encoder.residual."
+    if not any(name.startswith(residual) for name in start):
+        sources = {name: name for name in sources if not name.startswith(residual)}
+    for head, other in (("head_de", "head_clf"), ("head_clf", "head_de")):
+        source = head if f"{head}.0.weight" in start else other
+        for parameter in ("weight", "bias"):
+            if f"{head}.0.{parameter}" in state:
+                sources[f"{head}.0.{parameter}"] = f"{source}.0.{parameter}"
+    return sources
+
+
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what = "the model to start from cannot be read"
+        fix = "restore it, or name another one"
+        raise ArtifactError(what, where=str(path), got=str(error)[:200], fix=fix) from error

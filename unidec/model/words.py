@@ -11,13 +11,13 @@ second part of the vector, which can be compared separately. Source: tf-idf weig
 Salton and Buckley 1988, with a logarithmic term frequency.
 
 Legend: F tokens of all texts or features of a word space, B texts, V tokens of the vocabulary, W
-words, M words of
-several pieces, C columns: F, or 2 F with a second part.
+words, M words of several pieces, N entries of vectors, C columns: F, or 2 F with a second part.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +40,11 @@ _PAIR = np.uint64(0x9FB21C651E98DF25)
 _SMALL = 100  # a word in at most this number of texts is never dropped as too frequent
 
 Keys = NDArray[np.uint64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
-def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.bool_]:
+def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> Bools:
     """Whether each token continues a word, bool [V], by the marks that the tokenizer's model uses.
 
     Raises:
@@ -51,19 +53,14 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.boo
     from tokenizers import Tokenizer
 
     file = tokenizer_folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
     description = json.loads(file.read_text(encoding="utf-8"))
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     prefix = description["model"].get("continuing_subword_prefix")
     if prefix:
-        ids = [number for token, number in vocab.items() if token.startswith(prefix)]
+        continuing = {token for token in vocab if token.startswith(prefix)}
     elif any(token.startswith(_STARTS) for token in vocab):
         added = {token["content"] for token in description.get("added_tokens", [])}
-        ids = [
-            number
-            for token, number in vocab.items()
-            if not token.startswith(_STARTS) and token not in added
-        ]
+        continuing = {token for token in vocab if not token.startswith(_STARTS)} - added
     else:
         raise ConfigError(
             "the tokenizer's pieces do not show where a word begins",
@@ -72,48 +69,44 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.boo
             expected="WordPiece, SentencePiece or byte-level BPE",
             fix="encoder.bag_words: 0",
         )
-    continues_V = np.zeros(num_tokens, dtype=bool)
-    continues_V[[number for number in ids if number < num_tokens]] = True
-    return continues_V
+    return _is_among([vocab[token] for token in continuing], num_tokens)
+
+
+def _is_among(tokens: Sequence[int], num_tokens: int) -> Bools:
+    """Whether each number below V is one of these, bool [V]; larger ones are ignored."""
+    return np.isin(np.arange(num_tokens), tokens)
 
 
 def with_words(
-    flat_F: NDArray[np.int64],
-    lengths_B: NDArray[np.int64],
-    continues_V: NDArray[np.bool_],
-    num_buckets: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    flat_F: Ints, lengths_B: Ints, continues_V: Bools, num_buckets: int
+) -> tuple[Ints, Ints]:
     """Token ids of some texts, with an id from V to V + num_buckets - 1 inserted for each word of
     several pieces.
 
     Args:
         flat_F, lengths_B: int64, ids below V of all texts in order, and the number of tokens of
-        each text.
+            each text.
         continues_V: from `continuing_pieces`.
 
     Returns:
         (ids int64 [F + M], lengths int64 [B]); a word's id follows its last piece.
     """
     start_W, pieces_W = _words(flat_F, lengths_B, continues_V)
-    several = np.flatnonzero(pieces_W > 1)
-    if not len(several):
+    several_M = np.flatnonzero(pieces_W > 1)
+    if not len(several_M):
         return flat_F, lengths_B
-    ends_B = np.cumsum(lengths_B)
-    key_M = _keys(flat_F, start_W, pieces_W)[several]
-    bucket_M = len(continues_V) + (mixed(key_M) % np.uint64(num_buckets)).astype(np.int64)
-    after_M = start_W[several] + pieces_W[several]
-    text_M = np.searchsorted(ends_B, after_M - 1, side="right")
-    return np.insert(flat_F, after_M, bucket_M), lengths_B + np.bincount(
-        text_M, minlength=len(lengths_B)
-    )
+    key_M = _keys(flat_F, start_W, pieces_W)[several_M]
+    hash_M = mixed(key_M) % np.uint64(num_buckets)
+    bucket_M = len(continues_V) + hash_M.astype(np.int64)
+    after_M = (start_W + pieces_W)[several_M]
+    text_M = np.searchsorted(np.cumsum(lengths_B), after_M - 1, side="right")
+    num_words_B = np.bincount(text_M, minlength=len(lengths_B))
+    return np.insert(flat_F, after_M, bucket_M), lengths_B + num_words_B
 
 
 def word_keys(
-    flat_F: NDArray[np.int64],
-    lengths_B: NDArray[np.int64],
-    continues_V: NDArray[np.bool_],
-    skipped_V: NDArray[np.bool_],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    flat_F: Ints, lengths_B: Ints, continues_V: Bools, skipped_V: Bools
+) -> tuple[Keys, Ints]:
     """64-bit hashes of all words of some texts.
 
     Args:
@@ -123,43 +116,35 @@ def word_keys(
     Returns:
         (hashes uint64 [W] of all texts in order, number of words of each text int64 [B]).
     """
+    num_texts = len(lengths_B)
     keep_F = ~skipped_V[flat_F]
-    text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)[keep_F]
+    text_F = np.repeat(np.arange(num_texts), lengths_B)[keep_F]
     flat_F = flat_F[keep_F]
-    lengths_B = np.bincount(text_F, minlength=len(lengths_B))
+    lengths_B = np.bincount(text_F, minlength=num_texts)
     start_W, pieces_W = _words(flat_F, lengths_B, continues_V)
-    if not len(start_W):
-        return np.zeros(0, dtype=np.uint64), lengths_B
-    return mixed(_keys(flat_F, start_W, pieces_W)), np.bincount(
-        text_F[start_W], minlength=len(lengths_B)
-    )
+    num_words_B = np.bincount(text_F[start_W], minlength=num_texts)
+    return mixed(_keys(flat_F, start_W, pieces_W)), num_words_B
 
 
-def _words(
-    flat_F: NDArray[np.int64], lengths_B: NDArray[np.int64], continues_V: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Position of each word's first piece, and its number of pieces, int64 [W]. A text's first
-    piece begins a word.
-    """
+def _words(flat_F: Ints, lengths_B: Ints, continues_V: Bools) -> tuple[Ints, Ints]:
+    """Position of each word's first piece, and its number of pieces, int64 [W]."""
     begins_F = ~continues_V[flat_F]
-    ends_B = np.cumsum(lengths_B)
-    begins_F[(ends_B - lengths_B)[lengths_B > 0]] = True
+    first_B = np.cumsum(lengths_B) - lengths_B
+    begins_F[first_B[lengths_B > 0]] = True
     start_W = np.flatnonzero(begins_F)
-    return start_W, np.diff(np.append(start_W, len(flat_F)))
+    return start_W, np.diff(start_W, append=len(flat_F))
 
 
-def _keys(
-    flat_F: NDArray[np.int64], start_W: NDArray[np.int64], pieces_W: NDArray[np.int64]
-) -> NDArray[np.uint64]:
+def _keys(flat_F: Ints, start_W: Ints, pieces_W: Ints) -> Keys:
     """Hash of each word, uint64 [W]: the sum of hashes of (piece, position in the word), which
     depends on the order of the pieces and takes one pass for words of any length.
     """
     place_F = np.arange(len(flat_F)) - np.repeat(start_W, pieces_W)
     key_F = mixed(flat_F.astype(np.uint64) * np.uint64(PLACES) + place_F.astype(np.uint64))
-    return np.add.reduceat(key_F, start_W)
+    return np.add.reduceat(key_F, start_W) if len(start_W) else key_F
 
 
-def mixed(key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(key: Keys) -> Keys:
     """splitmix64's finaliser, a hash in which every bit of the key affects every bit of the result.
     Integer overflow is intended.
     """
@@ -181,7 +166,7 @@ class WordSpace:
 
     Raises:
         ValueError: keys do not ascend, the number of weights differs, or weights are not finite and
-        positive.
+            positive.
     """
 
     def __init__(
@@ -199,32 +184,25 @@ class WordSpace:
         self._continues_V, self._skipped_V = _token_kinds(tokenizer_folder)
 
     @classmethod
-    def fit(
-        cls,
-        tokenizer_folder: Path,
-        flat: NDArray[np.int64],
-        offsets: NDArray[np.int64],
-        head: int = 0,
-    ) -> WordSpace:
+    def fit(cls, tokenizer_folder: Path, flat: Ints, offsets: Ints, head: int = 0) -> WordSpace:
         """The word space of the given texts; a feature has the weight ln((1 + B) / (1 + its number
         of texts)) + 1.
 
         Args:
             flat, offsets: token ids of the texts, as returned by `Tokens.ragged`.
         """
-        space = cls(
-            tokenizer_folder, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.float32), head
-        )
+        no_keys = np.zeros(0, dtype=np.uint64)
+        space = cls(tokenizer_folder, no_keys, np.zeros(0, dtype=np.float32), head)
         key, text, is_pair = space._features(flat, offsets)
         num_texts = len(offsets) - 1
-        keys, first, key_index = np.unique(key, return_index=True, return_inverse=True)
-        # of a key and a text
-        pairs = np.unique(key_index.astype(np.int64) * max(num_texts, 1) + text)
-        texts_F = np.bincount(pairs // max(num_texts, 1), minlength=len(keys))
+        keys_F, first_F, feature = np.unique(key, return_index=True, return_inverse=True)
+        feature_text = np.unique(feature.astype(np.int64) * max(num_texts, 1) + text)
+        texts_F = np.bincount(feature_text // max(num_texts, 1), minlength=len(keys_F))
         most = max(MOST_TEXTS * num_texts, _SMALL)
-        keep = np.where(is_pair[first], texts_F >= FEWEST_TEXTS, texts_F <= most)
-        space.keys_F = keys[keep]
-        space.idf_F = (np.log((1 + num_texts) / (1 + texts_F[keep])) + 1).astype(np.float32)
+        keep_F = np.where(is_pair[first_F], texts_F >= FEWEST_TEXTS, texts_F <= most)
+        rarity_F = (1 + num_texts) / (1 + texts_F[keep_F])
+        space.keys_F = keys_F[keep_F]
+        space.idf_F = (np.log(rarity_F) + 1).astype(np.float32)
         return space
 
     @property
@@ -237,7 +215,7 @@ class WordSpace:
         """Number of columns C of the vectors."""
         return 2 * self.num_features if self.head else self.num_features
 
-    def vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
+    def vectors(self, flat: Ints, offsets: Ints) -> csr_matrix:
         """TF-IDF vectors of the given texts, (1 + ln count) * idf: float32 CSR [B, C] with sorted
         indices. Each part has unit length, or is empty if none of its words is known.
 
@@ -248,68 +226,50 @@ class WordSpace:
         if not self.head:
             return whole_BF
         length_B = np.diff(offsets)
-        in_head = np.arange(len(flat)) - np.repeat(offsets[:-1], length_B) < self.head
-        head_BF = self._vectors(
-            flat[in_head], np.concatenate([[0], np.cumsum(np.minimum(length_B, self.head))])
-        )
+        place = np.arange(len(flat)) - np.repeat(offsets[:-1], length_B)
+        head_offsets = np.cumsum(np.append(0, np.minimum(length_B, self.head)))
+        head_BF = self._vectors(flat[place < self.head], head_offsets)
         return csr_matrix(hstack([whole_BF, head_BF], format="csr"))
 
     def part(self, vectors_BC: csr_matrix, which: int) -> csr_matrix:
-        """A copy that keeps only the columns of one part: 0 for the whole texts, 1 for their first
-        tokens.
-        """
-        in_part_N, indptr = self._entries_of_part(vectors_BC, which)
-        return csr_matrix(
-            (vectors_BC.data[in_part_N], vectors_BC.indices[in_part_N], indptr),
-            shape=vectors_BC.shape,
-        )
+        """A copy with the columns of one part: 0, the whole texts, or 1, their first tokens."""
+        part_BC = vectors_BC.copy()
+        part_of_entry = part_BC.indices // max(self.num_features, 1)
+        part_BC.data[part_of_entry != which] = 0
+        part_BC.eliminate_zeros()
+        return part_BC
 
-    def num_words(self, vectors_BC: csr_matrix, which: int) -> NDArray[np.int64]:
+    def num_words(self, vectors_BC: csr_matrix, which: int) -> Ints:
         """Number of known words and pairs in one part of each vector, int64 [B]."""
-        return np.diff(self._entries_of_part(vectors_BC, which)[1])
+        return np.diff(self.part(vectors_BC, which).indptr)
 
-    def _entries_of_part(
-        self, vectors_BC: csr_matrix, which: int
-    ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Mask of the entries in one part, and the row offsets of these entries alone."""
-        in_part_N = vectors_BC.indices // max(self.num_features, 1) == which
-        return in_part_N, np.concatenate([[0], np.cumsum(in_part_N)])[vectors_BC.indptr]
-
-    def _vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
+    def _vectors(self, flat: Ints, offsets: Ints) -> csr_matrix:
         key, text, _ = self._features(flat, offsets)
-        at = np.minimum(np.searchsorted(self.keys_F, key), max(self.num_features - 1, 0))
-        known = self.keys_F[at] == key if self.num_features else np.zeros(len(key), dtype=bool)
+        feature = np.searchsorted(self.keys_F, key)
+        known = np.searchsorted(self.keys_F, key, side="right") > feature
         num_texts = len(offsets) - 1
-        entry_N, count_N = np.unique(
-            text[known] * self.num_features + at[known], return_counts=True
-        )
-        text_N, feature_N = np.divmod(entry_N, max(self.num_features, 1))
+        num_features = max(self.num_features, 1)
+        entry = text[known] * num_features + feature[known]
+        entry_N, count_N = np.unique(entry, return_counts=True)
+        text_N, feature_N = np.divmod(entry_N, num_features)
         weight_N = (1 + np.log(count_N)) * self.idf_F[feature_N]
         norm_B = np.sqrt(np.bincount(text_N, weight_N**2, minlength=num_texts))
         data = (weight_N / norm_B[text_N]).astype(np.float32)
         indptr = np.searchsorted(text_N, np.arange(num_texts + 1))
         return csr_matrix((data, feature_N, indptr), shape=(num_texts, self.num_features))
 
-    def _features(
-        self, flat: NDArray[np.int64], offsets: NDArray[np.int64]
-    ) -> tuple[Keys, NDArray[np.int64], NDArray[np.bool_]]:
-        """Hash and text of each word, followed by those of each pair; and whether the feature is a
-        pair.
-        """
+    def _features(self, flat: Ints, offsets: Ints) -> tuple[Keys, Ints, Bools]:
+        """Hash and text of each word, then of each pair; and whether the feature is a pair."""
         key_W, num_words_B = word_keys(flat, np.diff(offsets), self._continues_V, self._skipped_V)
         text_W = np.repeat(np.arange(len(num_words_B)), num_words_B)
-        same_text = text_W[1:] == text_W[:-1]
-        pair = mixed(key_W[:-1] * _PAIR + key_W[1:])[same_text]
-        is_pair = np.zeros(len(key_W) + len(pair), dtype=bool)
-        is_pair[len(key_W) :] = True
-        return (
-            np.concatenate([key_W, pair]),
-            np.concatenate([text_W, text_W[1:][same_text]]),
-            is_pair,
-        )
+        in_one_text = text_W[1:] == text_W[:-1]
+        pair_key = mixed(key_W[:-1] * _PAIR + key_W[1:])[in_one_text]
+        pair_text = text_W[1:][in_one_text]
+        is_pair = np.repeat([False, True], [len(key_W), len(pair_key)])
+        return np.concatenate([key_W, pair_key]), np.concatenate([text_W, pair_text]), is_pair
 
 
-def _token_kinds(tokenizer_folder: Path) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _token_kinds(tokenizer_folder: Path) -> tuple[Bools, Bools]:
     """Which tokens continue a word, and which are special and skipped: bool [V] each."""
     tokenizer = load_tokenizer(tokenizer_folder, 3)
     num_tokens = tokenizer.vocab_size
@@ -317,9 +277,7 @@ def _token_kinds(tokenizer_folder: Path) -> tuple[NDArray[np.bool_], NDArray[np.
         continues_V = continuing_pieces(tokenizer_folder, num_tokens)
     except ConfigError:  # the tokenizer does not mark continuing pieces: each token is a word
         continues_V = np.zeros(num_tokens, dtype=bool)
-    skipped_V = np.zeros(num_tokens, dtype=bool)
-    skipped_V[tokenizer.encode([""])[0]] = True  # special tokens around every text
     settings = json.loads((tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8"))
     special = [token["id"] for token in settings.get("added_tokens", []) if token.get("special")]
-    skipped_V[[number for number in special if number < num_tokens]] = True
-    return continues_V, skipped_V
+    around_text, *_ = tokenizer.encode([""])
+    return continues_V, _is_among([*special, *around_text], num_tokens)

@@ -30,6 +30,7 @@ from unidec.data.tokens import CHUNK_TEXTS, GPU_CHUNK_TOKENS
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
 from unidec.methods.assembly import additions
+from unidec.methods.inception import token_layers
 from unidec.model.encoder import TextEncoder, transformer_options
 from unidec.model.losses import BY_COLUMNS
 from unidec.model.pool import num_clusters
@@ -320,7 +321,8 @@ class Formulas:
             # TextEncoder freezes layers in place
             copied = deepcopy(transformer) if encoder.has_transformer else None
             settings = encoder.model_copy(update={"bag_words": 0})
-            phi = TextEncoder(settings, copied, 1, self.config.hidden_size)
+            width = self.config.hidden_size
+            phi = TextEncoder(settings, copied, 1, width, token_layers(settings, width))
             no_rows = Placement(num_rows=0)  # the tables are counted by rows
             empty = UniDEC(settings, model, sizes.num_labels, phi, no_rows, add=additions)
         self.width = empty.encoder.width

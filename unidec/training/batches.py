@@ -21,7 +21,7 @@ from unidec.data.tokens import TokenCache
 from unidec.errors import DataError
 from unidec.model.additions import Drawn, Methods
 from unidec.model.batch import ClassifierLabels, Prepared, TextCounts
-from unidec.model.encoder import InputBuilder
+from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.losses import BY_COLUMNS
 from unidec.model.pairs import ALL_COLUMNS, Columns, PoolTargets, to_device
 from unidec.model.pool import PoolBatch, PoolSampler, TrainingPairs

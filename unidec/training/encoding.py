@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unidec.data.tokens import TokenCache
-from unidec.model.encoder import InputBuilder
+from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.unidec import UniDEC
 from unidec.training.gradient_cache import TextParts
 

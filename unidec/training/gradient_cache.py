@@ -24,7 +24,8 @@ from torch import Tensor
 
 from unidec.data.tokens import Tokens, length_chunks
 from unidec.model.batch import TextChunks
-from unidec.model.encoder import EncoderInput, InputBuilder, TextEncoder
+from unidec.model.encoder import EncoderInput, TextEncoder
+from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.pairs import to_device
 from unidec.model.row_table import RowTable
 from unidec.training.precision import random_state, restore_random_state

@@ -23,6 +23,7 @@ from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
 from unidec.methods.assembly import additions, changed_pairs, chosen_methods, rows_of
 from unidec.model.additions import Rows
+from unidec.model.first_rows import start_table
 from unidec.model.frozen import cached_inputs
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
@@ -246,7 +247,7 @@ def _start_rows(
             holds_text=rows.holds_text,
         )
     elif not rows.holds_text:  # otherwise the table starts at 0
-        encoding.model.start_table(encoding.label_outputs)
+        start_table(encoding.model, encoding.label_outputs)
 
 
 def _parallel(model: UniDEC, batches: Batches, ranks: Ranks) -> torch.nn.Module | None:

@@ -23,8 +23,9 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError
 from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.model.arrays import CLASSIFIER, WEIGHTS
+from unidec.model.first_rows import START_BLOCK
 from unidec.model.row_table import RowTable
-from unidec.model.unidec import START_BLOCK, UniDEC
+from unidec.model.unidec import UniDEC
 from unidec.model.weights import take_start
 from unidec.progress import progress
 from unidec.training.clustering import balanced_clusters

@@ -158,10 +158,10 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
     """`BagEncoder` for padded texts: output of its layers, or the bag of all tokens and, if used,
     of the first ones.
     """
-    if bag.inception is not None:
+    if bag.token_layers is not None:
         weight_BT = F.embedding(ids_BT, bag.log_weight.weight)[..., 0].exp() * mask_BT
         x_BTD = F.embedding(ids_BT, bag.embedding.weight) * weight_BT.unsqueeze(-1)
-        return [bag.inception(F.pad(x_BTD, (0, 0, 0, bag.num_read))[:, : bag.num_read])]
+        return [bag.token_layers(F.pad(x_BTD, (0, 0, 0, bag.num_read))[:, : bag.num_read])]
     rows = ids_BT
     counts = mask_BT
     places = mask_BT.cumsum(1) - 1

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 from unidec.config import Encoder
 from unidec.data.tokens import Tokens
-from unidec.model.encoder import InputBuilder, TextEncoder
+from unidec.methods.inception import token_layers
+from unidec.model.encoder import TextEncoder
+from unidec.model.encoder_inputs import InputBuilder
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 40
@@ -17,12 +19,15 @@ WIDTH = 36
 READ = 5
 
 
+def new_encoder(**options):
+    settings = Encoder(kind="inception", inception_tokens=READ, **options)
+    return TextEncoder(settings, None, NUM_TOKENS, WIDTH, token_layers(settings, WIDTH))
+
+
 def make(rng, lengths, **settings):
     """An encoder with random weights everywhere, and texts of some lengths."""
     torch.manual_seed(3)
-    encoder = TextEncoder(
-        Encoder(kind="inception", inception_tokens=READ, **settings), None, NUM_TOKENS, WIDTH
-    )
+    encoder = new_encoder(**settings)
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     torch.nn.init.constant_(encoder.bag.inception.gamma, 0.05)
@@ -113,7 +118,7 @@ def test_a_text_equals_loops_over_tokens_channels_and_features(rng):
 
 
 def test_it_begins_as_the_bag_of_what_it_reads(rng):
-    encoder = TextEncoder(Encoder(kind="inception", inception_tokens=READ), None, NUM_TOKENS, WIDTH)
+    encoder = new_encoder()
     bag = TextEncoder(Encoder(kind="bag"), None, NUM_TOKENS, WIDTH)
     for own, other in zip(encoder.bag.parameters(), bag.bag.parameters(), strict=False):
         torch.nn.init.normal_(own, std=0.3)

@@ -1,0 +1,102 @@
+"""Builds an encoder's inputs from rows of tokenised texts: by numpy, then copied to the device.
+
+Legend: B texts, N texts of a source, F tokens of all texts, U distinct tokens, D width of the
+transformer, W width of the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens, length_chunks
+from unidec.model.encoder import BagEncoder, EncoderInput, TextEncoder
+from unidec.model.pairs import to_device
+
+Parts = Sequence[tuple[str, Tokens, np.ndarray]]  # source, its tokens, rows int64
+
+
+@dataclass(frozen=True)
+class InputBuilder:
+    """Builds inputs of an encoder.
+
+    Attributes:
+        frozen_vectors: by source, cached vectors float [N, D] of a transformer that is frozen as a
+            whole.
+        frozen_outputs: by source, cached outputs float [N, W] of an encoder that is frozen as a
+            whole.
+    """
+
+    encoder: TextEncoder
+    device: torch.device
+    frozen_vectors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    frozen_outputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens with padding up to which more than `CHUNK_TEXTS` texts are a chunk; 0: never."""
+        return GPU_CHUNK_TOKENS if self.device.type == "cuda" else 0
+
+    def __call__(self, parts: Parts) -> EncoderInput:
+        """Input for rows of several sources, in the given order, from caches where they exist."""
+        if not self.encoder.frozen:
+            return self.texts(parts)
+        output_BW = self._cached(self.frozen_outputs, parts)
+        if output_BW is None:
+            output_BW = self.encoder.frozen_output(self.texts(parts))
+        return EncoderInput(len(output_BW), output_BW=output_BW)
+
+    def texts(self, parts: Parts) -> EncoderInput:
+        """Input from which the encoder computes its output, also where it is frozen."""
+        encoder = self.encoder
+        fields: dict[str, Any] = {}
+        vector_BD = self._cached(self.frozen_vectors, parts) if encoder.takes_vectors else None
+        if vector_BD is not None:
+            fields["vector_BD"] = vector_BD
+        elif encoder.transformer is not None:
+            fields["chunks"] = tuple(self._chunks(parts))
+        if encoder.bag is not None:
+            fields |= self._features(encoder.bag, parts)
+        return EncoderInput(sum(len(rows) for _, _, rows in parts), **fields)
+
+    def _cached(self, caches: Mapping[str, np.ndarray], parts: Parts) -> Tensor | None:
+        """Cached values of all texts; None: not all sources have a cache."""
+        if not all(name in caches for name, _, _ in parts):
+            return None
+        return self._to(np.concatenate([caches[name][rows] for name, _, rows in parts]))
+
+    def _features(self, bag: BagEncoder, parts: Parts) -> dict[str, Tensor]:
+        """The bag's fields of an input."""
+        ragged = [tokens.ragged(rows) for _, tokens, rows in parts]
+        token_F = np.concatenate([flat for flat, _ in ragged])
+        lengths_B = np.concatenate([np.diff(offsets) for _, offsets in ragged])
+        feature_F, lengths_B = bag.features(token_F, lengths_B)
+        unique_U, local_F = np.unique(feature_F, return_inverse=True)
+        offsets_B = np.cumsum(lengths_B) - lengths_B
+        arrays = {
+            "unique_U": unique_U,
+            "local_F": local_F,
+            "offsets_B": offsets_B.astype(np.int64),
+        }
+        if bag.head:
+            place_F = np.arange(len(feature_F)) - np.repeat(offsets_B, lengths_B)
+            arrays["head_F"] = place_F < bag.head
+        return {name: self._to(array) for name, array in arrays.items()}
+
+    def _chunks(self, parts: Parts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The transformer's inputs: (positions, ids, mask) of texts of similar length."""
+        most = self.encoder.settings.transformer_tokens
+        first = 0
+        for _, tokens, rows in parts:
+            for places in length_chunks(tokens.lengths(rows), tokens=self.chunk_tokens):
+                ids_BT, mask_BT = tokens.batch(rows[places], most)
+                yield self._to(places + first), self._to(ids_BT), self._to(mask_BT)
+            first += len(rows)
+
+    def _to(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self.device)

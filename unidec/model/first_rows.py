@@ -1,0 +1,77 @@
+"""The first rows of a classifier's table: label embeddings, or random ones.
+
+Legend: B labels of a block, L labels, D width of a head, W width of the encoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unidec.model.unidec import UniDEC
+
+# rows of the table that are computed at once (a multiple of the encoder's batch size)
+START_BLOCK = 1 << 15
+
+
+@torch.no_grad()
+def start_table(model: UniDEC, label_input: Callable[[np.ndarray], Tensor] | None = None) -> None:
+    """Initialise Psi as `model.clf_init` says: from label embeddings, by Xavier, or from N(0, 0.02)
+    (Renee).
+
+    Works in blocks, so that no second table is in memory. Random rows are drawn for all labels from
+    the default generator of the model's device: they are the same wherever the table lives and
+    whichever rows are held here.
+
+    Args:
+        label_input: needed for "label_embedding" only: returns encoder outputs [n, W] of label rows
+            int64 [n].
+    """
+    table = model.table
+    if table is None:
+        return
+    first = table.first_row
+    last = first + table.own_rows
+    if model.settings.clf_init == "label_embedding":
+        assert label_input is not None
+        for begin in range(first, last, START_BLOCK):
+            end = min(begin + START_BLOCK, last)
+            x_BW = label_input(np.arange(begin, end))
+            table.weight[begin - first : end - first] = _label_embeddings(model, x_BW)
+        return
+    for begin in range(0, table.num_rows, START_BLOCK):
+        count = min(START_BLOCK, table.num_rows - begin)
+        rows_BD = _random_rows(model, table.num_rows, count)
+        skipped = max(first - begin, 0)
+        own_BD = rows_BD[skipped : max(last - begin, 0)]
+        local = begin + skipped - first
+        table.weight[local : local + len(own_BD)] = own_BD
+
+
+def _label_embeddings(model: UniDEC, x_BW: Tensor) -> Tensor:
+    """Texts through the classifier head, scaled to unit length, float32 [B, D].
+
+    If the encoder's vectors have no unit length (a transformer that trains alone), they are scaled
+    to the inverse of their length, so that scores start as cosines: unit rows would give logits of
+    several tens, and a softmax without a gradient.
+    """
+    assert model.head_clf is not None
+    rows_BD = model.text_rows(x_BW, dropout=False)
+    if model.encoder.unit_vectors:
+        return rows_BD
+    length_B1 = model.head_clf[0](x_BW).norm(dim=-1, keepdim=True)
+    return rows_BD / length_B1.clamp_min(1.0)
+
+
+def _random_rows(model: UniDEC, num_rows: int, count: int) -> Tensor:
+    """Some of a table's `num_rows` rows, float32 [count, D], by Xavier or from N(0, 0.02)."""
+    width = model.settings.dim
+    rows_BD = torch.empty(count, width, device=model.device)
+    if model.settings.clf_init == "normal":
+        return rows_BD.normal_(std=0.02)
+    bound = math.sqrt(3.0) * math.sqrt(2.0 / (num_rows + width))
+    return rows_BD.uniform_(-bound, bound)
