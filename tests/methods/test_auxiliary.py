@@ -13,7 +13,7 @@ from unidec.methods.assembly import additions, load_model
 from unidec.model.arrays import read_arrays
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.training.distributed import Ranks
-from unidec.training.start import cluster_labels
+from unidec.training.initial_weights import cluster_labels
 
 TEXTS = ["river query w3", "bread bread", "music label w10 w11 planet"]
 

@@ -11,7 +11,7 @@ import torch
 from unidec.model.row_table import RowTable
 from unidec.training import gradient_cache as module
 from unidec.training.gradient_cache import TextChunks, cut_texts, encode_texts
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 
 ENCODERS = {
     "bag": {"encoder.bag_dropout": 0.3, "encoder.dropout": 0.2},

@@ -11,7 +11,7 @@ import torch
 from unidec.model.losses import symmetric_loss
 from unidec.training import objective as module
 from unidec.training.gradient_cache import encode_texts
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 
 QUIET = {"model.dropout": 0.0, "loss.clf_bce": 0.0}
 

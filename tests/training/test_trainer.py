@@ -13,7 +13,7 @@ import torch
 from unidec.errors import ConfigError, TrainingError
 from unidec.training import trainer as module
 from unidec.training.precision import autocast_type, choose_device
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
 
