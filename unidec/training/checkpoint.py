@@ -337,9 +337,10 @@ class _Held:
 def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
     with contextlib.ExitStack() as stack:
         held: dict[str, list[_Held]] = {}
-        for name in sorted(path.glob("rows-*.safetensors")):
-            file = stack.enter_context(open_tensors(name))
-            for table, (first, count, total) in json.loads(file.metadata["ranges"]).items():
+        for rows_file in sorted(path.glob("rows-*.safetensors")):
+            file = stack.enter_context(open_tensors(rows_file))
+            ranges = json.loads(file.metadata["ranges"])
+            for table, (first, count, total) in ranges.items():
                 part = _Held(first=first, count=count, total=total, file=file)
                 held.setdefault(table, []).append(part)
         rows = {}

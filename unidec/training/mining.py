@@ -85,7 +85,6 @@ def mine_hard_negatives(
     begin_time = time.perf_counter()
     relevance, filter_pairs = pairs
     num_rows = relevance.shape[0]
-    excluded_NL = _pattern(relevance) + _pattern(filter_pairs)
     all_labels = ranks.gather_array(label_LD)
     label = torch.from_numpy(np.require(all_labels, requirements="W"))
     num_labels, width = label.shape
@@ -100,6 +99,10 @@ def mine_hard_negatives(
     own = slice(first_block * block, end_block * block)
     own_rows = rows_n[own]
     own_query = query_nD[own]
+
+    def excluded(rows: np.ndarray) -> sp.csr_matrix:
+        return _pattern(relevance[rows]) + _pattern(filter_pairs[rows])
+
     own_mined = np.full((len(own_rows), num_negatives), -1, dtype=np.int32)
     counts = np.zeros(4)  # sum of negatives' scores; negatives, positives, positives found
     at_once = _BLOCKS * block
@@ -108,7 +111,7 @@ def mine_hard_negatives(
             some = slice(begin, begin + at_once)
             query = own_query[some]
             rows = own_rows[some]
-            score, negative = search(query, k=num_negatives + _SPARE, exclude=excluded_NL[rows])
+            score, negative = search(query, k=num_negatives + _SPARE, exclude=excluded(rows))
             order = np.lexsort((negative, -score), axis=1)
             best = order[:, :num_negatives]
             score = np.take_along_axis(score, best, axis=1)
@@ -134,7 +137,7 @@ def mine_hard_negatives(
     if mining != "exact":
         compared = slice(None, None, max(1, len(query_nD) // _COMPARED))
         rows = rows_n[compared]
-        _, expected = exact(query_nD[compared], k=num_negatives, exclude=excluded_NL[rows])
+        _, expected = exact(query_nD[compared], k=num_negatives, exclude=excluded(rows))
         report["recall"] = _recall(mined_NH[rows], expected)
     return mined_NH, report
 

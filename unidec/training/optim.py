@@ -134,12 +134,12 @@ class RowAdam(RowOptimiser):
     ) -> None:
         self._count.fill_(step - 1)
         adamw(  # one pass over gradient, moments and weight
-            [weight],
-            [grad.mul_(scale)],
-            [state["first"]],
-            [state["second"]],
-            [],
-            [self._count],
+            params=[weight],
+            grads=[grad.mul_(scale)],
+            exp_avgs=[state["first"]],
+            exp_avg_sqs=[state["second"]],
+            max_exp_avg_sqs=[],
+            state_steps=[self._count],
             fused=True,
             amsgrad=False,
             beta1=BETA1,
@@ -272,9 +272,13 @@ class Optimisers:
                 # no weight decay on biases, norms and temperatures: in every architecture they are
                 # vectors
                 decays = parameter.ndim > 1
-                decay = settings.weight_decay if decays else 0.0
-                new = {"params": [], "part": part, "weight_decay": decay}
-                groups.setdefault((part, decays), new)["params"].append(parameter)
+                group: dict[str, Any] = {
+                    "params": [],
+                    "part": part,
+                    "lr": self.rates[part],
+                    "weight_decay": settings.weight_decay if decays else 0.0,
+                }
+                groups.setdefault((part, decays), group)["params"].append(parameter)
         # AdamW needs a group even if no dense parameter trains
         of_adamw = list(groups.values()) or [{"params": [], "part": "heads"}]
         self.dense: list[nn.Parameter] = []
@@ -290,8 +294,8 @@ class Optimisers:
             else:
                 # biases do not decay
                 decay = settings.clf_decay if table.weight.shape[1] > 1 else 0.0
-                kind = ROW_OPTIMISERS[settings.clf_state]
-                self.row[name] = kind(table, settings.lr_clf, f"{seed} {name}", decay)
+                optimiser = ROW_OPTIMISERS[settings.clf_state]
+                self.row[name] = optimiser(table, settings.lr_clf, f"{seed} {name}", decay)
 
     def factor(self, step: int) -> float:
         """Factor of the learning rates at a step (from 0): linear warm-up, then a cosine to 0; with
