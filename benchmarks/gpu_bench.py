@@ -26,7 +26,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import TokenCache
 from unidec.model.batch import Prepared
 from unidec.model.sources import resolve_encoder
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import Trainer, TrainingData
 
 MINILM = "all-MiniLM-L6-v2"  # its tokenizer comes with extra `minilm`; no weights of it are used

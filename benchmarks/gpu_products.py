@@ -22,7 +22,7 @@ from unidec.model.faiss_library import faiss_module
 from unidec.model.search import exact_search
 from unidec.pipeline.plan import MARGIN, Plan, Sizes, plan_memory
 from unidec.ranking.index import LabelIndex, recall
-from unidec.training.refresh import mine_hard_negatives
+from unidec.training.mining import mine_hard_negatives
 
 SCALE = 18.0  # 1 / temperature of the recipes
 # of a title, with padding; of DistilBERT
@@ -259,7 +259,7 @@ def search(bench: Bench) -> None:
         label_LD.numpy(),
         (relevance, nothing),
         30,
-        bench.device,
+        device=bench.device,
     )
     each = seconds(bench.device, mine) / num_queries
     bench.add("mining, 30 hard negatives, labels copied too", 1000 * each, "ms a query", sizes)

@@ -19,7 +19,7 @@ from unidec.model.batch import Prepared
 from unidec.ranking.index import recall
 from unidec.training.gradient_cache import encode_texts
 from unidec.training.precision import autocast_type
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import LOG_EVERY, Trainer
 
 GPU_RECIPES = ("unidec-gpu", "unidec-gpu-long")

@@ -181,7 +181,7 @@ def cluster(folder: Path, size: Facts) -> Facts:
 def mine(folder: Path, size: Facts) -> Facts:
     """Hard negatives of some queries among all labels."""
     from unidec.data.dataset import XMCDataset
-    from unidec.training.refresh import mine_hard_negatives
+    from unidec.training.mining import mine_hard_negatives
 
     dataset = XMCDataset.open(folder / "dataset", verify=False)
     rows = dataset.rows("train")[: min(MINED, MINED * 1_000_000 // dataset.num_labels)]

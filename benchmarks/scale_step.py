@@ -28,7 +28,7 @@ from unidec.config import Params, load_params
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import TokenCache
 from unidec.model.sources import resolve_encoder
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import Trainer, TrainingData
 
 NEGATIVES = 30  # eta x T

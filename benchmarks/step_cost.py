@@ -41,7 +41,6 @@ from unidec.model.encoder import load_transformer
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.training import trainer as trainer_module
-from unidec.training.refresh import make_clusters, make_refresh
 from unidec.training.trainer import Trainer, TrainingData
 
 # part -> group; the groups of `OVERHEAD` shall be at most a fifth of a step
@@ -239,20 +238,14 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
     transformer: Any = load_transformer(resolve_encoder(params.encoder.name))
     embedding_VD = transformer.get_input_embeddings().weight.detach()
 
-    clusters = make_clusters(
-        trainer.settings,
-        trainer.rows,
-        lambda: lexical_vectors(tokens["queries"], trainer.rows, embedding_VD),
-        trainer.device,
-    )
-    trainer.made, _ = make_refresh(
-        trainer.settings,
-        trainer.rows,
-        trainer.batches.sampler,
-        clusters,
-        lambda: lexical_vectors(tokens["labels"], np.arange(len(tokens["labels"])), embedding_VD),
-        device=trainer.device,
-    )
+    def vectors(name: str, rows: np.ndarray) -> np.ndarray:
+        return lexical_vectors(tokens[name], rows, embedding_VD)
+
+    refresher: Any = trainer.refresher
+    refresher.query_vectors = lambda: vectors("queries", trainer.rows)
+    refresher.label_vectors = lambda: vectors("labels", np.arange(len(tokens["labels"])))
+    refresher.mine(0)
+    trainer.made = refresher.load(0)
     trainer.model.train()
     return trainer
 

@@ -19,7 +19,7 @@ from unidec.model import losses
 from unidec.model.first_rows import start_table
 from unidec.model.pool import num_clusters
 from unidec.model.unidec import UniDEC
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 from unidec.training.sampler import queries_a_batch
 from unidec.training.trainer import Trainer, TrainingData
 
@@ -373,7 +373,7 @@ def test_no_step_waits_for_the_device(
     trainer = Trainer(params.training, data, tmp_path / "run", tmp_path / "cache")
     trainer.checks.each_step = False  # as on a GPU
     trainer.refresh()
-    trainer.made = Refresh.load(trainer.refresh_folder(0), 0)
+    trainer.made = Refresh.load(trainer.refresher.folder(0), 0)
     # on a CPU it ends early, which waits; tests/model/test_losses.py has it on "meta"
     if params.loss.de == "softtopk":
         solved = losses.thresholds

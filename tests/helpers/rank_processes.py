@@ -151,7 +151,7 @@ def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
             ranks.gather_array(part_of(ranks, array)), array
         )
         found[f"share {np.dtype(dtype)}"] = np.array_equal(
-            ranks.gather_array(array if ranks.is_first else None), array
+            ranks.gather_array(array if ranks.is_first else array[:0]), array
         )
     found["no rows"] = ranks.gather_array(np.empty((0, 3), np.float32)).shape == (0, 3)
     found["one has rows"] = ranks.gather_array(np.ones((ranks.rank, 3))).tolist() == [[1.0] * 3]
@@ -253,7 +253,8 @@ def losses_by_columns(ranks: Any, folder: Path, seed: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from unidec.training.distributed import ALONE, OwnColumns
+    from unidec.training.distributed import ALONE
+    from unidec.training.own_columns import OwnColumns
 
     found: dict[str, Any] = {}
     rng = np.random.default_rng(seed)
@@ -401,7 +402,7 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
     """Clusters and hard negatives of the arrays in a folder."""
     import scipy.sparse as sp
 
-    from unidec.training import refresh
+    from unidec.training import mining
     from unidec.training.clustering import balanced_clusters
 
     found: dict[str, Any] = {}
@@ -422,8 +423,8 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
         for block in (512, 16):
             labels = part_of(ranks, data[name])
             points = np.round(data["points"] * 4) if name == "tied" else data["points"]
-            refresh.BLOCK = block
-            shortlist, report = refresh.mine_hard_negatives(
+            mining.BLOCK = block
+            shortlist, report = mining.mine_hard_negatives(
                 points, data["rows"], labels, (positive, filtered), 6, ranks=ranks
             )
             found[f"{name} {block}"] = shortlist

@@ -16,6 +16,7 @@ def write_small_bundle(
     from unidec.config import Encoder, Model
     from unidec.data.storage import write_folder
     from unidec.data.tokens import encode_texts
+    from unidec.model.first_rows import start_table
     from unidec.model.unidec import KIND, VERSION, UniDEC
     from unidec.ranking.index import LabelIndex
 

@@ -14,7 +14,7 @@ from unidec.methods.assembly import load_model
 from unidec.model.arrays import read_arrays
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.training.distributed import Ranks
-from unidec.training.start import cluster_labels
+from unidec.training.initial_weights import cluster_labels
 
 
 @pytest.mark.parametrize("heads", ["de", "both"])

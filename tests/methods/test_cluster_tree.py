@@ -18,7 +18,7 @@ from unidec.model.pairs import MASKED
 from unidec.model.pool import num_clusters
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.training.clustering import balanced_clusters
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 
 WIDTH = 6
 
@@ -173,7 +173,7 @@ def test_a_shortlist_has_the_labels_of_the_clusters_that_the_label_tree_keeps(
         torch.nn.init.normal_(parameter)
     report = trainer.refresh()
     assert trainer.model.tree.training
-    made = Refresh.load(trainer.refresh_folder(0), 0)
+    made = Refresh.load(trainer.refresher.folder(0), 0)
     x_NW = {
         name: trainer.model.encode(name, tokens) for name, tokens in trainer.encoding.tokens.items()
     }
@@ -217,4 +217,4 @@ def test_a_shortlist_is_made_only_where_steps_read_it(open_trainer):
     }
     trainer = open_trainer(**values, **{"pool.clf_labels": "all"})
     assert "mine_queries" not in trainer.refresh()
-    assert Refresh.load(trainer.refresh_folder(0), 0).negatives is None
+    assert Refresh.load(trainer.refresher.folder(0), 0).negatives is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unidec.methods.mixup import draw_mix
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 
 CPU = torch.device("cpu")
 

@@ -298,7 +298,7 @@ def test_the_peak_of_training_steps(
         tmp_path / "cache",
     )
     trainer.refresh()
-    trainer.made = trainer_module.Refresh.load(trainer.refresh_folder(0), 0)
+    trainer.made = trainer_module.Refresh.load(trainer.refresher.folder(0), 0)
     trainer.model.train()
     batches = sorted(trainer.made.batches(trainer.rows, params.pool.batch_size, 0, 0), key=len)[-2:]
     for rows in trainer.optimisers.row_states().values():

@@ -103,7 +103,10 @@ def test_which_labels_are_encoded_and_which_classified(
     batch = batches.prepare(batches.rows[:9], 1, 2, None)
     expected = [tiny_tokens["labels"].ragged([label])[0].tolist() for label in labels[encoded]]
     assert texts(batch, tiny_tokens)[9:] == expected
-    assert encoded_labels(batches.settings.model, batches.settings.pool) == (encoded or "none")
+    settings = batches.settings
+    assert encoded_labels(settings.model, settings.pool, batches.methods.rows.holds_text) == (
+        encoded or "none"
+    )
     seen = [
         None if clf is None else labels[clf],
         None if batch.clf.ids is None else batch.clf.ids.tolist(),

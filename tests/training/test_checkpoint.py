@@ -28,7 +28,7 @@ from unidec.training.checkpoint import (
 )
 from unidec.training.distributed import Ranks
 from unidec.training.precision import random_state, restore_random_state
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 
 CPU = torch.device("cpu")
 FILES = ["dense.safetensors", "rows-00000.safetensors", "state.json", "manifest.json"]

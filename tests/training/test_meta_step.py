@@ -9,7 +9,7 @@ import torch
 from helpers import golden
 
 from unidec.config import recipe_names
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import Trainer, TrainingData
 
 
@@ -79,7 +79,7 @@ def test_no_step_waits_for_a_copy(
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
     trainer = Trainer(params.training, data, tmp_path / "run", tmp_path / "cache")
     trainer.refresh()
-    trainer.made = Refresh.load(trainer.refresh_folder(0), 0)
+    trainer.made = Refresh.load(trainer.refresher.folder(0), 0)
     trainer.model.train()
     rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
     trainer = moved(trainer)

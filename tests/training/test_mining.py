@@ -7,8 +7,8 @@ import torch
 
 from unidec.errors import DataError
 from unidec.model import search
-from unidec.training import refresh
-from unidec.training.refresh import mine_hard_negatives
+from unidec.training import mining
+from unidec.training.mining import mine_hard_negatives
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
 @pytest.mark.parametrize("block", [1, 5, 512])
 @pytest.mark.parametrize("num_negatives", [1, 4, 20, 33])
 def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
-    monkeypatch.setattr(refresh, "BLOCK", block)
+    monkeypatch.setattr(mining, "BLOCK", block)
     world = World(rng)
     shortlist, report = world.mine(num_negatives)
     assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)
@@ -124,8 +124,8 @@ def test_all_lists_searched_equal_the_exact_search(rng, monkeypatch):
     world = World(rng)
     exact, report = world.mine(6)
     for rows_a_list in (40, 5):
-        monkeypatch.setattr(refresh, "_ROWS_A_LIST", rows_a_list)
-        monkeypatch.setattr(refresh, "_LISTS_A_PROBE", 1)
+        monkeypatch.setattr(mining, "_ROWS_A_LIST", rows_a_list)
+        monkeypatch.setattr(mining, "_LISTS_A_PROBE", 1)
         found, approximate = world.mine(6, mining="faiss")
         np.testing.assert_array_equal(found, exact)
         assert approximate.pop("recall") == 1.0 and "recall" not in report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -9,7 +11,9 @@ import torch
 
 from unidec.config import Pool
 from unidec.model.pool import PoolSampler, num_clusters
-from unidec.training.refresh import Refresh, cluster_size, make_clusters, make_refresh
+from unidec.training.distributed import ALONE
+from unidec.training.encoding import Encoding
+from unidec.training.round_refresh import Refresh, Refresher, cluster_size
 from unidec.training.sampler import queries_a_batch
 
 CPU = torch.device("cpu")
@@ -25,25 +29,47 @@ def unit_vectors(count, seed=0):
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def refresh(
-    params,
-    epoch,
-    query_vectors=lambda: unit_vectors(len(ROWS)),
-    label_vectors=lambda: unit_vectors(20, 1),
-):
-    relevance = sp.csr_matrix(np.random.default_rng(2).random((143, 20)) < 0.1, dtype=np.float32)
-    sampler = PoolSampler(
-        relevance, sp.csr_matrix((143, 20), dtype=bool), beta=1, eta=params.pool.eta, size=0, seed=0
+def make_refresh(settings, folder, epoch, rows, relevance, query_vectors, label_vectors):
+    """The refresh after `epoch` epochs, with these vectors in place of a model's, and its
+    figures.
+    """
+    filtered = sp.csr_matrix(relevance.shape, dtype=bool)
+    batches = SimpleNamespace(
+        rows=rows,
+        ranks=ALONE,
+        sampler=PoolSampler(relevance, filtered, beta=1, eta=settings.pool.eta, size=0, seed=0),
+        methods=SimpleNamespace(shortlister=None),
     )
-    settings = params.training
-    return make_refresh(
-        settings,
-        ROWS,
-        sampler,
-        make_clusters(settings, ROWS, query_vectors, CPU, epoch=epoch),
-        label_vectors,
-        device=CPU,
-    )
+    encoding = Encoding(None, {}, None, CPU, None)
+    refresher = Refresher(settings, encoding, batches, folder)
+    refresher.query_vectors = query_vectors
+    refresher.label_vectors = label_vectors
+    report = refresher.mine(epoch)
+    return refresher.load(epoch), report
+
+
+@pytest.fixture
+def refresh(tmp_path):
+    """`refresh(params, epoch)`: one of the queries `ROWS`."""
+
+    def refresh(
+        params,
+        epoch,
+        query_vectors=lambda: unit_vectors(len(ROWS)),
+        label_vectors=lambda: unit_vectors(20, 1),
+    ):
+        relevance = np.random.default_rng(2).random((143, 20)) < 0.1
+        return make_refresh(
+            params.training,
+            tmp_path,
+            epoch,
+            ROWS,
+            sp.csr_matrix(relevance, dtype=np.float32),
+            query_vectors,
+            label_vectors,
+        )
+
+    return refresh
 
 
 @pytest.mark.parametrize(
@@ -89,7 +115,7 @@ def test_clusters_double_at_the_epochs_that_are_named():
 
 @pytest.mark.parametrize("start", [0, 1, 3, 12])
 def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(
-    tiny_params, tmp_path, start
+    tiny_params, tmp_path, refresh, start
 ):
     params = tiny_params(**{"pool.cluster_start": start})
     batch = params.pool.batch_size
@@ -106,7 +132,9 @@ def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(
             assert sorted(np.concatenate(batches).tolist()) == ROWS.tolist()
 
 
-def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_epoch(tiny_params):
+def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_epoch(
+    tiny_params, tmp_path
+):
     """Pairs of equal vectors: clusters of two keep them together, and the pairs meet other pairs in
     each epoch.
     """
@@ -116,17 +144,7 @@ def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_
     rows = np.arange(64)
     vectors = np.repeat(unit_vectors(32), 2, axis=0)
     relevance = sp.csr_matrix(np.ones((64, 1), dtype=np.float32))
-    sampler = PoolSampler(
-        relevance, sp.csr_matrix((64, 1), dtype=bool), beta=1, eta=0, size=0, seed=0
-    )
-    made, _ = make_refresh(
-        settings,
-        rows,
-        sampler,
-        make_clusters(settings, rows, lambda: vectors, CPU),
-        never,
-        device=CPU,
-    )
+    made, _ = make_refresh(settings, tmp_path, 0, rows, relevance, lambda: vectors, never)
     pairs = [
         set((made.order[a:b] // 2).tolist())
         for a, b in zip(made.offsets, made.offsets[1:], strict=False)
@@ -138,7 +156,7 @@ def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_random_batches_at_first_need_no_vectors(tiny_params):
+def test_random_batches_at_first_need_no_vectors(tiny_params, refresh):
     params = tiny_params(**{"pool.cluster_start": 1, "pool.eta": 0})
     made, report = refresh(params, 0, never, never)
     assert made.order.tolist() == ROWS.tolist() and np.diff(made.offsets).tolist() == [1] * len(
@@ -153,7 +171,7 @@ def test_random_batches_at_first_need_no_vectors(tiny_params):
         refresh(params, params.pool.refresh, never, never)
 
 
-def test_negatives_are_mined_also_while_batches_are_random(tiny_params):
+def test_negatives_are_mined_also_while_batches_are_random(tiny_params, refresh):
     made, _ = refresh(tiny_params(**{"pool.cluster_start": 1}), 0)
     assert made.negatives is not None and (made.negatives[ROWS] >= 0).any()
 

@@ -16,7 +16,7 @@ from helpers.trainings import train_to_the_end, weights
 from unidec.data.storage import write_folder
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.unidec import KIND, VERSION, UniDEC
-from unidec.training.start import document_frequency
+from unidec.training.initial_weights import document_frequency
 from unidec.training.trainer import Trainer, TrainingData
 
 
@@ -217,7 +217,7 @@ def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, t
     loaded = UniDEC.load(export(trainer, tmp_path / "exported"))
     assert np.array_equal(loaded.classifier_table()[0], rows_LD)
     only = open_trainer("clf", **{"model.clf_residual": True, "model.heads": "clf"})
-    assert np.array_equal(only._label_vectors(), only.classifier()[0])
+    assert np.array_equal(only.refresher.label_vectors(), only.classifier()[0])
 
 
 def test_tail_positives_are_drawn_by_inverse_propensity(open_trainer, tiny_dataset):

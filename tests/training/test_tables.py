@@ -70,7 +70,7 @@ def test_a_checkpoint_holds_what_was_on_its_way_back(open_trainer):
     values = {**SMALL, "run.table_place": "host", "pool.clf_labels": "pool"}
     trainer = open_trainer("run", **values)
     trainer.refresh()
-    trainer.made = trainer_module.Refresh.load(trainer.refresh_folder(0), 0)
+    trainer.made = trainer_module.Refresh.load(trainer.refresher.folder(0), 0)
     table = trainer.model.table
     table._is_remote = True
     trainer.model.train()

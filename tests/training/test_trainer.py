@@ -13,7 +13,7 @@ from helpers.trainings import history, weights
 from unidec.errors import ConfigError, TrainingError
 from unidec.training import trainer as module
 from unidec.training.precision import autocast_type, choose_device
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 
 pytestmark = pytest.mark.usefixtures("every_step_is_logged")
 

@@ -25,8 +25,8 @@ from unidec.model.encoder import TextEncoder
 from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.pipeline.start import warm_params
-from unidec.training import start as warm
-from unidec.training.start import Start, take_rows
+from unidec.training import initial_weights as warm
+from unidec.training.initial_weights import Start, take_rows
 from unidec.training.trainer import Trainer, TrainingData
 
 WIDTH = 6

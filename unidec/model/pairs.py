@@ -67,7 +67,7 @@ class Pairs(NamedTuple):
 class Columns:
     """Which columns of a pool's logits [B, S] this process computes; in this class all of them.
 
-    With several processes each may compute a part (`unidec.training.distributed.OwnColumns`). Even
+    With several processes each may compute a part (`unidec.training.own_columns.OwnColumns`). Even
     then targets and pairs are those of all columns on every process, and so are the loss and its
     divisor."""
 

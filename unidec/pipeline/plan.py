@@ -382,7 +382,7 @@ class Formulas:
         )
         # texts that one rank encodes, sorted by length: each chunk is padded to at most the next
         # chunk's shortest text
-        label_texts = count[encoded_labels(model, pool)]
+        label_texts = count[encoded_labels(model, pool, model.clf_residual)]
         # queries of the labels, on one rank
         drawn = min(label_texts * model.clf_queries, sizes.num_train)
         counts = (math.ceil(self.queries / ranks) + drawn, math.ceil(label_texts / ranks))

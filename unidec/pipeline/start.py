@@ -24,7 +24,7 @@ from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.training import identity
 
 if TYPE_CHECKING:
-    from unidec.training.start import Start
+    from unidec.training.initial_weights import Start
 
 Kind = Literal["auto", "warm", "cold"]
 FIX = "retrain.start: cold"
@@ -302,7 +302,7 @@ def open_start() -> Start | None:
         ArtifactError: the registry does not have it, or the stored bundle is damaged.
         MlflowException: the registry does not answer.
     """
-    from unidec.training.start import Start  # imports torch
+    from unidec.training.initial_weights import Start  # imports torch
 
     start = read_start()
     if start is None:

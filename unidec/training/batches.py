@@ -1,5 +1,5 @@
-"""Prepares the batches of training steps: draws a pool for some queries and puts pairs and texts on
-the device.
+"""Prepares the batches of training steps: draws a pool for some queries, and puts pairs and texts
+on the device.
 
 Legend: B queries in a batch, S pool labels, N queries of the data set, L labels, F ignored pairs, P
 positive pairs.
@@ -7,26 +7,29 @@ positive pairs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unidec.config import TrainingSettings
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import inverse_propensity, label_counts
 from unidec.data.tokens import TokenCache
 from unidec.errors import DataError
-from unidec.model.additions import Drawn, Methods
+from unidec.model.additions import NO_ROWS, Drawn, Methods
 from unidec.model.batch import ClassifierLabels, Prepared, TextCounts
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.losses import BY_COLUMNS
 from unidec.model.pairs import ALL_COLUMNS, Columns, PoolTargets, to_device
 from unidec.model.pool import PoolBatch, PoolSampler, TrainingPairs
-from unidec.training.distributed import ALONE, OwnColumns, Ranks
+from unidec.training.distributed import ALONE, Ranks
 from unidec.training.gradient_cache import TextParts, cut_texts
+from unidec.training.own_columns import OwnColumns
 from unidec.training.sampler import Labels, encoded_labels, head_labels, weighs_by_propensity
 
 
@@ -71,10 +74,8 @@ class TrainingTexts:
 
     def parts(self, rows: np.ndarray) -> TextParts:
         """Texts of training rows; `rows` must have those of queries first, then those of labels."""
-        query_rows = rows[rows < self.num_queries]
-        return self.of_queries(query_rows) + self.of_labels(
-            rows[len(query_rows) :] - self.num_queries
-        )
+        is_query = rows < self.num_queries
+        return self.of_queries(rows[is_query]) + self.of_labels(rows[~is_query] - self.num_queries)
 
     def of_queries(self, rows: np.ndarray) -> TextParts:
         """Texts of queries."""
@@ -147,20 +148,13 @@ class Batches:
         labels = head_labels(self.settings.model, self.settings.pool)[1]
         if labels != "some" or self.settings.run.table_place != "device":
             return labels
-        return "all" if 2 * self._num_clf_labels >= self.sampler.num_labels else "some"
+        return "all" if 2 * self._num_some >= self.sampler.num_labels else "some"
 
     @property
-    def _num_clf_labels(self) -> int:
+    def _num_some(self) -> int:
         """Number of labels "some"."""
         number = self.settings.pool.clf_labels
         return number if isinstance(number, int) else 0
-
-    def _label_texts(self, labels: np.ndarray) -> TextParts:
-        return (
-            self.texts.parts(labels)
-            if self.pairs.labels_are_texts
-            else self.texts.of_labels(labels)
-        )
 
     def prepare(
         self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None
@@ -177,16 +171,19 @@ class Batches:
             rows_B = rows_B[np.argsort(is_label_B, kind="stable")]
         drawn = self._draw(rows_B, epoch, step, negatives)
         added, further = self.methods.draw(drawn)
-        texts, own_labels, counts = self._texts(drawn, further)
-        size = self.settings.optim.encode_chunk
+        own_labels = self.ranks.own(drawn.encoded)
+        texts, counts = self._texts(drawn, own_labels, further)
+        chunk = self.settings.optim.encode_chunk
         losses = self.settings.loss
         targets = self._targets(drawn.pool)
         clf_targets = targets if drawn.clf_pool is drawn.pool else self._targets(drawn.clf_pool)
+        columns = self._columns(drawn.pool, self.de_labels, losses.de)
+        clf_columns = self._columns(drawn.clf_pool, self.clf_labels, losses.clf)
         return Prepared(
             pool=drawn.pool,
-            targets=replace(targets, columns=self._columns(drawn.pool, self.de_labels, losses.de)),
-            clf=self._classifier(drawn.clf_pool, clf_targets),
-            texts=cut_texts(texts, self.build, size, self.device) if size else self.build(texts),
+            targets=replace(targets, columns=columns),
+            clf=self._classifier(drawn.clf_pool, replace(clf_targets, columns=clf_columns)),
+            texts=cut_texts(texts, self.build, chunk, self.device) if chunk else self.build(texts),
             counts=counts,
             own_labels=to_device(own_labels, self.device) if self.methods.reads_labels else None,
             added=added,
@@ -195,42 +192,47 @@ class Batches:
     def _draw(
         self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None
     ) -> Drawn:
+        settings = self.settings
         num_labels = self.sampler.num_labels
-        most = {"pool": 0, "some": self._num_clf_labels, "all": num_labels}
-        kind = "all" if self.de_labels == "all" else "pool"
-        clf_kind = kind if self.clf_labels == "none" else self.clf_labels
-        pools = {
-            each: self.sampler.batch(
-                rows_B, epoch=epoch, step=step, shortlist_NH=negatives, up_to=most[each]
+
+        def draw(labels: Labels) -> PoolBatch:
+            up_to = {"some": self._num_some, "all": num_labels}.get(labels, 0)
+            return self.sampler.batch(
+                rows_B, epoch=epoch, step=step, shortlist_NH=negatives, up_to=up_to
             )
-            for each in {kind, clf_kind}
-        }
-        encodes = encoded_labels(self.settings.model, self.settings.pool) != "none"
+
+        labels: Labels = "all" if self.de_labels == "all" else "pool"
+        pool = draw(labels)
+        same = self.clf_labels in ("none", labels)
+        rows_hold_text = self.methods.rows.holds_text
+        encodes = encoded_labels(settings.model, settings.pool, rows_hold_text) != "none"
         return Drawn(
-            pool=pools[kind],
-            clf_pool=pools[clf_kind],
-            encoded=pools[kind].pool_S if encodes else np.empty(0, dtype=np.int64),
-            seed=self.settings.seed,
+            pool=pool,
+            clf_pool=pool if same else draw(self.clf_labels),
+            encoded=pool.pool_S if encodes else NO_ROWS,
+            seed=settings.seed,
             epoch=epoch,
             step=step,
             device=self.device,
         )
 
-    def _texts(self, drawn: Drawn, further: np.ndarray) -> tuple[TextParts, np.ndarray, TextCounts]:
-        """The texts that this rank encodes, the labels among them, int64, and counts."""
-        rows_B = drawn.pool.rows_B
-        encoded = drawn.encoded
-        own_rows = rows_B[slice(*self.ranks.part(len(rows_B)))]
-        own_labels = encoded[slice(*self.ranks.part(len(encoded)))]
+    def _texts(
+        self, drawn: Drawn, own_labels: np.ndarray, further: np.ndarray
+    ) -> tuple[TextParts, TextCounts]:
+        """The texts that this rank encodes, and counts of those of all ranks."""
+        label_texts = self.texts.parts if self.pairs.labels_are_texts else self.texts.of_labels
         others = self.texts.of_queries(further) if len(further) else []
-        own_texts = self.texts.parts(own_rows) + self._label_texts(own_labels) + others
-        all_texts = self.texts.parts(rows_B) + self._label_texts(encoded) + others
+        rows_B = drawn.pool.rows_B
+        own_rows = self.ranks.own(rows_B)
+        own_texts = self.texts.parts(own_rows) + label_texts(own_labels) + others
+        all_texts = self.texts.parts(rows_B) + label_texts(drawn.encoded) + others
+        lengths = [tokens.lengths(rows) for _, tokens, rows in all_texts]
         counts = TextCounts(
             own_queries=len(own_rows),
-            texts=sum(len(rows) for _, _, rows in all_texts),
-            tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in all_texts),
+            texts=sum(len(each) for each in lengths),
+            tokens=sum(int(each.sum()) for each in lengths),
         )
-        return own_texts, own_labels, counts
+        return own_texts, counts
 
     def _targets(self, pool: PoolBatch) -> PoolTargets:
         weighted = self.settings.loss.weights == "propensity"
@@ -244,26 +246,30 @@ class Batches:
         if self.ranks.alone or labels != "all" or loss not in BY_COLUMNS:
             return ALL_COLUMNS
         begin, end = self.ranks.part(self.sampler.num_labels)
-        own_P, own_F = (
-            to_device(np.flatnonzero((begin <= column) & (column < end)), self.device)
-            for column in (pool.positive_col_P, pool.ignored_col_F)
-        )
+
+        def own(column: np.ndarray) -> Tensor:
+            is_own = (begin <= column) & (column < end)
+            return to_device(np.flatnonzero(is_own), self.device)
+
         return OwnColumns(
-            self.ranks, begin, self.sampler.num_labels, own_P, own_F, len(pool.positive_col_P)
+            ranks=self.ranks,
+            first=begin,
+            num_columns=self.sampler.num_labels,
+            own_P=own(pool.positive_col_P),
+            own_F=own(pool.ignored_col_F),
+            num_pairs=len(pool.positive_col_P),
         )
 
     def _classifier(self, clf_pool: PoolBatch, targets: PoolTargets) -> ClassifierLabels:
         num_labels = self.sampler.num_labels
-        targets = replace(
-            targets, columns=self._columns(clf_pool, self.clf_labels, self.settings.loss.clf)
-        )
         if self.clf_labels not in ("pool", "some"):
             return ClassifierLabels(targets=targets, ids=None, sizes=self.ranks.sizes(num_labels))
         sizes = self.ranks.sizes_among(clf_pool.pool_S, num_labels)
-        first = sum(sizes[: self.ranks.rank])
-        own_S = clf_pool.pool_S[first : first + sizes[self.ranks.rank]]
-        device = self.device if self.settings.run.table_place == "device" else "cpu"  # the table's
-        return ClassifierLabels(targets=targets, ids=to_device(own_S, device), sizes=sizes)
+        begin, end = np.searchsorted(clf_pool.pool_S, self.ranks.part(num_labels))
+        # on the table's device
+        device = self.device if self.settings.run.table_place == "device" else "cpu"
+        ids = to_device(clf_pool.pool_S[begin:end], device)
+        return ClassifierLabels(targets=targets, ids=ids, sizes=sizes)
 
     def ahead(
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None
@@ -271,22 +277,19 @@ class Batches:
         """Yields an epoch's prepared batches from number `first` on. For a GPU a thread prepares
         the next batch while the current one is used.
         """
+
+        def prepare(number: int) -> Prepared:
+            return self.prepare(batches[number], epoch, number, negatives)
+
         numbers = range(first, len(batches))
         if self.device.type == "cpu":
-            yield from (
-                self.prepare(batches[number], epoch, number, negatives) for number in numbers
-            )
+            yield from map(prepare, numbers)
             return
         with ThreadPoolExecutor(1) as thread:
-            upcoming = None
+            upcoming: deque[Future[Prepared]] = deque()
             for number in numbers:
-                prepared = (
-                    upcoming.result()
-                    if upcoming
-                    else self.prepare(batches[number], epoch, number, negatives)
-                )
-                if number + 1 < len(batches):
-                    upcoming = thread.submit(
-                        self.prepare, batches[number + 1], epoch, number + 1, negatives
-                    )
-                yield prepared
+                upcoming.append(thread.submit(prepare, number))
+                if len(upcoming) == 2:
+                    yield upcoming.popleft().result()
+            for last in upcoming:
+                yield last.result()

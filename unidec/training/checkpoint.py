@@ -10,9 +10,8 @@ Layout of a run's folder:
   contains the sha256 of its manifest, and is incomplete without it.
 
 Steps of a save: write the files to a temporary folder, fsync, write the manifest, fsync, rename,
-fsync the parent, read
-back, update `latest`, remove all but the newest two complete checkpoints. Readers take the newest
-complete checkpoint."""
+fsync the parent, read back, update `latest`, remove all but the newest two complete checkpoints.
+Readers take the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from unidec.data.storage import (
 from unidec.data.temporary import remove_folder, remove_stale
 from unidec.data.tensor_file import TensorFile, num_bytes, open_tensors, read_tensors, write_tensors
 from unidec.errors import ArtifactError
-from unidec.training import refresh
+from unidec.training import round_refresh
 from unidec.training.distributed import ALONE, Ranks
 
 KIND = "checkpoint"
@@ -76,9 +75,9 @@ class Checkpoint:
         state: JSON: epoch, epoch_step, step, seconds, work_seconds, refresh (sha256 of a manifest,
             or None), identity, notes.
         dense: "model.<name>" (all but the tables' weights), "adamw.<i>.<key>", "random.cpu",
-        "random.cuda".
+            "random.cuda".
         rows: table name -> its rows on this rank; a table that every rank holds completely is
-        written once.
+            written once.
     """
 
     state: dict[str, Any]
@@ -88,11 +87,10 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors of all ranks."""
-        rows = (
-            num_bytes(part.tensors) * part.num_rows // max(1, part.held)
-            for part in self.rows.values()
-        )
-        return num_bytes(self.dense) + sum(rows)
+        total = num_bytes(self.dense)
+        for part in self.rows.values():
+            total += num_bytes(part.tensors) * part.num_rows // max(1, part.held)
+        return total
 
 
 class CheckpointWriter:
@@ -119,22 +117,12 @@ class CheckpointWriter:
         begin = time.perf_counter()
         ranks = self.ranks
         path = self.root / f"step-{checkpoint.state['step']:010d}"
-        beside = None if ranks.alone else f".{path.name}.ranks.tmp"
-        folder: contextlib.AbstractContextManager[Folder] = contextlib.nullcontext(
-            Folder(self.root / str(beside))
-        )
-        if ranks.is_first:
-            remove_stale(self.root)
-            for interrupted in self.root.glob(".*.ranks.tmp"):
-                shutil.rmtree(interrupted, ignore_errors=True)
-            folder = write_folder(
-                path, KIND, VERSION, num_bytes=checkpoint.num_bytes, beside=beside
-            )
-        with folder as out:
+        with self._folder(path, checkpoint.num_bytes) as out:
             ranks.barrier()  # until the first rank has created the folder
             written = _write_rows(out.path, checkpoint, ranks.rank)
             hashes = ranks.gather_array(np.array(list(written.values())))
-            out.hashes |= {_rows_name(rank): str(digest) for rank, digest in enumerate(hashes)}
+            for rank, digest in enumerate(hashes):
+                out.hashes[_rows_name(rank)] = str(digest)
             if ranks.is_first:
                 written |= _write_dense(out.path, checkpoint)
                 out.hashes |= written
@@ -147,15 +135,26 @@ class CheckpointWriter:
         self.seconds += time.perf_counter() - begin
         return path
 
+    def _folder(self, path: Path, size: int) -> contextlib.AbstractContextManager[Folder]:
+        """The folder in which all ranks write; the first rank creates and finishes it."""
+        beside = None if self.ranks.alone else f".{path.name}.ranks.tmp"
+        if not self.ranks.is_first:
+            return contextlib.nullcontext(Folder(self.root / str(beside)))
+        remove_stale(self.root)
+        for interrupted in self.root.glob(".*.ranks.tmp"):
+            shutil.rmtree(interrupted, ignore_errors=True)
+        return write_folder(path, KIND, VERSION, num_bytes=size, beside=beside)
+
     def _read_back(self, path: Path, written: Mapping[str, str]) -> None:
         """Check that this rank's files have the hashes, by name, of the data in memory."""
         try:
             for name, digest in written.items():
                 if file_sha256(path / name) != digest:
-                    what = (
-                        "damaged file: the bytes read back from the disk differ from those written"
+                    raise ArtifactError(
+                        "damaged file: the disk does not return the bytes that were written",
+                        where=str(path / name),
+                        fix="check the disk",
                     )
-                    raise ArtifactError(what, where=str(path / name), fix="check the disk")
             if self.ranks.is_first:
                 read_manifest(path, KIND, VERSION, verify=False)
         except ArtifactError:
@@ -171,15 +170,21 @@ class CheckpointWriter:
         num_kept = 1
         for other in checkpoint_folders(self.run_dir):
             # checkpoints of later steps were discarded by a resume
-            if (
-                num_kept < KEPT
-                and other.name < path.name
-                and (other == self._last or _is_whole(self.run_dir, other))
-            ):
+            if num_kept < KEPT and other.name < path.name and self._is_whole(other):
                 num_kept += 1
             elif other != path:
                 with contextlib.suppress(OSError):
                     remove_folder(other)
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a checkpoint is complete; this writer's last one has been read back."""
+        if path == self._last:
+            return True
+        try:
+            read_state(self.run_dir, path)
+        except ArtifactError:
+            return False
+        return True
 
 
 def load_checkpoint(
@@ -192,12 +197,12 @@ def load_checkpoint(
 
     Args:
         row_ranges: rows to read of each table, from files of any number of ranks; other tables are
-        read completely.
+            read completely.
         check: called with the state before any tensor is read; raises an error to reject it.
 
     Raises:
         ArtifactError: there are checkpoints but none is complete, or the newest has a newer format
-        version.
+            version.
     """
 
     def load(path: Path) -> Checkpoint:
@@ -250,7 +255,7 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
 
     Args:
         verify: check all hashes, also those of the refresh that the checkpoint needs; else names
-        and sizes only.
+            and sizes only.
 
     Raises:
         ArtifactError: the checkpoint is incomplete or damaged.
@@ -261,16 +266,18 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
         state = json.loads((path / "state.json").read_bytes())
         counters = {key: int(state[key]) for key in ("epoch", "step")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what = "invalid state of a checkpoint"
-        fix = "delete the checkpoint: the one before it is used"
         raise ArtifactError(
-            what, where=str(path / "state.json"), got=repr(error), fix=fix
+            "invalid state of a checkpoint",
+            where=str(path / "state.json"),
+            got=repr(error),
+            fix="delete the checkpoint: the one before it is used",
         ) from error
     refresh_sha256 = state.get("refresh")
     if verify and refresh_sha256 is not None and not _has_refresh(run_dir, refresh_sha256):
-        what = "the refresh of the checkpoint's round is missing or damaged"
         raise ArtifactError(
-            what, where=str(path), expected=f"{run_dir / 'refresh'} with sha256 {refresh_sha256}"
+            "the refresh of the checkpoint's round is missing or damaged",
+            where=str(path),
+            expected=f"{run_dir / 'refresh'} with sha256 {refresh_sha256}",
         )
     return state | counters
 
@@ -278,19 +285,10 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
 def _has_refresh(run_dir: Path, sha256: str) -> bool:
     for manifest in (run_dir / "refresh").glob(f"epoch-*/{MANIFEST}"):
         with contextlib.suppress(ArtifactError):
-            if file_sha256(manifest) == sha256 and read_manifest(
-                manifest.parent, refresh.KIND, refresh.VERSION
-            ):
+            if file_sha256(manifest) == sha256:
+                read_manifest(manifest.parent, round_refresh.KIND, round_refresh.VERSION)
                 return True
     return False
-
-
-def _is_whole(run_dir: Path, path: Path) -> bool:
-    try:
-        read_state(run_dir, path)
-    except ArtifactError:
-        return False
-    return True
 
 
 def _rows_name(rank: int) -> str:
@@ -311,68 +309,70 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
     """Write a rank's rows, and return the file's hash by name. A table that every rank holds
     completely is written by the first rank only.
     """
-    # a table of one row cannot be distinguished from a complete one; writing it twice does no harm
-    parts = {
-        t: part
-        for t, part in checkpoint.rows.items()
-        if rank == 0 or part.held < part.num_rows or part.held == 1
-    }
-    tensors = {
-        f"{table}/{name}": x for table, part in parts.items() for name, x in part.tensors.items()
-    }
-    ranges = {table: [part.first_row, part.held, part.num_rows] for table, part in parts.items()}
-    name = _rows_name(rank)
-    return {
-        name: write_tensors(folder / name, tensors, {"ranges": json.dumps(ranges, sort_keys=True)})
-    }
+    tensors = {}
+    ranges = {}
+    for table, part in checkpoint.rows.items():
+        # a table of one row cannot be distinguished from a complete one; writing it twice does no
+        # harm
+        if rank == 0 or part.held < part.num_rows or part.held == 1:
+            ranges[table] = [part.first_row, part.held, part.num_rows]
+            for name, tensor in part.tensors.items():
+                tensors[f"{table}/{name}"] = tensor
+    file = _rows_name(rank)
+    metadata = {"ranges": json.dumps(ranges, sort_keys=True)}
+    return {file: write_tensors(folder / file, tensors, metadata)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """Rows [first, first + count) of a table of `total` rows, and the file that holds them."""
+
+    first: int
+    count: int
+    total: int
+    file: TensorFile
 
 
 def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
     with contextlib.ExitStack() as stack:
-        # table -> (first row, rows, rows of all, file)
-        held: dict[str, list[tuple[int, int, int, TensorFile]]] = {}
-        for name in sorted(path.glob("rows-*.safetensors")):
-            file = stack.enter_context(open_tensors(name))
-            for table, (first, count, total) in json.loads(file.metadata["ranges"]).items():
-                held.setdefault(table, []).append((first, count, total, file))
+        held: dict[str, list[_Held]] = {}
+        for rows_file in sorted(path.glob("rows-*.safetensors")):
+            file = stack.enter_context(open_tensors(rows_file))
+            ranges = json.loads(file.metadata["ranges"])
+            for table, (first, count, total) in ranges.items():
+                part = _Held(first=first, count=count, total=total, file=file)
+                held.setdefault(table, []).append(part)
         rows = {}
         for table, parts in held.items():
-            total = parts[0][2]
+            parts.sort(key=lambda part: (part.first, part.count))
+            total = parts[0].total
             begin, end = row_ranges.get(table, (0, total))
-            names = sorted(
-                {
-                    n.partition("/")[2]
-                    for p in parts
-                    for n in p[3].names
-                    if n.startswith(f"{table}/")
-                }
-            )
-            tensors = {
-                name: _read_rows(path, f"{table}/{name}", parts, begin, end) for name in names
-            }
+            prefix = f"{table}/"
+            tensors = {}
+            for name in parts[0].file.names:
+                if name.startswith(prefix):
+                    tensor = _read_rows(path, name, parts, begin, end)
+                    tensors[name.removeprefix(prefix)] = tensor
             rows[table] = RowPart(begin, total, tensors)
         return Checkpoint(state, read_tensors(path / "dense.safetensors"), rows)
 
 
-def _read_rows(
-    path: Path, name: str, parts: list[tuple[int, int, int, TensorFile]], begin: int, end: int
-) -> Tensor:
+def _read_rows(path: Path, name: str, parts: list[_Held], begin: int, end: int) -> Tensor:
     """Rows [begin, end) of one tensor from the files that hold them."""
+    if begin == end:
+        return parts[0].file.read(name, 0, 0)
     pieces = []
     position = begin
-    for first, count, _, file in sorted(parts, key=lambda part: part[:2]):
-        if first <= position < min(first + count, end):
-            until = min(first + count, end)
-            whole = (position, until) == (first, first + count)
-            pieces.append(
-                file.read(name) if whole else file.read(name, position - first, until - first)
-            )
+    for part in parts:
+        until = min(part.first + part.count, end)
+        if part.first <= position < until:
+            pieces.append(part.file.read(name, position - part.first, until - part.first))
             position = until
-    if begin == end:
-        return parts[0][3].read(name, 0, 0)
     if position != end:
-        got = f"{name} up to row {position}"
         raise ArtifactError(
-            "rows are missing", where=str(path), got=got, expected=f"up to row {end}"
+            "rows are missing",
+            where=str(path),
+            got=f"{name} up to row {position}",
+            expected=f"up to row {end}",
         )
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -2,13 +2,11 @@
 together. Clusters of queries become batches, and clusters of labels share parameters.
 
 Legend: N points, D dimensions, C clusters of a level, M slots of a cluster (its size, or one more),
-A clusters that
-have not converged, 2 the halves of a split.
+A clusters that have not converged, 2 the halves of a split.
 
 Source: NGAME's batches as UniDEC uses them (spec, detail 7). Each iteration orders the points by
-the difference of
-their similarities to two centres, cuts them in half and recomputes the centres, until the gain in
-mean cosine falls below a tolerance."""
+the difference of their similarities to two centres, cuts them in half and recomputes the centres,
+until the gain in mean cosine falls below a tolerance."""
 
 from __future__ import annotations
 
@@ -63,20 +61,20 @@ def balanced_clusters(
         DataError: the vectors are not finite.
     """
     unit_ND = _unit_vectors(vectors_ND, device)
-    num_points = len(vectors_ND)
-    slot_CM = torch.arange(num_points, device=unit_ND.device).reshape(1, -1)
-    size_C = torch.tensor([num_points], device=unit_ND.device)
-    levels = (num_clusters(num_points, max_size) - 1).bit_length()
+    num_points = len(unit_ND)
+    device = unit_ND.device
+    slot_CM = torch.arange(num_points, device=device).unsqueeze(0)
+    size_C = torch.tensor([num_points], device=device)
     objective = float(unit_ND.mean(0).norm()) if num_points else 1.0
-    for level in progress(range(levels if ranks.is_first else 0), desc="cluster", unit="level"):
-        slot_CM, size_C, objective = _split(
-            unit_ND, slot_CM, size_C, np.random.default_rng([seed % 2**63, level])
-        )
-    filled_CM = torch.arange(slot_CM.shape[1], device=slot_CM.device) < size_C.unsqueeze(1)
-    order_N, sizes = (
-        ranks.gather_array(x.cpu().numpy() if ranks.is_first else None)
-        for x in (slot_CM[filled_CM], size_C)
-    )
+    num_levels = (num_clusters(num_points, max_size) - 1).bit_length()
+    levels = range(num_levels if ranks.is_first else 0)
+    for level in progress(levels, desc="cluster", unit="level"):
+        rng = np.random.default_rng([seed % 2**63, level])
+        slot_CM, size_C, objective = _split(unit_ND, slot_CM, size_C, rng)
+    column_M = torch.arange(slot_CM.shape[1], device=device)
+    is_filled_CM = column_M < size_C.unsqueeze(1)
+    order_N = ranks.share_array(slot_CM[is_filled_CM].cpu().numpy())
+    sizes = ranks.share_array(size_C.cpu().numpy())
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     return Clusters(order_N, offsets, ranks.share(objective))
 
@@ -87,35 +85,39 @@ def _split(
     """Split all clusters of a level. Returns slots and sizes of their halves, and the mean cosine
     of all points.
     """
-    num_points = unit_ND.shape[0]
+    num_points = len(unit_ND)
+    num_clusters, num_slots = slot_CM.shape
     device = unit_ND.device
-    parts = []
-    start_C2 = torch.from_numpy(rng.random((len(slot_CM), 2))).to(device)
+    draw_C2 = torch.from_numpy(rng.random((num_clusters, 2))).to(device)
     # clusters at once: bounds the copy of their points
-    at_once = max(1, POINTS_AT_ONCE[device.type == "cuda"] // max(slot_CM.shape[1], 1))
-    for begin in range(0, len(slot_CM), at_once):
+    at_once = max(1, POINTS_AT_ONCE[device.type == "cuda"] // max(num_slots, 1))
+    orders = []
+    objectives = []
+    for begin in range(0, num_clusters, at_once):
         some = slice(begin, begin + at_once)
-        # the first level needs no copy
-        point_CMD = (
-            unit_ND[None] if len(slot_CM) == 1 else _members(unit_ND, slot_CM[some], size_C[some])
-        )
-        parts.append(_split_level(point_CMD, size_C[some], start_C2[some]))
-    order_CM, objective_C = (torch.cat(part) for part in zip(*parts, strict=True))
-    objective = float((objective_C * size_C).sum() / num_points)
-    return *_halves(slot_CM.gather(1, order_CM), size_C), objective
+        if num_clusters == 1:  # the first level needs no copy
+            point_CMD = unit_ND.unsqueeze(0)
+        else:
+            point_CMD = _members(unit_ND, slot_CM[some], size_C[some])
+        order_CM, objective_C = _split_level(point_CMD, size_C[some], draw_C2[some])
+        orders.append(order_CM)
+        objectives.append(objective_C)
+    objective = (torch.cat(objectives) * size_C).sum() / num_points
+    ordered_CM = slot_CM.gather(1, torch.cat(orders))
+    return *_halves(ordered_CM, size_C), float(objective)
 
 
 def _unit_vectors(vectors_ND: np.ndarray, device: str | torch.device | None) -> Tensor:
     # torch shares memory with writable arrays only; a read-only memory map is copied
-    tensor = torch.from_numpy(np.require(vectors_ND, requirements=["C", "W"])).to(
-        device=device, dtype=torch.float32
-    )
+    shared = torch.from_numpy(np.require(vectors_ND, requirements=["C", "W"]))
+    tensor = shared.to(device=device, dtype=torch.float32)
     norm_N = tensor.norm(dim=1)
-    if not bool(torch.isfinite(norm_N).all()):
-        bad = torch.nonzero(~torch.isfinite(norm_N)).flatten()[:5].tolist()
+    is_finite_N = torch.isfinite(norm_N)
+    if not bool(is_finite_N.all()):
+        bad = torch.nonzero(~is_finite_N).flatten()
         raise DataError(
             "vectors to cluster are not finite",
-            got=f"rows {bad}",
+            got=f"rows {bad[:5].tolist()}",
             fix="check the last training losses",
         )
     if bool(((norm_N - 1).abs() > 1e-3).any()):
@@ -128,8 +130,10 @@ def _members(unit_ND: Tensor, slot_CM: Tensor, size_C: Tensor) -> Tensor:
     a cluster can be empty; it has zeros.
     """
     point_CMD = unit_ND[slot_CM]
-    if slot_CM.shape[1]:
-        point_CMD[:, -1] *= (size_C == slot_CM.shape[1]).to(point_CMD.dtype).unsqueeze(1)
+    num_slots = slot_CM.shape[1]
+    if num_slots:
+        is_full_C1 = (size_C == num_slots).unsqueeze(1)
+        point_CMD[:, -1] *= is_full_C1.to(point_CMD.dtype)
     return point_CMD
 
 
@@ -137,16 +141,16 @@ def _halves(slot_CM: Tensor, size_C: Tensor) -> tuple[Tensor, Tensor]:
     """Slots and sizes of each cluster's halves, cut from its members in the given order; the first
     half is the larger one if the size is odd.
     """
+    num_slots = slot_CM.shape[1]
+    width = (num_slots + 1) // 2
     first_C = (size_C + 1) // 2
-    second_C = size_C - first_C
-    width = (slot_CM.shape[1] + 1) // 2
-    column_M = torch.arange(width, device=slot_CM.device)
-    last = slot_CM.shape[1] - 1
+    size_C2 = torch.stack([first_C, size_C - first_C], dim=1)
     # positions past the end repeat some member: such a slot counts as empty, since it is not below
     # the cluster's size
-    second_CM = slot_CM.gather(1, (first_C.unsqueeze(1) + column_M).clamp_max(last))
+    place_CM = first_C.unsqueeze(1) + torch.arange(width, device=slot_CM.device)
+    second_CM = slot_CM.gather(1, place_CM.clamp_max(num_slots - 1))
     slot_C2M = torch.stack([slot_CM[:, :width], second_CM], dim=1)
-    return slot_C2M.reshape(-1, width), torch.stack([first_C, second_C], dim=1).reshape(-1)
+    return slot_C2M.flatten(0, 1), size_C2.flatten()
 
 
 def _split_level(point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,52 +162,58 @@ def _split_level(point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor) -> tuple[Te
 
     Returns:
         order_CM: int64, slots of each cluster by decreasing preference for the first centre, empty
-        slots last.
+            slots last.
         objective_C: float32, mean cosine between the points and the centre of their half.
     """
     num_clusters, num_slots, _ = point_CMD.shape
     device = point_CMD.device
-    order_CM = torch.arange(num_slots, device=device).repeat(num_clusters, 1)
+    column_M = torch.arange(num_slots, device=device)
+    order_CM = column_M.repeat(num_clusters, 1)
     objective_C = torch.full((num_clusters,), -torch.inf, device=device)
     # not converged; tensors [A, ...] below have a row for each
     active_C = torch.arange(num_clusters, device=device)
     size_A = size_C
     point_AMD = point_CMD
     total_AD = point_CMD.sum(1)
-    # initial centres: two distinct random members of each cluster (twice the same if it has only
-    # one)
-    first_C = (draw_C2[:, 0] * size_C).long()
-    second_C = (
-        first_C + 1 + (draw_C2[:, 1] * (size_C - 1).clamp_min(0)).long()
-    ) % size_C.clamp_min(1)
+    first_C, second_C = _two_members(size_C, draw_C2)
     difference_AD = point_CMD[active_C, first_C] - point_CMD[active_C, second_C]
-    column_M = torch.arange(num_slots, device=device)
     for _ in range(MAX_ITERATIONS):
         if not len(active_C):
             break
         score_AM = torch.bmm(point_AMD, difference_AD.unsqueeze(2)).squeeze(2)
-        score_AM = score_AM.masked_fill(column_M >= size_A.unsqueeze(1), -torch.inf)
+        is_empty_AM = column_M >= size_A.unsqueeze(1)
+        score_AM = score_AM.masked_fill(is_empty_AM, -torch.inf)
         best_AM = score_AM.argsort(dim=1, descending=True, stable=True)
-        in_first_AM = (
-            (column_M < ((size_A + 1) // 2).unsqueeze(1)).to(point_AMD.dtype).expand_as(best_AM)
-        )
+        # 1 for the slots of the first half
+        num_first_A1 = ((size_A + 1) // 2).unsqueeze(1)
+        in_first_AM = (column_M < num_first_A1).to(point_AMD.dtype)
         half_AM = torch.zeros_like(score_AM).scatter_(1, best_AM, in_first_AM)
         first_AD = torch.bmm(half_AM.unsqueeze(1), point_AMD).squeeze(1)
         second_AD = total_AD - first_AD
         # points have unit length: the sum of their cosines with their half's centre is the length
         # of their sum
-        now_A = (first_AD.norm(dim=1) + second_AD.norm(dim=1)) / size_A.clamp_min(1)
+        cosines_A = first_AD.norm(dim=1) + second_AD.norm(dim=1)
+        now_A = cosines_A / size_A.clamp_min(1)
         gain_A = now_A - objective_C[active_C]
         better_A = gain_A > 0
         order_CM[active_C[better_A]] = best_AM[better_A]
         objective_C[active_C] = torch.maximum(now_A, objective_C[active_C])
-        moving_A = gain_A >= TOLERANCE
         difference_AD = F.normalize(first_AD, dim=1) - F.normalize(second_AD, dim=1)
-        if bool(moving_A.all()):
-            continue
-        active_C = active_C[moving_A]
-        size_A = size_A[moving_A]
-        total_AD = total_AD[moving_A]
-        difference_AD = difference_AD[moving_A]
-        point_AMD = point_AMD[moving_A]
+        moving_A = gain_A >= TOLERANCE
+        if not bool(moving_A.all()):
+            active_C = active_C[moving_A]
+            size_A = size_A[moving_A]
+            total_AD = total_AD[moving_A]
+            difference_AD = difference_AD[moving_A]
+            point_AMD = point_AMD[moving_A]
     return order_CM, objective_C
+
+
+def _two_members(size_C: Tensor, draw_C2: Tensor) -> tuple[Tensor, Tensor]:
+    """Two distinct random slots of each cluster, its initial centres; twice the same if it has only
+    one member.
+    """
+    first_C = (draw_C2[:, 0] * size_C).long()
+    num_others_C = (size_C - 1).clamp_min(0)
+    distance_C = 1 + (draw_C2[:, 1] * num_others_C).long()
+    return first_C, (first_C + distance_C) % size_C.clamp_min(1)

@@ -1,19 +1,12 @@
 """Ranks: the processes of one training that `torchrun` started, or this process alone.
 
-Legend: R rows held by one rank, G rows of all ranks together, D width, U table rows used in a step,
-B queries, S labels
-of a loss, P positive pairs, F ignored pairs.
+Legend: R rows held by one rank, G rows of all ranks together, D width, U table rows used in a step.
 
 Every rank draws the same batch and the same pool, encodes its part of both, and gathers the
 embeddings of the others. Each rank computes the loss over the whole pool, which equals the loss of
 a single process. So parameters applied after the gather (classifier rows, temperatures) have their
 full gradient on every rank, and parameters applied before it (encoder, heads, bag) have a part of
 it on each: `data_parallel`, `sum_gradients` and `sum_rows` add these up.
-
-A loss over all labels gathers the queries only, and each rank compares them with its own labels
-(`OwnColumns`). Sums over labels are added up over the ranks, so that every rank has the full loss,
-and full gradients of the parameters that all ranks use. The gradient of a label's row stays on the
-rank that holds the row.
 
 Steps have a short timeout, so that a hanging rank ends the job. Work between rounds has a long one,
 since ranks may take unequal time there. A rank that dies closes its connections, which the others
@@ -22,7 +15,6 @@ notice at once."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import warnings
@@ -38,13 +30,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unidec.errors import ConfigError, TrainingError
-from unidec.model.pairs import MASKED, Columns, Pairs
 from unidec.model.row_table import RowTable
 from unidec.training.precision import choose_device
 
 # torchrun takes 30 s more to kill hanging ranks, so the job ends within 60 s
 STEP_TIMEOUT = timedelta(seconds=25)
-_HEAD_BYTES = 256  # size of the JSON with an array's dtype and shape
 # for a refresh, a checkpoint, and the first rank's work between rounds
 PATIENCE = timedelta(hours=2)
 
@@ -62,17 +52,16 @@ class Ranks:
 
     Attributes:
         rank: number of this process, from 0; world: number of processes, `local_world` of them on
-        this machine.
+            this machine.
     """
 
     rank: int = 0
     world: int = 1
     local_world: int = 1
-    # process group for a step's tensors on the device
+    # process groups: for a step's tensors on the device, for those on the host, and for host arrays
+    # between rounds
     _steps: Any = field(default=None, compare=False, repr=False)
-    # process group for a step's tensors on the host
     _flags: Any = field(default=None, compare=False, repr=False)
-    # process group for host arrays between rounds
     _patient: Any = field(default=None, compare=False, repr=False)
     # of sums in a backward pass
     _failures: list[RuntimeError] = field(default_factory=list, compare=False, repr=False)
@@ -111,18 +100,26 @@ class Ranks:
                 store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
                 # torchrun keeps its store when it restarts the ranks: a prefix hides the addresses
                 # of dead ones
-                store = dist.PrefixStore(
-                    f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-                )
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE
+                    "gloo",
+                    store=dist.PrefixStore(f"attempt-{attempt}", store),
+                    rank=rank,
+                    world_size=world,
+                    timeout=PATIENCE,
                 )
             steps = dist.new_group(backend=backend, timeout=STEP_TIMEOUT)
-            flags = (
-                dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if backend == "nccl" else steps
-            )
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-        return cls(dist.get_rank(), world, local_world, steps, flags, dist.group.WORLD)
+            flags = steps
+            if backend == "nccl":  # for tensors on a device only
+                flags = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT)
+        return cls(
+            rank=dist.get_rank(),
+            world=world,
+            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
+            _steps=steps,
+            _flags=flags,
+            _patient=dist.group.WORLD,
+        )
 
     @property
     def alone(self) -> bool:
@@ -145,7 +142,13 @@ class Ranks:
         """Begin and end of this rank's contiguous part of `count` items; sizes of parts differ by
         at most one.
         """
-        return count * self.rank // self.world, count * (self.rank + 1) // self.world
+        bounds = self._bounds(count)
+        return bounds[self.rank], bounds[self.rank + 1]
+
+    def own(self, items: np.ndarray) -> np.ndarray:
+        """This rank's part of an array, a view."""
+        begin, end = self.part(len(items))
+        return items[begin:end]
 
     def sizes(self, count: int) -> list[int]:
         """The size of each rank's part of `count` items, [world]."""
@@ -155,7 +158,8 @@ class Ranks:
         """The number of ascending ids, all below `count`, in each rank's part of `count` items,
         [world].
         """
-        return np.diff(np.searchsorted(sorted_ids, self._bounds(count))).tolist()
+        places = np.searchsorted(sorted_ids, self._bounds(count))
+        return np.diff(places).tolist()
 
     def _bounds(self, count: int) -> list[int]:
         return [count * rank // self.world for rank in range(self.world + 1)]
@@ -240,43 +244,41 @@ class Ranks:
     def sum_gradients(
         self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()
     ) -> None:
-        """Add up the ranks' gradients of replicated parameters, with one all-reduce for each dtype.
+        """Add up the ranks' gradients of replicated parameters.
 
         A gradient that is missing on some ranks counts as zero there; if it is missing on all, it
         stays missing.
 
         Args:
             complete: parameters whose full gradient is on every rank already: the first rank's is
-            taken.
+                taken.
         """
         if self.alone or not parameters:
             return
         if not self.is_first:
             for parameter in complete:
                 parameter.grad = None
-        present = self.any(*(p.grad is not None for p in parameters))
-        with_gradient = [p for p, is_present in zip(parameters, present, strict=True) if is_present]
-        for dtype in dict.fromkeys(p.dtype for p in with_gradient):
-            group = [p for p in with_gradient if p.dtype == dtype]
-            flat = torch.cat(
-                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group]
-            )
-            self._all_reduce(flat)
-            for parameter, grad in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                parameter.grad = grad.view_as(parameter)
+        present = self.any(*(parameter.grad is not None for parameter in parameters))
+        for parameter, is_present in zip(parameters, present, strict=True):
+            if is_present:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self.all_reduce(parameter.grad)
 
     def sum_rows(self, tables: Sequence[RowTable]) -> None:
         """Add up the ranks' gradients of the rows that each gathered from replicated tables.
 
         Afterwards each table has as gathered rows, on every rank, the ascending rows of all ranks.
         Gradients are added in the order of ranks, so that their bits are the same on all ranks."""
-        for table in () if self.alone else tables:
+        if self.alone:
+            return
+        for table in tables:
             if table.used is None:
                 continue
             rows_U, leaf = table.used
             grad_UD = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             if rows_U is None:  # all rows
-                self._all_reduce(grad_UD)
+                self.all_reduce(grad_UD)
             else:
                 rows_U, grad_UD = self._sum_rows(rows_U, grad_UD)
             table.forget()
@@ -284,10 +286,7 @@ class Ranks:
                 table.gather(rows_U).grad = grad_UD
 
     def _sum_rows(self, rows_U: Tensor, grad_UD: Tensor) -> tuple[Tensor, Tensor]:
-        counts = torch.zeros(self.world, dtype=torch.int64)
-        counts[self.rank] = len(rows_U)
-        self._all_reduce(counts, self._flags)
-        sizes = counts.tolist()
+        sizes = self._counts(len(rows_U), self._flags)
         rows_G = self._gather(rows_U.unsqueeze(1), sizes).squeeze(1)
         grad_GD = self._gather(grad_UD, sizes)
         all_rows, place_G = torch.unique(rows_G, return_inverse=True)
@@ -305,16 +304,15 @@ class Ranks:
             sharded: those among them of rows that only this rank holds; the others are counted on
             the first rank only.
         """
-        counted = list(gradients if self.is_first else sharded)
-        norm = (
-            torch.nn.utils.get_total_norm(counted)
-            if counted
-            else torch.zeros((), device=gradients[0].device)
-        )
+        counted = gradients if self.is_first else sharded
+        if counted:
+            norm = torch.nn.utils.get_total_norm(counted)
+        else:
+            norm = torch.zeros((), device=gradients[0].device)
         if self.alone:
             return norm
         square = norm.double().square()
-        self._all_reduce(square)
+        self.all_reduce(square)
         return square.sqrt().float()
 
     def any(self, *flags: bool) -> list[bool]:
@@ -322,13 +320,21 @@ class Ranks:
         if self.alone:
             return list(flags)
         counts = torch.tensor(flags, dtype=torch.int32)
-        self._all_reduce(counts, self._flags)
-        return [bool(count) for count in counts.tolist()]
+        self.all_reduce(counts, self._flags)
+        return [count > 0 for count in counts.tolist()]
 
-    def _all_reduce(self, tensor: Tensor, group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
+    def all_reduce(self, tensor: Tensor, group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce a tensor over the ranks, in place; by default one of a step, on the device."""
         if tensor.numel():
             with _lost_rank():
                 dist.all_reduce(tensor, op, group=group or self._steps)
+
+    def _counts(self, count: int, group: Any) -> list[int]:
+        """Each rank's count, [world]."""
+        counts = torch.zeros(self.world, dtype=torch.int64)
+        counts[self.rank] = count
+        self.all_reduce(counts, group)
+        return counts.tolist()
 
     def _gather(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
         padded = x_RD.new_zeros(max(sizes), x_RD.shape[1])
@@ -336,7 +342,8 @@ class Ranks:
         parts = [torch.empty_like(padded) for _ in sizes]
         with _lost_rank():
             dist.all_gather(parts, padded, group=self._steps)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        filled = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(filled)
 
     def barrier(self) -> None:
         """Wait for all ranks, up to `PATIENCE`."""
@@ -348,146 +355,40 @@ class Ranks:
         """The first rank's value, a JSON value, on every rank."""
         if self.alone:
             return value
-        encoded = (
-            np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.is_first else None
-        )
-        return json.loads(self.gather_array(encoded).tobytes())
+        # torch's collectives for objects would unpickle data from the network
+        encoded = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        return json.loads(self.share_array(encoded).tobytes())
 
-    def gather_array(self, array: np.ndarray | None) -> np.ndarray:
-        """The arrays of all ranks, concatenated along the first axis (the other axes must agree);
-        None: this rank has no rows.
+    def share_array(self, array: np.ndarray) -> np.ndarray:
+        """The first rank's array, on every rank; those of the others must agree in type and in all
+        axes but the first.
+        """
+        return self.gather_array(array if self.is_first else array[:0])
+
+    def gather_array(self, array: np.ndarray) -> np.ndarray:
+        """The arrays of all ranks, concatenated along the first axis; they must agree in type and
+        in the other axes.
         """
         if self.alone:
-            assert array is not None
             return array
-        # torch's collectives for objects would unpickle data from the network
-        head = (
-            json.dumps(None if array is None else [array.dtype.str, array.shape])
-            .encode()
-            .ljust(_HEAD_BYTES)
-        )
-        parts = [torch.empty(_HEAD_BYTES, dtype=torch.uint8) for _ in range(self.world)]
-        with _lost_rank():
-            dist.all_gather(
-                parts, torch.frombuffer(bytearray(head), dtype=torch.uint8), group=self._patient
-            )
-        heads = [json.loads(part.numpy().tobytes()) for part in parts]
-        dtype, (_, *tail) = next(head for head in heads if head is not None)
-        ends = np.cumsum([0 if head is None else head[1][0] for head in heads]).tolist()
-        result = np.empty((ends[-1], *tail), np.dtype(dtype))
-        for rank, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
-            if rank == self.rank and array is not None:
-                result[begin:end] = array
-            piece = torch.from_numpy(result[begin:end].reshape(-1).view(np.uint8))
-            if len(piece):
+        sizes = self._counts(len(array), self._patient)
+        result = np.empty((sum(sizes), *array.shape[1:]), array.dtype)
+        begin = 0
+        for rank, size in enumerate(sizes):
+            part = result[begin : begin + size]
+            begin += size
+            if rank == self.rank:
+                part[:] = array
+            if part.size:
+                as_bytes = torch.from_numpy(part.reshape(-1).view(np.uint8))
                 with _lost_rank():
-                    dist.broadcast(piece, group=self._patient, group_src=rank)
+                    dist.broadcast(as_bytes, group=self._patient, group_src=rank)
         return result
 
     def close(self) -> None:
         """Leave the process group."""
         if not self.alone:
             dist.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class OwnColumns(Columns):
-    """This rank's columns of logits [B, S], which the ranks compute in contiguous parts.
-
-    Attributes:
-        first: number of this rank's first column; num_columns: S.
-        own_P, own_F: int64, numbers of the positive pairs and of the ignored pairs in this rank's
-        columns.
-        num_pairs: P.
-    """
-
-    ranks: Ranks
-    first: int
-    num_columns: int
-    own_P: Tensor
-    own_F: Tensor
-    num_pairs: int
-
-    partial = True
-
-    def total(self, num_columns: int) -> int:
-        return self.num_columns
-
-    def own(self, pairs: Pairs) -> Pairs:
-        row_P, col_P, weight_P = (x_P[self.own_P] for x_P in pairs[:3])
-        row_F, col_F = (x_F[self.own_F] for x_F in pairs[3:])
-        return Pairs(row_P, col_P - self.first, weight_P, row_F, col_F - self.first)
-
-    def own_values(self, x_P: Tensor) -> Tensor:
-        return x_P[self.own_P]
-
-    def of_all_pairs(self, x_P: Tensor) -> Tensor:
-        return self.sum(x_P.new_zeros(self.num_pairs).index_copy(0, self.own_P, x_P))
-
-    def sum(self, x: Tensor) -> Tensor:
-        return _Sum.apply(x, self.ranks)
-
-    def sum_gradient(self, x: Tensor) -> Tensor:
-        return _SumGradient.apply(x, self.ranks)
-
-    def logsumexp(self, lse_B: Tensor) -> Tensor:
-        top_B = lse_B.detach().clone()
-        self.ranks._all_reduce(top_B, op=dist.ReduceOp.MAX)
-        return top_B + self.sum((lse_B - top_B).exp()).log()
-
-    def remove_top(self, x_BS: Tensor, k: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        # each rank gathers every rank's k + 1 highest entries, and finds its own among the highest
-        # of all
-        num_rows = len(x_BS)
-        world = self.ranks.world
-        value_BJ, place_BJ = x_BS.topk(min(k + 1, x_BS.shape[1]), dim=1)
-        best_BK = x_BS.new_full((num_rows, k + 1), -torch.inf)
-        best_BK[:, : value_BJ.shape[1]] = value_BJ
-        best_BG = (
-            self.ranks.gather(best_BK, [num_rows] * world)
-            .view(world, num_rows, k + 1)
-            .transpose(0, 1)
-            .flatten(1)
-        )
-        top_BK, top_place_BK = best_BG.topk(k + 1, dim=1)
-        is_top_BG = torch.zeros_like(best_BG, dtype=torch.bool).scatter_(
-            1, top_place_BK[:, :k], True
-        )
-        begin = self.ranks.rank * (k + 1)
-        is_top_BJ = is_top_BG[:, begin : begin + value_BJ.shape[1]]
-        x_BS.scatter_(1, place_BJ, value_BJ.masked_fill(is_top_BJ, MASKED))
-        return top_BK[:, :k], top_BK[:, k:], (place_BJ, value_BJ)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks; backward passes the gradient, which is the same on all ranks,
-    unchanged.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        result = x.clone(memory_format=torch.contiguous_format)
-        ranks._all_reduce(result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _SumGradient(torch.autograd.Function):
-    """The identity; backward returns the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        result = grad.clone(memory_format=torch.contiguous_format)
-        ctx.ranks._all_reduce(result)
-        return result, None
 
 
 class _Gather(torch.autograd.Function):
@@ -516,10 +417,8 @@ def _lost_rank() -> Iterator[None]:
             "another process of this training has died or does not respond",
             where=f"rank {os.environ.get('RANK', '?')}",
             got=str(error).splitlines()[0][:300],
-            fix=(
-                "start the training again: it resumes from its last checkpoint, with any number "
-                "of processes"
-            ),
+            fix="start the training again: it resumes from its last checkpoint, with any number "
+            "of processes",
         ) from error
 
 

@@ -53,21 +53,21 @@ class Encoding:
         """The encoder's outputs of label texts, [n, W]."""
         return self.outputs("labels", labels)
 
+    def outputs_of(self, parts: TextParts) -> Tensor:
+        """`outputs` of texts of several sources."""
+        return torch.cat([self.outputs(name, rows) for name, _, rows in parts])
+
     def vectors(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Vectors float32 [n, D] of the dual encoder, of a classifier alone the classifier's."""
-        only: Literal["de", "clf"] = "clf" if self.model.heads == "clf" else "de"
+        head: Literal["de", "clf"] = "clf" if self.model.heads == "clf" else "de"
         with self.autocast():
             de, clf = self.model.vectors(
-                name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=only
+                name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=head
             )
-        vectors = clf if only == "clf" else de
+        vectors = clf if head == "clf" else de
         assert vectors is not None
         return vectors
 
     def vectors_of(self, parts: TextParts) -> np.ndarray:
         """`vectors` of texts of several sources."""
         return np.concatenate([self.vectors(name, rows) for name, _, rows in parts])
-
-    def outputs_of(self, parts: TextParts) -> Tensor:
-        """`outputs` of texts of several sources."""
-        return torch.cat([self.outputs(name, rows) for name, _, rows in parts])

@@ -11,15 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class UncheckedStep:
-    """A step that the host has not checked yet: rows of some of its queries, its losses (0-d), and
-    whether a loss or gradient of this or an earlier unchecked step was not finite (0-d, 1 or 0).
-    """
+    """A step that the host has not checked yet: rows of some queries, and its losses (0-d)."""
 
     epoch: int
     step: int
     some_rows: np.ndarray
     losses: dict[str, Tensor]
-    failed: Tensor
 
 
 class FiniteChecks:
@@ -36,22 +33,17 @@ class FiniteChecks:
     def __init__(self, device: torch.device):
         self.each_step = device.type == "cpu"
         self.failed = torch.zeros((), device=device)
-        self._steps: list[UncheckedStep] = []
+        # with the value of `failed` after each step
+        self._steps: list[tuple[UncheckedStep, Tensor]] = []
 
-    def note(
-        self, epoch: int, step: int, some_rows: np.ndarray, losses: dict[str, Tensor], value: Tensor
-    ) -> None:
+    def note(self, step: UncheckedStep, value: Tensor) -> None:
         """Note a step.
 
         Args:
             value: 0-d, finite if all losses and gradients are.
         """
         self.failed = torch.maximum(self.failed, (~torch.isfinite(value)).float())
-        self._steps.append(
-            UncheckedStep(
-                epoch=epoch, step=step, some_rows=some_rows, losses=losses, failed=self.failed
-            )
-        )
+        self._steps.append((step, self.failed))
 
     @property
     def stops_update(self) -> Tensor | None:
@@ -67,4 +59,4 @@ class FiniteChecks:
         if not steps or not bool(self.failed):
             return None
         self.failed = torch.zeros_like(self.failed)
-        return next(step for step in steps if bool(step.failed))
+        return next(step for step, failed in steps if bool(failed))

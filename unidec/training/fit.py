@@ -1,7 +1,7 @@
 """The only loop over training rounds: UniDEC's Algorithm 1.
 
-The command line, the Prefect flow, comparisons, trainings on several ranks and `unidec.fit` all run
-it."""
+The command line, the Prefect flow, comparisons, trainings on several ranks and `unidec.fit` run it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RoundReport:
         finished: whether the training is complete.
         memory: most memory used, in GiB.
         work_seconds: of the whole run, processor time, on a GPU wall time; validation adds the time
-        of refreshes.
+            of refreshes.
         trained_seconds, round, validation, validation_seconds, refresh, seconds: set by validation:
             seconds of all rounds, number of the round, metrics in percent, and figures of the
             round's phases.
@@ -68,8 +68,7 @@ Phase = Callable[[str, int, Callable[[], Report]], Report]
 
 
 def fit(rounds: Rounds, phase: Phase = lambda _name, _round, work: work()) -> None:
-    """Train until the last round is complete: refresh (cluster, mine), train a round, validate;
-    repeat.
+    """Train until the last round is complete: cluster, mine, train a round, validate; repeat.
 
     After an interruption at any point, a new call resumes from the newest checkpoint. `phase` runs
     each phase; a flow passes a function that runs it as a task.

@@ -41,23 +41,26 @@ def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.de
     chunks: list[tuple[Tensor, EncoderInput]] = []
     first = 0
     for name, tokens, rows in parts:
-        cut = length_chunks(tokens.lengths(rows), size)
-        chunks += [
-            (to_device(places + first, device), build([(name, tokens, rows[places])]))
-            for places in cut
-        ]
+        for places in length_chunks(tokens.lengths(rows), size):
+            chunk = build([(name, tokens, rows[places])])
+            chunks.append((to_device(places + first, device), chunk))
         first += len(rows)
     # fewer texts than ranks, none for this rank, which still takes part in the sums over ranks
     if not chunks:
-        chunks.append((to_device(np.empty(0, dtype=np.int64), device), build(parts)))
-    if all(given.unique_U is None for _, given in chunks):
+        nowhere = to_device(np.empty(0, dtype=np.int64), device)
+        chunks.append((nowhere, build(parts)))
+    if all(chunk.unique_U is None for _, chunk in chunks):
         return TextChunks(first, tuple(chunks))
     # computed again on the host: on the device the host would have to wait for their number
     bag = build.encoder.bag
-    ragged = [tokens.ragged(rows) for _, tokens, rows in parts]
     assert bag is not None
-    token_ids = [np.unique(bag.features(flat, np.diff(offsets))[0]) for flat, offsets in ragged]
-    return TextChunks(first, tuple(chunks), to_device(np.unique(np.concatenate(token_ids)), device))
+    token_ids = []
+    for _, tokens, rows in parts:
+        flat, offsets = tokens.ragged(rows)
+        features, _ = bag.features(flat, np.diff(offsets))
+        token_ids.append(np.unique(features))
+    unique_U = np.unique(np.concatenate(token_ids))
+    return TextChunks(first, tuple(chunks), to_device(unique_U, device))
 
 
 def encode_texts(
@@ -74,7 +77,7 @@ def encode_texts(
             casts of the weights until it ends, and some versions of torch would reuse those of a
             pass without a graph in one with a graph.
         parallel: with several ranks the result of `Ranks.data_parallel`, used for the last pass
-        with a graph.
+            with a graph.
 
     Returns:
         float32 [B, W] (with chunks a leaf), and a function that computes all gradients of a loss,
@@ -99,16 +102,16 @@ def encode_texts(
         with contextlib.ExitStack() as stack:
             stack.callback(restore_random_state, random_state(device), device)
             if texts.unique_U is not None:  # each chunk gathers a part of the rows of all texts
-                for table in [
-                    module for module in encoder.modules() if isinstance(module, RowTable)
-                ]:
+                tables = [each for each in encoder.modules() if isinstance(each, RowTable)]
+                for table in tables:
                     stack.enter_context(table.parts(texts.unique_U))
-            for number, (state, (places, chunk)) in enumerate(
-                zip(states, texts.chunks, strict=True), 1
-            ):
+            run: Callable[[EncoderInput], Tensor] = encoder
+            for state, (places, chunk) in zip(states, texts.chunks, strict=True):
+                if parallel is not None and state is states[-1]:  # adds up what came before, too
+                    run = parallel
                 restore_random_state(state, device)
                 with context():
-                    x_CW = (parallel if parallel and number == len(states) else encoder)(chunk)
+                    x_CW = run(chunk)
                 if not x_CW.requires_grad:  # nothing in the encoder trains
                     return
                 x_CW.backward(x_BW.grad[places].to(x_CW.dtype))

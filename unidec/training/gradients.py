@@ -25,7 +25,7 @@ class Gradients:
         self.optimisers = optimisers
         self.ranks = ranks
         self.parallel = parallel
-        summed = set() if parallel is None else set(parallel.parameters())
+        summed = set(parallel.parameters()) if parallel is not None else set()
         self._summed_after = [p for p in optimisers.dense if p not in summed]
 
     def complete(self) -> Tensor:
@@ -34,9 +34,10 @@ class Gradients:
         bag_tables = []
         sharded = []
         for name, row in self.optimisers.row.items():
+            table = row.table
             if name.startswith("encoder."):
-                bag_tables.append(row.table)
-            elif row.table.used and row.table.used[1].grad is not None:
-                sharded.append(row.table.used[1].grad)
+                bag_tables.append(table)
+            elif table.used is not None and table.used[1].grad is not None:
+                sharded.append(table.used[1].grad)
         self.ranks.sum_rows(bag_tables)
         return self.ranks.norm(self.optimisers.gradients(), sharded)

@@ -52,19 +52,20 @@ def run_identity(
     keys = keys_deciding("tokens", "training")
     if reads_graph:
         keys += keys_deciding("label_graph")
-    if parameters["loss"]["weights"] == "propensity" or pool["positives"] == "tail":
+    weights = parameters["loss"]["weights"]
+    if weights == "propensity" or pool["positives"] == "tail":
         keys += keys_deciding("propensity")
     identity = {key: json.dumps(value_at(parameters, key)) for key in keys}
     if parameters["encoder"]["start"]:  # the hash of its content replaces the path
         identity["encoder.start"] = start_sha256(parameters["encoder"]["start"])
     if start is not None:  # the other keys of `warm` are in `optim` already
-        identity |= {"start": start, "warm.keep": json.dumps(parameters["warm"]["keep"])}
+        identity["start"] = start
+        identity["warm.keep"] = json.dumps(parameters["warm"]["keep"])
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
-        files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]
-        identity[f"tokens.{name}"] = files_sha256(
-            {name: entry["sha256"] for name, entry in files.items()}
-        )
+        manifest = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)
+        hashes = {file: entry["sha256"] for file, entry in manifest["files"].items()}
+        identity[f"tokens.{name}"] = files_sha256(hashes)
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
     identity["code"] = code_sha256("training")
     if reads_graph and label_graph is not None:
@@ -80,11 +81,17 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """One line for each key that differs, such as "optim.lr_clf: 0.003 when the run began, 0.001
     now".
     """
-    changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
-    return [
-        f"{key}: {_short(old.get(key))} when the run began, {_short(new.get(key))} now"
-        for key in changed
-    ]
+    return list(_differences(old, new).values())
+
+
+def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str]:
+    lines = {}
+    for key in {**new, **old}:
+        before = old.get(key)
+        now = new.get(key)
+        if before != now:
+            lines[key] = f"{key}: {_short(before)} when the run began, {_short(now)} now"
+    return lines
 
 
 def check_same(
@@ -92,15 +99,13 @@ def check_same(
 ) -> None:
     """Raise ConfigError if the run in the folder `where` must not be resumed: it lists all keys
     that differ and are not accepted. `old` is empty if the run has no checkpoint yet."""
-    lines = {line.partition(":")[0]: line for line in differences(old, new)} if old else {}
+    lines = _differences(old, new) if old else {}
     changed = [key for key in lines if key not in accepted]
     if changed:
-        kinds = ", ".join(
-            dict.fromkeys("parameters" if key in what_decides() else key for key in changed)
-        )
+        kinds = ["parameters" if key in what_decides() else key for key in changed]
         accept = " ".join(f"--accept {key}" for key in changed)
         raise ConfigError(
-            "the run was started with other " + kinds,
+            f"the run was started with other {', '.join(dict.fromkeys(kinds))}",
             where=where,
             got="\n       ".join(lines[key] for key in changed),
             fix=f"undo the change, or resume with it ({accept}), or train in another folder",
@@ -110,4 +115,5 @@ def check_same(
 def _short(value: str | None) -> str:
     if value is None:
         return "nothing"
-    return f"{value[:12]}..." if re.fullmatch("[0-9a-f]{64}", value) else value
+    is_hash = re.fullmatch("[0-9a-f]{64}", value)
+    return f"{value[:12]}..." if is_hash else value

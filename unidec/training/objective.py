@@ -60,7 +60,7 @@ class Objective:
 
         Args:
             x_BW: the encoder's outputs for this rank's texts of the batch: queries, then pool
-            labels.
+                labels.
             step: number of the step in the run; with the seed it decides random numbers.
 
         Returns:
@@ -68,21 +68,22 @@ class Objective:
             methods add.
         """
         heads = self.model.heads
+        both = heads == "both"
         balance = self.settings.balance
-        for change in self.methods.changes if self.model.training else ():
-            x_BW, batch = change.apply(x_BW, batch)
+        if self.model.training:
+            for change in self.methods.changes:
+                x_BW, batch = change.apply(x_BW, batch)
         losses = {}
         if heads != "clf":
-            losses["loss_de"] = (balance if heads == "both" else 1.0) * self._de_loss(
-                x_BW, batch, step
-            )
+            share = balance if both else 1.0
+            losses["loss_de"] = share * self._de_loss(x_BW, batch, step)
         if heads != "de":
-            losses["loss_clf"] = (1.0 - balance if heads == "both" else 1.0) * self._clf_loss(
-                x_BW, batch, step
-            )
+            share = 1.0 - balance if both else 1.0
+            losses["loss_clf"] = share * self._clf_loss(x_BW, batch, step)
         for method in self.methods.losses:
             head_loss = partial(self._head_loss, self._scales()[1], step)
-            losses[method.name] = method.loss(x_BW[: batch.counts.own_queries], batch, head_loss)
+            query_BW = x_BW[: batch.counts.own_queries]
+            losses[method.name] = method.loss(query_BW, batch, head_loss)
         return losses
 
     def _head_loss(
@@ -101,14 +102,14 @@ class Objective:
         targets = batch.targets
         with self.autocast():
             de_BD = self.model.de(x_BW, batch.own_labels)
-        query_BD, scale = self._queries(de_BD[:num_queries], self._scales()[0], batch, targets)
-        label_SD = self._labels(
-            de_BD[num_queries:], self.ranks.sizes(len(batch.pool.pool_S)), targets
-        )
+        scale = self._scales()[0]
+        query_BD, scale = self._queries(de_BD[:num_queries], scale, batch, targets)
+        sizes = self.ranks.sizes(len(batch.pool.pool_S))
+        label_SD = self._labels(de_BD[num_queries:], sizes, targets)
         similarity_BS = self._products(query_BD, label_SD)
-        forward = self.settings.de_forward
+        settings = self.settings
         return self.loss(
-            self.settings.de, similarity_BS, scale, targets, forward=forward, step=step
+            settings.de, similarity_BS, scale, targets, forward=settings.de_forward, step=step
         )
 
     def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
@@ -119,14 +120,14 @@ class Objective:
         num_queries = batch.counts.own_queries
         with self.autocast():
             own_BD = model.clf(x_BW[:num_queries])
-        query_BD, scale = self._queries(own_BD, self._scales()[1], batch, targets)
+        scale = self._scales()[1]
+        query_BD, scale = self._queries(own_BD, scale, batch, targets)
         row_SD, bias_S1 = self._rows(x_BW[num_queries:], batch)
         # over all labels: without all logits in memory
         if settings.clf == "bce" and batch.clf.ids is None:
             with self.autocast():
-                return full_bce(
-                    query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise
-                )
+                normalise = settings.bce_normalise
+                return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=normalise)
         logit_BS = self._products(query_BD, row_SD)
         if bias_S1 is not None:
             logit_BS = logit_BS + bias_S1.T
@@ -162,9 +163,7 @@ class Objective:
         return sum_gradient(query_BD), sum_gradient(scale)
 
     def _labels(self, own_SD: Tensor, sizes: list[int], targets: PoolTargets) -> Tensor:
-        """The labels that this rank compares with the queries: its own ones, or those
-        of all ranks.
-        """
+        """The labels that this rank compares with the queries: its own, or those of all ranks."""
         return own_SD if targets.columns.partial else self.ranks.gather(own_SD, sizes)
 
     def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:
@@ -190,15 +189,16 @@ class Objective:
             forward: weight of query -> label.
         """
         if targets.mixture:
-            losses = [
-                share * self.loss(kind, similarity_BS, scale, part, forward=forward, step=step)
-                for share, part in targets.mixture
-            ]
+            losses = []
+            for share, part in targets.mixture:
+                of_part = self.loss(kind, similarity_BS, scale, part, forward=forward, step=step)
+                losses.append(share * of_part)
             return torch.stack(losses).sum()
         settings = self.settings
-        options: dict[str, Any] = loss_options(kind, settings)
+        options = loss_options(kind, settings)
         if settings.reduction == "pol":  # draws one of the sampled positives
-            options["generator"] = torch.Generator().manual_seed(hash((self.seed, step)) % 2**63)
+            seed = hash((self.seed, step)) % 2**63
+            options["generator"] = torch.Generator().manual_seed(seed)
         logit_BS = similarity_BS if kind in UNSCALED else similarity_BS * scale
         return symmetric_loss(
             kind, logit_BS, targets, reduction=settings.reduction, forward=forward, **options

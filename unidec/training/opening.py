@@ -34,11 +34,12 @@ from unidec.training.distributed import Ranks
 from unidec.training.encoding import Encoding
 from unidec.training.gradients import Gradients
 from unidec.training.identity import check_same, run_identity
+from unidec.training.initial_weights import Start, cluster_labels, start_bag, take_model, take_rows
 from unidec.training.objective import Objective
 from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device, restore_random_state
 from unidec.training.sampler import steps_an_epoch
-from unidec.training.start import Start, cluster_labels, start_bag, take_model, take_rows
+from unidec.training.stopping import ROUNDS
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,9 @@ class Opened:
         state: of the checkpoint from which it resumes; {} for a new run.
     """
 
-    model: UniDEC
     encoding: Encoding
     batches: Batches
     objective: Objective
-    optimisers: Optimisers
     gradients: Gradients
     identity: dict[str, str]
     state: dict[str, Any]
@@ -142,11 +141,9 @@ def open_training(
         settings.loss, model, methods, seed=settings.seed, ranks=ranks, autocast=encoding.autocast
     )
     return Opened(
-        model=model,
         encoding=encoding,
         batches=batches,
         objective=objective,
-        optimisers=optimisers,
         gradients=Gradients(model, optimisers, ranks, _parallel(model, batches, ranks)),
         identity=identity,
         state=state,
@@ -198,10 +195,10 @@ def _newest(
     model: UniDEC, place: Place, identity: dict[str, str], accept: Collection[str]
 ) -> Checkpoint | None:
     """The newest checkpoint of the run."""
-    tables = model.tables().items()
-    row_ranges = {
-        name: (table.first_row, table.first_row + table.own_rows) for name, table in tables
-    }
+    row_ranges = {}
+    for name, table in model.tables().items():
+        end = table.first_row + table.own_rows
+        row_ranges[name] = (table.first_row, end)
 
     def check(state: dict[str, Any]) -> None:
         check_same(state["identity"], identity, accept, str(place.run_dir))
@@ -213,17 +210,22 @@ def _newest(
 
 
 def _restore(checkpoint: Checkpoint, model: UniDEC, optimisers: Optimisers, run_dir: Path) -> None:
-    prefix = "model."
-    weights = {
-        key.removeprefix(prefix): x for key, x in checkpoint.dense.items() if key.startswith(prefix)
-    }
+    weights = {}
+    for key, tensor in checkpoint.dense.items():
+        owner, _, name = key.partition(".")
+        if owner == "model":
+            weights[name] = tensor
+    rows = {name: part.tensors for name, part in checkpoint.rows.items()}
     try:
         model.load_dense_state(weights)
-        optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
+        optimisers.load_row_states(rows)
     except (KeyError, RuntimeError) as error:
-        what = "the checkpoint does not fit the model"
-        fix = "delete it, or the run's folder to start over"
-        raise ArtifactError(what, where=str(run_dir), got=str(error), fix=fix) from error
+        raise ArtifactError(
+            "the checkpoint does not fit the model",
+            where=str(run_dir),
+            got=str(error),
+            fix="delete it, or the run's folder to start over",
+        ) from error
     optimisers.load_dense_state(checkpoint.dense)
     restore_random_state(checkpoint.dense, model.device)
 
@@ -255,7 +257,8 @@ def _parallel(model: UniDEC, batches: Batches, ranks: Ranks) -> torch.nn.Module 
     encoder = model.encoder
     if ranks.alone or encoder.transformer is None or encoder.takes_vectors:
         return None
-    no_texts = batches.build(batches.texts.parts(batches.rows[:0]))
+    nothing = batches.texts.parts(batches.rows[:0])
+    no_texts = batches.build(nothing)
     return ranks.data_parallel(encoder, no_texts)
 
 
@@ -263,13 +266,16 @@ def _drop_later_lines(run_dir: Path, state: dict[str, Any]) -> None:
     """Remove the lines of the run's records that it will write again after the checkpoint of this
     state.
     """
-    last_step = int(state.get("step", 0)) - 1  # steps are numbered from 0
+    last_step = state.get("step", 0) - 1  # steps are numbered from 0
     _keep_lines(run_dir / "history.jsonl", "step", last_step)
-    _keep_lines(run_dir / "rounds.jsonl", "epoch", int(state.get("epoch", 0)))
+    _keep_lines(run_dir / ROUNDS, "epoch", state.get("epoch", 0))
 
 
 def _keep_lines(path: Path, key: str, last: int) -> None:
     """Keep the lines whose `key` is at most `last`."""
     if path.is_file():
-        lines = [json.dumps(line) for line in read_json_lines(path) if line[key] <= last]
-        write_bytes_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+        kept = ""
+        for line in read_json_lines(path):
+            if line[key] <= last:
+                kept += json.dumps(line) + "\n"
+        write_bytes_atomic(path, kept.encode())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,9 @@ BETA1 = 0.9
 BETA2 = 0.999
 EPS = 1e-8
 MOMENTUM = 0.9
+# of SplitMix64, as signed numbers: the increment; shifts and factors, the last one without
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 State = dict[str, Tensor]  # an optimiser's state by name
 
 
@@ -51,8 +55,10 @@ class RowOptimiser:
         self.lr = lr
         self.seed = seed
         self.decay = decay
+        width = table.weight.shape[1]
         for name, wide in self.columns.items():
-            table.add_state(name, *([table.weight.shape[1]] if wide else []))
+            shape = (width,) if wide else ()
+            table.add_state(name, *shape)
 
     @torch.no_grad()
     def step(
@@ -66,34 +72,35 @@ class RowOptimiser:
             scale: multiplies the gradient (clipping), 0-d.
             failed: float32 0-d, 1 if nothing may change, else 0; None: 0.
         """
-        rows_U, leaf = self.table.used or (None, None)
+        table = self.table
+        rows_U, leaf = table.used or (None, None)
         if leaf is None or leaf.grad is None:
-            self.table.forget()
+            table.forget()
             return
-        # the leaf holds the rows' values
-        weight = leaf.detach()
-        state = self.table.used_state()
+        weight = leaf.detach()  # the leaf holds the rows' values
+        state = table.used_state()
         # created on the device: the host would wait for the copy of a Python number
         scales = torch.ones((), dtype=weight.dtype, device=weight.device).mul_(scale)
         # the gradient may not be finite; with a gradient of 0, `update` handles moments
         if failed is not None:
             leaf.grad.masked_fill_(failed.bool(), 0.0)
             scales = torch.where(failed.bool(), 0.0, scales)
-        self.update(weight, leaf.grad, state, step, self.lr * factor, scales, failed)
-        if self.table.weight.dtype == torch.bfloat16:
+        self.update(
+            weight, leaf.grad, state, step=step, lr=self.lr * factor, scale=scales, failed=failed
+        )
+        if table.weight.dtype == torch.bfloat16:
             if rows_U is None:
-                first = self.table.first_row
-                rows_U = torch.arange(first, first + self.table.own_rows, device=weight.device)
-            weight = round_to_bfloat16(
-                weight, row_noise(rows_U, weight.shape[1], f"{self.seed} {step}")
-            )
-        self.table.write_back(weight, state)
+                rows_U = torch.arange(table.own_rows, device=weight.device) + table.first_row
+            noise = row_noise(rows_U, weight.shape[1], f"{self.seed} {step}")
+            weight = round_to_bfloat16(weight, noise)
+        table.write_back(weight, state)
 
     def update(
         self,
         weight: Tensor,
         grad: Tensor,
         state: State,
+        *,
         step: int,
         lr: float,
         scale: Tensor,
@@ -119,6 +126,7 @@ class RowAdam(RowOptimiser):
         weight: Tensor,
         grad: Tensor,
         state: State,
+        *,
         step: int,
         lr: float,
         scale: Tensor,
@@ -126,12 +134,12 @@ class RowAdam(RowOptimiser):
     ) -> None:
         self._count.fill_(step - 1)
         adamw(  # one pass over gradient, moments and weight
-            [weight],
-            [grad.mul_(scale)],
-            [state["first"]],
-            [state["second"]],
-            [],
-            [self._count],
+            params=[weight],
+            grads=[grad.mul_(scale)],
+            exp_avgs=[state["first"]],
+            exp_avg_sqs=[state["second"]],
+            max_exp_avg_sqs=[],
+            state_steps=[self._count],
             fused=True,
             amsgrad=False,
             beta1=BETA1,
@@ -159,9 +167,8 @@ class AllRowsAdamW(RowAdam):
             self.table.forget()
             with torch.enable_grad():
                 leaf_RD = self.table.gather(None)
-            leaf_RD.grad = torch.zeros_like(leaf_RD).index_copy_(
-                0, rows_U - self.table.first_row, leaf.grad
-            )
+            place_U = rows_U - self.table.first_row
+            leaf_RD.grad = torch.zeros_like(leaf_RD).index_copy_(0, place_U, leaf.grad)
         super().step(step, factor, scale, failed)
 
 
@@ -177,13 +184,16 @@ class RowMomentum(RowOptimiser):
         weight: Tensor,
         grad: Tensor,
         state: State,
+        *,
         step: int,
         lr: float,
         scale: Tensor,
         failed: Tensor | None,
     ) -> None:
+        # 1, or 0 after a failure: then nothing changes
         ok = torch.ones_like(scale) if failed is None else 1 - failed
-        velocity = state["velocity"].mul_(1 - (1 - MOMENTUM) * ok).addcmul_(grad, scale)
+        velocity = state["velocity"]
+        velocity.mul_(1 - (1 - MOMENTUM) * ok).addcmul_(grad, scale)
         if self.decay > 0:
             velocity.addcmul_(weight, ok, value=self.decay)
         weight.addcmul_(velocity, ok, value=-lr)
@@ -203,6 +213,7 @@ class RowAdagrad(RowOptimiser):
         weight: Tensor,
         grad: Tensor,
         state: State,
+        *,
         step: int,
         lr: float,
         scale: Tensor,
@@ -210,7 +221,8 @@ class RowAdagrad(RowOptimiser):
     ) -> None:
         # reads the gradient once, without a [U, D] copy
         norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)
-        sum_U = state["sum"].addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
+        sum_U = state["sum"]
+        sum_U.addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
         rate_U = sum_U.sqrt().add_(EPS).reciprocal_().mul_(scale)
         weight.addcmul_(grad, rate_U.unsqueeze(1), value=-lr)
 
@@ -226,8 +238,10 @@ ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {  # by `optim.clf_state`
 
 def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
     """Bytes of a row's weight and of its optimiser state, which is always float32."""
-    values = sum(width if wide else 1 for wide in ROW_OPTIMISERS[state].columns.values())
-    return width * (2 if dtype == "bf16" else 4), 4 * values
+    value_bytes = 2 if dtype == "bf16" else 4
+    columns = ROW_OPTIMISERS[state].columns.values()
+    state_values = sum(width if wide else 1 for wide in columns)
+    return width * value_bytes, 4 * state_values
 
 
 class Optimisers:
@@ -245,64 +259,63 @@ class Optimisers:
     """
 
     def __init__(self, model: UniDEC, settings: Optim, steps_per_epoch: int, *, seed: int = 0):
+        num_steps = settings.epochs * steps_per_epoch
         self.settings = settings
         self.warmup = max(1, round(settings.warmup_epochs * steps_per_epoch))
-        self.total = max(settings.epochs * steps_per_epoch, self.warmup + 1)
+        self.total = max(num_steps, self.warmup + 1)
         self.last_round = (self.total - 1, self.total)
         self.rates = {"encoder": settings.lr_encoder, "heads": settings.lr_heads}
-        groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+        groups: dict[tuple[str, bool], dict[str, Any]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 part = "encoder" if name.startswith("encoder.transformer.") else "heads"
                 # no weight decay on biases, norms and temperatures: in every architecture they are
                 # vectors
-                groups.setdefault((part, parameter.ndim > 1), []).append(parameter)
-        # AdamW needs a group even if no dense parameter trains
-        groups = groups or {("heads", False): []}
-        self.dense = [p for parameters in groups.values() for p in parameters]
-        self.adamw = torch.optim.AdamW(
-            [
-                {
-                    "params": parameters,
-                    "lr": self.rates[part],
+                decays = parameter.ndim > 1
+                group: dict[str, Any] = {
+                    "params": [],
                     "part": part,
+                    "lr": self.rates[part],
                     "weight_decay": settings.weight_decay if decays else 0.0,
                 }
-                for (part, decays), parameters in groups.items()
-            ],
-            betas=(BETA1, BETA2),
-            eps=EPS,
-            fused=True,
-        )
-        self.device = model.device
-        self.row = {}
+                groups.setdefault((part, decays), group)["params"].append(parameter)
+        # AdamW needs a group even if no dense parameter trains
+        of_adamw = list(groups.values()) or [{"params": [], "part": "heads"}]
+        self.dense: list[nn.Parameter] = []
+        for group in of_adamw:
+            self.dense += group["params"]
+        self.adamw = torch.optim.AdamW(of_adamw, betas=(BETA1, BETA2), eps=EPS, fused=True)
+        self.row: dict[str, RowOptimiser] = {}
         for name, table in model.tables().items():
-            if name.startswith("encoder."):  # a frozen table needs no state: sgd has none
-                self.row[name] = ROW_OPTIMISERS["sgd" if model.encoder.frozen else "adam"](
-                    table, settings.lr_bag
-                )
+            if name.startswith("encoder."):
+                # a frozen table needs no state: sgd has none
+                kind = "sgd" if model.encoder.frozen else "adam"
+                self.row[name] = ROW_OPTIMISERS[kind](table, settings.lr_bag)
             else:
                 # biases do not decay
                 decay = settings.clf_decay if table.weight.shape[1] > 1 else 0.0
-                self.row[name] = ROW_OPTIMISERS[settings.clf_state](
-                    table, settings.lr_clf, f"{seed} {name}", decay
-                )
+                optimiser = ROW_OPTIMISERS[settings.clf_state]
+                self.row[name] = optimiser(table, settings.lr_clf, f"{seed} {name}", decay)
 
     def factor(self, step: int) -> float:
         """Factor of the learning rates at a step (from 0): linear warm-up, then a cosine to 0; with
         patience constant after the warm-up, and linear to 0 in the last round.
         """
+        warm = (step + 1) / self.warmup
         if self.settings.patience:
             begin, end = self.last_round
-            return min(1.0, (step + 1) / self.warmup) * min(1.0, (end - step) / (end - begin))
+            left = (end - step) / (end - begin)
+            return min(1.0, warm) * min(1.0, left)
         if step < self.warmup:
-            return (step + 1) / self.warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.total - self.warmup)))
+            return warm
+        done = math.pi * (step - self.warmup) / (self.total - self.warmup)
+        return 0.5 * (1 + math.cos(done))
 
     def gradients(self) -> list[Tensor]:
         """All gradients of the step, of dense parameters and of tables."""
-        leaves = [row.table.used[1] for row in self.row.values() if row.table.used is not None]
-        return [t.grad for t in (*self.dense, *leaves) if t.grad is not None]
+        used = [row.table.used for row in self.row.values()]
+        leaves = [each[1] for each in used if each is not None]
+        return _gradients([*self.dense, *leaves])
 
     @torch.no_grad()
     def step(self, step: int, norm: Tensor, failed: Tensor | None = None) -> None:
@@ -316,7 +329,7 @@ class Optimisers:
         scale: Tensor | float = 1.0
         if self.settings.clip_norm > 0:
             scale = (self.settings.clip_norm / (norm + 1e-6)).clamp_max(1.0)
-            grads = [p.grad for p in self.dense if p.grad is not None]
+            grads = _gradients(self.dense)
             if grads:
                 torch._foreach_mul_(grads, scale)
         factor = self.factor(step)
@@ -338,24 +351,20 @@ class Optimisers:
         """AdamW's moments and step counts as "adamw.<number of the parameter>.<key>"; empty before
         the first step.
         """
-        return {
-            f"adamw.{index}.{key}": torch.as_tensor(value)
-            for index, parameter in enumerate(self.dense)
-            for key, value in self.adamw.state.get(parameter, {}).items()
-        }
+        tensors = {}
+        for index, parameter in enumerate(self.dense):
+            for key, value in self.adamw.state.get(parameter, {}).items():
+                tensors[f"adamw.{index}.{key}"] = value
+        return tensors
 
     def load_dense_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore a `dense_state` of the same model; other names are ignored."""
-        for index, parameter in enumerate(self.dense):
-            prefix = f"adamw.{index}."
-            state: dict[str, Any] = {
-                k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)
-            }
-            if state:
+        for name, tensor in tensors.items():
+            if name.startswith("adamw."):
+                _, index, key = name.split(".")
+                parameter = self.dense[int(index)]
                 # also the step counts, which the fused update reads on the device
-                self.adamw.state[parameter] = {
-                    k: v.to(parameter.device, copy=True) for k, v in state.items()
-                }
+                self.adamw.state[parameter][key] = tensor.to(parameter.device, copy=True)
 
     def row_states(self) -> dict[str, dict[str, Tensor]]:
         """By table the weight (as "weight") and optimiser state of the rows held here: the tensors
@@ -369,7 +378,12 @@ class Optimisers:
         """
         for name, state in self.row_states().items():
             for key, tensor in state.items():
-                tensor.copy_(tensors[name][key].view(tensor.shape))
+                saved = tensors[name][key]
+                tensor.copy_(saved.view(tensor.shape))
+
+
+def _gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
 
 def row_noise(rows_U: Tensor, width: int, seed: str) -> Tensor:
@@ -377,20 +391,17 @@ def row_noise(rows_U: Tensor, width: int, seed: str) -> Tensor:
 
     The values are the same on every device, for any order of the rows and any number of processes.
     The hash is SplitMix64 (Steele, Lea and Flood, 2014), with one 64-bit word for four columns."""
-    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
+    digest = hashlib.sha256(seed.encode()).digest()
+    start = int.from_bytes(digest[:8], "little", signed=True)
     words = (width + 3) // 4
     counter = rows_U.unsqueeze(1) * words
     z = counter + torch.arange(words, device=rows_U.device)
-    z.mul_(_signed(0x9E3779B97F4A7C15)).add_(start)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        # >> copies the sign
-        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
-    z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+    z.mul_(_INCREMENT).add_(start)
+    for shift, factor in _MIXING:
+        unsigned = (1 << (64 - shift)) - 1  # >> copies the sign
+        z.bitwise_xor_((z >> shift) & unsigned)
+        z.mul_(factor)
     return z.view(torch.int16)[:, :width]
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
 
 
 def round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
@@ -406,7 +417,9 @@ def round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
         noise: int16 of the same shape, uniform.
     """
     nan = x.isnan()
-    bits = x.view(torch.int32).add_(noise).add_(0x8000)  # noise is signed, the sum is not negative
-    # little endian, as torch's platforms are
-    upper = bits.view(torch.int16).unflatten(-1, (-1, 2))[..., 1]
+    bits = x.view(torch.int32)
+    bits.add_(noise).add_(0x8000)  # noise is signed, the sum is not negative
+    # halves of each number; little endian, as torch's platforms are
+    halves = bits.view(torch.int16).unflatten(-1, (-1, 2))
+    upper = halves[..., 1]
     return upper.view(torch.bfloat16).masked_fill(nan, torch.nan)

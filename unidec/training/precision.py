@@ -18,8 +18,7 @@ def choose_device(device: str) -> torch.device:
     that of LOCAL_RANK.
 
     A GPU is returned with its number: without one, torch would use the current device of each
-    thread, and batches are
-    prepared in another thread.
+    thread, and batches are prepared in another thread.
 
     Raises:
         ConfigError: "cuda" without a usable GPU.
@@ -30,7 +29,8 @@ def choose_device(device: str) -> torch.device:
         raise ConfigError("no usable GPU", where="device", got="cuda", fix="device: auto or cpu")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    number = os.environ.get("LOCAL_RANK", "0")
+    return torch.device("cuda", int(number))
 
 
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:

@@ -21,17 +21,15 @@ _CLUSTER_ORDER = 2
 
 def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
     """ceil(n / batch_size) batches of shuffled rows, int64, whose sizes differ by at most one."""
-    shuffled = step_rng(seed, epoch, 0, _RANDOM_BATCHES).permutation(
-        np.asarray(rows, dtype=np.int64)
-    )
+    rng = step_rng(seed, epoch, 0, _RANDOM_BATCHES)
+    shuffled = rng.permutation(np.asarray(rows, dtype=np.int64))
     return np.array_split(shuffled, -(-len(rows) // batch_size))
 
 
 def queries_a_batch(pool: Pool, num_rows: int) -> int:
     """Number of queries in the largest batch: `pool.batch_size`, or with `pool.batch_fit: least`
     the smallest N / 2^depth, rounded up, that is at least that (spec, detail 7: so are the
-    published 1,152 on 131K and 1,098 on
-    1.3M).
+    published 1,152 on 131K and 1,098 on 1.3M).
     """
     if pool.batch_fit == "most" or pool.batches == "random":
         return pool.batch_size
@@ -59,17 +57,17 @@ def clustered_batches(
         num_batches: if there are more clusters, they are distributed at random to this many
             batches, whose sizes differ by at most one if the clusters' sizes do.
     """
-    order = np.asarray(order, dtype=np.int64)
-    offsets = np.asarray(offsets, dtype=np.int64)
-    clusters = step_rng(seed, epoch, 0, _CLUSTER_ORDER).permutation(len(offsets) - 1)
-    groups = list(clusters[:, None])
-    if num_batches < len(clusters):
-        # in turn, larger clusters first: each batch gets an even share of large and small ones
-        by_size = clusters[np.argsort(-np.diff(offsets)[clusters], kind="stable")]
-        groups = [by_size[number::num_batches] for number in range(num_batches)]
-    batches = [
-        np.concatenate([order[offsets[c] : offsets[c + 1]] for c in group]) for group in groups
-    ]
+    members = np.split(np.asarray(order, dtype=np.int64), offsets[1:-1])
+    shuffled = step_rng(seed, epoch, 0, _CLUSTER_ORDER).permutation(len(members))
+    if num_batches >= len(members):
+        return [members[cluster] for cluster in shuffled if len(members[cluster])]
+    # in turn, larger clusters first: each batch gets an even share of large and small ones
+    sizes = np.diff(offsets)[shuffled]
+    by_size = shuffled[np.argsort(-sizes, kind="stable")]
+    batches = []
+    for number in range(num_batches):
+        of_batch = [members[cluster] for cluster in by_size[number::num_batches]]
+        batches.append(np.concatenate(of_batch))
     return [batch for batch in batches if len(batch)]
 
 
@@ -80,11 +78,13 @@ def head_labels(model: Model, pool: Pool) -> tuple[Labels, Labels]:
     """Labels in the dual encoder's loss, and in the classifier's; "none" for a head that the model
     does not have.
     """
-    clf_labels: Labels = "some" if isinstance(pool.clf_labels, int) else pool.clf_labels
-    return (
-        "none" if model.heads == "clf" else pool.de_labels,
-        "none" if model.heads == "de" else clf_labels,
-    )
+    de: Labels = pool.de_labels
+    clf: Labels = "some" if isinstance(pool.clf_labels, int) else pool.clf_labels
+    if model.heads == "de":
+        clf = "none"
+    elif model.heads == "clf":
+        de = "none"
+    return de, clf
 
 
 def draws_pools(model: Model, pool: Pool) -> bool:
@@ -92,12 +92,12 @@ def draws_pools(model: Model, pool: Pool) -> bool:
     return not {"pool", "some"}.isdisjoint(head_labels(model, pool))
 
 
-def encoded_labels(model: Model, pool: Pool) -> Labels:
-    """Labels whose texts a step encodes: those of the dual encoder; without it those of a residual
-    classifier.
+def encoded_labels(model: Model, pool: Pool, rows_hold_text: bool) -> Labels:
+    """Labels whose texts a step encodes: those of the dual encoder; without it those of the
+    classifier if its rows contain the vectors of label texts.
     """
     de, clf = head_labels(model, pool)
-    return clf if de == "none" and model.clf_residual else de
+    return clf if de == "none" and rows_hold_text else de
 
 
 def weighs_by_propensity(loss: Loss, pool: Pool) -> bool:

@@ -47,11 +47,15 @@ class Stopping:
         since = 0
         for line in lines if self.patience else ():
             value = line.get("validation", {}).get(METRIC, math.nan)
-            # NaN counts as no improvement
-            best, since = (value, 0) if value > best else (best, since + 1)
+            since += 1
+            if value > best:  # NaN is no improvement
+                best = value
+                since = 0
             work = line.get("work_seconds", 0.0)
-            needed = work + 2 * work * self.refresh / line["epoch"]
-            if since >= self.patience or 0 < 60 * self.budget_minutes < needed:
+            round_work = work * self.refresh / line["epoch"]
+            needed = work + 2 * round_work
+            budget = 60 * self.budget_minutes
+            if since >= self.patience or 0 < budget < needed:
                 begin = min(begin, line["epoch"])
                 break
         return begin, min(begin + self.refresh, self.epochs)

@@ -1,13 +1,13 @@
 """Initial weights that depend on the data, or for a warm start on an earlier model, with classifier
 rows by label uid.
 
-Legend: L labels, K labels of the earlier model, D width of a head, W width of the encoder, V
-features of the bag.
+Legend: L labels, n of them held here, K labels of the earlier model, D width of a head, W width of
+the encoder, V features of the bag.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from unidec.training.distributed import Ranks
 
 TEXTS_AT_ONCE = 1 << 16  # texts whose features are counted at once
 _FIX = "retrain.start: cold"
-Features = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]  # BagEncoder.features
+Features = Callable[..., tuple[np.ndarray, np.ndarray]]  # `BagEncoder.features`
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,9 @@ class Start:
     vectors: Path | None = None
 
     def rows_of(self, uids: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """Row of each label in the earlier model, int64 [L], -1 for labels that it does
-        not have.
-        """
-        rows = pc.fill_null(pc.index_in(uids, value_set=self.uids.cast(uids.type)), -1)
-        return np.asarray(rows, dtype=np.int64)
+        """Row of each label in the earlier model, int64 [L]; -1: it does not have the label."""
+        rows = pc.index_in(uids, value_set=self.uids.cast(uids.type))
+        return np.asarray(pc.fill_null(rows, -1), dtype=np.int64)
 
 
 def start_bag(model: UniDEC, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> None:
@@ -70,10 +68,12 @@ def start_bag(model: UniDEC, parts: Sequence[tuple[str, Tokens, np.ndarray]]) ->
     if bag is None or model.encoder_settings.start:
         return
     vocab = bag.embedding.num_rows
-    frequency_V = np.sum(
-        [document_frequency(tokens, rows, vocab, bag.features) for _, tokens, rows in parts], axis=0
-    )
-    bag.start_weights(frequency_V, sum(len(rows) for _, _, rows in parts))
+    frequency_V = np.zeros(vocab, dtype=np.int64)
+    num_texts = 0
+    for _, tokens, rows in parts:
+        frequency_V += document_frequency(tokens, rows, vocab, bag.features)
+        num_texts += len(rows)
+    bag.start_weights(frequency_V, num_texts)
 
 
 def document_frequency(
@@ -82,10 +82,12 @@ def document_frequency(
     """Number of texts that have each feature, int64 [V]; `features` is `BagEncoder.features`."""
     frequency_V = np.zeros(vocab, dtype=np.int64)
     for begin in range(0, len(rows), TEXTS_AT_ONCE):
-        flat, offsets = tokens.ragged(rows[begin : begin + TEXTS_AT_ONCE])
+        some = rows[begin : begin + TEXTS_AT_ONCE]
+        flat, offsets = tokens.ragged(some)
         flat, lengths = features(flat, np.diff(offsets))
         text = np.repeat(np.arange(len(lengths)), lengths)
-        frequency_V += np.bincount(np.unique(text * vocab + flat) % vocab, minlength=vocab)
+        once = np.unique(text * vocab + flat)  # each feature of a text once
+        frequency_V += np.bincount(once % vocab, minlength=vocab)
     return frequency_V
 
 
@@ -106,9 +108,10 @@ def cluster_labels(model: UniDEC, label_LD: np.ndarray, size: int, seed: int, ra
     """Set the model's `label_cluster` by clustering label vectors, float32 [L, D], into clusters of
     at most `size`.
     """
-    order_L, offsets, _ = balanced_clusters(label_LD, size, seed, model.device, ranks)
+    made = balanced_clusters(label_LD, size, seed, model.device, ranks)
+    sizes = np.diff(made.offsets)
     cluster_L = np.empty(len(label_LD), dtype=np.int64)
-    cluster_L[order_L] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    cluster_L[made.order_N] = np.repeat(np.arange(len(sizes)), sizes)
     model.get_buffer(LABEL_CLUSTER).copy_(torch.from_numpy(cluster_L))
 
 
@@ -132,8 +135,7 @@ def take_rows(
     runs in blocks, wherever the table lives.
 
     Source: shrinking learnt weights (Ash and Adams 2020, On Warm-Starting Neural Network Training),
-    here towards the
-    label's text instead of random weights.
+    here towards the label's text instead of random weights.
 
     Args:
         model: with the start's encoder and heads (`take_model`), and a table of zeros.
@@ -151,8 +153,8 @@ def take_rows(
         return
     length = 1.0
     bias = 0.0
-    source_L = np.full(len(uids), -1, dtype=np.int64)
     own = np.arange(table.first_row, table.first_row + table.own_rows)
+    source_n = np.full(len(own), -1, dtype=np.int64)
     rows_KD, bias_K1 = _classifier_of(start)
     if rows_KD is not None:  # the start has a classifier
         if len(rows_KD) != len(start.uids):
@@ -164,60 +166,68 @@ def take_rows(
                 expected=f"{len(start.uids)} rows",
             )
         source_L = start.rows_of(uids)
+        source_n = source_L[own]
         reused = source_L[source_L >= 0]
         if len(reused):  # means over the labels of all ranks, so that all ranks have the same
-            length = min(1.0, float(rows_KD.norm(dim=1)[reused].double().mean()))
-            bias = 0.0 if bias_K1 is None else float(bias_K1[reused].double().mean())
-        own_reused = own[source_L[own] >= 0]
-        for begin in range(0, len(own_reused), START_BLOCK):
-            some = own_reused[begin : begin + START_BLOCK]
-            for to, values in ((table, rows_KD), (model.bias, bias_K1)):
-                if to is not None and values is not None:
-                    _add(to, some, keep * values[source_L[some]])
-    rest = np.where(source_L[own] >= 0, 1.0 - keep, 1.0)
+            length = min(1.0, _mean(rows_KD.norm(dim=1)[reused]))
+            if bias_K1 is not None:
+                bias = _mean(bias_K1[reused])
+        for some in _blocks(np.flatnonzero(source_n >= 0)):
+            source = source_n[some]
+            _add(table, own[some], keep * rows_KD[source])
+            if model.bias is not None and bias_K1 is not None:
+                _add(model.bias, own[some], keep * bias_K1[source])
+    rest_n = np.where(source_n >= 0, 1.0 - keep, 1.0)
     if model.bias is not None:
-        _add(model.bias, own, torch.from_numpy(bias * rest)[:, None])
-    share = length * rest - holds_text
-    own = own[share != 0]
-    share = share[share != 0]
+        _add(model.bias, own, torch.from_numpy(bias * rest_n).unsqueeze(1))
+    share_n = length * rest_n - holds_text
+    blocks = list(_blocks(np.flatnonzero(share_n)))
     was_training = model.training
     model.eval()
-    for begin in progress(
-        range(0, len(own), START_BLOCK), desc="classifier rows from label texts", unit="block"
-    ):
-        some = own[begin : begin + START_BLOCK]
-        texts_BD = model.text_rows(encode(some))
-        _add(
-            table,
-            some,
-            torch.from_numpy(share[begin : begin + START_BLOCK])[:, None].to(texts_BD) * texts_BD,
-        )
+    for some in progress(blocks, desc="classifier rows from label texts", unit="block"):
+        texts_BD = model.text_rows(encode(own[some]))
+        share_B1 = torch.from_numpy(share_n[some]).unsqueeze(1)
+        _add(table, own[some], share_B1.to(texts_BD) * texts_BD)
     model.train(was_training)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean())
+
+
+def _blocks(places: np.ndarray) -> Iterator[np.ndarray]:
+    """Places in blocks of `START_BLOCK`."""
+    for begin in range(0, len(places), START_BLOCK):
+        yield places[begin : begin + START_BLOCK]
 
 
 def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
     """Rows float32 [K, D] and biases [K, 1] of the start's classifier; None for what it does not
     have.
     """
+    rows_name, bias_name = CLASSIFIER
+    bias = None
     with open_tensors(start.model / WEIGHTS) as file:
-        if CLASSIFIER[0] in file.names:
-            rows, bias = (
-                file.read(name).float() if name in file.names else None for name in CLASSIFIER
-            )
+        if rows_name in file.names:
+            rows = file.read(rows_name).float()
+            if bias_name in file.names:
+                bias = file.read(bias_name).float()
             return rows, bias
-    if start.vectors is None:
+    if start.vectors is None or not (start.vectors / "clf.npy").is_file():
         return None, None
-    paths = ((start.vectors / "clf.npy", 2), (start.vectors / "bias.npy", 1))
-    rows, bias = (
-        torch.from_numpy(np.array(load_array(path, np.float32, ndim))) if path.is_file() else None
-        for path, ndim in paths
-    )
-    return rows, bias if bias is None else bias[:, None]
+    rows = _array(start.vectors / "clf.npy", 2)
+    if (start.vectors / "bias.npy").is_file():
+        bias = _array(start.vectors / "bias.npy", 1).unsqueeze(1)
+    return rows, bias
+
+
+def _array(path: Path, ndim: int) -> Tensor:
+    return torch.from_numpy(load_array(path, np.float32, ndim, mmap=False))
 
 
 def _add(table: RowTable, labels: np.ndarray, values: Tensor) -> None:
     """Add values to the rows of some labels, which must be held here."""
-    local = torch.from_numpy(labels - table.first_row).to(table.weight.device)
-    table.weight[local] = (table.weight[local].float() + values.to(table.weight.device)).to(
-        table.weight.dtype
-    )
+    weight = table.weight
+    local = torch.from_numpy(labels - table.first_row).to(weight.device)
+    rows = weight[local].float() + values.to(weight.device)
+    weight[local] = rows.to(weight.dtype)
