@@ -53,7 +53,7 @@ def read_chosen(
             continue
         entry = found.get(name)
         settings = entry.get("set") if isinstance(entry, dict) else None
-        if not _is_within(settings, system.ranges):
+        if not isinstance(settings, dict) or not _is_within(settings, system.ranges):
             ranges = [f"{key}: {short(one)}" for key, one in system.ranges.items()]
             raise ConfigError(
                 "not tuned with these ranges",
@@ -66,9 +66,7 @@ def read_chosen(
     return chosen
 
 
-def _is_within(settings: Any, ranges: Mapping[str, Any]) -> bool:
-    if not isinstance(settings, dict):
-        return False
+def _is_within(settings: Overrides, ranges: Mapping[str, Any]) -> bool:
     for key, value in settings.items():
         if key not in ranges or not holds(ranges[key], value):
             return False

@@ -82,7 +82,6 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
         "tests": paired tests, p-values after Holm's correction. "failures": runs without a result.
         "title", "lineage": as on the page.
     """
-
     cells = []
     for cell in page.cells:
         if cell.runs:

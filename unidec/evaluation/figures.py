@@ -116,7 +116,7 @@ class Chart:
                 (axes.get_ylabel(), axes.get_ylim(), axes.set_ylim),
             ):
                 if re.search(r"\bpercent\b", label):
-                    set_limits(np.clip(limits, 0, 100))
+                    set_limits(*np.clip(limits, 0, 100).tolist())
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         return _inline(buffer.getvalue(), self.about)
 
