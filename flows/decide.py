@@ -15,10 +15,9 @@ from flows import lifecycle, publish, reproduce
 from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import Refused
-from unidec.metric_names import BASELINES
+from unidec.metric_names import BASELINES, shown
 from unidec.pipeline import paths
 
-METRICS = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 log = logging.getLogger("unidec.flows")
 
 
@@ -138,7 +137,7 @@ def summary(done: Mapping[str, Any]) -> str:
     if "metrics" not in done and "version" not in done:
         return f"done: {', '.join(done['steps'])}"
     report = Path(done.get("report", "outputs/report.html"))
-    lines = [*_table(done), *(f"warning: {words}" for words in done.get("warnings", ()))]
+    lines = [*table(done), *(f"warning: {words}" for words in done.get("warnings", ()))]
     lines += [outcome(done), f"report: {_shown(report)}"]
     lines += [f"MLflow run: {done['run_url']}"] if done.get("run_url") else []
     bundle = _shown(report.with_name("bundle"))
@@ -160,7 +159,7 @@ def _has_champion(done: Mapping[str, Any]) -> bool:
     return bool(known) and "no_champion" not in done
 
 
-def _table(done: Mapping[str, Any]) -> list[str]:
+def table(done: Mapping[str, Any]) -> list[str]:
     """A table of metrics in percent: this model, the champion that it was compared with, the
     baselines.
     """
@@ -173,11 +172,12 @@ def _table(done: Mapping[str, Any]) -> list[str]:
             champion
         )
     rows |= {BASELINES[name]: figures for name, figures in done.get("baselines", {}).items()}
+    metrics = [name for name in shown("compared") if "/" not in name]
     cells = {
-        name: [f"{row[key]:.1f}" if key in row else "-" for key in METRICS]
+        name: [f"{row[key]:.1f}" if key in row else "-" for key in metrics]
         for name, row in rows.items()
     }
-    head = {"test split, percent": METRICS}
+    head = {"test split, percent": metrics}
     return [
         f"{name:<30}" + "".join(f"{cell:>8}" for cell in row)
         for name, row in (head | cells).items()

@@ -30,7 +30,7 @@ DECIDED_BY: dict[str, tuple[str, ...]] = {
         "pipeline/indexing.py",
         "pipeline/ranking.py",
     ),
-    "evaluation": ("evaluation", "pipeline/evaluation.py"),
+    "evaluation": ("evaluation", "metric_names.py", "pipeline/evaluation.py"),
     # results of comparisons
     "metrics": ("evaluation/metrics.py", "pipeline/evaluation.py"),
     "peers": ("comparison/peers", "evaluation/baselines.py"),

@@ -160,9 +160,9 @@ def test_nothing_to_train_on_is_refused(raw_factory, folder):
 
 def test_every_script_names_its_packages_with_their_versions():
     for name in {peer.script for peer in PEERS.values() if peer.script}:
-        assert all(str(one.specifier).startswith("==") for one in requirements(SCRIPTS / name)), (
-            name
-        )
+        packages = requirements(SCRIPTS / name)
+        assert packages, name
+        assert all(str(one.specifier).startswith("==") for one in packages), name
         text = (SCRIPTS / name).read_text()
         assert "unidec" not in "".join(line for line in text.splitlines() if "import" in line), name
     text = (SCRIPTS / "linear.py").read_text()

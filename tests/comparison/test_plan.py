@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unidec.comparison.plan import flat, slug
+from unidec.comparison.comparison_file import flat
+from unidec.comparison.jobs import slug
 from unidec.comparison.workspace import Comparison, load_comparison, select
 from unidec.config import Params, load_params, nested, recipe_names
 from unidec.errors import ConfigError

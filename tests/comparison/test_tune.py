@@ -20,7 +20,7 @@ import yaml
 from helpers.raw_files import write_raw
 from helpers.tiny_data import make_raw
 
-from unidec.comparison import cell, tune
+from unidec.comparison import cell, trials, tune
 from unidec.comparison.workspace import Step, load_comparison
 from unidec.config import Params, load_params, to_yaml
 from unidec.data.dataset import XMCDataset, write_dataset
@@ -122,8 +122,8 @@ def trainings(
 ) -> Trainings:
     """In place of child processes."""
     fake = Trainings(tiny_dataset)
-    monkeypatch.setattr(tune, "run_step", fake)
-    monkeypatch.setattr(tune, "POLL_S", 0.001)
+    monkeypatch.setattr(trials, "run_step", fake)
+    monkeypatch.setattr(trials, "POLL_S", 0.001)
     return fake
 
 
@@ -192,9 +192,9 @@ def test_best_yaml_is_a_parameter_file_written_once_a_trial(
     params: Params, trainings: Trainings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    write = tune.Search.write_best
+    write = trials.Search.write_best
     monkeypatch.setattr(
-        tune.Search,
+        trials.Search,
         "write_best",
         lambda search, asked: written.append(write(search, asked)) or written[-1],
     )
@@ -403,7 +403,7 @@ def test_real_trainings(project: Params, tmp_path: Path, monkeypatch: pytest.Mon
         finally:
             os.chdir(tmp_path)
 
-    monkeypatch.setattr(tune, "run_step", run_here)
+    monkeypatch.setattr(trials, "run_step", run_here)
     found = tune.tune(project, "space.yaml", 3, "R@10", tmp_path / "search")
     results = [
         json.loads(file.read_text())

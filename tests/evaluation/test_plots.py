@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from unidec.evaluation.report import plots_csv, round_parts, validation_records
+from unidec.evaluation.plot_tables import plots_csv, round_parts, validation_records
 
 METRICS = {
     "P@1": 45.125,

@@ -28,13 +28,13 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import ConfigError
 from unidec.evaluation.metrics import by_query
+from unidec.metric_names import headline
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import indexing, paths
 from unidec.pipeline.ranking import (
     CLF_WEIGHTS,
     KNN_WEIGHTS,
     Ranking,
-    headline,
     training_neighbours,
     tuned_blend,
 )

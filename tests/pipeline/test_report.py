@@ -83,12 +83,11 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
         dataset=texts,
         truth=truth,
         rows=np.arange(num),
-        relevant=lambda labels: hits,
         propensity=SimpleNamespace(inverse_L=np.ones(num_labels)),
     )
     tfidf = Baselines({"knn": ours, "mix": theirs[places]} if with_baseline else {}, {}, places, "")
-    bundle = SimpleNamespace(probabilities=lambda scores: None)
-    found = stage._predictions_shown(bundle, ranking, np.zeros((num, k)), ours, tfidf)  # type: ignore[arg-type]
+    measured = SimpleNamespace(ranking=ranking, scores=np.zeros((num, k)), labels=ours, tfidf=tfidf)
+    found = stage._examples(measured)  # type: ignore[arg-type]
     assert found["gain_over"] == ("TF-IDF kNN + label match" if with_baseline else "")
     for name, sign in (("gains", 1), ("losses", -1)):
         wanted = sorted(
@@ -121,7 +120,7 @@ def test_what_is_served_is_first_and_named(
     heads: str, parts: tuple[str, ...], names: list[str]
 ) -> None:
     result = {"test": {"P@1": 9.0}, **{name: {"P@1": float(i)} for i, name in enumerate(parts)}}
-    shown = stage._metrics(result, heads)
+    shown = stage._systems(result, heads)
     assert list(shown) == names and shown[names[0]]["P@1"] == 9.0
     if "heads" in parts:
         assert shown[heads] == result["heads"]

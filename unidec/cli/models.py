@@ -22,11 +22,11 @@ models_app = group("models", "List, compare, promote and trace registered models
 @command(models_app, "", "--json", name="list")
 def list_models(params: Params) -> Shown:
     """List the registered versions: aliases, metrics, data, code, result of the gate, date."""
-    from unidec.tracking.lineage import COLUMNS, list_versions, rows_of
+    from unidec.tracking.lineage import columns, list_versions, rows_of
 
     found = list_versions(params.tracking.model_name)
     nothing = f"no versions of {params.tracking.model_name} yet: unidec models register creates one"
-    return Shown(found, table(COLUMNS, rows_of(found)) if found else [nothing])
+    return Shown(found, table(columns(), rows_of(found)) if found else [nothing])
 
 
 @command(models_app, "", "7 --set gate.margin=0.2 --json")

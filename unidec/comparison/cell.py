@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from unidec.comparison.jobs import START
 from unidec.comparison.peers import PEERS
 from unidec.comparison.peers.running import K, last_lines, run_peer
-from unidec.comparison.plan import START
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
 from unidec.data.file_lock import lock_file
@@ -38,11 +38,9 @@ from unidec.pipeline import paths
 
 PARENT = "UNIDEC_COMPARE_PARENT"  # environment variable: the process that must be alive
 COMMAND = (sys.executable, "-m", "unidec.comparison.cell")
-# the latter: time for a stopped child to write its checkpoint
 POLL_S = 0.1
-GRACE_S = 120.0
-# queries whose prediction is timed
-TIMED_QUERIES = 512
+GRACE_S = 120.0  # time for a stopped child to write its checkpoint
+TIMED_QUERIES = 512  # queries whose prediction is timed
 TIMED_K = 10
 
 
@@ -54,9 +52,8 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     """
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
-        raise TrainingError(
-            "the comparison is being stopped", where=step.name, fix="run it again to resume"
-        )
+        fix = "run it again to resume"
+        raise TrainingError("the comparison is being stopped", where=step.name, fix=fix)
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
         write_json(step.folder / SPEC, dict(step.spec))
@@ -70,28 +67,35 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
                 process_group=0,
             )
     except OSError as error:
+        what = "the process of this run cannot be started"
         fix = "make its folder writable, free memory or disk space, then run it again"
-        raise TrainingError(
-            "the process of this run cannot be started", where=step.name, got=error, fix=fix
-        ) from error
+        raise TrainingError(what, where=step.name, got=error, fix=fix) from error
     while (code := process.poll()) is None:
         if stopping.wait(POLL_S):
-            # the latter also for the child's own children
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE_S)
+            _end(process)
     if code == 0 and step.result() is not None:
         return
-    if not (reason := step.failure()):
-        how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
-        how += " (not enough memory?)" if code == -signal.SIGKILL else ""
+    reason = step.failure()
+    if not reason:
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"ended by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += " (not enough memory?)"
         reason = f"{how}: {last_lines(step.folder / LOG)}"
         if not stopping.is_set():
             write_json(step.folder / FAILURE, {"what": reason})
     fix = "read this log, remove the cause and run it again: finished runs are kept"
     raise TrainingError(reason, where=str(step.folder / LOG), fix=fix)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its own children, after a checkpoint if it writes one in time."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
 
 
 def main(folder: str) -> int:
@@ -101,7 +105,8 @@ def main(folder: str) -> int:
     os.chdir(folder)
     if PARENT in os.environ:
         watch(int(os.environ[PARENT]))
-    step = Step("", "", Path(), json.loads(Path(SPEC).read_text(encoding="utf-8")))
+    spec = json.loads(Path(SPEC).read_text(encoding="utf-8"))
+    step = Step("", "", Path(), spec)
     try:
         with lock_file(Path(".lock")):  # another comparison may be running the same cell
             if not step.is_done():
@@ -122,7 +127,8 @@ def _make(step: Step) -> None:
     """
     Path(FAILURE).unlink(missing_ok=True)
     if step.result() is not None:  # a result of other code
-        _remove(path for path in Path().iterdir() if path.name not in (SPEC, LOG, ".lock"))
+        kept = (SPEC, LOG, ".lock")
+        _remove(path for path in Path().iterdir() if path.name not in kept)
     spec = step.spec
     begin = time.time()
     _link(spec["links"])
@@ -131,29 +137,34 @@ def _make(step: Step) -> None:
     if spec["kind"] == "data":
         _prepare_data(params, spec["train"], spec["test"])
     else:
-        from unidec.pipeline.evaluation import data_card
-
-        if spec["kind"] == "trial":
-            result |= _trained(params)
-        else:
-            result |= (
-                _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
-            )
-        result["dataset"], result["lineage"] = (
-            data_card(params),
-            _lineage() | result.get("lineage", {}),
-        )
+        result |= _run(spec, params)
         # of an interrupted earlier attempt, only the seconds of its training are known
-        recorded = sum(
-            line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0)
-            for line in result["curve"]
-        )
+        recorded = 0.0
+        for line in result["curve"]:
+            refresh = line.get("refresh", {})
+            recorded += line["seconds"] + refresh.get("refresh_seconds", 0)
         result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
         # comparable on a machine that others use too
         result["costs"]["cpu_seconds"] = time.process_time()
     write_json(RESULT, result)
-    _remove([] if spec["keep"] else [Path(MODEL), Path("outputs/bundle")])
+    if not spec["keep"]:
+        _remove([Path(MODEL), Path("outputs/bundle")])
     remove_checkpoints(Path())
+
+
+def _run(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
+    """Train and measure; what result.json says of it."""
+    from unidec.pipeline.evaluation import data_card
+
+    if spec["kind"] == "peer":
+        result = _peer(spec["peer"], params)
+    elif spec["kind"] == "trial":
+        result = _trained(params)
+    else:
+        result = _recipe(spec, params)
+    result["dataset"] = data_card(params)
+    result["lineage"] = _lineage() | result.get("lineage", {})
+    return result
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -171,7 +182,8 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
     if train or test:
         data = params.data
         everything = 2**62
-        raw = make_slice(read_section(data, params.raw), train or everything, test or everything)
+        whole = read_section(data, params.raw)
+        raw = make_slice(whole, train or everything, test or everything)
         write_dataset(
             paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed
         )
@@ -190,19 +202,16 @@ def _trained(params: Params) -> dict[str, Any]:
         pipeline.label_graph(params)
     trained = pipeline.train(params)
     assert trained is not None  # one process trains it
-    curve = read_json_lines(Path(trained.run_dir) / "rounds.jsonl")
+    run_dir = Path(trained.run_dir)
+    curve = read_json_lines(run_dir / "rounds.jsonl")
+    refreshes = [line.get("refresh", {}) for line in curve]
     costs = {
         "peak_memory_bytes": float(host_peak()),
         "train_seconds": sum(line["train_seconds"] for line in curve),
-        "refresh_seconds": sum(
-            line.get("refresh", {}).get("refresh_seconds", 0.0) for line in curve
-        ),
+        "refresh_seconds": sum(refresh.get("refresh_seconds", 0.0) for refresh in refreshes),
     }
-    return {
-        "costs": costs,
-        "curve": curve,
-        "mlflow_run": tracking_state(Path(trained.run_dir)).get("run_id"),
-    }
+    run_id = tracking_state(run_dir).get("run_id")
+    return {"costs": costs, "curve": curve, "mlflow_run": run_id}
 
 
 def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
@@ -214,54 +223,54 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     from unidec import pipeline
     from unidec.bundle.bundle import Bundle
 
-    trained = (
-        _trained(params)
-        if spec["kind"] == "recipe"
-        else {"costs": {}, "curve": [], "mlflow_run": None}
-    )
+    result: dict[str, Any] = {"costs": {}, "curve": [], "mlflow_run": None}
+    if spec["kind"] == "recipe":
+        result = _trained(params)
     pipeline.index(params)
     pipeline.evaluate(params)
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8"))
-    lists = pq.read_table(paths.PREDICTIONS, columns=["labels"])["labels"].to_pylist()
+    table = pq.read_table(paths.PREDICTIONS, columns=["labels"])
+    lists = table["labels"].to_pylist()
     labels = np.full((len(lists), K), -1, dtype=np.int32)  # [n, K], -1 behind the last
     for row, found in enumerate(lists):
         labels[row, : len(found)] = found
     np.save(PREDICTIONS, labels, allow_pickle=False)
     bundle = Bundle.load(paths.BUNDLE, verify=False)
-    heads = [head for head in (bundle.model.head_de, bundle.model.head_clf) if head is not None]
-    weights = [
-        parameter for part in (bundle.model.encoder, *heads) for parameter in part.parameters()
-    ]
-    classifier = [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
-    costs = trained["costs"] | {
+    model = bundle.model
+    parameters = 0
+    for part in (model.encoder, model.head_de, model.head_clf):
+        if part is not None:
+            parameters += sum(weight.numel() for weight in part.parameters())
+    for name in ("clf", "bias"):
+        if name in bundle.vectors:
+            parameters += bundle.vectors[name].size
+    sizes = [file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file()]
+    result["costs"] |= {
         "search_ms": _search_ms(bundle, params),
-        "parameters": float(sum(weight.numel() for weight in weights) + sum(classifier)),
-        "bundle_bytes": float(
-            sum(file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file())
-        ),
+        "parameters": float(parameters),
+        "bundle_bytes": float(sum(sizes)),
     }
-    return trained | {
-        "metrics": metrics["test"],
-        "validation": metrics.get("validation", {}),
-        "costs": costs,
-        # results are shared: without folders of this machine
-        "params": {
-            key: value
-            for key, value in flatten(params).items()
-            if not Path(str(value)).is_absolute()
-        },
-    }
+    result["metrics"] = metrics["test"]
+    result["validation"] = metrics.get("validation", {})
+    # results are shared: without folders of this machine
+    result["params"] = {}
+    for key, value in flatten(params).items():
+        if not Path(str(value)).is_absolute():
+            result["params"][key] = value
+    return result
 
 
 def _search_ms(bundle: Any, params: Params) -> float:
     """Milliseconds per test query, from its text to its labels."""
     dataset = paths.open_dataset()
-    texts = dataset.query_texts(dataset.rows("test")[:TIMED_QUERIES], params.tokens.text)
+    rows = dataset.rows("test")[:TIMED_QUERIES]
+    texts = dataset.query_texts(rows, params.tokens.text)
     # warm-up: loading at the first call is not search time
     bundle.predict_arrays(texts[:8], k=TIMED_K)
     begin = time.perf_counter()
     bundle.predict_arrays(texts, k=TIMED_K)
-    return 1000 * (time.perf_counter() - begin) / max(len(texts), 1)
+    seconds = time.perf_counter() - begin
+    return 1000 * seconds / max(len(texts), 1)
 
 
 def _peer(name: str, params: Params) -> dict[str, Any]:
@@ -274,23 +283,21 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
 
     dataset = paths.open_dataset()
     propensity = paths.open_propensity()
-    labels, facts = run_peer(
-        name,
-        dataset,
-        {
-            "text": params.tokens.text,
-            "max_length": params.tokens.max_length,
-            "pooling": params.encoder.pooling,
-            "encoder": str(resolve_encoder(params.encoder.name))
-            if PEERS[name].script == "sentence.py"
-            else "",
-            "epochs": params.optim.epochs,
-            "batch_size": params.pool.batch_size,
-            "seed": params.seed,
-            "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
-        },
-        _vectors(params, dataset) if PEERS[name].reads_vectors else None,
-    )
+    peer = PEERS[name]
+    settings = {
+        "text": params.tokens.text,
+        "max_length": params.tokens.max_length,
+        "pooling": params.encoder.pooling,
+        "encoder": "",
+        "epochs": params.optim.epochs,
+        "batch_size": params.pool.batch_size,
+        "seed": params.seed,
+        "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
+    }
+    if peer.script == "sentence.py":
+        settings["encoder"] = str(resolve_encoder(params.encoder.name))
+    vectors = _vectors(params, dataset) if peer.reads_vectors else None
+    labels, facts = run_peer(name, dataset, settings, vectors)
     rows = dataset.rows("test")
     filters = dataset.filter_pairs[rows]
     truth = filtered_truth(dataset.relevance[rows], filters)
@@ -302,8 +309,8 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
     tracker = Tracker(params.tracking.experiment)
     about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
     tracker.start("runs/peer", {"peer": name, "seed": params.seed}, {}, about)
-    figures = {f"test/{metric}": value for metric, value in metrics.items()}
-    tracker.log_final(figures | {f"cost/{cost}": value for cost, value in costs.items()})
+    tracker.log_final({f"test/{metric}": value for metric, value in metrics.items()})
+    tracker.log_final({f"cost/{cost}": value for cost, value in costs.items()})
     tracker.finish("FINISHED")
     return {
         "metrics": metrics,
@@ -320,15 +327,11 @@ def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
     from unidec.methods.assembly import load_model
     from unidec.pipeline.ranking import Ranking
 
-    model = load_model(START)
-    ranking = Ranking.of_model(
-        model, dataset, np.arange(dataset.num_queries), params.optim.precision
-    )
+    every_query = np.arange(dataset.num_queries)
+    ranking = Ranking.of_model(load_model(START), dataset, every_query, params.optim.precision)
     if ranking.encoded.de_BD is None:
-        raise ConfigError(
-            "the model has no vectors of label texts",
-            fix="name a cell with a dual encoder in `after`",
-        )
+        fix = "name a cell with a dual encoder in `after`"
+        raise ConfigError("the model has no vectors of label texts", fix=fix)
     return {"queries": ranking.encoded.de_BD, "labels": ranking.vectors["de"]}
 
 
@@ -343,14 +346,14 @@ def _lineage() -> dict[str, str]:
     tags = code_tags()
     names = {COMMIT_TAG: "commit", DIRTY_TAG: "edited", "unidec.version": "unidec"}
     found = {short: tags[name] for name, short in names.items() if name in tags}
-    found |= {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+    found["system"] = f"{platform.system()} {platform.machine()}"
+    found["cores"] = str(os.cpu_count())
+    found["threads"] = str(torch.get_num_threads())
+    found["python"] = platform.python_version()
+    found["torch"] = torch.__version__
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
 
 
 def _remove(paths: Iterable[Path]) -> None:

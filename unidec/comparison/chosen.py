@@ -1,12 +1,12 @@
-"""The settings that a comparison's tuning chose: the best trial of each recipe cell, in a file kept
-in git.
+"""The settings that a comparison's tuning chose: the best trial of each recipe cell.
 
     UniDEC:
       set: {lr: 2}
       trials: {lr=0.5: 29.3, as it is: 30.1, lr=2: 30.8}
 
-Figures are nDCG@5 on the validation split of the tuning's data; null: the trial failed, or was
-stopped early."""
+The file is kept in git. Figures are nDCG@5 on the validation split of the tuning's data; null: the
+trial failed, or was stopped early.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml
 
-from unidec.comparison.plan import ComparisonFile, Overrides, System, in_words
+from unidec.comparison.comparison_file import ComparisonFile, Overrides
+from unidec.comparison.jobs import AS_IT_IS, System, in_words
 from unidec.comparison.tuning_space import holds
 from unidec.config import read_yaml, short
 from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ConfigError
 from unidec.training.stopping import METRIC
 
-AS_IT_IS = "as it is"
 Trials = list[tuple[Overrides, float | None]]
 """What each trial changed, and its metric; None: it failed or was stopped early."""
 HEAD = """\
@@ -46,29 +46,31 @@ def read_chosen(
     fix = f"unidec compare {path} --tune"
     if not Path(where).is_file():
         raise ConfigError("the systems have not been tuned", where=where, fix=fix)
-    found = read_yaml(Path(where))[0]
-    chosen = dict[str, Any]()
+    found, _ = read_yaml(Path(where))
+    chosen: dict[str, Overrides] = {}
     for name, system in systems.items():
-        if system.kind == "recipe":
-            entry = found.get(name)
-            settings = entry.get("set") if isinstance(entry, dict) else None
-            if not isinstance(settings, dict) or not _within(settings, system.ranges):
-                expected = "values within " + "; ".join(
-                    f"{key}: {short(one)}" for key, one in system.ranges.items()
-                )
-                raise ConfigError(
-                    "not tuned with these ranges",
-                    where=f"{where}: {name}",
-                    got=short(settings),
-                    expected=expected,
-                    fix=f'{fix} --only "{name}"',
-                )
-            chosen[name] = settings
+        if system.kind != "recipe":
+            continue
+        entry = found.get(name)
+        settings = entry.get("set") if isinstance(entry, dict) else None
+        if not isinstance(settings, dict) or not _is_within(settings, system.ranges):
+            ranges = [f"{key}: {short(one)}" for key, one in system.ranges.items()]
+            raise ConfigError(
+                "not tuned with these ranges",
+                where=f"{where}: {name}",
+                got=short(settings),
+                expected=f"values within {'; '.join(ranges)}",
+                fix=f'{fix} --only "{name}"',
+            )
+        chosen[name] = settings
     return chosen
 
 
-def _within(settings: Mapping[str, Any], ranges: Mapping[str, Any]) -> bool:
-    return all(key in ranges and holds(ranges[key], value) for key, value in settings.items())
+def _is_within(settings: Overrides, ranges: Mapping[str, Any]) -> bool:
+    for key, value in settings.items():
+        if key not in ranges or not holds(ranges[key], value):
+            return False
+    return True
 
 
 def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Trials]) -> Path:
@@ -84,8 +86,15 @@ def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Tr
     place = Path(file.tuning.file)
     entries: dict[str, Any] = read_yaml(place)[0] if place.is_file() else {}
     for cell, tried in trials.items():
-        best, _ = max(tried, key=lambda trial: -1.0 if trial[1] is None else trial[1])
-        figures = {in_words(changed) or AS_IT_IS: _rounded(value) for changed, value in tried}
+        figures = {}
+        best: Overrides = {}
+        highest = -1.0
+        for changed, metric in tried:
+            name = in_words(changed) or AS_IT_IS
+            figures[name] = None if metric is None else round(metric, 3)
+            if metric is not None and metric > highest:
+                best = changed
+                highest = metric
         entries[cell] = {"set": best, "trials": figures}
     ordered = {cell: entries[cell] for cell in file.cells if cell in entries}
     head = HEAD.format(path=path, metric=METRIC, data=file.tuning.data, seed=file.seeds[0])
@@ -95,7 +104,3 @@ def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Tr
     place.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(place, (head + text).encode())
     return place
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)

@@ -1,5 +1,4 @@
-"""Results of a comparison's cells: collected from their folders, tested for significance, and
-formatted for page and terminal.
+"""Results of a comparison's cells: collected, tested, and formatted for page and terminal.
 
 Legend: n test queries, K labels per query.
 """
@@ -19,8 +18,9 @@ from zipfile import BadZipFile
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from unidec.comparison.comparison_file import flat
+from unidec.comparison.jobs import Job
 from unidec.comparison.peers import PEERS
-from unidec.comparison.plan import Job
 from unidec.comparison.workspace import LOG, PREDICTIONS, SCORES, Comparison, Step
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
@@ -30,11 +30,11 @@ from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, 
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
+from unidec.metric_names import shown
 from unidec.training.stopping import METRIC
 
-TESTED = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")
-ENDS = ("above", "below")  # of the fraction whose sums over the queries are a metric
-TABLE = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100")
+# costs that include those of the trainings that a run builds on
+_ADDED = ("train_seconds", "refresh_seconds", "total_seconds", "work_seconds")
 Results = dict[str, dict[str, Any]]  # result.json of each job that has one, by the job's key
 NOTE = (
     "Paired randomisation test over the test queries, scores of a system averaged over its "
@@ -82,54 +82,35 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
         "tests": paired tests, p-values after Holm's correction. "failures": runs without a result.
         "title", "lineage": as on the page.
     """
-
-    def curve(run: Run) -> list[list[float | None]]:
-        measured = [
-            line
-            for line in run.curve
-            if "work_seconds" in line and METRIC in line.get("validation", ())
-        ]
-        return [
-            [_rounded(line["work_seconds"] / 60), _rounded(line["validation"][METRIC])]
-            for line in measured
-        ]
-
-    def summaries(cell: Cell, of: Literal["metrics", "costs"]) -> dict[str, list[float | None]]:
-        names = dict.fromkeys(name for run in cell.runs for name in getattr(run, of))
-        values = {name: cell.summary(name, of) for name in names}
-        return {
-            name: [_rounded(value.mean), _rounded(value.spread)] for name, value in values.items()
-        }
-
-    cells = [
-        {
-            "data": cell.task,
-            "cell": cell.name,
-            "kind": cell.kind,
-            "recipe": cell.recipe,
-            "settings": cell.settings,
-            "seeds": [run.seed for run in cell.runs],
-            "metrics": summaries(cell, "metrics"),
-            "costs": summaries(cell, "costs"),
-            "curve": curve(cell.runs[0]),
-        }
-        for cell in page.cells
-        if cell.runs
-    ]
-    tests = [
-        {
-            "data": data,
-            "cell": test.system,
-            "against": test.against,
-            "metric": test.metric,
-            "difference": _rounded(test.difference),
-            "low": _rounded(test.low),
-            "high": _rounded(test.high),
-            "p": _rounded(test.p_adjusted, 5),
-        }
-        for data, tests in page.contrasts.items()
-        for test in tests
-    ]
+    cells = []
+    for cell in page.cells:
+        if cell.runs:
+            entry = {
+                "data": cell.task,
+                "cell": cell.name,
+                "kind": cell.kind,
+                "recipe": cell.recipe,
+                "settings": cell.settings,
+                "seeds": [run.seed for run in cell.runs],
+                "metrics": _summaries(cell, "metrics"),
+                "costs": _summaries(cell, "costs"),
+                "curve": _curve(cell.runs[0]),
+            }
+            cells.append(entry)
+    tests = []
+    for data, of_data in page.contrasts.items():
+        for test in of_data:
+            entry = {
+                "data": data,
+                "cell": test.system,
+                "against": test.against,
+                "metric": test.metric,
+                "difference": _rounded(test.difference),
+                "low": _rounded(test.low),
+                "high": _rounded(test.high),
+                "p": _rounded(test.p_adjusted, 5),
+            }
+            tests.append(entry)
     return {
         "title": page.title,
         "lineage": page.lineage,
@@ -137,6 +118,26 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
         "tests": tests,
         "failures": page.failures,
     }
+
+
+def _curve(run: Run) -> list[list[float | None]]:
+    curve = []
+    for line in run.curve:
+        if "work_seconds" in line and METRIC in line.get("validation", ()):
+            minutes = line["work_seconds"] / 60
+            percent = line["validation"][METRIC]
+            curve.append([_rounded(minutes), _rounded(percent)])
+    return curve
+
+
+def _summaries(cell: Cell, of: Literal["metrics", "costs"]) -> dict[str, list[float | None]]:
+    found = {}
+    for run in cell.runs:
+        for name in getattr(run, of):
+            if name not in found:
+                value = cell.summary(name, of)
+                found[name] = [_rounded(value.mean), _rounded(value.spread)]
+    return found
 
 
 def _rounded(value: float, digits: int = 3) -> float | None:
@@ -147,34 +148,36 @@ def table(comparison: Comparison) -> list[list[str]]:
     """The results so far, for a terminal: column heads, then a row per cell, mean ± spread over
     seeds.
     """
-    rows = [["data", "cell", "seeds", *TABLE]]
+    names = shown("compare")
+    rows = [["data", "cell", "seeds", *names]]
     for cell in _cells(comparison, gather(comparison)):
         if cell.runs:
-            found = [cell.summary(name) for name in TABLE]
-            figures = [
-                f"{one.mean:.1f}" + (f" ± {one.spread:.1f}" if one.count > 1 else "")
-                for one in found
-            ]
-            rows.append([cell.task, cell.name, str(len(cell.runs)), *figures])
+            row = [cell.task, cell.name, str(len(cell.runs))]
+            for name in names:
+                value = cell.summary(name)
+                spread = f" ± {value.spread:.1f}" if value.count > 1 else ""
+                row.append(f"{value.mean:.1f}{spread}")
+            rows.append(row)
     return rows
 
 
 def write_metrics(path: Path, step: Step) -> None:
     """Write the metrics of one run, small enough for git; DVC allows no `@` in a name."""
     result = step.result() or {}
-    figures = {name.replace("@", "_at_"): round(result["metrics"][name], 3) for name in TESTED}
-    seconds = round(result["costs"].get("train_seconds", 0.0), 1)
+    figures: dict[str, Any] = {"run": step.name}
+    for name in shown("tested"):
+        key = name.replace("@", "_at_")
+        figures[key] = round(result["metrics"][name], 3)
+    seconds = result["costs"].get("train_seconds", 0.0)
+    figures["train_seconds"] = round(seconds, 1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"run": step.name, **figures, "train_seconds": seconds})
+    write_json(path, figures)
 
 
 def gather(comparison: Comparison) -> Results:
     """The results that exist for these inputs."""
-    return {
-        key: result
-        for key in comparison.jobs
-        if (result := comparison.steps[key].result()) is not None
-    }
+    found = {key: comparison.steps[key].result() for key in comparison.jobs}
+    return {key: result for key, result in found.items() if result is not None}
 
 
 def page_input(
@@ -184,54 +187,67 @@ def page_input(
     nothing did.
     """
     file = comparison.file
-    old = sum(result["code"] != comparison.steps[key].spec["code"] for key, result in found.items())
-    notes = (
-        [f"{old} of {len(found)} results were made by another version of the code."] if old else []
-    )
-    if (tuning := file.tuning) is not None:
-        notes.append(
-            f"Each recipe had {tuning.trials} trials on {tuning.data}; the best by {METRIC} of its "
-            "validation split is its setting here (Settings, tuned). Figures of all trials: "
-            f"{tuning.file}."
-        )
     jobs = comparison.jobs
-    if started := {
-        job.data for key, job in jobs.items() if key in found or comparison.steps[key].failure()
-    }:
-        if later := dict.fromkeys(job.data for job in jobs.values() if job.data not in started):
-            notes.append(f"Not run yet: {', '.join(later)}.")
-        comparison = replace(
-            comparison, jobs={key: job for key, job in jobs.items() if job.data in started}
-        )
-    shown = {job.data for job in comparison.jobs.values()}
-    cards = {comparison.jobs[key].data: found[key]["dataset"] for key in reversed(found)}
-    # what the figures were made with; several values if they differ between cells
-    made: dict[str, dict[str, None]] = {"command": {f"unidec compare {comparison.path}": None}}
-    for result in found.values():
-        for name, value in result["lineage"].items():
-            made.setdefault(name, {})[value] = None
+    notes = _notes(comparison, found)
+    started = set()
+    later = {job.data: None for job in jobs.values()}
+    for key, job in jobs.items():
+        if key in found or comparison.steps[key].failure():
+            started.add(job.data)
+            later.pop(job.data, None)
+    if started and later:
+        notes.append(f"Not run yet: {', '.join(later)}.")
+        jobs = {key: job for key, job in jobs.items() if job.data in started}
+        comparison = replace(comparison, jobs=jobs)
+    used = {job.data for job in jobs.values()}
+    cards = {jobs[key].data: found[key]["dataset"] for key in reversed(found)}
+    tasks = []
+    for name, entry in file.data.items():
+        if name in used:
+            tasks.append(Task(name, entry.about, cards.get(name, {})))
     return ComparisonInput(
         title=file.title or f"Comparison {file.name}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         about=file.about,
         notes=notes,
-        tasks=[
-            Task(name, entry.about, cards.get(name, {}))
-            for name, entry in file.data.items()
-            if name in shown
-        ],
+        tasks=tasks,
         cells=_cells(comparison, found),
         contrasts=contrasts,
         contrast_note=NOTE,
         groups=[{"title": title, **group.model_dump()} for title, group in file.groups.items()],
-        failures=[
-            _failure(job, comparison.steps[key])
-            for key, job in comparison.jobs.items()
-            if key not in found
-        ],
-        common=comparison.common,
-        lineage={name: ", ".join(list(values)[:5]) for name, values in made.items()},
+        failures=[_failure(job, comparison) for job in jobs.values() if job.key not in found],
+        common=flat(file.common) | dict(comparison.overrides),
+        lineage=_lineage(comparison, found),
     )
+
+
+def _notes(comparison: Comparison, found: Results) -> list[str]:
+    """Paragraphs under the page's heading."""
+    notes = []
+    steps = comparison.steps
+    old = 0
+    for key, result in found.items():
+        old += result["code"] != steps[key].spec["code"]
+    if old:
+        notes.append(f"{old} of {len(found)} results were made by another version of the code.")
+    if (tuning := comparison.file.tuning) is not None:
+        notes.append(
+            f"Each recipe had {tuning.trials} trials on {tuning.data}; the best by {METRIC} of its "
+            "validation split is its setting here (Settings, tuned). Figures of all trials: "
+            f"{tuning.file}."
+        )
+    return notes
+
+
+def _lineage(comparison: Comparison, found: Results) -> dict[str, str]:
+    """What the figures were made with; several values if they differ between cells."""
+    made = {"command": [f"unidec compare {comparison.path}"]}
+    for result in found.values():
+        for name, value in result["lineage"].items():
+            values = made.setdefault(name, [])
+            if value not in values:
+                values.append(value)
+    return {name: ", ".join(values[:5]) for name, values in made.items()}
 
 
 def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTest]]:
@@ -239,31 +255,42 @@ def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTe
     base.
     """
     done: dict[str, list[PairedTest]] = {}
+    metrics = shown("tested")
+    entries = comparison.file.cells
     for data in comparison.file.data:
-        jobs = [job for key, job in comparison.jobs.items() if job.data == data and key in found]
-        scores = _scores(comparison, jobs)
+        jobs = [job for job in comparison.jobs.values() if job.data == data]
+        scores = _scores(comparison, [job for job in jobs if job.key in found])
         tests = done.setdefault(data, [])
-        peers = [name for name in scores if comparison.file.cells[name].peer]
+        peers = [name for name in scores if entries[name].peer]
         if peers and len(scores) > 1:
-            tests += compare_systems(scores, best_systems(scores, peers, TESTED), TESTED)
+            best = best_systems(scores, peers, metrics)
+            tests += compare_systems(scores, best, metrics)
         for group in comparison.file.groups.values():
-            members = {name: scores[name] for name in (group.base, *group.cells) if name in scores}
+            names = (group.base, *group.cells)
+            members = {name: scores[name] for name in names if name in scores}
             if group.base in members and len(members) > 1:
-                tests += compare_systems(members, group.base, TESTED)
+                tests += compare_systems(members, group.base, metrics)
     return done
 
 
 def _cells(comparison: Comparison, found: Results) -> list[Cell]:
-    seeds: dict[tuple[str, str], list[Job]] = {}
+    cells: dict[tuple[str, str], Cell] = {}
     for job in comparison.jobs.values():
-        seeds.setdefault((job.data, job.cell), []).append(job)
-    cells = []
-    for (data, name), (job, *others) in seeds.items():
-        about = comparison.file.cells[name].about or (PEERS[job.peer].about if job.peer else "")
-        runs = [_run(comparison, one, found) for one in (job, *others) if one.key in found]
-        kind: Literal["recipe", "peer"] = "peer" if job.peer else "recipe"
-        cells.append(Cell(data, name, kind, about, job.params.recipe or "", job.settings, runs))
-    return cells
+        cell = cells.get((job.data, job.cell)) or _cell(comparison, job)
+        if job.key in found:
+            run = _run(comparison, job, found)
+            cell = replace(cell, runs=[*cell.runs, run])
+        cells[job.data, job.cell] = cell
+    return list(cells.values())
+
+
+def _cell(comparison: Comparison, job: Job) -> Cell:
+    """The cell of a job, without runs."""
+    about = comparison.file.cells[job.cell].about
+    cell = Cell(job.data, job.cell, about=about, settings=job.settings)
+    if job.peer:
+        return replace(cell, kind="peer", about=about or PEERS[job.peer].about)
+    return replace(cell, recipe=job.params.recipe or "")
 
 
 def _run(comparison: Comparison, job: Job, found: Results) -> Run:
@@ -275,22 +302,24 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
         costs["work_seconds"] = curve[-1]["work_seconds"]
     if job.needs in found:
         earlier = _run(comparison, comparison.jobs[job.needs], found).costs
-        for name in ("train_seconds", "refresh_seconds", "total_seconds", "work_seconds"):
+        before = {name: earlier.get(name, 0.0) for name in _ADDED}
+        for name in _ADDED:
             if name in costs or name in earlier:
-                costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
+                costs[name] = costs.get(name, 0.0) + before[name]
         if curve:
-            curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get(
-                "refresh_seconds", 0.0
-            )
+            curve[0]["train_seconds"] += before["train_seconds"] + before["refresh_seconds"]
         for line in curve if "work_seconds" in costs else ():
-            line["work_seconds"] += earlier.get("work_seconds", 0.0)
+            line["work_seconds"] += before["work_seconds"]
     return Run(job.seed, result["metrics"], result["validation"], costs, curve)
 
 
-def _failure(job: Job, step: Step) -> dict[str, Any]:
+def _failure(job: Job, comparison: Comparison) -> dict[str, Any]:
+    step = comparison.steps[job.key]
     reason = step.failure()
     log = step.folder / LOG
-    place = Path(*log.parts[-5:]).as_posix() if log.is_file() else ""
+    place = ""
+    if log.is_file():
+        place = Path(*log.parts[-5:]).as_posix()
     return {
         "task": job.data,
         "cell": job.cell,
@@ -311,13 +340,17 @@ def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[Query
     truth: tuple[csr_matrix, np.ndarray] | None = None
     for job in jobs:
         step = comparison.steps[job.key]
-        if not (step.folder / SCORES).is_file():
-            if not (step.folder / PREDICTIONS).is_file():
+        place = step.folder / SCORES
+        predictions = step.folder / PREDICTIONS
+        if not place.is_file():
+            if not predictions.is_file():
                 continue
-            truth = truth or _truth(comparison.steps[step.needs[0]].folder / "data")
-            labels = load_array(step.folder / PREDICTIONS, np.int32, ndim=2)
-            _write_scores(step.folder / SCORES, by_query(labels, truth[0], TESTED, truth[1]))
-        scores.setdefault(job.cell, []).append(_read_scores(step.folder / SCORES))
+            made_by = comparison.steps[step.needs[0]]
+            truth = truth or _truth(made_by.folder / "data")
+            relevance, inverse_L = truth
+            labels = load_array(predictions, np.int32, ndim=2)
+            _write_scores(place, by_query(labels, relevance, shown("tested"), inverse_L))
+        scores.setdefault(job.cell, []).append(_read_scores(place))
     return scores
 
 
@@ -332,11 +365,10 @@ def _write_scores(path: Path, parts: QueryParts) -> None:
     """Write scores as compressed float32 [n] arrays: "P@1/above", "P@1/below", ... (see
     `metrics.by_query`).
     """
-    arrays = {
-        f"{metric}/{end}": values_N.astype(np.float32)
-        for metric, both in parts.items()
-        for end, values_N in zip(ENDS, both, strict=True)
-    }
+    arrays = {}
+    for metric, (above_N, below_N) in parts.items():
+        arrays[f"{metric}/above"] = above_N.astype(np.float32)
+        arrays[f"{metric}/below"] = below_N.astype(np.float32)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=False, **arrays)
     write_bytes_atomic(path, buffer.getvalue())
@@ -345,11 +377,12 @@ def _write_scores(path: Path, parts: QueryParts) -> None:
 def _read_scores(path: Path) -> QueryParts:
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = {
-                metric: [arrays[f"{metric}/{end}"].astype(np.float64) for end in ENDS]
-                for metric in TESTED
-            }
+            parts = {}
+            for metric in shown("tested"):
+                above_N = arrays[f"{metric}/above"].astype(np.float64)
+                below_N = arrays[f"{metric}/below"].astype(np.float64)
+                parts[metric] = (above_N, below_N)
+        return parts
     except (OSError, ValueError, KeyError, BadZipFile) as error:
         fix = "remove it: it is computed again from the predictions beside it"
         raise ArtifactError("scores cannot be read", where=str(path), got=error, fix=fix) from error
-    return {metric: (above_N, below_N) for metric, (above_N, below_N) in found.items()}

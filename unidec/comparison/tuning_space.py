@@ -10,6 +10,7 @@ Only this module imports optuna.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,6 @@ def problems_of(
     Args:
         origin: line of each key path. source: the file, or the part of it.
     """
-    takes = {key: kinds for key, _, kinds, _ in describe()} | {RATES: "number"}
     problems = []
     for key, entry in ranges.items():
         try:
@@ -86,31 +86,40 @@ def problems_of(
                 raise ValueError(
                     f"key paths, not sections: {key}.<key>: {{low: 0.001, high: 0.01}}"
                 )
-            for value in _values(entry) if key in takes else [entry]:
+            for value in _values(key, entry):
                 applied(params, {key: value}, origin=origin, source=source)
-            _check_form(key, entry, takes[key])
+            _check_form(key, entry)
         except ParamsError as error:
             problems += error.problems
         except ValueError as error:
-            problems.append(
-                problem(key, "cannot be tuned like this", short(entry), str(error), dict(origin))
-            )
+            what = "cannot be tuned like this"
+            problems.append(problem(key, what, short(entry), str(error), dict(origin)))
     return problems
 
 
-def _values(entry: Any) -> list[Any]:
-    """All choices, or both ends of a range."""
-    if isinstance(entry, list):
-        return entry
-    return (
-        [entry[end] for end in ("low", "high") if end in entry] if isinstance(entry, dict) else []
-    )
+@functools.cache
+def _kinds() -> dict[str, list[str]]:
+    """What each key takes: "number", "integer", ..."""
+    found = {RATES: ["number"]}
+    for key, _, kinds, _ in describe():
+        found[key] = kinds.split()
+    return found
 
 
-def _check_form(key: str, entry: Any, takes: str) -> None:
+def _values(key: str, entry: Any) -> list[Any]:
+    """All choices, or both ends of a range; of an unknown key the entry."""
+    if key not in _kinds():
+        return [entry]
+    if isinstance(entry, dict):
+        return [entry[end] for end in ("low", "high") if end in entry]
+    return entry if isinstance(entry, list) else []
+
+
+def _check_form(key: str, entry: Any) -> None:
     """A ValueError describes what would be valid."""
     # all trials share data and tokens; the seed decides the index, too
-    tunable = set(keys_deciding("label_graph", "training")) - set(keys_deciding("tokens", "index"))
+    tunable = set(keys_deciding("label_graph", "training"))
+    tunable -= set(keys_deciding("tokens", "index"))
     if key != RATES and key not in tunable:
         sections = sorted({name.partition(".")[0] for name in tunable})
         raise ValueError(f"a key of {', '.join(sections)} that needs no other tokens")
@@ -118,12 +127,9 @@ def _check_form(key: str, entry: Any, takes: str) -> None:
         if not entry:
             raise ValueError("one or more choices")
         return
-    is_number = not {"number", "integer"}.isdisjoint(takes.split())
-    if (
-        not is_number
-        or not isinstance(entry, dict)
-        or not {"low", "high"} <= entry.keys() <= {"low", "high", "log"}
-    ):
+    is_number = not {"number", "integer"}.isdisjoint(_kinds()[key])
+    is_range = isinstance(entry, dict) and {"low", "high"} <= entry.keys() <= {"low", "high", "log"}
+    if not is_number or not is_range:
         raise ValueError("{low: 0.001, high: 0.01, log: true} for a number, or choices: [1, 2, 4]")
     log = entry.get("log", False)
     if not isinstance(log, bool):
@@ -147,15 +153,18 @@ def applied(
     Raises:
         ParamsError: a setting is invalid, or in conflict with the other parameters.
     """
-    values = dict(leaves(params)) | {key: value for key, value in settings.items() if key != RATES}
-    factor = settings.get(RATES, 1)
+    before = dict(leaves(params))
+    values = before | dict(settings)
+    factor = values.pop(RATES, 1)
     if type(factor) not in (int, float) or factor <= 0:
         raise ValueError("lr multiplies all learning rates: a number above 0")
     if factor != 1:
-        values |= {
-            key: rate * factor for key, rate in values.items() if key.startswith("optim.lr_")
-        }
-    values |= {key: value for key, value in leaves(params) if key in kept}
+        for key in values:
+            if key.startswith("optim.lr_"):
+                values[key] *= factor
+    for key in kept:
+        if key in before:
+            values[key] = before[key]
     return build_params(values, dict(origin or {}), source)
 
 
@@ -174,13 +183,14 @@ def holds(entry: Any, value: Any) -> bool:
 
 def distributions(ranges: Ranges) -> dict[str, Any]:
     """The ranges as Optuna's distributions; over integers if the key takes only those."""
-    kinds = import_optuna().distributions
-    takes = {key: names.split() for key, _, names, _ in describe()} | {RATES: ["number"]}
+    of_optuna = import_optuna().distributions
+    takes = _kinds()
     found = {}
     for key, entry in ranges.items():
         if isinstance(entry, list):
-            found[key] = kinds.CategoricalDistribution(entry)
+            found[key] = of_optuna.CategoricalDistribution(entry)
+        elif "number" in takes[key]:
+            found[key] = of_optuna.FloatDistribution(**entry)
         else:
-            kind = kinds.FloatDistribution if "number" in takes[key] else kinds.IntDistribution
-            found[key] = kind(entry["low"], entry["high"], log=entry.get("log", False))
+            found[key] = of_optuna.IntDistribution(**entry)
     return found

@@ -25,7 +25,8 @@ from typing import Any
 
 from unidec.code import code_sha256
 from unidec.comparison.chosen import read_chosen
-from unidec.comparison.plan import START, ComparisonFile, Job, Planner, flat, read_file, slug
+from unidec.comparison.comparison_file import ComparisonFile, read_file
+from unidec.comparison.jobs import START, Job, Planner, slug
 from unidec.config import Params, fingerprint, keys_deciding
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
@@ -68,7 +69,8 @@ class Step:
         result = self.result()
         if result is None or result["code"] != self.spec["code"]:
             return False
-        return not self.spec["keep"] or (self.folder / MODEL / MANIFEST).is_file()
+        model = self.folder / MODEL / MANIFEST
+        return not self.spec["keep"] or model.is_file()
 
     def result(self) -> dict[str, Any] | None:
         """result.json; None if there is none."""
@@ -76,20 +78,22 @@ class Step:
 
     def failure(self) -> str:
         """The error of its last attempt; "" if it succeeded or was never run."""
-        return "" if self.result() else (_read_json(self.folder / FAILURE) or {}).get("what", "")
+        if self.result():
+            return ""
+        failure = _read_json(self.folder / FAILURE) or {}
+        return str(failure.get("what", ""))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """A checked comparison file, its jobs by key, and their steps by name; each after the steps
     that it needs.
 
-    `common` are the parameters that the file sets for all cells; `overrides` those of `--set`, over
-    everything."""
+    `overrides` are the parameters of `--set`, over everything.
+    """
 
     path: Path
     file: ComparisonFile
-    common: Mapping[str, Any]
     overrides: Mapping[str, Any]
     root: Path
     jobs: Mapping[str, Job]
@@ -124,21 +128,30 @@ def load_comparison(
             "nothing to tune", where=str(path), expected="a section `tuning`", fix=EXAMPLE
         )
     choose = None if tune else partial(read_chosen, path, file)
-    jobs = Planner(file, origin, overrides or {}, problems).jobs(path, choose)
+    planner = Planner(file, origin, overrides or {}, problems)
+    jobs = planner.jobs(path, choose)
     root = Path(folder or ROOT / file.name)
-    common = flat(file.common) | dict(overrides or {})
     steps = steps_of(jobs, root)
     if keep_results:
         steps = {name: _with_kept_result(step) for name, step in steps.items()}
-    return Comparison(Path(path), file, common, overrides or {}, root, jobs, steps)
+    return Comparison(
+        path=Path(path),
+        file=file,
+        overrides=overrides or {},
+        root=root,
+        jobs=jobs,
+        steps=steps,
+    )
 
 
 def _with_kept_result(step: Step) -> Step:
     """The step with the code version of its result; unchanged if that result is missing or lacks
     its model.
     """
-    kept = replace(step, spec={**step.spec, "code": (step.result() or {}).get("code")})
-    return kept if kept.is_done() else step
+    if result := step.result():
+        kept = replace(step, spec={**step.spec, "code": result["code"]})
+        return kept if kept.is_done() else step
+    return step
 
 
 def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
@@ -146,14 +159,13 @@ def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
 
     Args:
         only: "cell", "data/cell" or "data/cell/seed", as in the file or as folders; `*` and `?`
-        match anything.
+            match anything.
 
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    return with_needed(
-        comparison.steps, matching(comparison, only) if only else set(comparison.steps)
-    )
+    chosen = matching(comparison, only) if only else comparison.steps
+    return with_needed(comparison.steps, chosen)
 
 
 def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
@@ -166,32 +178,28 @@ def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
         return set(comparison.jobs)
     chosen: set[str] = set()
     for pattern in only:
-        found = [job for job in comparison.jobs.values() if _matches(job, pattern)]
+        found = [job.key for job in comparison.jobs.values() if _matches(job, pattern)]
         if not found:
             expected = f"data/cell/seed, data/cell, or one of {', '.join(comparison.file.cells)}"
             raise ConfigError("no such cell", where="--only", got=pattern, expected=expected)
-        chosen.update(job.key for job in found)
+        chosen.update(found)
     return chosen
 
 
 def with_needed(steps: Mapping[str, Step], names: Iterable[str]) -> list[Step]:
     """The named steps and those that they need, in the order of `steps`."""
     chosen = set(names)
-    for step in reversed(list(steps.values())):
+    for step in reversed(steps.values()):
         if step.name in chosen:
             chosen.update(step.needs)
     return [step for step in steps.values() if step.name in chosen]
 
 
 def _matches(job: Job, pattern: str) -> bool:
-    names = (job.data, job.cell, str(job.seed))
-    for data, cell, seed in (names, tuple(map(slug, names))):
-        if any(
-            fnmatch.fnmatchcase(name, pattern)
-            for name in (cell, f"{data}/{cell}", f"{data}/{cell}/{seed}")
-        ):
-            return True
-    return False
+    of_data = f"{job.data}/{job.cell}"
+    names = [job.cell, of_data, f"{of_data}/{job.seed}"]
+    names += ["/".join(map(slug, name.split("/"))) for name in names]
+    return bool(fnmatch.filter(names, pattern))
 
 
 def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
@@ -200,66 +208,79 @@ def steps_of(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
     needed = {job.needs for job in jobs.values()}
     for job in jobs.values():
         data = _data_step(job, root)
-        before = steps.get(job.needs)
-        # the data set has a key of its own
-        keys = (
-            _PEERS_TAKE
-            if job.kind == "peer"
-            else keys_deciding("label_graph", "training", "index", "evaluation")
-        )
-        key = _digest(
-            [fingerprint(job.params, *keys), job.kind, job.peer, data.key, before and before.key]
-        )
-        folder = root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{key[:8]}"
-        links = {
-            f"data/{name}": data.folder / "data" / name
-            for name in ("dataset", "tokens", "propensity")
-        }
-        links["data/cache"] = root / "shared" / "cache"
-        if before is not None:
-            links[MODEL if job.kind == "model_of" else START] = before.folder / MODEL
-        spec = {
-            "kind": job.kind,
-            "name": job.key,
-            "params": _placed(job.params),
-            "peer": job.peer,
-            "code": code_sha256(*(PEER_CODE if job.kind == "peer" else RUN_CODE)),
-            "keep": job.key in needed,
-            "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
-        }
         steps[data.name] = data
-        steps[job.key] = Step(job.key, key, folder, spec, (data.name, *filter(None, [job.needs])))
+        before = steps.get(job.needs)
+        steps[job.key] = _run_step(job, root, data, before, is_needed=job.key in needed)
     return steps
+
+
+def _run_step(job: Job, root: Path, data: Step, before: Step | None, is_needed: bool) -> Step:
+    """The step that makes a job's result.
+
+    Args:
+        data: makes its data set. before: makes the model that it builds on.
+        is_needed: another job builds on its model.
+    """
+    # the data set has a key of its own
+    decide = keys_deciding("label_graph", "training", "index", "evaluation")
+    code = RUN_CODE
+    if job.kind == "peer":
+        decide = _PEERS_TAKE
+        code = PEER_CODE
+    params = fingerprint(job.params, *decide)
+    key = _digest([params, job.kind, job.peer, data.key, before and before.key])
+    cell = root / "cells" / slug(job.data) / slug(job.cell)
+    folder = cell / f"{job.seed}-{key[:8]}"
+    links = {"data/cache": root / "shared" / "cache"}
+    for name in ("data/dataset", "data/tokens", "data/propensity"):
+        links[name] = data.folder / name
+    if before is not None:
+        place = MODEL if job.kind == "model_of" else START
+        links[place] = before.folder / MODEL
+    spec = {
+        "kind": job.kind,
+        "name": job.key,
+        "params": _placed(job.params),
+        "peer": job.peer,
+        "code": code_sha256(*code),
+        "keep": is_needed,
+        "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
+    }
+    needs = tuple(filter(None, (data.name, job.needs)))
+    return Step(job.key, key, folder, spec, needs)
 
 
 def _data_step(job: Job, root: Path) -> Step:
     """The step that makes a job's data set, token cache and propensities, in the folder `data`.
 
     Its key hashes raw files, slice, split, texts and tokenizer. Like a run, it is rebuilt if the
-    code has changed."""
+    code has changed.
+    """
+    entry = job.entry
     params = fingerprint(job.params, *keys_deciding("data", "tokens", "propensity"))
-    key = _digest(
-        [params, job.entry.train, job.entry.test, raw_sha256(str(Path(job.entry.path).resolve()))]
-    )
+    raw = raw_sha256(str(Path(entry.path).resolve()))
+    key = _digest([params, entry.train, entry.test, raw])
     spec = {
         "kind": "data",
         "name": f"data {job.data}",
         "params": _placed(job.params),
-        "train": job.entry.train,
-        "test": job.entry.test,
+        "train": entry.train,
+        "test": entry.test,
         "code": code_sha256("data"),
         "keep": False,
         "links": {},
     }
-    return Step(f"data {job.data} ({key[:8]})", key, root / "shared" / f"data-{key[:16]}", spec)
+    name = f"data {job.data} ({key[:8]})"
+    return Step(name, key, root / "shared" / f"data-{key[:16]}", spec)
 
 
 def _placed(params: Params) -> dict[str, Any]:
     """The parameters for a process in another working folder: local folders as absolute paths."""
     values = params.model_dump(mode="json")
     for section, key in (("encoder", "name"), ("data", "path")):
-        if values[section][key] and Path(values[section][key]).exists():
-            values[section][key] = str(Path(values[section][key]).resolve())
+        given = values[section][key]
+        if given and Path(given).exists():
+            values[section][key] = str(Path(given).resolve())
     return values
 
 

@@ -1,23 +1,19 @@
-"""TF-IDF baselines built from the training split, measured in seconds, and the model's gain over
-them.
+"""TF-IDF baselines built from the training split in seconds, and the model's gain over them.
 
 Nothing is trained: the nearest training queries vote, label texts are matched, or both. Scores stay
-sparse and are
-computed for a block of queries at a time. Large data is sampled (`MAX_TRAIN`, `MAX_TEST`,
-`MAX_SCORES`), which `Baselines.about` reports; the model is then compared on the same sample of
-test queries.
+sparse and are computed for a block of queries at a time. Large data is sampled (`MAX_TRAIN`,
+`MAX_TEST`, `MAX_SCORES`), which `Baselines.about` reports; the model is then compared on the same
+sample of test queries.
 
 Shape legend: N test queries, n of them that are ranked, B queries of one block, M training queries,
-L labels, F words,
-K labels per query.
+L labels, F words, K labels per query.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,13 +24,11 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import spaced, tested_in_training, text_facts
 from unidec.data.propensity import training_counts
 from unidec.errors import DataError
-from unidec.evaluation.metrics import GROUPS, by_query, evaluate, filtered_truth, remove_filtered
+from unidec.evaluation.metrics import by_query, evaluate, filtered_truth, remove_filtered
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems
-from unidec.metric_names import BASELINES, parse
+from unidec.metric_names import BASELINES, in_words, parse, shown
 from unidec.progress import progress
 
-COMPARED = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
-OF_GROUPS = tuple(f"{group}/R@10" for group in GROUPS)
 MODEL = "model"
 K = 100
 MAX_TRAIN = 100_000
@@ -76,39 +70,42 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
         of each label.
     """
     # validation queries vote too, as they do for the model
-    train = np.sort(np.concatenate([dataset.rows("train"), dataset.rows("validation")]))
+    splits = (dataset.rows("train"), dataset.rows("validation"))
+    train = np.sort(np.concatenate(splits))
     test = dataset.rows("test")
     rows = spaced(train, MAX_TRAIN)
-    affordable = max(MIN_TEST, MAX_SCORES // max(len(rows) + dataset.num_labels, 1))
+    scores_a_query = max(len(rows) + dataset.num_labels, 1)
+    affordable = max(MIN_TEST, MAX_SCORES // scores_a_query)
     places = spaced(np.arange(len(test)), min(MAX_TEST, affordable))
     try:
         if not len(train) or not len(test):
             raise DataError("a split without queries", expected="training and test queries")
-        vectorizer, train_MF = fit_words(dataset.query_texts(rows, text), str(dataset.path))
+        texts = dataset.query_texts(rows, text)
+        vectorizer, train_MF = fit_words(texts, str(dataset.path))
     except DataError as error:
         return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
     filters = dataset.filter_pairs[test[places]]
-    width = min(K + int(np.diff(filters.indptr).max(initial=0)), dataset.num_labels)
-    label_LF = vectorizer.transform(
-        itertools.chain.from_iterable(dataset.text_batches("labels", text))
-    )
-    relevance_ML = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]).astype(
-        np.float32
-    )
+    most_filtered = int(np.diff(filters.indptr).max(initial=0))
+    width = min(K + most_filtered, dataset.num_labels)
+    label_texts = itertools.chain.from_iterable(dataset.text_batches("labels", text))
+    label_LF = vectorizer.transform(label_texts)
+    relevance_ML = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
     query_nF = vectorizer.transform(dataset.query_texts(test[places], text))
-    texts = "TF-IDF baselines"
     ranked = rank(
-        csr_matrix(train_MF.T),
-        relevance_ML,
-        csr_matrix(label_LF.T),
-        query_nF,
-        list(BASELINES),
-        width,
-        texts,
+        train_FM=csr_matrix(train_MF.T),
+        relevance_ML=relevance_ML.astype(np.float32),
+        label_FL=csr_matrix(label_LF.T),
+        query_nF=query_nF,
+        methods=list(BASELINES),
+        width=width,
+        desc="TF-IDF baselines",
     )
     truth = filtered_truth(dataset.relevance[test[places]], filters)
-    labels = {name: remove_filtered(found, filters, K) for name, found in ranked.items()}
-    metrics = {name: evaluate(found, truth, inverse_L, group_L) for name, found in labels.items()}
+    labels = {}
+    metrics = {}
+    for name, found in ranked.items():
+        labels[name] = remove_filtered(found, filters, K)
+        metrics[name] = evaluate(labels[name], truth, inverse_L, group_L)
     about = (
         f"TF-IDF baselines: made from {len(rows):,} of {len(train):,} queries of the train and "
         f"validation splits, measured on {len(places):,} of {len(test):,} test queries."
@@ -131,26 +128,26 @@ def compare_with_baselines(
         truth: CSR [N, L] after filters. inverse_L, group_L: as for `measure_baselines`.
 
     Returns:
-        One comparison for each of `COMPARED`, then for each of `OF_GROUPS` whose group has test
-        queries. R@k is left out if the data set has at most k labels: it is then 100 for any model
-        that ranks all labels.
+        One comparison for each metric that is shown as "compared", without groups that no test
+        query has. R@k is left out if the data set has at most k labels: it is then 100 for any
+        model that ranks all labels.
     """
     if not baselines.labels:
         return []
-    names = [name for name in (*COMPARED, *OF_GROUPS) if not _is_trivial(name, truth.shape[1])]
+    num_labels = truth.shape[1]
+    names = [name for name in shown("compared") if not _is_trivial(name, num_labels)]
     rankings = {MODEL: model_NK[baselines.places], **baselines.labels}
     truth = csr_matrix(truth[baselines.places])
-    runs = {
-        system: [by_query(labels, truth, names, inverse_L, group_L)]
-        for system, labels in rankings.items()
-    }
-    names = [name for name in names if runs[MODEL][0][name][1].any()]
+    runs = {}
+    for system, labels in rankings.items():
+        runs[system] = [by_query(labels, truth, names, inverse_L, group_L)]
+    (of_model,) = runs[MODEL]
+    names = [name for name in names if of_model[name][1].any()]
     best = best_systems(runs, list(baselines.labels), names)
-    better = [{name: runs[best[name]][0][name] for name in names}]
-    comparisons = compare_systems(
-        {MODEL: runs[MODEL], "best": better}, "best", names, num_samples=NUM_SAMPLES
-    )
-    return [dataclasses.replace(one, against=best[one.metric]) for one in comparisons]
+    better = {name: runs[best[name]][0][name] for name in names}
+    pair = {MODEL: [of_model], "best": [better]}
+    compared = compare_systems(pair, "best", names, num_samples=NUM_SAMPLES)
+    return [replace(one, against=best[one.metric]) for one in compared]
 
 
 def verdict(compared: Sequence[Comparison]) -> str:
@@ -159,26 +156,20 @@ def verdict(compared: Sequence[Comparison]) -> str:
     """
     if not compared:
         return ""
-
-    def listed(better: bool, worse: bool) -> str:
-        parts = []
-        for one in compared:
-            group, _, name = one.metric.rpartition("/")
-            if (one.better, one.worse) == (better, worse):
-                parts.append(
-                    f"{name}{f' of {group} labels' if group else ''} {one.difference:+.1f}"
-                )
-        return ", ".join(parts)
-
+    gained = []
+    lost = []
+    undecided = []
+    for one in compared:
+        kind = gained if one.better else lost if one.worse else undecided
+        kind.append(f"{in_words(one.metric)} {one.difference:+.1f}")
+    nothing = "nothing significant"
     sentence = (
         "Against the better TF-IDF baseline of each metric, "
         f"on {compared[0].num_queries:,} test queries, "
-        f"the model gains {listed(True, False) or 'nothing significant'}; "
-        f"loses {listed(False, True) or 'nothing significant'}"
+        f"the model gains {', '.join(gained) or nothing}; loses {', '.join(lost) or nothing}"
     )
-    undecided = listed(False, False)
     if undecided:
-        sentence += f"; no significant difference: {undecided}"
+        sentence += f"; no significant difference: {', '.join(undecided)}"
     meant = "percentage points; significant: p < 0.05 in a paired test with Holm's correction"
     return f"{sentence} ({meant})."
 
@@ -193,12 +184,13 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> l
     reasons = []
     trained = int((training_counts(dataset) > 0).sum())
     if trained <= 1:
+        labels = "Only one label has" if trained else "No label has"
         reasons.append(
-            f"{'Only one label has' if trained else 'No label has'} training queries: the "
-            "model has no choice between "
-            "labels, and the metrics say nothing about it."
+            f"{labels} training queries: the model has no choice between labels, and the metrics "
+            "say nothing about it."
         )
-    tested_N, leaked_N = tested_in_training(dataset, *text_facts(dataset, "queries", text))
+    facts = text_facts(dataset, "queries", text)
+    tested_N, leaked_N = tested_in_training(dataset, *facts)
     num_tested = int(tested_N.sum())
     if repeated := int(leaked_N.sum()):
         reasons.append(
@@ -206,17 +198,16 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> l
             "same text as a training query: the metrics reward memorising them. Remove them "
             "from the test split, or from training."
         )
-    perfect = [
-        name
-        for name, value in metrics.items()
-        if "/" not in name and "@" in name and value >= PERFECT
-    ]
-    if trivial := [name for name in perfect if _is_trivial(name, dataset.num_labels)]:
-        reasons.append(
-            f"{', '.join(trivial)}: 100.0 because the data set has only "
-            f"{dataset.num_labels:,} labels."
-        )
-    if surprising := [name for name in perfect if name not in trivial]:
+    trivial = []
+    surprising = []
+    for name, value in metrics.items():
+        if "@" in name and "/" not in name and value >= PERFECT:
+            is_trivial = _is_trivial(name, dataset.num_labels)
+            (trivial if is_trivial else surprising).append(name)
+    if trivial:
+        labels = f"{dataset.num_labels:,} labels"
+        reasons.append(f"{', '.join(trivial)}: 100.0 because the data set has only {labels}.")
+    if surprising:
         reasons.append(
             f"{', '.join(surprising)}: 100.0. Real data is hardly ever that easy: look for test "
             "queries among the training queries, for labels named in the texts, and at the "
@@ -279,25 +270,25 @@ def rank(
     """
     from sklearn.preprocessing import normalize
 
-    block = max(1, min(BLOCK, BLOCK_SCORES // max(train_FM.shape[1], label_FL.shape[1], 1)))
+    widest = max(train_FM.shape[1], label_FL.shape[1], 1)
+    block = min(BLOCK, max(1, BLOCK_SCORES // widest))
     parts: dict[str, list[NDArray[np.int64]]] = {method: [] for method in methods}
     with progress(total=query_nF.shape[0], desc=desc, unit="query") as bar:
         for start in range(0, query_nF.shape[0], block):
             x_BF = query_nF[start : start + block]
             scores = {}
             if {"knn", "mix"} & set(methods):
-                scores["knn"] = (
-                    largest(csr_matrix(x_BF @ train_FM), NEIGHBOURS).power(2) @ relevance_ML
-                )
+                cosine_BM = largest(csr_matrix(x_BF @ train_FM), NEIGHBOURS)
+                scores["knn"] = cosine_BM.power(2) @ relevance_ML
             if {"label-match", "mix"} & set(methods):
                 scores["label-match"] = x_BF @ label_FL
             if "mix" in methods:
-                votes, match = (
-                    normalize(scores[name], norm="max") for name in ("knn", "label-match")
-                )
+                votes = normalize(scores["knn"], norm="max")
+                match = normalize(scores["label-match"], norm="max")
                 scores["mix"] = votes + MATCH_WEIGHT * match
             for method in methods:
-                parts[method].append(top_rows(largest(csr_matrix(scores[method]), width), width))
+                best = largest(csr_matrix(scores[method]), width)
+                parts[method].append(top_rows(best, width))
             bar.update(x_BF.shape[0])
     return {method: np.concatenate(blocks) for method, blocks in parts.items()}
 
@@ -305,14 +296,14 @@ def rank(
 def largest(score: csr_matrix, count: int) -> csr_matrix:
     """Only the `count` largest entries of each row, with all ties for the last of them."""
     keep = np.ones(score.nnz, dtype=bool)
-    for start, end in zip(score.indptr[:-1], score.indptr[1:], strict=True):
-        if end - start > count:
-            row = score.data[start:end]
-            keep[start:end] = row >= np.partition(row, end - start - count)[end - start - count]
-    num_kept = np.concatenate([[0], np.cumsum(keep)])
-    return csr_matrix(
-        (score.data[keep], score.indices[keep], num_kept[score.indptr]), shape=score.shape
-    )
+    for start, end in itertools.pairwise(score.indptr):
+        row = score.data[start:end]
+        if len(row) > count:
+            place = len(row) - count
+            keep[start:end] = row >= np.partition(row, place)[place]
+    kept = np.concatenate([[0], np.cumsum(keep)])
+    parts = (score.data[keep], score.indices[keep], kept[score.indptr])
+    return csr_matrix(parts, shape=score.shape)
 
 
 def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:
@@ -323,11 +314,13 @@ def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:
         number.
     """
     score.sum_duplicates()
-    length = np.diff(score.indptr)
-    row = np.repeat(np.arange(len(length)), length)
+    num_rows = score.shape[0]
+    num_stored = np.diff(score.indptr)
+    row = np.repeat(np.arange(num_rows), num_stored)
     order = np.lexsort((score.indices, -score.data, row))
-    place = np.arange(len(row)) - np.repeat(score.indptr[:-1], length)
-    labels = np.full((len(length), width), -1, dtype=np.int64)
-    keep = place < width
-    labels[row[keep], place[keep]] = score.indices[order][keep]
+    place = np.arange(len(row)) - score.indptr[row]
+    fits = place < width
+    labels = np.full((num_rows, width), -1, dtype=np.int64)
+    ordered = score.indices[order]
+    labels[row[fits], place[fits]] = ordered[fits]
     return labels

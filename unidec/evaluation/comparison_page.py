@@ -1,6 +1,4 @@
-"""The page of a comparison: its input as plain values, and one HTML file that loads no
-other files.
-"""
+"""The page of a comparison: its input as plain values, and one HTML file that loads no others."""
 
 from __future__ import annotations
 
@@ -13,17 +11,13 @@ from typing import Any, Literal
 
 from unidec.evaluation.figures import PEER, Chart, Line, Range, line_chart, point_chart, range_chart
 from unidec.evaluation.page import Records, Shown, number, render, write_page
-from unidec.evaluation.report import validation_records
+from unidec.evaluation.plot_tables import validation_records
 from unidec.evaluation.significance import ALPHA, Comparison
-from unidec.metric_names import GROUPS
+from unidec.metric_names import GROUPS, shown
 
-HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
 CURVES = 8  # most systems with a colour in a chart of curves: the number of colours
 MARKS = {"right": " ▲", "wrong": " ▼", "": ""}
-MAIN = ("P@1", "PSP@5", "R@100")  # drawn
-GROUP_METRICS = ("P@5", "PSP@5", "R@10", "coverage@5")
-CURVE_METRICS = ("nDCG@5", *MAIN)
-BY_GROUP = "R@10"  # drawn for each group of labels
+ORDER = "P@1"  # metric by which systems are ordered
 
 
 @dataclass(frozen=True)
@@ -69,16 +63,20 @@ class Summary:
 
     def shown(self, mark: str = "", kind: str = "", form: str = "") -> Shown:
         """A table cell such as "45.12 ± 0.10", compared by the mean."""
-        spread = f" ± {self.spread:.2f}" if math.isfinite(self.spread) else ""
-        mean = f"{self.mean:{form}}" if form and math.isfinite(self.mean) else number(self.mean)
-        return Shown(mean, self.mean, spread + mark, kind)
+        mean = number(self.mean)
+        if form and math.isfinite(self.mean):
+            mean = format(self.mean, form)
+        if math.isfinite(self.spread):
+            mark = f" ± {self.spread:.2f}{mark}"
+        return Shown(mean, self.mean, mark, kind)
 
 
 def summary(values: Sequence[float]) -> Summary:
     """Mean, sample standard deviation and number of the finite values."""
     finite = [float(value) for value in values if math.isfinite(value)]
     mean = statistics.fmean(finite) if finite else math.nan
-    return Summary(mean, statistics.stdev(finite) if len(finite) > 1 else math.nan, len(finite))
+    spread = statistics.stdev(finite) if len(finite) > 1 else math.nan
+    return Summary(mean, spread, len(finite))
 
 
 @dataclass(frozen=True)
@@ -154,21 +152,23 @@ def render_comparison(comparison: ComparisonInput) -> str:
     tasks = {task.name: task for task in comparison.tasks}
     for cell in comparison.cells:
         tasks.setdefault(cell.task, Task(cell.task))
-    cells = {name: [cell for cell in comparison.cells if cell.task == name] for name in tasks}
-    contrasts = {
-        (task, c.system, c.against, c.metric): c
-        for task, own in comparison.contrasts.items()
-        for c in own
-    }
+    shown_tasks = []
+    for name, task in tasks.items():
+        cells = [cell for cell in comparison.cells if cell.task == name]
+        shown_tasks.append({"task": task, **_of_task(cells)})
+    contrasts = {}
+    for name, tests in comparison.contrasts.items():
+        for test in tests:
+            contrasts[name, test.system, test.against, test.metric] = test
     return render(
         "comparison",
         comparison=comparison,
-        tasks=[{"task": task, **_of_task(cells[name])} for name, task in tasks.items()],
+        tasks=shown_tasks,
         contrasts=contrasts,
         alpha=ALPHA,
         difference_to=difference_to,
         marks=MARKS,
-        limit=f"The {CURVES} best by {MAIN[0]} have colours.",
+        limit=f"The {CURVES} best by {ORDER} have colours.",
     )
 
 
@@ -176,85 +176,90 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
     """The template's variables for one task: cells (best first), metrics and groups of its tables,
     charts.
     """
-    cells = ranked(cells, MAIN[0])
-    metrics = [metric for metric in HEADLINE if any(cell.values(metric) for cell in cells)]
-    groups = [
-        (f"{group}/{metric}", f"{metric} {group}") for metric in GROUP_METRICS for group in GROUPS
-    ]
-    timed = [cell for cell in cells if any(_curve(cell, metric).x for metric in CURVE_METRICS)]
-    by_work = all(
-        "work_seconds" in line for cell in timed for run in cell.runs for line in run.curve
-    )
-    x_label = f"{'processor ' if by_work else ''}minutes of training and refreshes"
+    cells = ranked(cells, ORDER)
+    best_peers = {}
+    for metric in shown("comparison"):
+        measured = [cell for cell in cells if cell.values(metric)]
+        peers = [cell for cell in measured if cell.kind == "peer"]
+        if measured:
+            names = [cell.name for cell in ranked(peers, metric)]
+            best_peers[metric] = names[0] if names else ""
+    groups = {}
+    for metric in shown("comparison-group"):
+        for group in GROUPS:
+            name = f"{group}/{metric}"
+            if _has_values(cells, name):  # 0: no query
+                groups[name] = f"{metric} {group}"
+    points = []
+    for cell in cells:
+        x = cell.summary("P@1").mean
+        y = cell.summary("PSP@5").mean
+        points.append((cell.name, x, y, cell.kind == "peer"))
+    trade = point_chart("P@1 against PSP@5, test split", "P@1, percent", "PSP@5, percent", points)
+    in_groups = [f"{group}/{metric}" for metric in shown("drawn-group") for group in GROUPS]
     return {
         "cells": cells,
-        "metrics": metrics,
-        "best_peers": {
-            m: next((c.name for c in ranked(cells, m) if c.kind == "peer" and c.values(m)), "")
-            for m in metrics
-        },
-        # 0: no query
-        "groups": {
-            name: head for name, head in groups if any(any(cell.values(name)) for cell in cells)
-        },
-        "ranges": [_ranges(cells, metric) for metric in MAIN],
-        "group_ranges": [_ranges(cells, f"{group}/{BY_GROUP}") for group in GROUPS],
-        "trade": point_chart(
-            "P@1 against PSP@5, test split",
-            "P@1, percent",
-            "PSP@5, percent",
-            [
-                (
-                    cell.name,
-                    cell.summary("P@1").mean,
-                    cell.summary("PSP@5").mean,
-                    cell.kind == "peer",
-                )
-                for cell in cells
-            ],
-        ),
-        "curves": [
-            line_chart(
-                f"{metric}, validation split",
-                [
-                    replace(_curve(cell, metric, by_work), muted=i >= CURVES)
-                    for i, cell in enumerate(timed)
-                ],
-                x_label,
-                "percent",
-                x_from_zero=True,
-            )
-            for metric in CURVE_METRICS
-        ],
-        "more_curves": len(timed) > CURVES,
+        "metrics": list(best_peers),
+        "best_peers": best_peers,
+        "groups": groups,
+        "ranges": [_ranges(cells, metric) for metric in shown("drawn")],
+        "group_ranges": [_ranges(cells, name) for name in in_groups],
+        "trade": trade,
+        **_curves(cells),
     }
+
+
+def _has_values(cells: Sequence[Cell], metric: str) -> bool:
+    """Whether a metric is above 0 anywhere."""
+    return any(any(cell.values(metric)) for cell in cells)
 
 
 def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
     """A chart of a metric by cell: means, and for several seeds the standard deviation and the
     single values.
     """
+    if not _has_values(cells, metric):
+        return None
     rows = []
-    for cell in ranked(cells, metric) if any(any(cell.values(metric)) for cell in cells) else ():
-        over_seeds = cell.summary(metric)
-        mean = over_seeds.mean
-        spread = over_seeds.spread
-        ends = (mean - spread, mean + spread) if over_seeds.count > 1 else None
-        seeds = cell.values(metric) if ends else ()
+    for cell in ranked(cells, metric):
+        of_seeds = cell.summary(metric)
         colour = PEER if cell.kind == "peer" else 0
-        rows.append(Range(cell.name, mean, ends, seeds, colour))
+        row = Range(cell.name, of_seeds.mean, colour=colour)
+        if of_seeds.count > 1:
+            low = of_seeds.mean - of_seeds.spread
+            high = of_seeds.mean + of_seeds.spread
+            row = replace(row, ends=(low, high), values=cell.values(metric))
+        rows.append(row)
     return range_chart(f"{metric}, test split", rows, "percent; grey: peers")
+
+
+def _curves(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The template's variables "curves", a chart for each metric, and "more_curves"."""
+    metrics = shown("part")
+    timed = [cell for cell in cells if any(_curve(cell, metric).x for metric in metrics)]
+    rounds = [line for cell in timed for run in cell.runs for line in run.curve]
+    by_work = all("work_seconds" in line for line in rounds)
+    x_label = f"{'processor ' if by_work else ''}minutes of training and refreshes"
+    charts = []
+    for metric in metrics:
+        lines = [_curve(cell, metric, by_work) for cell in timed]
+        lines[CURVES:] = [replace(line, muted=True) for line in lines[CURVES:]]
+        caption = f"{metric}, validation split"
+        charts.append(line_chart(caption, lines, x_label, "percent", x_from_zero=True))
+    return {"curves": charts, "more_curves": len(timed) > CURVES}
 
 
 def _curve(cell: Cell, metric: str, by_work: bool = False) -> Line:
     """Means over seeds of a validation metric against time; the line ends with the shortest seed's
     last point.
     """
-    seeds = [points for run in cell.runs if (points := _points(run, metric, by_work))]
-    x, y = (
-        [statistics.fmean(point[axis] for point in points) for points in zip(*seeds, strict=False)]
-        for axis in (0, 1)
-    )
+    of_runs = [_points(run, metric, by_work) for run in cell.runs]
+    x = []
+    y = []
+    for points in zip(*filter(None, of_runs), strict=False):
+        minutes, values = zip(*points, strict=True)
+        x.append(statistics.fmean(minutes))
+        y.append(statistics.fmean(values))
     return Line(cell.name, x, y, dots=True)
 
 
@@ -262,18 +267,16 @@ def _points(run: Run, metric: str, by_work: bool) -> list[tuple[float, float]]:
     """(minutes, value) of each measured round; for a run without rounds a single point at the end
     of its training.
     """
+    total = "work_seconds" if by_work else "train_seconds"
     lines = [line for line in run.curve if line.get("validation")]
-    if by_work:
-        minutes = [line["work_seconds"] / 60 for line in lines]
-        total = "work_seconds"
-    else:
-        minutes = [record["minutes"] for record in validation_records(run.curve)]
-        total = "train_seconds"
-    values = [line["validation"].get(metric) for line in lines]
-    points = [(x, float(y)) for x, y in zip(minutes, values, strict=True) if y is not None]
+    points = []
+    for line, record in zip(lines, validation_records(run.curve), strict=True):
+        minutes = line["work_seconds"] / 60 if by_work else record["minutes"]
+        if record.get(metric) is not None:
+            points.append((minutes, float(record[metric])))
     if not points and metric in run.validation and total in run.costs:
         points = [(run.costs[total] / 60, run.validation[metric])]
-    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return [point for point in points if all(map(math.isfinite, point))]
 
 
 def ranked(cells: Sequence[Cell], metric: str) -> list[Cell]:
@@ -287,11 +290,14 @@ def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
     """The differences cell - base: seed by seed if both have the same seeds, else of the means
     (without a spread).
     """
-    ours, theirs = (
-        {run.seed: run.metrics[metric] for run in one.runs if metric in run.metrics}
-        for one in (cell, base)
-    )
+    ours = _by_seed(cell, metric)
+    theirs = _by_seed(base, metric)
     if ours and ours.keys() == theirs.keys():
         return summary([ours[seed] - theirs[seed] for seed in sorted(ours)])
+    count = min(len(ours), len(theirs))
     difference = cell.summary(metric).mean - base.summary(metric).mean
-    return Summary(difference, math.nan, min(len(ours), len(theirs)))
+    return Summary(difference, math.nan, count)
+
+
+def _by_seed(cell: Cell, metric: str) -> dict[int, float]:
+    return {run.seed: run.metrics[metric] for run in cell.runs if metric in run.metrics}

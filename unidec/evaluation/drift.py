@@ -4,7 +4,7 @@ All figures are compared by one method. Each has a change or a distance, and a l
 `drift` of the parameters. The limit is raised to what chance explains in 99 of 100 samples of that
 size: 2.58 standard errors for a share, a mean or a metric; for a distance of histograms, its
 quantile over samples from the reference's histogram (parametric bootstrap, Efron and Tibshirani
-1993). For a data set, Great Expectations evaluates the checks (`unidec.validation.checkpoint_run`).
+1993). Great Expectations documents those of a data set (`unidec.validation.checkpoint_run`).
 
 Shape legend: N queries, D width of the embeddings, B bins, R draws.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 from scipy.spatial.distance import jensenshannon
 
 from unidec.config import Drift
+from unidec.metric_names import shown
 
 Unit = Literal["count", "mean", "share", "distance", "shift", "metric"]
 State = Literal["stop", "warning", "ok", "not judged"]
@@ -36,8 +37,8 @@ DRAWS = 200
 TOKENS_TOGETHER = 2
 # smaller shares may grow by as much as a share of this size: doubling a tiny share is harmless
 SHARE_FLOOR = 0.1
-SCORE_QUANTILES = 101
 SCORE_BINS = 20
+_QUANTILES = np.linspace(0, 1, 101)
 NO_LIMIT: Bounds = (None, None)
 _FORMATS = {
     "count": "{:,.0f}",
@@ -64,6 +65,13 @@ _SHARES = {
     "labels_without_training_points": "labels without training queries",
     "unseen_labels": "labels of held-out queries without training queries",
 }
+_LENGTHS = (
+    # key, name, side and part of a profile
+    ("query_length", "characters a query", "queries", "length"),
+    ("query_tokens", "tokens a query", "queries", "tokens"),
+    ("label_length", "characters a label", "labels", "length"),
+)
+_HISTOGRAMS = (("length", "histogram", 1), ("tokens", "buckets", TOKENS_TOGETHER))
 _STRANGE = {
     "unknown_tokens": "tokens that the tokenizer does not know",
     "unseen_words": "words that training lacked",
@@ -75,12 +83,12 @@ class Check:
     """One figure of the earlier and the later data, with its limits.
 
     Attributes:
-        key, name: identifier and displayed name. old, new: the figure; a distance has no earlier
-        one.
+        key, name: identifier and displayed name.
+        old, new: the figure; a distance has no earlier one.
         unit: a share is 0 to 1, a distance Jensen-Shannon's, a shift in standard deviations, a
-        metric in percent.
-        warn, stop: (minimum, maximum), None: no limit. noise: change that chance explains; None if
-        unknown.
+            metric in percent.
+        warn, stop: (minimum, maximum), None: no limit.
+        noise: change that chance explains; None if unknown.
         judged: False if there are too few queries to compare the figure with its limits.
     """
 
@@ -99,26 +107,23 @@ class Check:
         """Whether the figure is outside the limits `warn` or `stop`."""
         if not self.judged:
             return "not judged"
-        return (
-            "stop"
-            if _outside(self.new, self.stop)
-            else "warning"
-            if _outside(self.new, self.warn)
-            else "ok"
-        )
+        if _outside(self.new, self.stop):
+            return "stop"
+        return "warning" if _outside(self.new, self.warn) else "ok"
 
     @property
     def words(self) -> str:
         """A sentence about the figure, and the limit if it is exceeded."""
-        before = "" if self.old is None else f"{self.shown(self.old)} before, "
-        change = (
-            f" now ({self.new / self.old - 1:+.1%})"
-            if self.old and self.unit in ("count", "mean")
-            else ""
-        )
-        now = f"{self.name}: {before}{self.shown(self.new)}{change or (' now' if before else '')}"
-        bounds = self.stop if self.state == "stop" else self.warn
-        return f"{now}; {self.within(bounds)} expected" if self.drifted else now
+        words = self.shown(self.new)
+        if self.old is not None:
+            words = f"{self.shown(self.old)} before, {words} now"
+        if self.old and self.unit in ("count", "mean"):
+            change = self.new / self.old - 1
+            words += f" ({change:+.1%})"
+        if self.drifted:
+            bounds = self.stop if self.state == "stop" else self.warn
+            words += f"; {self.within(bounds)} expected"
+        return f"{self.name}: {words}"
 
     @property
     def drifted(self) -> bool:
@@ -136,22 +141,23 @@ class Check:
     def within(self, bounds: Bounds) -> str:
         """Bounds as displayed; "" for no limit."""
         low, high = bounds
-        if low is None:
-            return "" if high is None else f"at most {self.shown(high)}"
-        return (
-            f"at least {self.shown(low)}"
-            if high is None
-            else f"{self.shown(low)} to {self.shown(high)}"
-        )
+        if low is not None and high is not None:
+            return f"{self.shown(low)} to {self.shown(high)}"
+        if low is not None:
+            return f"at least {self.shown(low)}"
+        return "" if high is None else f"at most {self.shown(high)}"
 
     def to_json(self) -> dict[str, object]:
         """The check for JSON: "check" is the key, "value" the new figure."""
-        fields = asdict(self) | {"warn": list(self.warn), "stop": list(self.stop)}
-        del fields["judged"]  # the state says so
-        renamed = {"check": fields.pop("key"), "value": fields.pop("new")}
         return {
-            **renamed,
-            **fields,
+            "check": self.key,
+            "value": self.new,
+            "name": self.name,
+            "unit": self.unit,
+            "old": self.old,
+            "warn": list(self.warn),
+            "stop": list(self.stop),
+            "noise": self.noise,
             "state": self.state,
             "drifted": self.drifted,
             "words": self.words,
@@ -164,27 +170,28 @@ def served_facts(
     """Figures of queries in a bundle's searched space, for JSON; None without queries.
 
     Args:
-        vectors_ND: in the searched space. scores_N: of each query's best label.
+        vectors_ND: in the searched space.
+        scores_N: of each query's best label.
         edges: bin edges of the histogram of scores, from the reference; None: `SCORE_BINS` bins of
-        equal size.
+            equal size.
     """
     if not len(scores_N):
         return None
     vectors = np.asarray(vectors_ND, dtype=np.float64)
     scores = np.asarray(scores_N, dtype=np.float64)
     if edges is None:
-        edges = np.unique(
-            _rounded(np.quantile(scores, np.arange(1, SCORE_BINS) / SCORE_BINS))
-        ).tolist()
+        inner = np.arange(1, SCORE_BINS) / SCORE_BINS
+        quantiles = _rounded(np.quantile(scores, inner))
+        edges = np.unique(quantiles).tolist()
+    bin_N = np.searchsorted(edges, scores, side="right")
+    histogram = np.bincount(bin_N, minlength=len(edges) + 1)
     return {
         "count": len(scores),
         "mean": _rounded(vectors.mean(axis=0)),
         "std": _rounded(vectors.std(axis=0)),
-        "score_quantiles": _rounded(np.quantile(scores, np.linspace(0, 1, SCORE_QUANTILES))),
+        "score_quantiles": _rounded(np.quantile(scores, _QUANTILES)),
         "score_edges": list(edges),
-        "score_histogram": np.bincount(
-            np.searchsorted(edges, scores, side="right"), minlength=len(edges) + 1
-        ).tolist(),
+        "score_histogram": histogram.tolist(),
     }
 
 
@@ -196,7 +203,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
 
     Args:
         old: figures of `profile_dataset`; also "served" (`served_facts`) and "metrics" ({name:
-        percent}), if known.
+            percent}), if known.
         new: for a later data set the same, also "label_changes" ({"left": share of the earlier
             labels that were removed, "new": share of the later labels that were added}). For a
             window of queries, which never stops: "count" (queries of the window), "queries" and
@@ -209,33 +216,36 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
     distance: Levels = (limits.warn_distance, limits.stop_distance if whole else None)
     checks = _data_set_checks(old, new, change) if whole else []
     for side in ("queries", "labels") if whole else ("queries",):
-        for what, part, together in (
-            ("length", "histogram", 1),
-            ("tokens", "buckets", TOKENS_TOGETHER),
-        ):
-            key = f"{side}_{what}_distance"[0 if whole else 8 :]
-            name = f"distribution of the {what} of {side}"
-            checks.append(
-                _distance(
-                    key, name, old[side][what][part], new[side][what][part], distance, together
-                )
+        prefix = f"{side}_" if whole else ""
+        for what, part, together in _HISTOGRAMS:
+            check = _distance(
+                f"{prefix}{what}_distance",
+                f"distribution of the {what} of {side}",
+                old[side][what][part],
+                new[side][what][part],
+                distance,
+                together=together,
             )
-    for key, name in _STRANGE.items() if old["held_out"] and new["held_out"] else ():
-        checks.append(_share(key, name, old["held_out"][key], new["held_out"][key], change))
+            checks.append(check)
+    if old["held_out"] and new["held_out"]:
+        checks += _shares(_STRANGE, old["held_out"], new["held_out"], change)
     if old.get("served") and new.get("served"):
         checks += _served_checks(old["served"], new["served"], limits)
-    if not is_judged(new.get("count"), limits):
+    if not_judged(new.get("count"), limits):
         checks = [replace(check, judged=False) for check in checks]
     if "unknown_labels" in new:
-        of_labels = _label_checks(old["metrics"], new, change)
-        judged = is_judged(new.get("labelled"), limits)
-        checks += [replace(check, judged=judged) for check in of_labels]
+        judged = not not_judged(new.get("labelled"), limits)
+        for check in _label_checks(old["metrics"], new, change):
+            checks.append(replace(check, judged=judged))
     return sorted(checks, key=lambda check: STATES.index(check.state))
 
 
-def is_judged(num_queries: int | None, limits: Drift) -> bool:
-    """Whether a window has enough queries to be judged; None: not a window."""
-    return num_queries is None or num_queries >= limits.min_window
+def not_judged(num_queries: int | None, limits: Drift) -> str:
+    """Why a window is not judged: it has too few queries; "": it is. None: not a window."""
+    if num_queries is None or num_queries >= limits.min_window:
+        return ""
+    least = f"fewer than drift.min_window ({limits.min_window})"
+    return f"not judged: {num_queries} queries, {least}"
 
 
 def _label_checks(
@@ -245,139 +255,173 @@ def _label_checks(
     metrics in percent.
     """
     checks = []
-    for name in ("P@1", "nDCG@5"):
+    for name in shown("judged"):
         if name in before and name in new["metrics"]:
             value, error = new["metrics"][name]
+            key = name.replace("@", "_at_")
             noise = Z * error
             checks.append(
-                _band(name.replace("@", "_at_"), name, "metric", before[name], value, change, noise)
+                _band(key, name, "metric", before[name], value, levels=change, noise=noise)
             )
     missing = new["unknown_labels"]
     name = "labels of the window that the model does not know"
     noise = _noise(0.25, missing["of"])
-    checks.append(_growth("unknown_labels", name, "share", None, missing["share"], change, noise))
-    return checks
+    grown = _growth(
+        key="unknown_labels",
+        name=name,
+        unit="share",
+        new=missing["share"],
+        levels=change,
+        noise=noise,
+    )
+    return [*checks, grown]
 
 
 def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels) -> list[Check]:
     """Checks of counts, means and shares of a whole data set."""
-    checks = [
-        _band(key, name, "count", old["rows"][key], new["rows"][key], change)
-        for key, name in _COUNTS.items()
-    ]
+    checks = []
+    before = old["rows"]
+    for key, name in _COUNTS.items():
+        checks.append(_band(key, name, "count", before[key], new["rows"][key], levels=change))
+    name = "positives a query"
     checks.append(
-        _band("positives", "positives a query", "mean", old["positives"], new["positives"], change)
+        _band("positives", name, "mean", old["positives"], new["positives"], levels=change)
     )
-    for key, side, what in (
-        ("query_length", "queries", "length"),
-        ("query_tokens", "queries", "tokens"),
-        ("label_length", "labels", "length"),
-    ):
-        name = f"{'tokens' if what == 'tokens' else 'characters'} a {key.partition('_')[0]}"
-        checks.append(
-            _band(key, name, "mean", old[side][what]["mean"], new[side][what]["mean"], change)
-        )
-    for which, name in (("left", "labels that are gone"), ("new", "labels that are new")):
-        if "label_changes" in new:
-            checks.append(
-                _growth(f"labels_{which}", name, "share", None, new["label_changes"][which], change)
-            )
-    checks += [
-        _share(key, name, old["shares"][key], new["shares"][key], change)
-        for key, name in _SHARES.items()
-    ]
-    return [
-        *checks,
-        _share("cut", "texts that are cut", old["queries"]["cut"], new["queries"]["cut"], change),
-    ]
+    for key, name, side, what in _LENGTHS:
+        earlier = old[side][what]["mean"]
+        checks.append(_band(key, name, "mean", earlier, new[side][what]["mean"], levels=change))
+    for which, share in new.get("label_changes", {}).items():
+        name = {"left": "labels that are gone", "new": "labels that are new"}[which]
+        key = f"labels_{which}"
+        checks.append(_growth(key, name, "share", share, change))
+    checks += _shares(_SHARES, old["shares"], new["shares"], change)
+    cut = {"cut": "texts that are cut"}
+    return checks + _shares(cut, old["queries"], new["queries"], change)
 
 
 def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
     """Checks of the embeddings and of the best labels' scores (`served_facts` of both sides)."""
     sizes = (old["count"], new["count"])
-    low = limits.low_score_quantile
-    std = np.asarray(old["std"])
-    new_std = np.asarray(new["std"])
-    change = np.subtract(new["mean"], old["mean"])
+    std_D = np.asarray(old["std"])
+    new_std_D = np.asarray(new["std"])
+    change_D = np.subtract(new["mean"], old["mean"])
     # dimensions that are constant in the reference are ignored
-    varies = std > 1e-6 * std.max(initial=0.0)
-    shift = float(np.sqrt(np.mean((change[varies] / std[varies]) ** 2))) if varies.any() else 0.0
-    spread = float((new_std**2).sum() / max((std**2).sum(), 1e-300))
-    below = float(np.interp(low, np.linspace(0, 1, SCORE_QUANTILES), old["score_quantiles"]))
-    share = float((np.asarray(new["score_quantiles"]) < below).mean())
+    varies_D = std_D > 1e-6 * std_D.max(initial=0.0)
+    shift = 0.0
+    if varies_D.any():
+        shifts = change_D[varies_D] / std_D[varies_D]
+        shift = float(np.sqrt(np.mean(shifts**2)))
+    variance = max((std_D**2).sum(), 1e-300)
+    spread = float((new_std_D**2).sum() / variance)
+    low = limits.low_score_quantile
+    below = float(np.interp(low, _QUANTILES, old["score_quantiles"]))
+    is_low = np.asarray(new["score_quantiles"]) < below
+    share = float(is_low.mean())
+    name = f"queries with a top score below {below:.3f}"
     return [
         _growth(
-            "shift",
-            "shift of the mean embedding",
-            "shift",
-            None,
-            shift,
-            (limits.warn_shift, None),
-            _noise(1.0, *sizes),
+            key="shift",
+            name="shift of the mean embedding",
+            unit="shift",
+            new=shift,
+            levels=(limits.warn_shift, None),
+            noise=_noise(1.0, *sizes),
         ),
         _band(
-            "spread",
-            "variance of the embeddings (reference: 1)",
-            "mean",
-            1.0,
-            spread,
-            (limits.warn_change, None),
-            _noise(2.0, *sizes),
+            key="spread",
+            name="variance of the embeddings (reference: 1)",
+            unit="mean",
+            old=1.0,
+            new=spread,
+            levels=(limits.warn_change, None),
+            noise=_noise(2.0, *sizes),
         ),
         _distance(
-            "score_distance",
-            "distribution of the top score",
-            old["score_histogram"],
-            new["score_histogram"],
-            (limits.warn_distance, None),
+            key="score_distance",
+            name="distribution of the top score",
+            old_B=old["score_histogram"],
+            new_B=new["score_histogram"],
+            levels=(limits.warn_distance, None),
         ),
         _growth(
-            "low_score",
-            f"queries with a top score below {below:.3f}",
-            "share",
-            low,
-            share,
-            (limits.warn_low_score - low, None),
-            _noise(low * (1 - low), *sizes),
+            key="low_score",
+            name=name,
+            unit="share",
+            old=low,
+            new=share,
+            levels=(limits.warn_low_score - low, None),
+            noise=_noise(low * (1 - low), *sizes),
         ),
     ]
 
 
 def _band(
-    key: str, name: str, unit: Unit, old: float, new: float, levels: Levels, noise: float = 0.0
+    key: str, name: str, unit: Unit, old: float, new: float, *, levels: Levels, noise: float = 0.0
 ) -> Check:
     """A figure that may change by a share of its old value in both directions (a metric may rise
     without limit); an old value of 0 sets no limit.
     """
-    warn, stop = (
-        NO_LIMIT
-        if level is None or not old
-        else (
-            max(0.0, old - max(level * old, noise)),
-            None if unit == "metric" else old + max(level * old, noise),
-        )
-        for level in levels
+    bounds = []
+    for level in levels:
+        if level is None or not old:
+            bounds.append(NO_LIMIT)
+            continue
+        change = max(level * old, noise)
+        highest = None if unit == "metric" else old + change
+        bounds.append((max(0.0, old - change), highest))
+    warn, stop = bounds
+    return Check(
+        key=key,
+        name=name,
+        unit=unit,
+        old=old,
+        new=new,
+        warn=warn,
+        stop=stop,
+        noise=noise or None,
     )
-    return Check(key, name, unit, old, new, warn, stop, noise or None)
 
 
 def _growth(
     key: str,
     name: str,
     unit: Unit,
-    old: float | None,
     new: float,
     levels: Levels,
+    *,
+    old: float | None = None,
     noise: float = 0.0,
 ) -> Check:
     """A figure that may grow by the levels, or by what chance explains if that is more. A share
     cannot exceed 1, so a higher limit is none.
     """
-    limits = [None if level is None else (old or 0.0) + max(level, noise) for level in levels]
-    warn, stop = (
-        None if limit is None or (unit == "share" and limit >= 1) else limit for limit in limits
+    bounds: list[Bounds] = []
+    for level in levels:
+        highest = None if level is None else (old or 0.0) + max(level, noise)
+        if unit == "share" and highest is not None and highest >= 1:
+            highest = None
+        bounds.append((None, highest))
+    warn, stop = bounds
+    return Check(
+        key=key,
+        name=name,
+        unit=unit,
+        old=old,
+        new=new,
+        warn=warn,
+        stop=stop,
+        noise=noise or None,
     )
-    return Check(key, name, unit, old, new, (None, warn), (None, stop), noise or None)
+
+
+def _shares(
+    names: Mapping[str, str], old: Mapping[str, Any], new: Mapping[str, Any], levels: Levels
+) -> list[Check]:
+    """Checks of several shares of defects."""
+    checks = []
+    for key, name in names.items():
+        checks.append(_share(key, name, old[key], new[key], levels))
+    return checks
 
 
 def _share(
@@ -385,11 +429,12 @@ def _share(
 ) -> Check:
     """A share of defects, which may grow by a share of its old value."""
     before = old["share"]
-    likely = (old["share"] * old["of"] + 1) / (old["of"] + 2)
-    step, (warn, stop) = max(before, SHARE_FLOOR), levels
+    likely = (before * old["of"] + 1) / (old["of"] + 2)
+    step = max(before, SHARE_FLOOR)
+    warn, stop = levels
+    grown = (warn * step, stop and stop * step)
     noise = _noise(likely * (1 - likely), old["of"], new["of"])
-    grown = (warn * step, None if stop is None else stop * step)
-    return _growth(key, name, "share", before, new["share"], grown, noise)
+    return _growth(key, name, "share", new["share"], grown, old=before, noise=noise)
 
 
 def _distance(
@@ -405,11 +450,13 @@ def _distance(
     noise = 0.0
     if all(sizes):
         share_B = np.asarray(old_B, dtype=np.float64) / sum(old_B)
-        first_RB, second_RB = (
-            np.random.default_rng(i).multinomial(n, share_B, DRAWS) for i, n in enumerate(sizes)
-        )
-        noise = float(np.quantile(js_distance(first_RB, second_RB), QUANTILE))
-    return _growth(key, name, "distance", None, float(js_distance(old_B, new_B)), levels, noise)
+        samples = []
+        for seed, size in enumerate(sizes):
+            generator = np.random.default_rng(seed)
+            samples.append(generator.multinomial(size, share_B, DRAWS))
+        noise = float(np.quantile(js_distance(*samples), QUANTILE))
+    distance = float(js_distance(old_B, new_B))
+    return _growth(key, name, "distance", distance, levels, noise=noise)
 
 
 def js_distance(first_B: Any, second_B: Any) -> Any:
@@ -423,15 +470,19 @@ def js_distance(first_B: Any, second_B: Any) -> Any:
 
 
 def _noise(variance: float, *sizes: float) -> float:
-    """The difference of means of samples of these sizes that chance stays below in 99
-    of 100 cases.
+    """The difference of means of samples of these sizes that chance stays below in 99 of 100
+    cases.
     """
-    return Z * math.sqrt(variance * sum(1 / max(size, 1) for size in sizes))
+    inverse = sum(1 / max(size, 1) for size in sizes)
+    return Z * math.sqrt(variance * inverse)
 
 
 def _outside(value: float, bounds: Bounds) -> bool:
+    """Whether a value, or NaN, is outside of its bounds."""
     low, high = bounds
-    return not ((low is None or value >= low) and (high is None or value <= high))
+    above = low is None or value >= low
+    below = high is None or value <= high
+    return not (above and below)
 
 
 def _rounded(values_N: Any) -> list[float]:

@@ -1,9 +1,7 @@
-"""Ranking metrics of extreme multi-label classification, overall and by label frequency; vectorised
-over CSR matrices, in blocks of queries.
+"""Ranking metrics, overall and by label frequency, vectorised over CSR matrices.
 
 Shape legend: B queries of one block, N all queries, K predicted labels per query, L labels, E
-positive (query, label)
-pairs.
+positive (query, label) pairs.
 
 Definitions. Relevance above 0 counts as relevant; predictions are label ids, best first, -1 = none
 (a miss at that rank). Every metric is a percentage, 100 * sum(above) / sum(below), where above and
@@ -52,12 +50,11 @@ from unidec.metric_names import DEFAULT_KS, GROUPS, metric_names, parse
 _NO_RANK = np.iinfo(np.int64).max
 _BLOCK = 8192  # queries per block: bounds the temporaries at some 100 bytes x block x K
 _RECIPROCAL_RANK = max(DEFAULT_KS)  # ranks that MRR considers
+_BIN_K = 5  # of the metrics of frequency bins
 
 Floats = NDArray[np.float64]
 QueryParts = dict[str, tuple[Floats, Floats]]
-"""Each query's contributions to metrics: name -> (above [N], below [N]); a metric is 100 *
-sum(above) / sum(below).
-"""
+"""Metric -> each query's contributions (above [N], below [N]), see the module's text."""
 
 
 def _shape(matrix: csr_matrix) -> tuple[int, int]:
@@ -67,9 +64,12 @@ def _shape(matrix: csr_matrix) -> tuple[int, int]:
 def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> NDArray[np.int64]:
     """Stored pairs of a CSR matrix as sorted, unique int64 keys `row * columns + column`."""
     num_rows, num_labels = _shape(matrix)
-    row_E = np.repeat(np.arange(num_rows, dtype=np.int64), np.diff(matrix.indptr))
+    stored_N = np.diff(matrix.indptr)
+    row_E = np.repeat(np.arange(num_rows, dtype=np.int64), stored_N)
     key_E = row_E * num_labels + matrix.indices
-    return np.unique(key_E[np.asarray(matrix.data) > 0] if positive_only else key_E)
+    if positive_only:
+        key_E = key_E[np.asarray(matrix.data) > 0]
+    return np.unique(key_E)
 
 
 def _lookup(
@@ -78,8 +78,9 @@ def _lookup(
     """Whether each (row, label) is among the sorted keys; False for label -1."""
     if key_E.size == 0 or label_BK.size == 0:
         return np.zeros(label_BK.shape, dtype=bool)
-    wanted_BK = np.arange(len(label_BK), dtype=np.int64)[:, None] * num_labels + label_BK
-    place_BK = np.minimum(np.searchsorted(key_E, wanted_BK), key_E.size - 1)
+    row_B = np.arange(len(label_BK), dtype=np.int64)
+    wanted_BK = row_B[:, None] * num_labels + label_BK
+    place_BK = np.searchsorted(key_E, wanted_BK).clip(max=key_E.size - 1)
     return (key_E[place_BK] == wanted_BK) & (label_BK >= 0)
 
 
@@ -95,63 +96,69 @@ def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> ND
         got = f"{len(label_BK)} rows of predictions, relevance {truth.shape}"
         expected = f"{num_labels} labels"
         raise DataError("predictions and relevance do not fit together", got=got, expected=expected)
+    outside_BK = (label_BK < -1) | (label_BK >= num_labels)
+    _refuse(label_BK, outside_BK, "a predicted label does not exist", num_labels)
     sorted_BK = np.sort(label_BK, axis=1)
-    for invalid_BK, what in (
-        ((label_BK < -1) | (label_BK >= num_labels), "a predicted label does not exist"),
-        (
-            (sorted_BK[:, 1:] == sorted_BK[:, :-1]) & (sorted_BK[:, 1:] >= 0),
-            "a label is predicted twice for one query",
-        ),
-    ):
-        if invalid_BK.any():
-            row = int(np.argmax(invalid_BK.any(axis=1)))
-            got = label_BK[row].tolist()[:20]
-            expected = f"different labels from 0 to {num_labels - 1}, -1 for none"
-            raise DataError(what, where=f"predictions row {row}", got=got, expected=expected)
+    later_BK = sorted_BK[:, 1:]
+    twice_BK = (later_BK == sorted_BK[:, :-1]) & (later_BK >= 0)
+    _refuse(label_BK, twice_BK, "a label is predicted twice for one query", num_labels)
     return label_BK
 
 
+def _refuse(
+    label_BK: NDArray[np.int64], invalid_BK: NDArray[np.bool_], what: str, num_labels: int
+) -> None:
+    invalid_B = invalid_BK.any(axis=1)
+    if invalid_B.any():
+        row = int(np.argmax(invalid_B))
+        got = label_BK[row].tolist()[:20]
+        expected = f"different labels from 0 to {num_labels - 1}, -1 for none"
+        raise DataError(what, where=f"predictions row {row}", got=got, expected=expected)
+
+
 class Ranked:
-    """Predictions of some queries with their hits, and all relevant pairs: the basis of every
-    metric.
-    """
+    """Predictions with their hits, and all relevant pairs: the basis of every metric."""
 
     def __init__(
         self, predicted_NK: Any, relevance: csr_matrix, weight_L: Floats, group_L: NDArray[Any]
     ) -> None:
         num_labels = len(weight_L)
         label_NK = _check_predictions(predicted_NK, relevance, num_labels)
-        self.label_NK = (
-            label_NK if label_NK.shape[1] else np.full((len(label_NK), 1), -1, dtype=np.int64)
-        )
+        if not label_NK.shape[1]:
+            label_NK = np.full((len(label_NK), 1), -1, dtype=np.int64)
+        self.label_NK = label_NK
         key_E = pair_keys(relevance, positive_only=True)
         self.row_E, self.label_E = np.divmod(key_E, max(num_labels, 1))
-        self.hit_NK = _lookup(self.label_NK, key_E, num_labels)
+        self.hit_NK = _lookup(label_NK, key_E, num_labels)
         self.weight_E = weight_L[self.label_E]
         self.group_E = group_L[self.label_E]
         # the appended values are those of label -1
-        self.weight_NK = np.where(self.hit_NK, np.append(weight_L, 0.0)[self.label_NK], 0.0)
-        self.group_NK = np.append(group_L, -1)[self.label_NK]
+        predicted_weight_NK = np.append(weight_L, 0.0)[label_NK]
+        self.weight_NK = np.where(self.hit_NK, predicted_weight_NK, 0.0)
+        self.group_NK = np.append(group_L, -1)[label_NK]
 
 
 class Scope:
-    """Hits and relevant pairs of some queries, restricted to the labels of a frequency group ("":
-    all labels).
-    """
+    """Hits and relevant pairs, restricted to the labels of a frequency group ("": all labels)."""
 
     def __init__(self, ranked: Ranked, group: str = "") -> None:
-        number = GROUPS.index(group) if group else -1
-        inside_NK, inside_E = (
-            (groups == number) | (not group) for groups in (ranked.group_NK, ranked.group_E)
-        )
-        self.hit_NK = ranked.hit_NK & inside_NK
-        self.weight_NK = ranked.weight_NK * inside_NK
-        row_E = ranked.row_E[inside_E]
-        weight_E = ranked.weight_E[inside_E]
-        self.positives_N = np.bincount(row_E, minlength=len(self.hit_NK))
-        self.counted_N = (
-            np.ones(len(self.hit_NK)) if not group else (self.positives_N > 0).astype(np.float64)
-        )
+        self.hit_NK = ranked.hit_NK
+        self.weight_NK = ranked.weight_NK
+        row_E = ranked.row_E
+        weight_E = ranked.weight_E
+        if group:
+            number = GROUPS.index(group)
+            inside_NK = ranked.group_NK == number
+            inside_E = ranked.group_E == number
+            self.hit_NK = ranked.hit_NK & inside_NK
+            self.weight_NK = ranked.weight_NK * inside_NK
+            row_E = row_E[inside_E]
+            weight_E = weight_E[inside_E]
+        num_queries = len(self.hit_NK)
+        self.positives_N = np.bincount(row_E, minlength=num_queries)
+        self.counted_N = np.ones(num_queries)
+        if group:
+            self.counted_N = (self.positives_N > 0).astype(np.float64)
         # the best prediction lists a query's relevant labels by falling inverse propensity
         order_E = np.lexsort((-weight_E, row_E))
         self.best_row_E = row_E[order_E]
@@ -162,31 +169,30 @@ class Scope:
     def parts(self, kind: str, k: int) -> tuple[Floats, Floats]:
         """Each query's contributions to a metric's numerator and denominator, float64 [N] each."""
         hit_NK = self.hit_NK[:, :k]
-        hits_N = self.hit_NK[:, :k].sum(axis=1).astype(np.float64)
+        hits_N = hit_NK.sum(axis=1).astype(np.float64)
         if kind == "P":
             return hits_N, np.full(len(hits_N), float(k))
         if kind == "R":
             return hits_N / np.maximum(self.positives_N, 1), self.counted_N
         if kind == "MRR":
-            return np.where(hits_N > 0, 1.0 / (1.0 + hit_NK.argmax(axis=1)), 0.0), self.counted_N
-        discount_K = 1.0 / np.log2(np.arange(2, k + 2))
-        # 1 avoids 0 / 0
-        ideal_N = np.concatenate([[1.0], np.cumsum(discount_K)])[np.minimum(self.positives_N, k)]
+            reciprocal_N = 1.0 / (1.0 + hit_NK.argmax(axis=1))
+            return np.where(hits_N > 0, reciprocal_N, 0.0), self.counted_N
+        discount_k = 1.0 / np.log2(np.arange(2, k + 2))
+        discount_K = discount_k[: hit_NK.shape[1]]
+        ideal_k = np.concatenate([[1.0], np.cumsum(discount_k)])  # 1 avoids 0 / 0
+        ideal_N = ideal_k[np.minimum(self.positives_N, k)]
         if kind == "nDCG":
-            return (hit_NK * discount_K[: hit_NK.shape[1]]).sum(axis=1) / ideal_N, self.counted_N
-        if kind not in ("PSP", "PSnDCG"):
-            raise ValueError(f"{kind} has no contributions of single queries")
+            return (hit_NK * discount_K).sum(axis=1) / ideal_N, self.counted_N
         gain_NK = self.weight_NK[:, :k]
         best_E = np.where(self.best_rank_E < k, self.best_weight_E, 0.0)
         if kind == "PSnDCG":
-            gain_NK = gain_NK * discount_K[: hit_NK.shape[1]] / ideal_N[:, None]
-            best_E = (
-                best_E * discount_K[np.minimum(self.best_rank_E, k - 1)] / ideal_N[self.best_row_E]
-            )
-        best_N = np.bincount(self.best_row_E, weights=best_E, minlength=len(hits_N)).astype(
-            np.float64
-        )
-        return gain_NK.sum(axis=1), best_N
+            gain_NK = gain_NK * discount_K / ideal_N[:, None]
+            discount_E = discount_k[np.minimum(self.best_rank_E, k - 1)]
+            best_E = best_E * discount_E / ideal_N[self.best_row_E]
+        elif kind != "PSP":
+            raise ValueError(f"{kind} has no contributions of single queries")
+        best_N = np.bincount(self.best_row_E, weights=best_E, minlength=len(hits_N))
+        return gain_NK.sum(axis=1), best_N.astype(np.float64)
 
 
 def by_query(
@@ -201,36 +207,39 @@ def by_query(
     Args:
         predicted_NK, relevance: as for `evaluate`.
         names: such as "nDCG@5", "tail/R@10", "MRR"; not coverage, which has no contributions of
-        single queries.
-        inverse_propensity_L: float [L]. group_L: int [L], 0 tail, 1 torso, 2 head; needed for
-        metrics of a group.
+            single queries.
+        inverse_propensity_L: float [L].
+        group_L: int [L], 0 tail, 1 torso, 2 head; needed for metrics of a group.
     """
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
-    group_L = np.zeros(len(weight_L), dtype=np.int64) if group_L is None else np.asarray(group_L)
-    return _parts(Ranked(predicted_NK, relevance, weight_L, group_L), names)
+    if group_L is None:
+        group_L = np.zeros(len(weight_L), dtype=np.int64)
+    ranked = Ranked(predicted_NK, relevance, weight_L, np.asarray(group_L))
+    return _parts(ranked, names)
 
 
 def _parts(ranked: Ranked, names: Sequence[str]) -> QueryParts:
-    parsed = {name: parse(name) for name in names}
-    scopes = {
-        group: Scope(ranked, group) for group in dict.fromkeys(one.group for one in parsed.values())
-    }
-    return {
-        name: scopes[one.group].parts(one.kind, one.k or _RECIPROCAL_RANK)
-        for name, one in parsed.items()
-    }
+    scopes: dict[str, Scope] = {}
+    parts = {}
+    for name in names:
+        group, kind, k = parse(name)
+        if group not in scopes:
+            scopes[group] = Scope(ranked, group)
+        parts[name] = scopes[group].parts(kind, k or _RECIPROCAL_RANK)
+    return parts
 
 
 def percent(part: float, whole: float) -> float:
     """`part` as a percentage of `whole`; 0 if `whole` is 0."""
-    return float(100.0 * part / whole) if whole > 0 else 0.0
+    if whole > 0:
+        return float(100.0 * part / whole)
+    return 0.0
 
 
 def evaluate(
     predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any
 ) -> dict[str, float]:
-    """All metrics of N queries: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of
-    queries.
+    """All metrics of N queries, `"P@1"`, ..., `"tail/R@10"` in percent, and numbers of queries.
 
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none. Ranks beyond K count as misses.
@@ -246,35 +255,41 @@ def evaluate(
     predicted_NK = np.asarray(predicted_NK)
     if len(predicted_NK) != _shape(relevance)[0]:
         _check_predictions(predicted_NK, relevance, len(weight_L))
-    sums = {name: np.zeros(2) for name in metric_names() if parse(name).kind != "coverage"}
-    num_queries = dict.fromkeys(GROUPS, 0)
+    names = [name for name in metric_names() if parse(name).kind != "coverage"]
+    sums = {name: np.zeros(2) for name in names}
+    num_queries = dict.fromkeys(("", *GROUPS), 0)
+    num_queries[""] = len(predicted_NK)
     # best 0-based rank at which a label was predicted correctly
     rank_L = np.full(len(weight_L), _NO_RANK)
     relevant_L = np.zeros(len(weight_L), dtype=bool)
     for start in range(0, len(predicted_NK), _BLOCK):
         block = slice(start, start + _BLOCK)
         ranked = Ranked(predicted_NK[block], relevance[block], weight_L, group_L)
-        for name, (above_B, below_B) in _parts(ranked, list(sums)).items():
+        for name, (above_B, below_B) in _parts(ranked, names).items():
             sums[name] += (above_B.sum(), below_B.sum())
         for number, group in enumerate(GROUPS):
-            num_queries[group] += len(np.unique(ranked.row_E[ranked.group_E == number]))
+            row_of_group = ranked.row_E[ranked.group_E == number]
+            num_queries[group] += len(np.unique(row_of_group))
         relevant_L[ranked.label_E] = True
         hit_row, hit_rank = np.nonzero(ranked.hit_NK)
-        np.minimum.at(rank_L, ranked.label_NK[hit_row, hit_rank], hit_rank)
+        hit_label = ranked.label_NK[hit_row, hit_rank]
+        np.minimum.at(rank_L, hit_label, hit_rank)
     out = {name: percent(above, below) for name, (above, below) in sums.items()}
-    for group, count in {"": len(predicted_NK), **num_queries}.items():
+    for group, count in num_queries.items():
         prefix = f"{group}/" if group else ""
-        rank = rank_L[relevant_L & (group_L == GROUPS.index(group) if group else True)]
-        out |= {
-            f"{prefix}coverage@{k}": percent(float((rank < k).sum()), rank.size) for k in DEFAULT_KS
-        }
+        inside_L = relevant_L
+        if group:
+            inside_L = relevant_L & (group_L == GROUPS.index(group))
+        rank = rank_L[inside_L]
+        for k in DEFAULT_KS:
+            found = float((rank < k).sum())
+            out[f"{prefix}coverage@{k}"] = percent(found, rank.size)
         out[f"{prefix}num_queries"] = float(count)
     return out
 
 
 def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDArray[np.int64]:
-    """Remove filtered pairs (and -1) from predictions, keep the order, and cut or pad to k: int64
-    [N, k].
+    """Predictions without filtered pairs and -1, in order, cut or padded to k: int64 [N, k].
 
     Search for k + the largest number of filter pairs of any query before, so that k labels are
     left.
@@ -288,36 +303,31 @@ def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDAr
     """
     num_labels = _shape(filter_pairs)[1]
     label_NK = _check_predictions(predicted_NK, filter_pairs, num_labels)
-    return moved_up(
-        np.where(_lookup(label_NK, pair_keys(filter_pairs), num_labels), -1, label_NK), k
-    )
+    is_filtered_NK = _lookup(label_NK, pair_keys(filter_pairs), num_labels)
+    return moved_up(np.where(is_filtered_NK, -1, label_NK), k)
 
 
 def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
     """The labels in order without the -1 between them, cut or padded with -1 to [N, k]."""
-    order = np.argsort(label_NK < 0, axis=1, kind="stable")[:, :k]
-    found = np.take_along_axis(label_NK, order, axis=1)
-    return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
+    order = np.argsort(label_NK < 0, axis=1, kind="stable")
+    found = np.take_along_axis(label_NK, order[:, :k], axis=1)
+    missing = k - found.shape[1]
+    return np.pad(found, ((0, 0), (0, missing)), constant_values=-1)
 
 
 def ideal_ranking(relevance: csr_matrix, inverse_propensity_L: Any, k: int) -> NDArray[np.int64]:
-    """The relevant labels of each query, rare ones first: int64 [N, k], -1 = none. No ranking has
-    higher P, R, nDCG, PSP or MRR.
-    """
+    """The relevant labels of each query, rare ones first: int64 [N, k], -1 = none.
+
+    No ranking has higher P, R, nDCG, PSP or MRR."""
+    num_queries, num_labels = _shape(relevance)
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
-    out_NK = np.full((relevance.shape[0], k), -1, dtype=np.int64)
-    row_E = np.repeat(np.arange(relevance.shape[0]), np.diff(relevance.indptr))
-    label_E = np.asarray(relevance.indices, dtype=np.int64)
-    is_relevant_E = relevance.data > 0
-    row_E = row_E[is_relevant_E]
-    label_E = label_E[is_relevant_E]
+    row_E, label_E = np.divmod(pair_keys(relevance, positive_only=True), max(num_labels, 1))
     order = np.lexsort((label_E, -weight_L[label_E], row_E))
     row_E = row_E[order]
-    label_E = label_E[order]
-    begin_E = np.searchsorted(row_E, row_E)  # where the labels of a query begin
-    place_E = np.arange(len(row_E)) - begin_E
+    place_E = np.arange(len(row_E)) - np.searchsorted(row_E, row_E)
     fits_E = place_E < k
-    out_NK[row_E[fits_E], place_E[fits_E]] = label_E[fits_E]
+    out_NK = np.full((num_queries, k), -1, dtype=np.int64)
+    out_NK[row_E[fits_E], place_E[fits_E]] = label_E[order][fits_E]
     return out_NK
 
 
@@ -325,22 +335,22 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     """The relevant pairs that are not filtered: bool CSR [N, L], sorted.
 
     Args:
-        relevance: CSR [N, L], relevant if > 0. filter_pairs: CSR [N, L], every stored pair is
-        filtered.
+        relevance: CSR [N, L], relevant if > 0.
+        filter_pairs: CSR [N, L], every stored pair is filtered.
 
     Raises:
         DataError: the shapes differ.
     """
-    if _shape(relevance) != _shape(filter_pairs):
+    shape = _shape(relevance)
+    if shape != _shape(filter_pairs):
         got = f"{relevance.shape} and {filter_pairs.shape}"
-        raise DataError(
-            "relevance and filter pairs differ in shape",
-            got=got,
-            expected="[queries, labels] of both",
-        )
-    key_E = np.setdiff1d(pair_keys(relevance, True), pair_keys(filter_pairs), assume_unique=True)
-    row_E, label_E = np.divmod(key_E, max(_shape(relevance)[1], 1))
-    return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))
+        what = "relevance and filter pairs differ in shape"
+        raise DataError(what, got=got, expected="[queries, labels] of both")
+    relevant_E = pair_keys(relevance, positive_only=True)
+    key_E = np.setdiff1d(relevant_E, pair_keys(filter_pairs), assume_unique=True)
+    pairs = np.divmod(key_E, max(shape[1], 1))
+    ones_E = np.ones(len(key_E), dtype=bool)
+    return csr_matrix((ones_E, pairs), shape=shape)
 
 
 def frequency_bins(
@@ -354,53 +364,50 @@ def frequency_bins(
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none.
         truth: CSR [N, L], the truth after filters, relevant if > 0.
-        count_L: int [L], training queries of each label. inverse_propensity_L: float [L].
+        count_L: int [L], training queries of each label.
+        inverse_propensity_L: float [L].
 
     Returns:
         a record per bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs",
-        "most" and "least"
-        (training queries of its labels), "mean_frequency", "test_pairs" (relevant pairs of the
-        truth), "P@5" and "PSP@5" (contributions, percentage points), "recall@5" (percent of its
-        test pairs found) and "coverage@5" (percent of its labels with a test pair that are found at
-        least once).
+        "most" and "least" (training queries of its labels), "mean_frequency", "test_pairs"
+        (relevant pairs of the truth), "P@5" and "PSP@5" (contributions, percentage points),
+        "recall@5" (percent of its test pairs found) and "coverage@5" (percent of its labels with a
+        test pair that are found at least once).
     """
     count_L = np.asarray(count_L)
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
     bin_L = volume_bins(count_L, num_bins)
-    k = 5
     ranked = Ranked(predicted_NK, truth, weight_L, bin_L)
-    # one entry per query
-    label_E = ranked.label_E
-    hit_label = ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]
-    places = max(len(ranked.label_NK), 1) * k
-    best_psp = Scope(ranked).parts("PSP", k)[1].sum()
+    hit_NK = ranked.hit_NK[:, :_BIN_K]
+    hit_label = ranked.label_NK[:, :_BIN_K][hit_NK]  # one entry per hit
+    places = max(len(ranked.label_NK), 1) * _BIN_K
+    best_psp = Scope(ranked).parts("PSP", _BIN_K)[1].sum()
 
     def per_bin(label: NDArray[Any], weight: NDArray[Any] | None = None) -> NDArray[Any]:
         return np.bincount(bin_L[label], weights=weight, minlength=num_bins)
 
     hits = per_bin(hit_label)
-    pairs = per_bin(label_E)
+    pairs = per_bin(ranked.label_E)
     psp = per_bin(hit_label, weight_L[hit_label])
-    tested = per_bin(np.unique(label_E))
+    tested = per_bin(np.unique(ranked.label_E))
     found = per_bin(np.unique(hit_label))
     records = []
     for b in np.unique(bin_L).tolist():
         counts = count_L[bin_L == b]
-        records.append(
-            {
-                "bin": b + 1,
-                "labels": len(counts),
-                "train_pairs": int(counts.sum()),
-                "most": int(counts.max()),
-                "least": int(counts.min()),
-                "mean_frequency": float(counts.mean()),
-                "test_pairs": int(pairs[b]),
-                f"P@{k}": percent(hits[b], places),
-                f"PSP@{k}": percent(psp[b], best_psp),
-                f"recall@{k}": percent(hits[b], pairs[b]),
-                f"coverage@{k}": percent(found[b], tested[b]),
-            }
-        )
+        record = {
+            "bin": b + 1,
+            "labels": len(counts),
+            "train_pairs": int(counts.sum()),
+            "most": int(counts.max()),
+            "least": int(counts.min()),
+            "mean_frequency": float(counts.mean()),
+            "test_pairs": int(pairs[b]),
+            "P@5": percent(hits[b], places),
+            "PSP@5": percent(psp[b], best_psp),
+            "recall@5": percent(hits[b], pairs[b]),
+            "coverage@5": percent(found[b], tested[b]),
+        }
+        records.append(record)
     return records
 
 
@@ -418,6 +425,6 @@ def volume_bins(count_L: Any, num_bins: int) -> NDArray[np.int64]:
         return np.full(len(count_L), num_bins - 1, dtype=np.int64)
     # the middle of a frequency's volume decides its bin
     middle = (np.cumsum(volume) - volume / 2) / total
-    bin_of_value = np.minimum((middle * num_bins).astype(np.int64), num_bins - 1)
+    bin_of_value = (middle * num_bins).astype(np.int64).clip(max=num_bins - 1)
     bin_of_value[values == 0] = num_bins - 1
     return bin_of_value[place_L]

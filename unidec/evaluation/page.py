@@ -1,10 +1,9 @@
-"""HTML pages from the Jinja2 templates in this folder: all texts are escaped, and a page loads no
-other files.
-"""
+"""HTML pages from the Jinja2 templates in this folder; texts are escaped, pages load no files."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unidec.data.storage import write_bytes_atomic
+from unidec.metric_names import shown
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -62,33 +62,41 @@ class Table:
         """A table with a row for each name of `rows`, and those of `columns` (keys, or key ->
         heading) that have any values.
         """
-        used = [
-            key for key in columns if any(values.get(key) is not None for values in rows.values())
-        ]
-        heads = columns if isinstance(columns, Mapping) else dict(zip(used, used, strict=True))
-        shown = [[name, *(values.get(key) for key in used)] for name, values in rows.items()]
-        return cls([head, *(heads[key] for key in used)], shown if used else [], **more)
+        given = set()
+        for values in rows.values():
+            given |= {key for key, value in values.items() if value is not None}
+        used = [key for key in columns if key in given]
+        heads = columns if isinstance(columns, Mapping) else dict.fromkeys(used)
+        header = [head, *(heads[key] or key for key in used)]
+        shown_rows = []
+        for name, values in rows.items() if used else ():
+            shown_rows.append([name, *map(values.get, used)])
+        return cls(header, shown_rows, **more)
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
     def shown(self) -> Iterator[tuple[str, list[tuple[Shown, bool]]]]:
         """Each row's CSS class, and its cells, each with whether it is bold."""
-        rows = [
-            [
-                value if isinstance(value, Shown) else Shown(number(value), _value(value))
-                for value in row
-            ]
-            for row in self.rows
-        ]
-        tops: dict[int, float] = {}
-        for c in range(self.text_columns, len(self.header) if self.best and len(rows) > 1 else 0):
-            values = [row[c].value for row in rows if math.isfinite(row[c].value)]
-            if len(values) == 1 or len(set(values)) > 1:  # if all are equal, none is best
-                tops[c] = max(values)
-        for r, row in enumerate(rows):
-            kind = self.kinds[r] if r < len(self.kinds) else ""
-            yield kind, [(cell, tops.get(c) == cell.value) for c, cell in enumerate(row)]
+        rows = [[_cell(value) for value in row] for row in self.rows]
+        best: dict[int, float] = {}
+        if self.best and len(rows) > 1:
+            for place in range(self.text_columns, len(self.header)):
+                column = [row[place].value for row in rows]
+                values = [value for value in column if math.isfinite(value)]
+                if len(values) == 1 or len(set(values)) > 1:  # if all are equal, none is best
+                    best[place] = max(values)
+        kinds = itertools.chain(self.kinds, itertools.repeat(""))
+        for kind, row in zip(kinds, rows, strict=False):
+            yield kind, [(cell, best.get(place) == cell.value) for place, cell in enumerate(row)]
+
+
+def _cell(value: Any) -> Shown:
+    if isinstance(value, Shown):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Shown(number(value), float(value))
+    return Shown(number(value))
 
 
 def render(template: str, **context: Any) -> str:
@@ -113,7 +121,7 @@ def _environment() -> Any:
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
     )
-    environment.globals |= {"Shown": Shown, "Table": Table}
+    environment.globals |= {"Shown": Shown, "Table": Table, "metrics_shown": shown}
     environment.filters |= {"number": number, "exact": functools.partial(number, exact=True)}
     return environment
 
@@ -133,9 +141,3 @@ def number(value: Any, *, exact: bool = False) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(number(item, exact=exact) for item in value)
     return str(value)
-
-
-def _value(value: Any) -> float:
-    return (
-        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    )

@@ -1,61 +1,33 @@
-"""The report of a run: one HTML file that loads no other files, and CSV files for DVC's plots."""
+"""The report of a run: one HTML file that loads no other files."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unidec.data.storage import write_bytes_atomic
 from unidec.evaluation import page
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.page import Records, Shown, Table
+from unidec.evaluation.plot_tables import by_group, finite, round_parts, validation_records
 from unidec.evaluation.significance import Comparison
-from unidec.metric_names import BASELINES, DEFAULT_KS
+from unidec.metric_names import BASELINES, in_words, parse, shown
 
-HEADLINE = (
-    "P@1",
-    "P@3",
-    "P@5",
-    "nDCG@5",
-    "PSP@1",
-    "PSP@3",
-    "PSP@5",
-    "R@10",
-    "R@100",
-    "coverage@5",
-    "MRR",
-)
-CARDS = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@10", "R@100")
 HEADS = {
     "both": "both heads",
     "de": "dual encoder alone",
     "clf": "classifier alone",
     "knn": "votes of similar queries alone",
 }
-# of `wins_and_losses`
-VERDICT = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100", "tail/R@10", "torso/R@10", "head/R@10")
 AT_BEST = "at best"  # row of the highest values that are possible
 EQUAL = 0.05  # percentage points: smaller differences would be shown as 0.0
 GROUPS = {
     "tail": "tail (< 10 queries)",
     "torso": "torso (10 to 100 queries)",
     "head": "head (> 100 queries)",
-}
-BY_GROUP = {
-    "P@5": "contributes to P@5",
-    "within/P@5": "P@5 within",
-    "nDCG@5": "nDCG@5 within",
-    "PSP@5": "PSP@5 within",
-    "R@10": "R@10 within",
-    "R@100": "R@100 within",
-    "coverage@5": "coverage@5 within",
-    "num_queries": "queries with such a label",
 }
 BINS = {
     "labels": "labels",
@@ -66,28 +38,13 @@ BINS = {
     "recall@5": "recall@5 within",
     "coverage@5": "coverage@5 within",
 }
-# with more weight on rare labels, PSP rises and the others fall
-TRADED = ("P@1", "nDCG@5", "PSP@1", "PSP@5")
-VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
-TRAINING = (
-    "step",
-    "epoch",
-    "seconds",
-    "loss",
-    "loss_de",
-    "loss_clf",
-    "lr_heads",
-    "lr_clf",
-    "lr_encoder",
-    "lr_bag",
-    "grad_norm",
-    "pool_size",
-    "positives_per_query",
-    "texts_per_s",
-    "tokens_per_s",
-)
-"""Columns of training.csv."""
-_PLACE = ("epoch", "round", "seconds", "minutes")  # first keys of a record of `validation_records`
+LINES = {
+    "loss_de": "dual encoder",
+    "loss_clf": "classifier",
+    "grad_norm": "gradient norm",
+    "pool_size": "labels in the pool",
+    "positives_per_query": "positives a query",
+}
 MEMORY = {"host_used_gib": "peak memory, GiB", "device_used_gib": "peak memory of the GPU, GiB"}
 
 
@@ -105,8 +62,7 @@ class ReportInput:
         index: facts about the index, such as {"recall@10": 99.8}.
         fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points of the
         "objective"}.
-        calibration: {"score": [any shape], "correct": [same shape]} of predictions, and their
-            "probability" if the bundle has a calibration.
+        calibration: {"probability": [any shape], "correct": [same shape]} of predictions.
         gains, losses: examples {"query", "truth": [title], "predictions": [{"label", "title",
             "score", "correct"}], "missed": [title], "gain": nDCG@5 of the query minus that of
             `gain_over`, in points}, the largest first.
@@ -130,7 +86,7 @@ class ReportInput:
     bins: Records = ()
     index: Mapping[str, Any] = field(default_factory=dict)
     fusion: Mapping[str, Any] = field(default_factory=dict)
-    calibration: Mapping[str, Any] | None = None
+    calibration: Mapping[str, Any] = field(default_factory=dict)
     gains: Records = ()
     losses: Records = ()
     gain_over: str = ""
@@ -145,46 +101,42 @@ class ReportInput:
 
 def render(report: ReportInput) -> str:
     """The HTML of the report."""
-    systems = {HEADS.get(name, name): values for name, values in report.metrics.items()}
+    systems = {HEADS.get(name, name): figures for name, figures in report.metrics.items()}
     main = next(iter(systems.values()), {})
     earlier = {name: metrics for name, metrics in report.earlier.items() if metrics}
     compared: dict[str, Mapping[str, Any]] = {**systems, **earlier, **report.baselines}
     if report.at_best:  # as texts, so that they are not the best of a column
         compared[AT_BEST] = {name: Shown(f"{value:.2f}") for name, value in report.at_best.items()}
     kinds = ["" if name in systems else "reference" for name in compared]
-    group_chart, groups = _groups(systems, report.at_best)
-    bin_charts, bins = _bins(report.bins)
-    by_tail = _lines(
-        report.fusion.get("by_tail", ()), "tail", {name: name for name in TRADED}, dots=True
-    )
+    verdicts = {name: wins_and_losses(main, other) for name, other in report.earlier.items()}
+    group_charts, groups = _groups(systems, report.at_best)
+    traded = _lines(report.fusion.get("by_tail", ()), "tail", shown("traded"), dots=True)
+    lost = report.fusion.get("lost_without", {})
     return page.render(
         "report",
         report=report,
         head_cards=_cards(main, report.at_best),
         num_queries=int(main.get("num_queries", 0)),
-        verdicts=[
-            (name, wins_and_losses(main, metrics)) for name, metrics in report.earlier.items()
-        ],
-        headline=Table.of("system", compared, HEADLINE, best=True, kinds=kinds),
+        verdicts=verdicts,
+        headline=Table.of("system", compared, shown("headline"), best=True, kinds=kinds),
         groups_shown=GROUPS,
         baselines_shown=BASELINES,
-        frequency_charts=[*bin_charts, group_chart],
+        frequency_charts=_bin_charts(report.bins) + group_charts,
         groups=groups,
-        bins=bins,
+        bins=_bin_table(report.bins),
         curves=_curves(report.history, report.rounds),
-        **_rounds(report.rounds),
-        **_calibration(report.calibration or {}),
+        cost_chart=_cost_chart(report.rounds),
+        cost_totals=_cost_totals(report.rounds),
+        **_calibration(report.calibration),
         tail_chart=line_chart(
             "Frequent against rare labels",
-            by_tail,
+            traded,
             "weight of the log inverse propensity",
             "percent, validation split",
         ),
         lost_without={
-            name.replace("blend", "weighted sum"): f"{lost:.2f}"
-            for name, lost in sorted(
-                report.fusion.get("lost_without", {}).items(), key=lambda part: -part[1]
-            )
+            name.replace("blend", "weighted sum"): f"{lost[name]:.2f}"
+            for name in sorted(lost, key=lost.__getitem__, reverse=True)
         },
     )
 
@@ -194,339 +146,218 @@ def wins_and_losses(own: Mapping[str, float], other: Mapping[str, float]) -> str
     if not other:
         return "measured on other data; the gate ranks this test split with both"
     parts: dict[str, list[str]] = {"higher": [], "lower": [], "equal": []}
-    for name in VERDICT:
-        if name in own and name in other:
-            group, _, metric = name.rpartition("/")
-            gap = own[name] - other[name]
-            shown = f"{metric} of {group} labels" if group else metric
-            if abs(gap) < EQUAL:
-                parts["equal"].append(shown)
-            else:
-                parts["higher" if gap > 0 else "lower"].append(f"{shown} {gap:+.1f}")
+    for name in shown("compared"):
+        if name not in own or name not in other:
+            continue
+        gap = own[name] - other[name]
+        if abs(gap) < EQUAL:
+            parts["equal"].append(in_words(name))
+        else:
+            how = "higher" if gap > 0 else "lower"
+            parts[how].append(f"{in_words(name)} {gap:+.1f}")
     return "; ".join(f"{how}: {', '.join(names)}" for how, names in parts.items() if names)
 
 
 def _cards(main: Mapping[str, float], at_best: Mapping[str, float]) -> list[tuple[str, str, str]]:
     """The main figures, each with what could be reached at best."""
-    shown = []
-    for name in CARDS:
-        if not math.isfinite(main.get(name, math.nan)):
-            continue
-        limit = at_best.get(name, math.nan)
-        words = f"{name}, at best {limit:.1f}" if math.isfinite(limit) else name
-        shown.append((f"{main[name]:.1f}", words, ""))
-    return shown
+    cards = []
+    for name in shown("card"):
+        value = main.get(name, math.nan)
+        if math.isfinite(value):
+            if name in at_best:
+                name += f", at best {at_best[name]:.1f}"
+            cards.append((f"{value:.1f}", name, ""))
+    return cards
 
 
 def _groups(
     systems: Mapping[str, Mapping[str, float]], at_best: Mapping[str, float]
-) -> tuple[Chart | None, Table]:
-    """A chart of R@10 and a table of all metrics by frequency group, without groups that have no
-    test queries.
+) -> tuple[list[Chart | None], Table]:
+    """Charts and a table of metrics by frequency group, without groups that no test query has."""
+    measured = dict(systems)
+    if at_best:
+        main = next(iter(systems.values()), {})
+        counts = {name: value for name, value in main.items() if "num_queries" in name}
+        measured[AT_BEST] = {**at_best, **counts}
+    columns = {}
+    for metric in shown("group"):
+        if parse(metric).kind == "P":
+            columns[metric] = f"contributes to {metric}"
+            columns[f"within/{metric}"] = f"{metric} within"
+        else:
+            columns[metric] = f"{metric} within"
+    columns["num_queries"] = "queries with such a label"
+    rows = {}
+    for name, metrics in measured.items():
+        for group, of_group in by_group(metrics).items():
+            if of_group.get("num_queries", 1):
+                rows[name, group] = _within(of_group, metrics.get("num_queries"))
+    present = {group for _, group in rows}
+    groups = [group for group in GROUPS if group in present]
+    heads = [GROUPS[group] for group in groups]
+    complete = [name for name in systems if all((name, group) in rows for group in groups)]
+    charts = []
+    for metric in shown("drawn-group"):
+        heights = {
+            name: [rows[name, group].get(metric, math.nan) for group in groups] for name in complete
+        }
+        bars = list(heights.items())
+        charts.append(bar_chart(f"{metric} within each group", heads, bars, "percent"))
+    named = {f"{name}, {group}": row for (name, group), row in rows.items()}
+    return charts, Table.of("system, group", named, columns)
+
+
+def _within(group: Mapping[str, float], num_queries: float | None) -> dict[str, Any]:
+    """A group's metrics with P@k over only the queries that have a label of the group. (The group's
+    metric "P@k" is over all queries, so that groups add up.)
     """
-    main = next(iter(systems.values()), {})
-    counts = {name: value for name, value in main.items() if "num_queries" in name}
-    measured = {**systems, **({AT_BEST: {**at_best, **counts}} if at_best else {})}
-    rows = {
-        (name, group): of_group | _within(of_group, metrics.get("num_queries", math.nan))
-        for name, metrics in measured.items()
-        for group, of_group in by_group(metrics).items()
-        if of_group.get("num_queries", 1) > 0
-    }
-    groups = [group for group in GROUPS if any(group == of for _, of in rows)]
-    bars = [
-        (name, [rows[name, group].get("R@10", math.nan) for group in groups])
-        for name in systems
-        if all((name, group) in rows for group in groups)
+    row: dict[str, Any] = dict(group)
+    if "num_queries" not in group:
+        return row
+    row["num_queries"] = int(group["num_queries"])
+    for name in group:
+        if parse(name).kind == "P" and num_queries is not None:
+            row[f"within/{name}"] = group[name] * num_queries / group["num_queries"]
+    return row
+
+
+def _bin_names(bins: Records) -> list[str]:
+    names = []
+    for row in bins:
+        ends = dict.fromkeys((row["least"], row["most"]))
+        names.append(" to ".join(f"{end:,}" for end in ends))
+    return names
+
+
+def _bin_charts(bins: Records) -> list[Chart | None]:
+    """Contributions to the metrics by label frequency (thesis, figure 1.3), and metrics within."""
+
+    def chart(caption: str, unit: str, *metrics: str) -> Chart | None:
+        bars = [(metric, [row[metric] for row in bins]) for metric in metrics]
+        label = "training queries of a label; bins of equal volume, head to tail"
+        return bar_chart(caption, _bin_names(bins), bars, unit, x_label=label)
+
+    whole = "Contributions to P@5 and PSP@5: bins add up to the whole"
+    within = "Within each bin: pairs found, labels found at least once"
+    return [
+        chart(whole, "percentage points", "P@5", "PSP@5"),
+        chart(within, "percent", "recall@5", "coverage@5"),
     ]
-    chart = bar_chart(
-        "R@10 within each group", [GROUPS[group] for group in groups], bars, "percent"
-    )
-    return chart, Table.of(
-        "system, group", {f"{name}, {group}": own for (name, group), own in rows.items()}, BY_GROUP
-    )
 
 
-def _within(group: Mapping[str, float], num_queries: float) -> dict[str, Any]:
-    """P@5 over only the queries that have a label of the group, and their number. (The group's
-    metric "P@5" is over all queries, so that groups add up.)
-    """
-    group_queries = group.get("num_queries", math.nan)
-    within = (
-        {"within/P@5": group.get("P@5", math.nan) * num_queries / group_queries}
-        if group_queries
-        else {}
-    )
-    return {key: value for key, value in within.items() if math.isfinite(value)} | (
-        {"num_queries": int(group_queries)} if math.isfinite(group_queries) else {}
-    )
-
-
-def _bins(bins: Records) -> tuple[list[Chart | None], Table]:
-    """Charts and a table of contributions to P@5 and PSP@5 by label frequency (thesis, figure 1.3),
-    and of metrics within each bin.
-    """
-    names = [
-        f"{row['least']:,} to {row['most']:,}"
-        if row["least"] != row["most"]
-        else f"{row['most']:,}"
-        for row in bins
-    ]
-    label = "training queries of a label; bins of equal volume, head to tail"
-    charts = [
-        bar_chart(
-            caption,
-            names,
-            [(metric, [row[metric] for row in bins]) for metric in metrics],
-            unit,
-            x_label=label,
-        )
-        for caption, unit, metrics in (
-            (
-                "Contributions to P@5 and PSP@5: bins add up to the whole",
-                "percentage points",
-                ("P@5", "PSP@5"),
-            ),
-            (
-                "Within each bin: pairs found, labels found at least once",
-                "percent",
-                ("recall@5", "coverage@5"),
-            ),
-        )
-    ]
-    rows = dict(zip(names, bins, strict=True))
-    return charts, Table.of(
-        "training queries", rows, BINS, caption="by bin, most frequent labels first"
-    )
+def _bin_table(bins: Records) -> Table:
+    rows = dict(zip(_bin_names(bins), bins, strict=True))
+    caption = "by bin, most frequent labels first"
+    return Table.of("training queries", rows, BINS, caption=caption)
 
 
 def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
-    """The reliability curve of the probabilities and their expected calibration error in percentage
-    points (Guo et al. 2017, equation 3; bins of equal size); without probabilities, the precision
-    by score.
+    """The template's variables on probabilities: their reliability curve, and the expected
+    calibration error in percentage points (Guo et al. 2017, equation 3; bins of equal size).
     """
-    if "probability" in calibration:
-        bins = calibration_bins(calibration["probability"], calibration["correct"])
-        means, shares = ([100 * part[i] for part in bins] for i in (1, 2))
-        lines = [
-            Line("this model", means, shares, dots=True),
+    bins = calibration_bins(**calibration) if calibration else []
+    if not bins:
+        return {"calibration": None, "calibration_error": 0.0}
+    means = [100 * mean for mean, _, _ in bins]
+    precisions = [100 * precision for _, precision, _ in bins]
+    chart = line_chart(
+        "Predictions that are right, by their probability",
+        [
+            Line("this model", means, precisions, dots=True),
             Line("perfectly calibrated", [0, 100], [0, 100]),
-        ]
-        chart = line_chart(
-            "Predictions that are right, by their probability",
-            lines if bins else [],
-            "probability, percent; a tenth of the predictions each",
-            "right, percent",
-            y_from_zero=True,
-            x_from_zero=True,
-        )
-        distances = [size * abs(mean - precision) for _, mean, precision, size in bins]
-        error = 100 * sum(distances) / max(1, sum(size for *_, size in bins))
-        return {"calibration": chart, "calibration_error": error}
-    bins = calibration_bins(calibration["score"], calibration["correct"]) if calibration else []
-    chart = bar_chart(
-        "Share of predictions that are right, by score",
-        [f"{high:.3g}" for high, *_ in bins],
-        [("precision", [100 * precision for _, _, precision, _ in bins])],
-        "precision, percent",
-        x_label="score up to; a tenth of the predictions each",
+        ],
+        "probability, percent; a tenth of the predictions each",
+        "right, percent",
+        y_from_zero=True,
+        x_from_zero=True,
     )
-    return {"calibration": chart, "calibration_error": None}
+    distance = 0.0
+    num_predictions = 0
+    for mean, precision, size in bins:
+        distance += size * abs(mean - precision)
+        num_predictions += size
+    return {"calibration": chart, "calibration_error": 100 * distance / num_predictions}
 
 
 def calibration_bins(
-    score: Any, correct: Any, num_bins: int = 10
-) -> list[tuple[float, float, float, int]]:
-    """Predictions in bins of equal size by score: highest score, mean score, precision (0 to 1) and
+    probability: Any, correct: Any, num_bins: int = 10
+) -> list[tuple[float, float, int]]:
+    """Predictions in bins of equal size by probability: mean probability, precision (0 to 1) and
     size of each bin.
 
     Args:
-        score: score or probability; any shape; entries that are not finite (padding) are ignored.
+        probability: any shape; entries that are not finite (padding) are ignored.
         correct: same shape, truthy if the prediction is correct.
     """
-    score_n = np.asarray(score, dtype=np.float64).ravel()
-    correct_n = np.asarray(correct).astype(bool).ravel()
-    order = np.argsort(np.where(np.isfinite(score_n), score_n, np.inf), kind="stable")[
-        : np.isfinite(score_n).sum()
-    ]
-    parts = np.array_split(order, min(num_bins, len(order))) if len(order) else []
-    return [
-        (
-            float(score_n[part[-1]]),
-            float(score_n[part].mean()),
-            float(correct_n[part].mean()),
-            len(part),
-        )
-        for part in parts
-    ]
+    probability_n = np.asarray(probability, dtype=np.float64)
+    is_finite_n = np.isfinite(probability_n)
+    probability_n = probability_n[is_finite_n]
+    correct_n = np.asarray(correct).astype(bool)[is_finite_n]
+    order = np.argsort(probability_n, kind="stable")
+    bins = []
+    for part in np.array_split(order, num_bins):
+        if len(part):
+            mean = float(probability_n[part].mean())
+            precision = float(correct_n[part].mean())
+            bins.append((mean, precision, len(part)))
+    return bins
 
 
 def _curves(history: Records, rounds: Records) -> list[Chart | None]:
     """Charts of validation metrics by time, and of loss, learning rates, gradient norm and pool by
     step.
     """
-    rates = sorted({key for record in history for key in record if key.startswith("lr_")})
-    validation = _lines(
-        validation_records(rounds), "minutes", {name: name for name in VALIDATION}, dots=True
-    )
-    by_step: list[tuple[str, dict[str, str], str]] = [
-        ("Loss", {"loss": "loss", "loss_de": "dual encoder", "loss_clf": "classifier"}, "loss"),
-        ("Learning rates", {name: name.removeprefix("lr_") for name in rates}, "learning rate"),
-        ("Gradient norm before clipping", {"grad_norm": "gradient norm"}, "norm"),
-        ("Labels in the pool", {"pool_size": "labels in the pool"}, "labels"),
-        (
-            "Positives a query in the pool",
-            {"positives_per_query": "positives a query"},
-            "positives, mean",
-        ),
-    ]
-    return [
+    curves = [name for name in shown("compared") if "/" not in name]
+    charts = [
         line_chart(
             "Validation split, percent",
-            validation,
+            _lines(validation_records(rounds), "minutes", curves, dots=True),
             "minutes of training and refreshes",
             "percent",
             x_from_zero=True,
-        ),
-        *(
-            line_chart(caption, _lines(history, "step", names), "step", label, y_from_zero=True)
-            for caption, names, label in by_step
-        ),
-    ]
-
-
-def _lines(records: Records, x: str, names: Mapping[str, str], dots: bool = False) -> list[Line]:
-    """A line for each of `names` (key -> displayed name) over the records' key `x`; lines without
-    finite values are omitted.
-    """
-    values = {
-        key: [math.nan if record.get(key) is None else float(record[key]) for record in records]
-        for key in (x, *names)
-    }
-    drawn = [Line(shown, values[x], values[name], dots) for name, shown in names.items()]
-    return [line for line in drawn if any(math.isfinite(y) for y in line.y)]
-
-
-def _rounds(rounds: Records) -> dict[str, Any]:
-    """The template's variables on costs: a chart of the seconds of each round's parts,
-    and totals.
-    """
-    parts = round_parts(rounds)
-    groups = [str(r.get("round", i + 1)) for i, r in enumerate(rounds)]
-    total: dict[str, float | None] = {
-        f"{name}, seconds": sum(column) for name, column in parts.items()
-    }
-    for key, shown in MEMORY.items():
-        total[shown] = (
-            max((finite(r.get("memory") or {}, key) for r in rounds), default=0.0) or None
         )
-    return {
-        "cost_chart": bar_chart(
-            "Seconds a round", groups, list(parts.items()), "seconds", x_label="round", stacked=True
-        ),
-        "cost_totals": {
-            name: round(value, 2) for name, value in total.items() if value is not None
-        },
-    }
-
-
-def plots_csv(
-    history: Records, rounds: Records, metrics: Mapping[str, float], out_dir: str | os.PathLike[str]
-) -> list[Path]:
-    """Write the tables that `dvc plots` draws; "@" in a name becomes "_at_", missing numbers are
-    empty cells.
-
-    training.csv: a row per logged step. validation.csv: a row per round with validation metrics,
-    and the `seconds` of training and refreshes until then. at_k.csv: k, precision, recall, ndcg.
-    groups.csv: a row per frequency group with its metrics. A table without rows has only its
-    header.
-
-    Args:
-        history, rounds: lines of history.jsonl and rounds.jsonl.
-        metrics: of the test split, "P@1", "tail/R@10", ...
-    """
-    import pandas as pd
-
-    validation = validation_records(rounds)
-    measured = sorted({name for row in validation for name in row if "/" not in name} - set(_PLACE))
-    at_k = [
-        {
-            "k": k,
-            "precision": metrics.get(f"P@{k}"),
-            "recall": metrics.get(f"R@{k}"),
-            "ndcg": metrics.get(f"nDCG@{k}"),
-        }
-        for k in DEFAULT_KS
-        if f"P@{k}" in metrics
     ]
-    groups = [{"group": group} | of_group for group, of_group in by_group(metrics).items()]
-    files: dict[str, tuple[Sequence[str], Records]] = {
-        "training.csv": (
-            [name for name in TRAINING if any(name in row for row in history)] or TRAINING[:1],
-            history,
-        ),
-        "validation.csv": ([*_PLACE[:3], *measured], validation),
-        "at_k.csv": (["k", "precision", "recall", "ndcg"], at_k),
-        "groups.csv": (
-            list(dict.fromkeys(["group", *(key for row in groups for key in row)])),
-            groups,
-        ),
-    }
-    for name, (columns, rows) in files.items():
-        frame = pd.DataFrame(list(rows), columns=list(columns)).replace(
-            [math.inf, -math.inf], math.nan
-        )
-        heads = [column.replace("@", "_at_") for column in columns]
-        text = frame.to_csv(index=False, header=heads, float_format="%.6g", lineterminator="\n")
-        write_bytes_atomic(Path(out_dir) / name, text.encode())
-    return [Path(out_dir) / name for name in files]
+    rates = sorted({key for record in history for key in record if key.startswith("lr_")})
+    for caption, label, keys in (
+        ("Loss", "loss", ("loss", "loss_de", "loss_clf")),
+        ("Learning rates", "learning rate", rates),
+        ("Gradient norm before clipping", "norm", ("grad_norm",)),
+        ("Labels in the pool", "labels", ("pool_size",)),
+        ("Positives a query in the pool", "positives, mean", ("positives_per_query",)),
+    ):
+        lines = _lines(history, "step", keys)
+        charts.append(line_chart(caption, lines, "step", label, y_from_zero=True))
+    return charts
 
 
-def by_group(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Frequency group -> its metrics, without the group in their names; groups without metrics are
-    omitted.
-    """
-    groups = {
-        g: {key[len(g) + 1 :]: value for key, value in metrics.items() if key.startswith(f"{g}/")}
-        for g in GROUPS
-    }
-    return {group: of_group for group, of_group in groups.items() if of_group}
+def _lines(records: Records, x: str, keys: Sequence[str], dots: bool = False) -> list[Line]:
+    """A line for each key over the records' key `x`; lines without finite values are omitted."""
+
+    def column(key: str) -> list[float]:
+        values = [record.get(key) for record in records]
+        return [math.nan if value is None else float(value) for value in values]
+
+    lines = []
+    for key in keys:
+        name = LINES.get(key, key.removeprefix("lr_"))
+        lines.append(Line(name, column(x), column(key), dots))
+    return [line for line in lines if np.isfinite(line.y).any()]
 
 
-def validation_records(rounds: Records) -> list[dict[str, Any]]:
-    """A record for each measured round: "epoch", "round", the validation metrics, and "seconds" and
-    "minutes" of training and refreshes from the start to the round's end, without validation."""
-    seconds = 0.0
-    records = []
-    for r in rounds:
-        seconds += finite(r, "train_seconds") + finite(r.get("refresh") or {}, "refresh_seconds")
-        if r.get("validation"):
-            place = (r.get("epoch"), r.get("round"), seconds, seconds / 60)
-            records.append(dict(zip(_PLACE, place, strict=True)) | r["validation"])
-    return records
+def _cost_chart(rounds: Records) -> Chart | None:
+    """The seconds of each round's parts."""
+    groups = [str(line.get("round", i)) for i, line in enumerate(rounds, 1)]
+    parts = list(round_parts(rounds).items())
+    return bar_chart("Seconds a round", groups, parts, "seconds", x_label="round", stacked=True)
 
 
-def round_parts(rounds: Records) -> dict[str, list[float]]:
-    """Name of a part -> its seconds in each round: the parts of the refresh (keys that end in
-    "_seconds"; the whole refresh if it has no parts), then "train" and "validation"."""
-    refreshes = [r.get("refresh") or {} for r in rounds]
-    keys = dict.fromkeys(
-        key for refresh in refreshes for key in refresh if key.endswith("_seconds")
-    )
-    keys.pop("work_seconds", None)  # another measure of the same time
-    if len(keys) > 1:
-        keys.pop("refresh_seconds", None)
-    parts = {
-        key.removesuffix("_seconds").replace("_", " "): [finite(r, key) for r in refreshes]
-        for key in keys
-    }
-    for name in ("train", "validation"):
-        if any(f"{name}_seconds" in r for r in rounds):
-            parts[name] = [finite(r, f"{name}_seconds") for r in rounds]
-    return parts
-
-
-def finite(row: Mapping[str, Any], name: str) -> float:
-    """A figure of a record; 0 if it is missing or not finite."""
-    value = row.get(name)
-    return float(value) if value is not None and math.isfinite(value) else 0.0
+def _cost_totals(rounds: Records) -> dict[str, float]:
+    """Seconds of the parts of all rounds, and their largest memory."""
+    totals = {}
+    for name, column in round_parts(rounds).items():
+        totals[f"{name}, seconds"] = round(sum(column), 2)
+    for key, name in MEMORY.items():
+        used = [finite(line.get("memory") or {}, key) for line in rounds]
+        if any(used):
+            totals[name] = round(max(used), 2)
+    return totals

@@ -1,5 +1,4 @@
-"""Paired significance tests over queries, for metrics that are means or ratios; and the checks of a
-challenger.
+"""Paired significance tests over queries, and the checks of a challenger.
 
 Shape legend: N queries, K predicted labels, L labels, R resamples, C comparisons (system, opponent,
 metric).
@@ -36,9 +35,7 @@ NUM_SAMPLES = 10_000
 _BLOCK = 2**21  # draws of a query per block: some 50 MB
 _TIE = 1e-9  # percentage points: tolerance for sums in another order
 Runs = Mapping[str, Sequence[QueryParts]]
-"""System -> the contributions (`metrics.by_query`) of its runs, one per seed, all for the same
-queries and truth.
-"""
+"""System -> `metrics.by_query` of its runs, one per seed, all for the same queries and truth."""
 
 
 @dataclass(frozen=True)
@@ -94,33 +91,48 @@ def compare_systems(
     Returns:
         One comparison for each (other system, metric), systems in the order of `runs`.
     """
-    below = {name: next(iter(runs.values()))[0][name][1] for name in metrics}
-    mean = _means(runs, metrics)
     opponents = dict.fromkeys(metrics, against) if isinstance(against, str) else against
     compared = [
-        (system, opponents[m], m) for system in runs for m in metrics if system != opponents[m]
+        (system, opponents[metric], metric)
+        for system in runs
+        for metric in metrics
+        if system != opponents[metric]
     ]
     if not compared:
         return []
-    # the smallest p-value is about 2 / R, and must be below alpha even after the correction for all
-    # comparisons
-    num_samples = num_samples or max(NUM_SAMPLES, round(4 * len(compared) / ALPHA))
-    value = {
-        key: float(_ratio(above_N.sum(), below[key[1]].sum())) for key, above_N in mean.items()
-    }
-    gap_NC = np.stack([mean[system, m] - mean[other, m] for system, other, m in compared], axis=1)
-    below_NC = np.stack([below[m] for _, _, m in compared], axis=1)
-    low_C, high_C = np.percentile(
-        _bootstrap(gap_NC, below_NC, num_samples, seed), [2.5, 97.5], axis=0
-    ).tolist()
+    if num_samples is None:
+        # the smallest p-value is about 2 / R: below alpha even after the correction for all
+        num_samples = max(NUM_SAMPLES, round(4 * len(compared) / ALPHA))
+    mean = _means(runs, metrics)
+    any_run = next(iter(runs.values()))[0]
+    gaps = []
+    belows = []
+    for system, other, metric in compared:
+        gaps.append(mean[system, metric] - mean[other, metric])
+        belows.append(any_run[metric][1])
+    gap_NC = np.stack(gaps, axis=1)
+    below_NC = np.stack(belows, axis=1)
+    difference_RC = _bootstrap(gap_NC, below_NC, num_samples, seed)
+    low_C, high_C = np.percentile(difference_RC, [2.5, 97.5], axis=0)
     p_C = _randomisation(gap_NC, num_samples, seed + 1)
+    adjusted_C = holm(p_C)
     comparisons = []
-    columns = (low_C, high_C, p_C.tolist(), holm(p_C).tolist())
-    for (system, other, m), low, high, p, adjusted in zip(compared, *columns, strict=True):
-        ours = value[system, m]
-        theirs = value[other, m]
+    for c, (system, other, metric) in enumerate(compared):
+        below = belows[c].sum()
+        ours = float(_ratio(mean[system, metric].sum(), below))
+        theirs = float(_ratio(mean[other, metric].sum(), below))
         one = Comparison(
-            system, other, m, ours, theirs, ours - theirs, low, high, p, adjusted, len(gap_NC)
+            system=system,
+            against=other,
+            metric=metric,
+            value=ours,
+            against_value=theirs,
+            difference=ours - theirs,
+            low=float(low_C[c]),
+            high=float(high_C[c]),
+            p_value=float(p_C[c]),
+            p_adjusted=float(adjusted_C[c]),
+            num_queries=len(gap_NC),
         )
         comparisons.append(one)
     return comparisons
@@ -137,15 +149,13 @@ def paired_differences(
     """Differences first - second of a metric in resamples of the queries, which both share: float64
     [R], percentage points.
     """
-    (above_N, below_N), (others_N, _) = first[metric], second[metric]
-    gap_N = above_N - others_N
-    return _bootstrap(gap_N[:, None], below_N[:, None], num_samples, seed)[:, 0]
+    above_N, below_N = first[metric]
+    gap_N1 = (above_N - second[metric][0])[:, None]
+    return _bootstrap(gap_N1, below_N[:, None], num_samples, seed).ravel()
 
 
 def best_systems(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> dict[str, str]:
-    """Metric -> the best of the systems `names` by the mean over their runs; of equals
-    the first.
-    """
+    """Metric -> the best of the systems `names` by their mean over runs; of equals the first."""
     mean = _means(runs, metrics)
     return {metric: max(names, key=lambda name: mean[name, metric].sum()) for metric in metrics}
 
@@ -157,28 +167,25 @@ def holm(p_values: Any) -> Floats:
     value if smaller."""
     p = np.asarray(p_values, dtype=np.float64)
     order = np.argsort(p, kind="stable")
+    multiplied = p[order] * np.arange(len(p), 0, -1)
     corrected = np.empty_like(p)
-    corrected[order] = np.minimum(
-        np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p)))), 1.0
-    )
+    corrected[order] = np.maximum.accumulate(multiplied).clip(max=1.0)
     return corrected
 
 
 def _ratio(above: Any, below: Any) -> Any:
     """above / below in percent; 0 where below is 0."""
-    return 100.0 * np.divide(
-        above, below, out=np.zeros(np.shape(above)), where=np.asarray(below) > 0
-    )
+    ratio = np.zeros(np.shape(above))
+    np.divide(above, below, out=ratio, where=np.asarray(below) > 0)
+    return 100.0 * ratio
 
 
 def _means(runs: Runs, metrics: Sequence[str]) -> dict[tuple[str, str], Floats]:
-    """(system, metric) -> each query's contribution to the numerator, mean over the runs, float64
-    [N].
-    """
+    """(system, metric) -> each query's contribution to the numerator, mean over the runs, [N]."""
     return {
-        (s, m): np.mean([run[m][0] for run in of_s], axis=0)
-        for s, of_s in runs.items()
-        for m in metrics
+        (system, metric): np.mean([run[metric][0] for run in of_system], axis=0)
+        for system, of_system in runs.items()
+        for metric in metrics
     }
 
 
@@ -194,13 +201,10 @@ def _bootstrap(gap_NC: Floats, below_NC: Floats, num_samples: int, seed: int) ->
     generator = np.random.default_rng([seed, 0])
     parts = []
     for size in _blocks(num_samples, num_queries):
-        drawn = generator.integers(num_queries, size=(size, num_queries))
-        drawn += np.arange(size)[:, None] * num_queries
-        count_RN = (
-            np.bincount(drawn.ravel(), minlength=size * num_queries)
-            .reshape(size, -1)
-            .astype(np.float64)
-        )
+        drawn_RN = generator.integers(num_queries, size=(size, num_queries))
+        drawn_RN += np.arange(size)[:, None] * num_queries
+        count = np.bincount(drawn_RN.ravel(), minlength=size * num_queries)
+        count_RN = count.reshape(size, -1).astype(np.float64)
         parts.append(_ratio(count_RN @ gap_NC, count_RN @ below_NC))
     return np.concatenate(parts)
 
@@ -209,14 +213,17 @@ def _randomisation(gap_NC: Floats, num_samples: int, seed: int) -> Floats:
     """p-values [C]: the share of random swaps whose difference is at least as large as the observed
     one, which is counted among them (add one). All columns and all seeds share each query's swap.
     """
+    num_queries, num_compared = gap_NC.shape
     generator = np.random.default_rng(seed)
-    scale_C = np.maximum(np.abs(gap_NC).sum(axis=0), 1e-300)
+    scale_C = np.abs(gap_NC).sum(axis=0).clip(min=1e-300)
     # denominators are equal, so numerators are compared
     observed_C = np.abs(gap_NC.sum(axis=0)) - 1e-11 * scale_C
-    extreme_C = np.zeros(gap_NC.shape[1])
-    for size in _blocks(num_samples, len(gap_NC)):
-        sign_RN = 2.0 * generator.integers(2, size=(size, len(gap_NC)), dtype=np.int32) - 1.0
-        extreme_C += (np.abs(sign_RN @ gap_NC) >= observed_C).sum(axis=0)
+    extreme_C = np.zeros(num_compared)
+    for size in _blocks(num_samples, num_queries):
+        drawn_RN = generator.integers(2, size=(size, num_queries), dtype=np.int32)
+        sign_RN = 2.0 * drawn_RN - 1.0
+        swapped_RC = np.abs(sign_RN @ gap_NC)
+        extreme_C += (swapped_RC >= observed_C).sum(axis=0)
     return (extreme_C + 1) / (num_samples + 1)
 
 
@@ -263,55 +270,58 @@ def challenge(
     Raises:
         DataError: shapes do not match.
     """
-    metric = rules.metric
-    rankings = (challenger_NK, champion_NK)
-    new, old = (evaluate(rows, relevance, inverse_propensity_L, group_L) for rows in rankings)
-    paired = [
-        name for name in dict.fromkeys([metric, *rules.guarded]) if parse(name).kind != "coverage"
-    ]
-    new_parts, old_parts = (
-        by_query(rows, relevance, paired, inverse_propensity_L, group_L) for rows in rankings
-    )
+    weights = (inverse_propensity_L, group_L)
+    new = evaluate(challenger_NK, relevance, *weights)
+    old = evaluate(champion_NK, relevance, *weights)
+    deciding = rules.metric
+    guarded = [name for name in rules.guarded if name != deciding]
+    paired = [name for name in (deciding, *guarded) if parse(name).kind != "coverage"]
+    new_parts = by_query(challenger_NK, relevance, paired, *weights)
+    old_parts = by_query(champion_NK, relevance, paired, *weights)
     differences = {name: paired_differences(new_parts, old_parts, name) for name in paired}
-    intervals = {
-        name: np.percentile(values_R, [2.5, 97.5]).tolist()
-        for name, values_R in differences.items()
-    }
-    checks = [_check(metric, new, old, rules.margin, f"at least {rules.margin:+.2f} required")]
-    share = None
-    gap_N = np.zeros(0)
-    if metric in paired:
-        gap_N = new_parts[metric][0] - old_parts[metric][0]
-        share = float((differences[metric] >= rules.margin - _TIE).mean())
-    if share is not None and rules.confidence > 0:
-        low, high = intervals[metric]
-        ahead = (
-            f"ahead by {rules.margin:.2f}"
-            if rules.margin > 0
-            else f"worse by at most {-rules.margin:.2f}"
-        )
-        words = (
-            f"in {share:.1%} of the resamples of {new['num_queries']:,.0f} queries the "
-            f"challenger is {ahead} points, {rules.confidence:.0%} required; 95 % interval: "
-            f"{low:+.2f} to {high:+.2f} points"
-        )
-        checks.append(
-            Check("confidence", share >= rules.confidence, share, rules.confidence, words)
-        )
-    rule = f"it may lose {rules.tolerance:.2f}"
-    checks += [
-        _check(name, new, old, -rules.tolerance, rule) for name in rules.guarded if name != metric
-    ]
-    comparison = {
-        "metric": metric,
-        "difference": new[metric] - old[metric],
-        "confidence": share,
-        "intervals": intervals,
+    comparison: dict[str, Any] = {
+        "metric": deciding,
+        "difference": new[deciding] - old[deciding],
+        "confidence": None,
+        "intervals": {
+            name: np.percentile(of_name_R, [2.5, 97.5]).tolist()
+            for name, of_name_R in differences.items()
+        },
         "num_queries": int(new["num_queries"]),
-        "better": int((gap_N > 1e-12).sum()),
-        "worse": int((gap_N < -1e-12).sum()),
+        "better": 0,
+        "worse": 0,
     }
+    required = f"at least {rules.margin:+.2f} required"
+    checks = [_check(deciding, new, old, rules.margin, required)]
+    if deciding in paired:
+        new_N, _ = new_parts[deciding]
+        old_N, _ = old_parts[deciding]
+        gap_N = new_N - old_N
+        comparison["better"] = int((gap_N > 1e-12).sum())
+        comparison["worse"] = int((gap_N < -1e-12).sum())
+        is_ahead_R = differences[deciding] >= rules.margin - _TIE
+        comparison["confidence"] = float(is_ahead_R.mean())
+        if rules.confidence > 0:
+            checks.append(_confidence(comparison, rules))
+    for name in guarded:
+        may_lose = f"it may lose {rules.tolerance:.2f}"
+        checks.append(_check(name, new, old, -rules.tolerance, may_lose))
     return checks, {"metrics": {"challenger": new, "champion": old}, "comparison": comparison}
+
+
+def _confidence(comparison: Mapping[str, Any], rules: Gate) -> Check:
+    """A check that the challenger is ahead by the margin in enough resamples."""
+    share = comparison["confidence"]
+    low, high = comparison["intervals"][rules.metric]
+    ahead = f"worse by at most {-rules.margin:.2f}"
+    if rules.margin > 0:
+        ahead = f"ahead by {rules.margin:.2f}"
+    words = (
+        f"in {share:.1%} of the resamples of {comparison['num_queries']:,} queries the challenger "
+        f"is {ahead} points, {rules.confidence:.0%} required; 95 % interval: "
+        f"{low:+.2f} to {high:+.2f} points"
+    )
+    return Check("confidence", share >= rules.confidence, share, rules.confidence, words)
 
 
 def _check(

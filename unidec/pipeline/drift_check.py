@@ -34,10 +34,11 @@ from unidec.data.profile import (
 )
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
-from unidec.evaluation.drift import Check, compare, is_judged, served_facts
+from unidec.evaluation.drift import Check, compare, not_judged, served_facts
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import Table, render
+from unidec.metric_names import shown
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.tracking.fetch import fetch_bundle, find_alias
@@ -47,7 +48,6 @@ from unidec.tracking.store import answers, sqlite_path, store_errors, tracking_u
 MAX_QUERIES = 20_000  # of a larger window this many evenly spaced queries are used
 BATCH = 1024
 K = 100
-_METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "R@10", "R@100", "MRR")
 MOVED_WORDS = 15
 _PAGE = "index.html"
 _FINDINGS = "drift.json"
@@ -121,7 +121,7 @@ def read_profile(bundle: Path) -> Side | None:
 def data_change(params: Params) -> DataChange:
     """Compare the data set with the profile of the champion's training data; writes data/change.
 
-    Great Expectations checks the figures.
+    Great Expectations documents the checks as Data Docs.
 
     Raises:
         DataError: a figure changed by more than section `drift` allows.
@@ -136,17 +136,8 @@ def data_change(params: Params) -> DataChange:
     facts = {"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}}
     with swap_folder(paths.CHANGE) as folder:
         expectations = run_change_suite(checks, folder / "docs") if checks else []
-        critical = {
-            one["key"]
-            for one in expectations
-            if one["severity"] == "critical" and not one["success"]
-        }
-        stops = [check.words for check in checks if check.key in critical]
-        warnings = [
-            check.words
-            for check in checks
-            if check.state == "warning" and check.key not in critical
-        ]
+        stops = [check.words for check in checks if check.state == "stop"]
+        warnings = [check.words for check in checks if check.state == "warning"]
         more: Side = {
             "accepted": accepted,
             "reason": reason,
@@ -273,7 +264,7 @@ def drift(
     is_dataset = (later / MANIFEST).is_file()
     texts = XMCDataset.open(later) if is_dataset else read_window(later, column, params.raw).texts
     new = _figures(old, tokenizer, texts)
-    judged, reason = _judged(new.get("count"), params)
+    reason = not_judged(new.get("count"), params.drift)
     facts = {
         "earlier": source,
         "later": str(second),
@@ -283,7 +274,7 @@ def drift(
     checks = compare(old, new, params.drift)
     out = paths.DRIFT / _digest(first, second)
     with swap_folder(out) as folder:
-        more = {"judged": judged, "reason": reason}
+        more = {"judged": not reason, "reason": reason}
         outcome = _write(
             folder,
             f"Drift from {old['name']}",
@@ -295,7 +286,7 @@ def drift(
         )
     drifted, found = outcome
     return DataDrift(
-        drifted, found, judged, reason, page=str(out / _PAGE), result=str(out / _FINDINGS)
+        drifted, found, not reason, reason, page=str(out / _PAGE), result=str(out / _FINDINGS)
     )
 
 
@@ -337,7 +328,7 @@ def monitor(
     checks = compare(
         {**old, "metrics": loaded.info.metrics.get("validation", {})}, new, params.drift
     )
-    judged, reason = _judged(total, params)
+    reason = not_judged(total, params.drift)
     facts = {
         "queries": total,
         "looked at": len(window.texts),
@@ -348,7 +339,7 @@ def monitor(
     }
     model = {"source": source, "bundle_sha256": loaded.sha256}
     more = {
-        "judged": judged,
+        "judged": not reason,
         "reason": reason,
         "queries": total,
         "metrics": metrics,
@@ -365,7 +356,7 @@ def monitor(
     result = WindowDrift(
         drifted,
         found,
-        judged,
+        not reason,
         reason,
         page=str(out / _PAGE),
         result=str(out / _FINDINGS),
@@ -375,19 +366,6 @@ def monitor(
         run_url=None,
     )
     return replace(result, run_url=_track(params, result, checks, name))
-
-
-def _judged(num_queries: int | None, params: Params) -> tuple[bool, str]:
-    """Whether there are enough queries to judge, and if not, why; None: not a window of queries."""
-    if is_judged(num_queries, params.drift):
-        return True, ""
-    return (
-        False,
-        (
-            f"not judged: {num_queries} queries, fewer than drift.min_window "
-            f"({params.drift.min_window})"
-        ),
-    )
 
 
 def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
@@ -447,7 +425,7 @@ def _quality(
     predicted = bundle.predict_arrays(
         [text for text, _ in labelled], min(K, bundle.num_labels)
     ).rows
-    parts = by_query(predicted, truth, _METRICS, np.ones(len(row_of)))
+    parts = by_query(predicted, truth, shown("window"), np.ones(len(row_of)))
     percent = {name: 100.0 * above_N / below_N.mean() for name, (above_N, below_N) in parts.items()}
     figures = {
         name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()

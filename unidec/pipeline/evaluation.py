@@ -1,5 +1,4 @@
-"""Stage `evaluate`: measure the bundle on the test split; write metrics, plots, predictions and the
-report.
+"""Stage `evaluate`: measure the bundle on the test split; metrics, plots, predictions, report.
 
 Legend: n queries of the split, K places.
 """
@@ -17,17 +16,19 @@ import pyarrow.parquet as pq
 
 from unidec.bundle.bundle import Bundle
 from unidec.config import Params, flatten
-from unidec.data.dataset import XMCDataset
+from unidec.data.dataset import Text, XMCDataset
 from unidec.data.propensity import training_counts
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation import baselines
 from unidec.evaluation.metrics import by_query, frequency_bins, ideal_ranking, pair_keys
 from unidec.evaluation.page import write_page
-from unidec.evaluation.report import ReportInput, plots_csv, render, validation_records
-from unidec.metric_names import BASELINES, GROUPS
+from unidec.evaluation.plot_tables import plots_csv, validation_records
+from unidec.evaluation.report import ReportInput, render
+from unidec.evaluation.significance import Comparison
+from unidec.metric_names import BASELINES, GROUPS, headline, shown
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
+from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.seen import leak_in_words, of_bundle
 from unidec.pipeline.start import read_start
@@ -38,25 +39,28 @@ from unidec.ranking.index import recall
 from unidec.ranking.ranker import SINGLE_HEADS
 from unidec.tracking.fetch import measured_before
 from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash
+from unidec.tracking.run import Tracker
 from unidec.training.precision import choose_device
 from unidec.version import __version__
 
 PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
-_PART_METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100")
-_GROUP_METRICS = ("R@10", "nDCG@5", "PSP@5")
-# of the run's description in MLflow
-_DESCRIPTION_METRICS = ("P@1", "PSP@5", "R@100", "training/minutes")
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 EXAMPLES = 6  # queries that gain most over a baseline, and as many that lose most
 SHOWN = 5  # labels shown for each example
 CALIBRATED = 5  # predictions per query in the calibration plot
 WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Headline metrics of the test split in percent, those of each baseline, a sentence that
-    compares them, sentences about figures to doubt, and the report's path.
+    """Results on the test split.
+
+    Attributes:
+        metrics, baselines: headline metrics in percent, and those of each baseline.
+        against_baselines: a sentence that compares them.
+        warnings: sentences about figures to doubt.
+        report: its path.
     """
 
     metrics: dict[str, float]
@@ -66,6 +70,26 @@ class Evaluation:
     report: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured on the test split.
+
+    Attributes:
+        scores, labels: [n, K], as the bundle ranks with exact search.
+        result: the content of metrics.json.
+        tfidf: the baselines.
+        compared: the model with them.
+    """
+
+    bundle: Bundle
+    ranking: Ranking
+    scores: np.ndarray
+    labels: np.ndarray
+    result: Figures
+    tfidf: baselines.Baselines
+    compared: list[Comparison]
+
+
 def evaluate(params: Params) -> Evaluation:
     """Measure the bundle on the test split; its labels are ranked by exact search instead of its
     index.
@@ -73,132 +97,179 @@ def evaluate(params: Params) -> Evaluation:
     Also measures each head alone, the loss by the index, TF-IDF baselines built from the same
     training split, and if training queries vote, both heads without votes and the votes alone. Runs
     on the device `params.device`. Writes outputs/metrics.json, outputs/plots/,
-    outputs/predictions.parquet and outputs/report.html, and logs them to MLflow."""
+    outputs/predictions.parquet and outputs/report.html, and logs them to MLflow.
+    """
+    measured = _measure(params)
+    result = measured.result
+    headlines = {name: headline(result[name]) for name in PARTS if name in result}
+    write_json(paths.METRICS, result | headlines)
+    _write_predictions(measured.ranking, measured.scores, measured.labels)
+    history = read_json_lines(paths.MODEL / "history.jsonl")
+    rounds = read_json_lines(paths.MODEL / "rounds.jsonl")
+    plots_csv(history, rounds, result["test"], paths.PLOTS)
+    tracker = tracker_of_model()
+    report = _report(params, measured, tracker, history, rounds)
+    write_page(paths.REPORT, render(report))
+    minutes = {}
+    if timed := validation_records(rounds):
+        minutes["training/minutes"] = timed[-1]["minutes"]
+    about = _description(params, measured, minutes, report.verdict)
+    tracker.log_final(split_figures(result) | minutes)
+    tracker.set_tags({"mlflow.note.content": about})
+    tracker.log_files([paths.REPORT, paths.METRICS])
+    tracker.log_files([paths.PLOTS], "plots")
+    tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
+    return Evaluation(
+        metrics=headline(result["test"]),
+        baselines=result["baselines"],
+        against_baselines=report.verdict,
+        warnings=result["warnings"],
+        report=str(paths.REPORT),
+    )
+
+
+def _measure(params: Params) -> Measured:
+    """Rank the test split, and measure the bundle, its parts and the baselines."""
     dataset = paths.open_dataset()
-    bundle = Bundle.load(paths.BUNDLE, device=str(choose_device(params.device)))
-    ranking = Ranking.of_model(
-        bundle.model, dataset, "test", params.optim.precision, bundle.vectors
-    )
+    device = str(choose_device(params.device))
+    bundle = Bundle.load(paths.BUNDLE, device=device)
+    precision = params.optim.precision
+    ranking = Ranking.of_model(bundle.model, dataset, "test", precision, bundle.vectors)
     ranking = ranking.with_words(bundle.words)
-    found = ranking.ranker(bundle.ranker.heads).search(
-        ranking.encoded, CANDIDATES, ranking.excluded
-    )
+    ranker = ranking.ranker(bundle.ranker.heads)
+    found = ranker.search(ranking.encoded, CANDIDATES, ranking.excluded)
     scores, labels = _ranked(bundle, ranking, found)
-    result = _measured(bundle, ranking, labels, found.rows[:, :K])
+    by_heads = found.rows[:, :K]
+    result = _figures(bundle, ranking, labels, by_heads)
     text = params.tokens.text
     weights = (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
     compared = baselines.compare_with_baselines(labels, ranking.truth, tfidf, *weights)
-    warnings = baselines.warnings(headline(result["test"]), dataset, text)
+    names = [name for name in shown("compared") if "/" not in name]
+    result["baselines"] = {}
+    for baseline, own in tfidf.metrics.items():
+        result["baselines"][baseline] = {name: own[name] for name in names}
+    # lists, because `dvc metrics` omits lists from its tables
+    result["against_baselines"] = [asdict(one) for one in compared]
+    metrics = headline(result["test"])
+    result["warnings"] = _warnings(metrics, dataset, text)
+    return Measured(
+        bundle=bundle,
+        ranking=ranking,
+        scores=scores,
+        labels=labels,
+        result=result,
+        tfidf=tfidf,
+        compared=compared,
+    )
+
+
+def _warnings(metrics: dict[str, float], dataset: XMCDataset, text: Text) -> list[str]:
+    warnings = baselines.warnings(metrics, dataset, text)
     counted, num_leaked = leak_in_words(of_bundle(paths.BUNDLE, dataset), dataset)
     if num_leaked:
         warnings.append(
             f"The model that the training started from was trained on {counted}: the metrics "
             "reward memorising them. Train from scratch: retrain.start: cold."
         )
-    result |= {
-        "baselines": {
-            name: {key: own[key] for key in baselines.COMPARED}
-            for name, own in tfidf.metrics.items()
-        },
-        # lists, because `dvc metrics` omits lists from its tables
-        "against_baselines": [asdict(one) for one in compared],
-        "warnings": warnings,
-    }
-    write_json(
-        paths.METRICS, result | {name: headline(result[name]) for name in PARTS if name in result}
-    )
-    _write_predictions(ranking, scores, labels)
-    history, rounds = (
-        read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds")
-    )
-    plots_csv(history, rounds, result["test"], paths.PLOTS)
-    tracker = tracker_of_model()
-    tags = code_tags(made_with=bundle.info.params)
-    run = f", run {tracker.run_name}" if tracker.run_name else ""
-    commit = f", commit {tags[COMMIT_TAG][:8]}" if tags.get(COMMIT_TAG) else ""
-    report = ReportInput(
-        title=(
-            f"{dataset.name}: "
-            f"{'UniDEC' if bundle.model.heads == 'both' else bundle.model.heads}{run}{commit}"
-        ),
+    return warnings
+
+
+def _description(
+    params: Params, measured: Measured, minutes: Mapping[str, float], verdict: str
+) -> str:
+    """Markdown that MLflow shows on the run's page."""
+    start = read_start()
+    origin = f"version {start.version} of {start.model}" if start else "from nothing"
+    dataset = measured.ranking.dataset
+    recipe = params.recipe or "-"
+    facts = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {recipe}; start: {origin}."
+    table = markdown_table(measured.result["test"] | minutes)
+    pages = "`report.html`: by frequency, curves, examples."
+    return "\n\n".join([table, verdict, f"{facts} {pages}"])
+
+
+def markdown_table(figures: Mapping[str, float]) -> str:
+    """The most important figures as a Markdown table, for the run's description."""
+    names = [name for name in (*shown("drawn"), "training/minutes") if name in figures]
+    heads = [name.removeprefix("training/") for name in names]
+    cells = [f"{figures[name]:.1f}" for name in names]
+    rows = [heads, ["---"] * len(names), cells]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _report(
+    params: Params,
+    measured: Measured,
+    tracker: Tracker,
+    history: list[Figures],
+    rounds: list[Figures],
+) -> ReportInput:
+    """The content of the report."""
+    bundle = measured.bundle
+    info = bundle.info
+    result = measured.result
+    dataset = measured.ranking.dataset
+    tags = code_tags(made_with=info.params)
+    heads = bundle.model.heads
+    name = "UniDEC" if heads == "both" else heads
+    title = f"{dataset.name}: {name}"
+    if tracker.run_name:
+        title += f", run {tracker.run_name}"
+    if commit := tags.get(COMMIT_TAG):
+        title += f", commit {commit[:8]}"
+    of_baselines = {}
+    for name, metrics in measured.tfidf.metrics.items():
+        of_baselines[BASELINES[name]] = headline(metrics)
+    return ReportInput(
+        title=title,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        dataset=f"{dataset.name}, {text}",
+        dataset=f"{dataset.name}, {params.tokens.text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
-        index={"kind": bundle.info.index_kind, "space": bundle.info.space, **result["index"]},
-        fusion={"objective": params.index.objective, **bundle.info.card.get("fusion", {})},
+        index={"kind": info.index_kind, "space": info.space} | result["index"],
+        fusion={"objective": params.index.objective} | info.card.get("fusion", {}),
         card=data_card(params),
         params=flatten(params),
         lineage=_lineage(bundle, dataset, tracker.run_id, tags),
         history=history,
         rounds=rounds,
         bins=result["frequency_bins"],
-        metrics=_metrics(result, bundle.model.heads),
-        at_best=at_best(ranking),
-        baselines={BASELINES[name]: headline(dict(own)) for name, own in tfidf.metrics.items()},
-        baseline_note=tfidf.about,
-        comparison=compared,
-        verdict=baselines.verdict(compared),
+        metrics=_systems(result, heads),
+        at_best=at_best(measured.ranking),
+        baselines=of_baselines,
+        baseline_note=measured.tfidf.about,
+        comparison=measured.compared,
+        verdict=baselines.verdict(measured.compared),
         earlier=measured_before(tracker, params.tracking.model_name, dataset.sha256),
         warnings=result["warnings"],
-        **_predictions_shown(bundle, ranking, scores, labels, tfidf),
-    )
-    write_page(paths.REPORT, render(report))
-    start = read_start()
-    timed = validation_records(rounds)
-    origin = f"version {start.version} of {start.model}" if start else "from nothing"
-    minutes = {"training/minutes": timed[-1]["minutes"]} if timed else {}
-    description = (
-        f"{markdown_table(result['test'] | minutes)}\n\n{report.verdict}\n\n"
-        f"{dataset.name}, {dataset.num_labels:,} labels; recipe {params.recipe or '-'}; "
-        f"start: {origin}. "
-        "`report.html`: by frequency, curves, examples."
-    )
-    tracker.log_final(split_figures(result) | minutes)
-    tracker.set_tags({"mlflow.note.content": description})
-    tracker.log_files([paths.REPORT, paths.METRICS])
-    tracker.log_files([paths.PLOTS], "plots")
-    tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
-    metrics = headline(result["test"])
-    return Evaluation(
-        metrics, result["baselines"], report.verdict, result["warnings"], str(paths.REPORT)
+        calibration=_calibration(measured),
+        **_examples(measured),
     )
 
 
-def markdown_table(figures: Mapping[str, float]) -> str:
-    """The most important figures as a Markdown table, for the run's description."""
-    cells = {
-        name.removeprefix("training/"): f"{figures[name]:.1f}"
-        for name in _DESCRIPTION_METRICS
-        if name in figures
-    }
-    return "\n".join(
-        f"| {' | '.join(row)} |" for row in (cells, ["---"] * len(cells), cells.values())
-    )
-
-
-def _measured(
-    bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.ndarray
-) -> dict[str, Any]:
+def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.ndarray) -> Figures:
     """The content of metrics.json without the baselines: metrics of the bundle and of its parts,
     the index, weights, validation metrics and frequency bins.
 
     Args:
         labels, by_heads: int [n, K], found by exact search; ranked as the bundle does, and by the
-        heads' score alone.
+            heads' score alone.
     """
     info = bundle.info
-    propensity = ranking.propensity
     ranker = bundle.ranker
-    result: dict[str, Any] = {"test": ranking.metrics_of(labels)}
-    for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
-        result[space] = ranking.metrics(ranker.heads.alone(space))
+    result: Figures = {"test": ranking.metrics_of(labels)}
+    if bundle.model.heads == "both":
+        for space in SINGLE_HEADS:
+            result[space] = ranking.metrics(ranker.heads.alone(space))
     if ranker.voting is not None:
         result["heads"] = ranking.metrics_of(by_heads)
         result["knn"] = ranking.metrics_of_votes(ranker.voting)
-    weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
-    result["index"] = _against_exact(bundle, ranking, labels) | weights
+    result["index"] = _against_exact(bundle, ranking, labels)
+    result["index"]["clf_weight"] = info.clf_weight
+    knn_weight = info.knn.weight if info.knn else 0.0
+    result["index"]["knn_weight"] = knn_weight
     result["validation"] = info.metrics.get("validation", {})
+    propensity = ranking.propensity
     result["frequency_bins"] = frequency_bins(
         labels, ranking.truth, propensity.counts_L, propensity.inverse_L
     )
@@ -214,21 +285,23 @@ def _ranked(
     Args:
         found: the best labels by the heads' score; None: the bundle's index is searched.
     """
-    parts = []
+    scores = []
+    labels = []
     starts = range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE)
     for start in progress(starts, desc="rank labels", unit="block"):
         block = slice(start, start + QUERIES_AT_ONCE)
-        found_in_block = None if found is None else Ranked(found.rows[block], found.scores[block])
+        in_block = None
+        if found is not None:
+            in_block = Ranked(found.rows[block], found.scores[block])
+        encoded = ranking.encoded.take(block)
         exclude = pair_keys(ranking.filter_pairs[block])
-        parts.append(
-            bundle.ranker.rank(ranking.encoded.take(block), K, exclude, found=found_in_block)
-        )
-    return np.concatenate([part.scores for part in parts]), np.concatenate(
-        [part.rows for part in parts]
-    )
+        part = bundle.ranker.rank(encoded, K, exclude, found=in_block)
+        scores.append(part.scores)
+        labels.append(part.rows)
+    return np.concatenate(scores), np.concatenate(labels)
 
 
-def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str, float]:
+def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> Figures:
     """The index compared with exact search, on the first queries.
 
     Args:
@@ -241,58 +314,74 @@ def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict
     first = ranking.part(slice(ORACLE_QUERIES))
     query = bundle.ranker.queries(first.encoded)
     k = min(K, bundle.num_labels)
-    exact = exact_search(query, bundle.ranker.heads.take(slice(None)), k, device=ranking.device)[1]
-    approximate = bundle.index.search(query, k)[1]
-    recalls = {
-        f"recall@{n}": 100 * recall(approximate[:, :n], exact[:, :n]) for n in (10, K) if n <= k
-    }
+    every_label = bundle.ranker.heads.take(slice(None))
+    _, exact = exact_search(query, every_label, k, device=ranking.device)
+    _, approximate = bundle.index.search(query, k)
+    figures = {}
+    for n in (10, K):
+        if n <= k:
+            share = recall(approximate[:, :n], exact[:, :n])
+            figures[f"recall@{n}"] = 100 * share
     best = first.metrics_of(labels[:ORACLE_QUERIES])
-    served = first.metrics_of(_ranked(bundle, first)[1])
-    return recalls | {f"lost/{name}": best[name] - served[name] for name in _PART_METRICS}
+    _, served = _ranked(bundle, first)
+    of_served = first.metrics_of(served)
+    for name in shown("part"):
+        figures[f"lost/{name}"] = best[name] - of_served[name]
+    return figures
 
 
 def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> None:
     """Write a row per query: its uid and row, its label rows (best first) and their scores."""
     keep = labels >= 0
-    offsets = pa.array(np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32))
-    table = pa.table(
-        {
-            "query": pa.array(ranking.dataset.query_uids(ranking.rows)),
-            "query_row": pa.array(ranking.rows),
-            "labels": pa.ListArray.from_arrays(offsets, pa.array(labels[keep].astype(np.int32))),
-            "scores": pa.ListArray.from_arrays(offsets, pa.array(scores[keep].astype(np.float32))),
-        }
-    )
+    ends = np.cumsum(keep.sum(axis=1))
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
+
+    def lists(values: np.ndarray, dtype: type) -> pa.Array:
+        kept = pa.array(values[keep].astype(dtype))
+        return pa.ListArray.from_arrays(pa.array(offsets), kept)
+
+    columns = {
+        "query": pa.array(ranking.dataset.query_uids(ranking.rows)),
+        "query_row": pa.array(ranking.rows),
+        "labels": lists(labels, np.int32),
+        "scores": lists(scores, np.float32),
+    }
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(pa.table(columns), sink, compression="zstd")
     write_bytes_atomic(paths.PREDICTIONS, sink.getvalue().to_pybytes())
 
 
-def split_figures(result: dict[str, Any]) -> dict[str, float]:
+def split_figures(result: Figures) -> dict[str, float]:
     """The figures of outputs/metrics.json that are logged to MLflow: headline metrics, some of each
     frequency group, of each part and of the index.
     """
-    test = result["test"]
-    of_groups = {f"{group}/{name}" for group in GROUPS for name in _GROUP_METRICS} & test.keys()
-    selected = headline(test) | {name: test[name] for name in sorted(of_groups)}
-    figures = {f"test/{name}": value for name, value in selected.items()}
-    for part in PARTS:
-        figures |= {
-            f"{part}/{name}": value
-            for name, value in result.get(part, {}).items()
-            if name in _PART_METRICS
-        }
-    return figures | {f"index/{name}": value for name, value in result["index"].items()}
+    in_groups = [f"{group}/{name}" for group in GROUPS for name in shown("mlflow-group")]
+    selected = {
+        "test": [*shown("headline"), *in_groups],
+        **dict.fromkeys(PARTS, shown("part")),
+        "index": list(result["index"]),
+    }
+    figures = {}
+    for part, names in selected.items():
+        measured = result.get(part, {})
+        for name in names:
+            if name in measured:
+                figures[f"{part}/{name}"] = measured[name]
+    return figures
 
 
-def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
+def _systems(result: Figures, heads: str) -> dict[str, dict[str, float]]:
     """Metrics by system, for the report: the served ranking, the heads without votes, each head
     alone, the votes.
     """
-    shown = {f"{WITH_VOTES[heads]} and votes" if "knn" in result else heads: result["test"]}
+    served = f"{WITH_VOTES[heads]} and votes" if "knn" in result else heads
+    systems = {served: result["test"]}
     if "heads" in result:
-        shown[heads] = result["heads"]
-    return shown | {name: result[name] for name in ("de", "clf", "knn") if name in result}
+        systems[heads] = result["heads"]
+    for name in ("de", "clf", "knn"):
+        if name in result:
+            systems[name] = result[name]
+    return systems
 
 
 def data_card(params: Params) -> dict[str, str | int]:
@@ -300,38 +389,39 @@ def data_card(params: Params) -> dict[str, str | int]:
     dataset = paths.open_dataset()
     propensity = paths.open_propensity()
     meta = dataset.manifest["meta"]
-    groups = np.bincount(propensity.group_L, minlength=len(GROUPS))
-    return {
-        "name": dataset.name,
-        "text": params.tokens.text,
-        "tokens a text, at most": params.tokens.max_length,
-        **{f"{split} queries": count for split, count in meta["splits"].items()},
-        "labels": dataset.num_labels,
-        "pairs": meta["num_pairs"],
-        "filter pairs": meta["num_filter_pairs"],
-        **{f"{group} labels": int(count) for group, count in zip(GROUPS, groups, strict=True)},
-        "labels without training queries": int((training_counts(dataset) == 0).sum()),
-        "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}",
-    }
+    card: dict[str, str | int] = {"name": dataset.name, "text": params.tokens.text}
+    card["tokens a text, at most"] = params.tokens.max_length
+    for split, count in meta["splits"].items():
+        card[f"{split} queries"] = count
+    card["labels"] = dataset.num_labels
+    card["pairs"] = meta["num_pairs"]
+    card["filter pairs"] = meta["num_filter_pairs"]
+    for number, group in enumerate(GROUPS):
+        of_group = propensity.group_L == number
+        card[f"{group} labels"] = int(of_group.sum())
+    without = training_counts(dataset) == 0
+    card["labels without training queries"] = int(without.sum())
+    card["propensity A, B"] = f"{params.data.propensity_a}, {params.data.propensity_b}"
+    return card
 
 
 def at_best(ranking: Ranking) -> dict[str, float]:
     """The highest values that any ranking of the split can have, without coverage: for example P@5
     is at most 40 with two labels a query.
     """
-    ideal = ranking.metrics_of(ideal_ranking(ranking.truth, ranking.propensity.inverse_L, K))
-    return {
-        name: value
-        for name, value in ideal.items()
-        if "coverage" not in name and "num_queries" not in name
-    }
+    best = ideal_ranking(ranking.truth, ranking.propensity.inverse_L, K)
+    metrics = ranking.metrics_of(best)
+    for name in list(metrics):
+        if "coverage" in name or "num_queries" in name:
+            del metrics[name]
+    return metrics
 
 
 def _lineage(
     bundle: Bundle, dataset: XMCDataset, run_id: str | None, tags: Mapping[str, str]
-) -> dict[str, Any]:
+) -> Figures:
     lineage = {
-        "git commit": tags.get("mlflow.source.git.commit"),
+        "git commit": tags.get(COMMIT_TAG),
         "edited since": tags.get("git.dirty"),
         "unidec": __version__,
         "data set": dataset.sha256,
@@ -343,73 +433,68 @@ def _lineage(
     return {key: value for key, value in lineage.items() if value}
 
 
-def _predictions_shown(
-    bundle: Bundle,
-    ranking: Ranking,
-    scores: np.ndarray,
-    labels: np.ndarray,
-    tfidf: baselines.Baselines,
-) -> dict[str, Any]:
-    """The fields of `ReportInput` about single predictions: calibration, and the queries whose
-    nDCG@5 gains most, and loses most, against the baseline; of equal ones a random choice.
+def _calibration(measured: Measured) -> Figures:
+    """`ReportInput.calibration`: the first labels of each query; {}: without probabilities."""
+    labels = measured.labels[:, :CALIBRATED]
+    probabilities = measured.bundle.probabilities(measured.scores[:, :CALIBRATED])
+    if probabilities is None:
+        return {}
+    probabilities = np.where(labels >= 0, probabilities, np.nan)
+    return {"probability": probabilities, "correct": measured.ranking.relevant(labels)}
 
-    Args:
-        scores, labels: [n, K], as the bundle ranks.
+
+def _examples(measured: Measured) -> Figures:
+    """The fields of `ReportInput` about single queries: those whose nDCG@5 gains most, and loses
+    most, against the baseline; of equal ones a random choice.
     """
-    correct = ranking.relevant(labels)
+    ranking = measured.ranking
+    tfidf = measured.tfidf
     places = tfidf.places
-    baseline = list(tfidf.labels)[-1] if tfidf.labels else ""
     truth = ranking.truth[places]
-    weight_L = ranking.propensity.inverse_L
+    baseline = list(tfidf.labels)[-1] if tfidf.labels else ""
 
     def ndcg(labels_NK: np.ndarray) -> np.ndarray:
-        return 100 * by_query(labels_NK, truth, ["nDCG@5"], weight_L)["nDCG@5"][0]
+        parts = by_query(labels_NK, truth, ["nDCG@5"], ranking.propensity.inverse_L)
+        return 100 * parts["nDCG@5"][0]
 
-    gain = ndcg(labels[places]) - (ndcg(tfidf.labels[baseline]) if baseline else 0.0)
-    shuffled = np.random.default_rng(0).permutation(np.flatnonzero(np.diff(truth.indptr) > 0))
+    gain = ndcg(measured.labels[places])
+    if baseline:
+        gain = gain - ndcg(tfidf.labels[baseline])
+    asked = np.flatnonzero(np.diff(truth.indptr) > 0)
+    shuffled = np.random.default_rng(0).permutation(asked)
 
-    def examples(sign: int) -> list[dict[str, Any]]:
-        order = shuffled[np.argsort(-sign * gain[shuffled], kind="stable")][:EXAMPLES]
-        return [
-            {
-                "gain": float(gain[j]),
-                **_example(ranking, i, labels[i, :SHOWN], scores[i], correct[i]),
-            }
-            for j, i in zip(order, places[order], strict=True)
-            if not baseline or sign * gain[j] > 0
-        ]
+    def examples(sign: int) -> list[Figures]:
+        order = np.argsort(-sign * gain[shuffled], kind="stable")
+        first = shuffled[order][:EXAMPLES]
+        if baseline:
+            first = first[sign * gain[first] > 0]
+        return [_example(measured, places[j], float(gain[j])) for j in first]
 
-    calibration = {"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]}
-    if (probabilities := bundle.probabilities(calibration["score"])) is not None:
-        calibration["probability"] = np.where(labels[:, :CALIBRATED] >= 0, probabilities, np.nan)
     gain_over = BASELINES.get(baseline, "")
-    return {
-        "calibration": calibration,
-        "gains": examples(1),
-        "losses": examples(-1),
-        "gain_over": gain_over,
-    }
+    return {"gains": examples(1), "losses": examples(-1), "gain_over": gain_over}
 
 
-def _example(
-    ranking: Ranking, i: int, labels: np.ndarray, scores: np.ndarray, correct: np.ndarray
-) -> dict[str, Any]:
+def _example(measured: Measured, i: int, gain: float) -> Figures:
     """Query number i of the ranking with its relevant, missed and predicted labels, as
     `ReportInput.gains` has it.
     """
+    ranking = measured.ranking
     dataset = ranking.dataset
     relevant = ranking.truth[i].indices
+    labels = measured.labels[i, :SHOWN]
     labels = labels[labels >= 0]
     missed = np.setdiff1d(relevant, labels)
-    predictions = zip(
-        dataset.label_uids(labels), dataset.label_texts(labels), scores.tolist(), correct.tolist()
-    )
+    columns = {
+        "label": dataset.label_uids(labels),
+        "title": dataset.label_texts(labels),
+        "score": measured.scores[i, : len(labels)].tolist(),
+        "correct": np.isin(labels, relevant).tolist(),
+    }
+    rows = zip(*columns.values(), strict=True)
     return {
+        "gain": gain,
         "query": dataset.query_texts(ranking.rows[[i]])[0],
         "truth": dataset.label_texts(relevant),
         "missed": dataset.label_texts(missed) if len(missed) else [],
-        "predictions": [
-            dict(zip(("label", "title", "score", "correct"), one, strict=True))
-            for one in predictions
-        ],
+        "predictions": [dict(zip(columns, row, strict=True)) for row in rows],
     }

@@ -30,8 +30,9 @@ from unidec.errors import ArtifactError
 from unidec.evaluation.metrics import filtered_truth, moved_up
 from unidec.evaluation.page import render, write_page
 from unidec.evaluation.significance import Check, challenge
+from unidec.metric_names import headline
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import K, headline
+from unidec.pipeline.ranking import K
 from unidec.pipeline.seen import unseen_queries
 from unidec.progress import progress
 from unidec.ranking.query_encoder import Runtime

@@ -22,9 +22,10 @@ from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
 from unidec.methods.assembly import load_model
+from unidec.metric_names import headline
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import Ranking, fused, headline, training_neighbours, tuned_blend
+from unidec.pipeline.ranking import Ranking, fused, training_neighbours, tuned_blend
 from unidec.ranking.calibration import LEAST_RELEVANT, fit_calibration
 from unidec.ranking.index import KINDS, Kind, LabelIndex
 from unidec.ranking.index_tune import Measured, default_kinds, tune

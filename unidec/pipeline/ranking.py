@@ -23,6 +23,7 @@ from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
+from unidec.metric_names import headline
 from unidec.model.words import WordSpace
 from unidec.pipeline import paths
 from unidec.progress import progress
@@ -42,19 +43,6 @@ if TYPE_CHECKING:
     from unidec.model.unidec import UniDEC
 
 K = 100
-HEADLINE = (
-    "P@1",
-    "P@3",
-    "P@5",
-    "nDCG@5",
-    "PSP@1",
-    "PSP@3",
-    "PSP@5",
-    "R@10",
-    "R@100",
-    "coverage@5",
-    "MRR",
-)
 CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 QUERIES_AT_ONCE = 2048  # bounds memory: the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
@@ -68,11 +56,6 @@ LEAST_QUERIES = 100  # validation queries needed to train a fusion; README's exa
 # validation queries that weights are tuned on: with more, the weights hardly change
 TUNING_QUERIES = 2000
 MAX_TURNS = 3  # of tuning one weight after the other; already the second changes little
-
-
-def headline(metrics: dict[str, float]) -> dict[str, float]:
-    """The headline metrics among all metrics."""
-    return {name: metrics[name] for name in HEADLINE if name in metrics}
 
 
 @dataclass(frozen=True)

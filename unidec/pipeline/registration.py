@@ -14,8 +14,8 @@ from unidec.bundle.bundle_folder import BundleInfo, read_info
 from unidec.config import Params
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError
+from unidec.metric_names import headline
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import headline
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import start_tags
 from unidec.tracking import provenance

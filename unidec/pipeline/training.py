@@ -29,12 +29,13 @@ from unidec.data.storage import (
 )
 from unidec.interrupt import signals_raise
 from unidec.machine import memory_used
+from unidec.metric_names import headline
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import launch, paths, runs
 from unidec.pipeline.launch import LAUNCHER, Job, Launcher
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits
-from unidec.pipeline.ranking import Ranking, headline, validation_metrics
+from unidec.pipeline.ranking import Ranking, validation_metrics
 from unidec.pipeline.seen import write_record
 from unidec.pipeline.start import (
     check_start,

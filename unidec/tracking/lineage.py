@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
+from unidec.metric_names import shown
 from unidec.tracking.fetch import parse_address
 from unidec.tracking.promotion import aliases, all_versions, known_version
 from unidec.tracking.provenance import (
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 SHORTEST = 6  # minimum hexadecimal digits of an abbreviated hash
-METRICS = ("nDCG@5", "PSP@5")
-COLUMNS = ("version", "aliases", *METRICS, "data", "start", "code", "gate", "registered")
 DATASET_TAG = "dataset.sha256"
 _HASH = re.compile(rf"[0-9a-f]{{{SHORTEST},64}}(\.dir)?")
 
@@ -266,8 +265,8 @@ def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
     with UnlessMissing():  # the run may have been deleted
         if not found and version.run_id:
             logged = client.get_run(version.run_id).data.metrics
-            found = {name: logged.get(f"test/{metric_name(name)}") for name in METRICS}
-    return {name: found[name] for name in METRICS if found.get(name) is not None}
+            found = {name: logged.get(f"test/{metric_name(name)}") for name in shown("list")}
+    return {name: found[name] for name in shown("list") if found.get(name) is not None}
 
 
 def as_lines(found: Sequence[Version]) -> list[str]:
@@ -312,12 +311,18 @@ def as_lines(found: Sequence[Version]) -> list[str]:
     return lines
 
 
+def columns() -> list[str]:
+    """The heads of `rows_of`."""
+    metrics = shown("list")
+    return ["version", "aliases", *metrics, "data", "start", "code", "gate", "registered"]
+
+
 def rows_of(versions: Sequence[Version]) -> list[list[str]]:
-    """Rows of `COLUMNS` for the versions of `list_versions`."""
+    """Rows of `columns` for the versions of `list_versions`."""
     rows = []
     for found in versions:
         measured = found.metrics or {}
-        metrics = [f"{measured[name]:.2f}" if name in measured else "" for name in METRICS]
+        metrics = [f"{measured[name]:.2f}" if name in measured else "" for name in shown("list")]
         data = found.dataset
         code = found.code
         start = found.start

@@ -23,6 +23,7 @@ from unidec.addresses import without_credentials
 from unidec.config import nearest
 from unidec.data.file_lock import lock_file
 from unidec.errors import ConfigError, Refused
+from unidec.metric_names import shown
 from unidec.tracking.provenance import is_clean
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
 from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri, user
@@ -38,7 +39,6 @@ PENDING_TAG = "promotion.pending"
 ROLLED_BACK = ("rolled_back.at", "rolled_back.by", "rolled_back.reason")
 LOCK_SECONDS = 60.0
 _LISTED = 10  # versions or models in an error
-_TAGGED = ("P@1", "nDCG@5", "PSP@5", "R@10", "tail/R@10", "coverage@5")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +124,7 @@ def record_verdict(
     reasons = verdict["reasons"]
     lines = [f"{'pass' if r.passed else 'FAIL'} {r.check}: {r.words}" for r in reasons]
     own = verdict.get("metrics", {}).get("challenger", {})
+    tagged = {name: round(own[name], 4) for name in shown("tag") if name in own}
     tags = {
         "gate.failed": ", ".join(r.check for r in reasons if not r.passed),
         "gate.champion": verdict["champion"]["version"] if verdict["champion"] else "",
@@ -131,7 +132,7 @@ def record_verdict(
         "gate.at": verdict["at"],
         "gate.dataset.sha256": verdict["data"]["sha256"],
         "gate.settings": settings,
-        "gate.metrics": json.dumps({name: round(own[name], 4) for name in _TAGGED if name in own}),
+        "gate.metrics": json.dumps(tagged),
         "gate.passed": "true" if verdict["passed"] else "false",
     }
     number = str(version.version)

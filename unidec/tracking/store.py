@@ -29,6 +29,7 @@ from urllib.request import Request, urlopen
 from unidec.addresses import parse, without_credentials
 from unidec.data.file_lock import lock_file
 from unidec.errors import ArtifactError, ConfigError, UnidecError, missing_package
+from unidec.metric_names import shown
 from unidec.surroundings import reach_local_servers
 from unidec.tracking.relocation import ARTIFACTS, artifacts_uri, follow_database
 
@@ -44,12 +45,6 @@ _DATABASE_ATTEMPTS = 3  # MLflow's own 10 take minutes
 _LONGEST_REASON = 400
 VIEW = "unidec"
 """A shared view of the table of runs: MLflow shows it at `.../runs?viewStateShareKey=unidec`."""
-_COLUMNS = ("test/P_at_1", "test/PSP_at_5", "test/R_at_100", "training/minutes")
-_VIEW_STATE = {
-    "orderByKey": "attributes.start_time",
-    "orderByAsc": False,
-    "selectedColumns": [f"metrics.`{name}`" for name in _COLUMNS],
-}
 
 # MLflow's own defaults would block training for minutes when its server is down; it accepts only
 # 'true', no other word
@@ -63,6 +58,16 @@ _QUIET = {
 
 
 log = logging.getLogger(__name__)
+
+
+def _view_state() -> dict[str, Any]:
+    """What the shared view of the table of runs shows."""
+    names = [f"test/{name}".replace("@", "_at_") for name in shown("drawn")]
+    return {
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": False,
+        "selectedColumns": [f"metrics.`{name}`" for name in (*names, "training/minutes")],
+    }
 
 
 def quiet_mlflow() -> None:
@@ -342,6 +347,6 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     if found := client.get_experiment_by_name(name):
         return found.experiment_id
     with contextlib.suppress(MlflowException):  # another process was first
-        tags = {f"mlflow.sharedViewState.{VIEW}": json.dumps(_VIEW_STATE)}
+        tags = {f"mlflow.sharedViewState.{VIEW}": json.dumps(_view_state())}
         return client.create_experiment(name, path and artifacts_uri(path), tags)
     return client.get_experiment_by_name(name).experiment_id

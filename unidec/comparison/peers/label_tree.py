@@ -48,18 +48,21 @@ class LabelTree:
         self._model = PLT(self._folder.name, seed=task.seed, threads=task.threads, **settings)
         relevant = task.y_train
         labels = np.split(relevant.indices, relevant.indptr[1:-1])
-        self._model.fit(task.x_train, [own.tolist() for own in labels])
+        labels_of = [own.tolist() for own in labels]
+        self._model.fit(task.x_train, labels_of)
         self._model.load()
         files = Path(self._folder.name).rglob("weights.bin")
-        self.num_parameters = sum(file.stat().st_size for file in files) // BYTES
+        size = sum(file.stat().st_size for file in files)
+        self.num_parameters = size // BYTES
 
     def predict(self, x_nF: csr_matrix) -> csr_matrix:
         """Probabilities of each query's best labels."""
         found = self._model.predict_proba(x_nF, top_k=self._task.width)
         indptr = np.cumsum([0, *map(len, found)])
-        pairs = np.array([pair for own in found for pair in own], dtype=np.float64).reshape(-1, 2)
+        labels = [label for own in found for label, _ in own]
+        scores = [score for own in found for _, score in own]
         shape = (x_nF.shape[0], self._task.y_train.shape[1])
-        return csr_matrix((pairs[:, 1], pairs[:, 0].astype(np.int64), indptr), shape=shape)
+        return csr_matrix((scores, labels, indptr), shape=shape, dtype=np.float64)
 
 
 if __name__ == "__main__":

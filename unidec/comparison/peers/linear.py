@@ -1,5 +1,4 @@
-"""What the scripts of linear peers share: their task, eight trials on the validation split, what is
-left behind.
+"""What the scripts of linear peers share: their task and eight trials on the validation split.
 
 A script imports this file as it lies beside it, and nothing of unidec.
 
@@ -65,82 +64,92 @@ def main(
         kept.
         version: of the package.
     """
-    folder = Path(sys.argv[1])
-    out = Path(sys.argv[2])
-    given = json.loads(sys.argv[3])
-    task = _read(folder, given)
-    if task.validation is None:
-        trials = trials[:1]
-    best = None
-    chosen = -1.0
-    for settings in trials:
-        start = time.perf_counter()
-        model = train(task, settings)
-        # of this training: trials are not part of a system's costs
-        seconds = time.perf_counter() - start
-        quality = (
-            ndcg(model.predict(task.validation[0]), task.validation[1]) if task.validation else 0.0
-        )
-        print(
-            f"{dict(settings) or 'defaults'}: nDCG@{AT} {100 * quality:.2f}, {seconds:.1f} s",
-            flush=True,
-        )
-        if quality > chosen:
-            best = model
-            chosen = quality
-            kept = settings
-            train_seconds = seconds
+    folder, out = map(Path, sys.argv[1:3])
+    task = _read(folder, json.loads(sys.argv[3]))
+    best: Trained | None = None
+    for settings in trials if task.validation else trials[:1]:
+        trained = _trained(train, task, settings)
+        if best is None or trained.quality > best.quality:
+            best = trained
     assert best is not None
     start = time.perf_counter()
-    predicted = best.predict(task.x_test)
+    predicted = best.model.predict(task.x_test)
+    seconds = time.perf_counter() - start
+    chosen = [f"{name} {value}" for name, value in best.settings.items()]
     facts = {
-        "train_seconds": train_seconds,
-        "search_ms": 1000 * (time.perf_counter() - start) / task.x_test.shape[0],
-        "parameters": best.num_parameters,
+        "train_seconds": best.seconds,
+        "search_ms": 1000 * seconds / task.x_test.shape[0],
+        "parameters": best.model.num_parameters,
         "peak_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "version": version + "".join(f", {name} {value}" for name, value in kept.items()),
+        "version": ", ".join([version, *chosen]),
     }
     save_npz(out / "test.npz", csr_matrix(predicted))
     (out / "facts.json").write_text(json.dumps(facts))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trial: its nDCG on the validation split, and the seconds of its training."""
+
+    model: Model
+    settings: Mapping[str, Any]
+    quality: float
+    seconds: float
+
+
+def _trained(
+    train: Callable[[Task, Mapping[str, Any]], Model], task: Task, settings: Mapping[str, Any]
+) -> Trained:
+    start = time.perf_counter()
+    model = train(task, settings)
+    # of this training: trials are not part of a system's costs
+    seconds = time.perf_counter() - start
+    quality = 0.0
+    if task.validation:
+        x_nF, y_nL = task.validation
+        quality = ndcg(model.predict(x_nF), y_nL)
+    figures = f"nDCG@{AT} {100 * quality:.2f}, {seconds:.1f} s"
+    print(f"{dict(settings) or 'defaults'}: {figures}", flush=True)
+    return Trained(model, settings, quality, seconds)
 
 
 def _read(folder: Path, given: Mapping[str, Any]) -> Task:
     def matrix(name: str) -> csr_matrix:
         return load_npz(folder / f"{name}.npz").astype(np.float32)
 
-    x_train, y_train, x_labels, x_test = (
-        matrix(name) for name in ("X.train", "Y.train", "X.labels", "X.test")
-    )
-    has_validation = (folder / "X.validation.npz").is_file()
-    validation = (matrix("X.validation"), matrix("Y.validation")) if has_validation else None
+    validation = None
+    if (folder / "X.validation.npz").is_file():
+        validation = (matrix("X.validation"), matrix("Y.validation"))
     return Task(
-        x_train,
-        y_train,
-        x_labels,
-        x_test,
-        validation,
-        given["width"],
-        given["threads"],
-        given["seed"],
+        x_train=matrix("X.train"),
+        y_train=matrix("Y.train"),
+        x_labels=matrix("X.labels"),
+        x_test=matrix("X.test"),
+        validation=validation,
+        width=given["width"],
+        threads=given["threads"],
+        seed=given["seed"],
     )
 
 
 def ndcg(score_nL: csr_matrix, relevant_nL: csr_matrix) -> float:
     """nDCG of the first `AT` labels, the mean over queries that have a relevant label; 0 to 1."""
-    row_N = np.repeat(np.arange(score_nL.shape[0]), np.diff(score_nL.indptr))
+    num_queries, num_labels = score_nL.shape
+    row_N = np.repeat(np.arange(num_queries), np.diff(score_nL.indptr))
     order = np.lexsort((-score_nL.data, row_N))
-    row_N = row_N[order]
     label_N = score_nL.indices[order]
-    rank_N = np.arange(len(row_N)) - np.searchsorted(row_N, row_N)
+    rank_N = np.arange(len(row_N)) - score_nL.indptr[row_N]
     first = rank_N < AT
+    row_N = row_N[first]
     relevant_row, relevant_label = relevant_nL.nonzero()
-    num_labels = relevant_nL.shape[1]
-    hit_N = np.isin(
-        row_N[first] * num_labels + label_N[first], relevant_row * num_labels + relevant_label
-    )
-    gain = np.bincount(
-        row_N[first], hit_N / np.log2(2 + rank_N[first]), minlength=score_nL.shape[0]
-    )
+    relevant = relevant_row * num_labels + relevant_label
+    hit_N = np.isin(row_N * num_labels + label_N[first], relevant)
+    gain_N = hit_N / np.log2(2 + rank_N[first])
+    gain = np.bincount(row_N, gain_N, minlength=num_queries)
     count = np.diff(relevant_nL.indptr)
-    ideal = np.concatenate([[0], np.cumsum(1 / np.log2(2 + np.arange(AT)))])[np.minimum(count, AT)]
-    return float((gain[count > 0] / ideal[count > 0]).mean()) if (count > 0).any() else 0.0
+    discounts = 1 / np.log2(2 + np.arange(AT))
+    ideal = np.concatenate([[0], np.cumsum(discounts)])[np.minimum(count, AT)]
+    asked = count > 0
+    if not asked.any():
+        return 0.0
+    return float((gain[asked] / ideal[asked]).mean())

@@ -46,14 +46,14 @@ def run_peer(
     """Train one peer on the train split and predict the test split, in the working folder.
 
     A script is started with TASK OUT SETTINGS: the folder that `write_task` wrote, a folder for
-    test.npz (CSR of
-    scores, a row for each query) and facts.json, and a JSON object. Its output goes to `peer.log`.
+    test.npz (CSR of scores, a row for each query) and facts.json, and a JSON object. Its output
+    goes to `peer.log`.
 
     Args:
         settings: what it has in common with the recipes: "text", "max_length" (tokens), "encoder"
             (its folder), "pooling", "epochs", "batch_size", "threads", "seed".
         vectors: of all "queries" and "labels", float32 [., D] of unit length, which stand beside
-        the TF-IDF.
+            the TF-IDF.
 
     Returns:
         labels [n, K and more] for the test split, best first, -1 where there is none, filtered
@@ -89,34 +89,30 @@ def features(
         DataError: no queries to train on or to predict, or texts without a single word.
     """
     splits: tuple[Split, ...] = ("train", "validation", "test")
-    rows: dict[str, NDArray[np.int64]] = {name: dataset.rows(name) for name in splits}
-    train = rows["train"]
-    test = rows["test"]
-    if not len(train) or not len(test):
-        got = f"train: {len(train)}, test: {len(test)}"
+    rows: dict[str, NDArray[np.int64]] = {}
+    for split in splits:
+        rows[split] = dataset.rows(split)
+    sizes = {split: len(own) for split, own in rows.items()}
+    if not sizes["train"] or not sizes["test"]:
         expected = "training and test queries"
-        raise DataError("an empty split", where=str(dataset.path), got=got, expected=expected)
-    if not len(rows["validation"]):
+        raise DataError("an empty split", where=str(dataset.path), got=sizes, expected=expected)
+    if not sizes["validation"]:
         del rows["validation"]
     texts = {name: list(dataset.query_texts(own, text)) for name, own in rows.items()}
     texts["labels"] = list(dataset.label_texts(None, text))
     vectorizer, _ = fit_words(texts["train"], str(dataset.path))
-    matrices = {
-        f"X.{name}": sp.csr_matrix(vectorizer.transform(lines)) for name, lines in texts.items()
-    }
-    if vectors is not None:
-        dense = {f"X.{name}": vectors["queries"][own] for name, own in rows.items()} | {
-            "X.labels": vectors["labels"]
-        }
-        matrices = {
-            name: sp.hstack([words, dense[name]], format="csr") for name, words in matrices.items()
-        }
-    matrices |= {
-        f"Y.{name}": (dataset.relevance[own] > 0).astype(np.float32)
-        for name, own in rows.items()
-        if name != "test"
-    }
-    most = int(np.diff(dataset.filter_pairs[test].indptr).max(initial=0))
+    matrices = {}
+    for name, lines in texts.items():
+        words = sp.csr_matrix(vectorizer.transform(lines))
+        if vectors is not None:
+            own = vectors["queries"][rows[name]] if name in rows else vectors["labels"]
+            words = sp.hstack([words, own], format="csr")
+        matrices[f"X.{name}"] = words
+    for name, own in rows.items():
+        if name != "test":
+            matrices[f"Y.{name}"] = (dataset.relevance[own] > 0).astype(np.float32)
+    filters = dataset.filter_pairs[rows["test"]]
+    most = int(np.diff(filters.indptr).max(initial=0))
     return texts, matrices, min(K + most, dataset.num_labels)
 
 
@@ -138,16 +134,26 @@ def _tfidf(
     import sklearn
 
     start = time.perf_counter()
-    train_FM, label_FL = (sp.csr_matrix(matrices[part].T) for part in ("X.train", "X.labels"))
-    stored = {"knn": train_FM.nnz + matrices["Y.train"].nnz, "label-match": label_FL.nnz}
+    y_ML = matrices["Y.train"]
+    train_FM = sp.csr_matrix(matrices["X.train"].T)
+    label_FL = sp.csr_matrix(matrices["X.labels"].T)
     trained = time.perf_counter()
-    labels = rank(train_FM, matrices["Y.train"], label_FL, matrices["X.test"], [name], width, name)[
-        name
-    ]
+    labels = rank(
+        train_FM=train_FM,
+        relevance_ML=y_ML,
+        label_FL=label_FL,
+        query_nF=matrices["X.test"],
+        methods=[name],
+        width=width,
+        desc=name,
+    )[name]
+    seconds = time.perf_counter() - trained
+    votes = train_FM.nnz + y_ML.nnz
+    stored = {"knn": votes, "label-match": label_FL.nnz, "mix": votes + label_FL.nnz}
     return labels, {
         "train_seconds": trained - start,
-        "search_ms": 1000 * (time.perf_counter() - trained) / len(labels),
-        "parameters": stored.get(name, sum(stored.values())),
+        "search_ms": 1000 * seconds / len(labels),
+        "parameters": stored[name],
         "version": f"scikit-learn {sklearn.__version__}",
     }
 
@@ -157,26 +163,27 @@ def _scripted(
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
-    command = start_command(Path(__file__).parent / PEERS[name].script)
+    script = Path(__file__).parent / PEERS[name].script
     given = json.dumps({**settings, "peer": name, "width": width})
-    run_script([*command, str(TASK.absolute()), str(OUT.absolute()), given], settings["threads"])
+    arguments = [str(TASK.absolute()), str(OUT.absolute()), given]
+    run_script([*start_command(script), *arguments], settings["threads"])
     try:
         facts = json.loads((OUT / "facts.json").read_text(encoding="utf-8"))
-        labels = top_rows(sp.csr_matrix(sp.load_npz(OUT / "test.npz")), width)
+        scores = sp.csr_matrix(sp.load_npz(OUT / "test.npz"))
     except (OSError, ValueError) as error:
         what = f"the peer {name} ended without readable predictions"
         fix = "read this log, then run it again"
-        raise TrainingError(
-            what, where=str(LOG.absolute()), got=str(error)[:200], fix=fix
-        ) from error
+        raise TrainingError(what, where=str(LOG.absolute()), got=error, fix=fix) from error
     shutil.rmtree(OUT)
-    return labels, facts
+    return top_rows(scores, width), facts
 
 
 def requirements(script: Path) -> list[Requirement]:
     """The packages that the head of a script names (PEP 723)."""
     found = _HEAD.search(script.read_text(encoding="utf-8"))
-    head = tomllib.loads(re.sub(r"(?m)^# ?", "", found["text"])) if found else {}
+    if found is None:
+        return []
+    head = tomllib.loads(re.sub(r"(?m)^# ?", "", found["text"]))
     return [Requirement(package) for package in head.get("dependencies", [])]
 
 
@@ -186,21 +193,22 @@ def start_command(script: Path) -> list[str]:
     Raises:
         ArtifactError: packages are missing, and there is no uv.
     """
-    try:
-        wanted = requirements(script)
-        if all(
-            one.specifier.contains(metadata.version(one.name), prereleases=True) for one in wanted
-        ):
-            return [sys.executable, str(script)]
-    except metadata.PackageNotFoundError:
-        pass
-    uv = shutil.which(
-        "uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
+    if all(map(_is_installed, requirements(script))):
+        return [sys.executable, str(script)]
+    beside = str(Path(sys.executable).parent)
+    uv = shutil.which("uv", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     if uv is None:
         fix = "pip install uv; or leave this peer out"
         raise ArtifactError("no uv, which installs a peer's packages", where=script.name, fix=fix)
     return [uv, "run", "--no-progress", "--script", str(script)]
+
+
+def _is_installed(package: Requirement) -> bool:
+    try:
+        version = metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return False
+    return package.specifier.contains(version, prereleases=True)
 
 
 def run_script(command: Sequence[str], threads: int) -> None:
@@ -209,25 +217,23 @@ def run_script(command: Sequence[str], threads: int) -> None:
     Raises:
         TrainingError: it fails; with the end of its log.
     """
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("PYTHON", "VIRTUAL_ENV"))
-    }
-    kept |= dict.fromkeys(
-        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)
-    )
+    threaded = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    kept = dict.fromkeys(threaded, str(threads))
+    for key, value in os.environ.items():
+        if not key.startswith(("PYTHON", "VIRTUAL_ENV")):
+            kept.setdefault(key, value)
     with open(LOG, "wb") as log:
-        code = subprocess.run(
-            command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False
-        ).returncode
-    if code:
-        got = f"exit code {code}: {last_lines(LOG)}"
+        ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False)
+    if ended.returncode:
+        got = f"exit code {ended.returncode}: {last_lines(LOG)}"
         fix = "read this log, then run it again"
         raise TrainingError("the peer's script failed", where=str(LOG.absolute()), got=got, fix=fix)
 
 
 def last_lines(log: Path) -> str:
     """The end of a log, in one line."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    return " | ".join(line.strip() for line in lines[-8:] if line.strip())[-800:]
+    if not log.is_file():
+        return ""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = [line.strip() for line in lines[-8:] if line.strip()]
+    return " | ".join(last)[-800:]

@@ -1,9 +1,11 @@
-# /// script requires-python = ">=3.11" dependencies = [
-#   "sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0", "accelerate==1.15.0",
-#   "datasets==5.2.0",
-# ] ///
-"""sentence-transformers on a peer task: `sentence.py TASK OUT SETTINGS`
-(unidec/comparison/peers/running.py).
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0",
+#   "accelerate==1.15.0", "datasets==5.2.0",
+# ]
+# ///
+"""sentence-transformers on a peer task: `sentence.py TASK OUT SETTINGS` (`running.py`).
 
 A bag of token embeddings (`st-static`) or a transformer (`st-transformer`), trained by their
 trainer with multiple negatives ranking; as their guide asks, no text is in a batch twice. Another

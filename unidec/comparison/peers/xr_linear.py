@@ -59,10 +59,9 @@ class XRLinear:
 
     def predict(self, x_nF: csr_matrix) -> csr_matrix:
         """Scores of each query's best labels."""
-        task = self._task
-        return self._model.predict(
-            x_nF, beam_size=self._beam, only_topk=task.width, threads=task.threads
-        )
+        width = self._task.width
+        threads = self._task.threads
+        return self._model.predict(x_nF, beam_size=self._beam, only_topk=width, threads=threads)
 
 
 def tree(task: Task) -> Any:
@@ -79,4 +78,5 @@ def tree(task: Task) -> Any:
 
 if __name__ == "__main__":
     is_tuned = json.loads(sys.argv[3])["peer"] != "xr-linear"
-    main(XRLinear, TRIALS if is_tuned else TRIALS[:1], f"libpecos {version('libpecos')}")
+    trials = TRIALS if is_tuned else TRIALS[:1]
+    main(XRLinear, trials, f"libpecos {version('libpecos')}")

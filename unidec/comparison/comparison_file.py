@@ -1,0 +1,241 @@
+"""A comparison file, checked as strictly as params.yaml.
+
+Overrides (`common`, `set`) may be nested as in params.yaml or given by key path: `pool: {beta: 2}`
+or `pool.beta: 2`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, ValidationError
+from pydantic_core import ErrorDetails
+
+from unidec.config import (
+    Count,
+    ParamsError,
+    Section,
+    Seed,
+    nearest,
+    problem,
+    read_yaml,
+    short,
+    valid_values,
+)
+from unidec.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# for faulty values of required keys, so that the rest can be checked
+STAND_INS = {"name": "x", "path": "."}
+Name = Annotated[
+    str, StringConstraints(min_length=1, max_length=60, pattern=r"^[^/*?\[\]\x00-\x1f]+$")
+]
+Overrides = dict[str, Any]
+
+
+class DataEntry(Section):
+    """A data set with a choice of text: one table of the comparison."""
+
+    path: str = Field(description="folder of raw files, relative to the working folder")
+    about: str = Field("", description="one line")
+    text: Literal["title", "title+content"] = Field(
+        "title", description="short-text or long-text task"
+    )
+    max_length: Annotated[int, Field(ge=3, le=512)] = Field(
+        32, description="maximum tokens per text"
+    )
+    train: Count | None = Field(
+        None, description="use only the first N training queries, and their labels"
+    )
+    test: Count | None = Field(None, description="use only the first N test queries")
+    optional: bool = Field(False, description="skip this data set if its folder does not exist")
+    set: Overrides = Field({}, description="parameters for every recipe on this data set")
+
+
+class CellEntry(Section):
+    """A system: a recipe, another cell with changes, another cell's model with another index, or a
+    peer.
+    """
+
+    recipe: str | None = Field(None, description="a shipped recipe")
+    like: str | None = Field(None, description="a cell whose settings this one starts from")
+    model_of: str | None = Field(
+        None, description="a cell whose trained model this one serves with other index keys"
+    )
+    peer: str | None = Field(None, description="an external system")
+    after: str | None = Field(None, description="a cell from whose model this one starts")
+    about: str = Field("", description="one line")
+    set: Overrides = Field(
+        {}, description="parameters over those of the recipe, `common` and the data set"
+    )
+    ranges: Overrides | None = Field(
+        None, description="ranges of --tune, besides those of all cells"
+    )
+    seeds: Annotated[list[Seed], Field(min_length=1)] | None = Field(
+        None, description="replace the file's seeds"
+    )
+
+
+class TuningEntry(Section):
+    """Equal tuning: a search on one data set with as many trials for every recipe cell, of which
+    the best is kept.
+    """
+
+    data: str = Field(description="an entry of `data` that nothing else uses")
+    trials: Count = Field(description="trials of every recipe cell, the first of them as it is")
+    ranges: Overrides = Field(
+        description="ranges of every recipe cell; `lr` multiplies all learning rates"
+    )
+    file: str = Field(
+        description="YAML file of the chosen settings, relative to the working folder"
+    )
+
+
+class GroupEntry(Section):
+    """An ablation: a base cell, and cells that differ from it in one thing."""
+
+    base: str = Field(description="the cell that the others are compared with")
+    cells: list[str] = Field(description="the others, in order")
+    about: str = Field("", description="the paper's table that this reproduces")
+
+
+class ComparisonFile(Section):
+    """All of a comparison file."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")] = Field(
+        description="the folder under runs/compare"
+    )
+    title: str = Field("", description="heading of the report")
+    about: str = Field("", description="one line")
+    seeds: Annotated[list[Seed], Field(min_length=1)] = Field([0], description="one run per seed")
+    common: Overrides = Field(
+        {}, description="parameters for every recipe and, where they apply, every peer"
+    )
+    data: Annotated[dict[Name, DataEntry], Field(min_length=1)] = Field(
+        description="data sets by name"
+    )
+    cells: Annotated[dict[Name, CellEntry], Field(min_length=1)] = Field(
+        description="systems by name"
+    )
+    groups: dict[str, GroupEntry] = Field({}, description="ablations by title")
+    tuning: TuningEntry | None = Field(
+        None, description="the same number of trials for every recipe cell"
+    )
+
+
+def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[str]]:
+    """Read a comparison file and check its form.
+
+    Returns:
+        The file without faulty parts and without optional data sets whose folder does not exist;
+        the line of each key path ("line 3"); and the problems, the unknown keys and wrong values.
+
+    Raises:
+        ConfigError: no such file, or not YAML. ParamsError: the problems, if they leave nothing
+        that can be checked.
+    """
+    path = Path(path)
+    if not path.is_file():
+        fix = "docs/comparing.md shows how to write one"
+        raise ConfigError("no such comparison file", where=str(path), fix=fix)
+    raw, lines = read_yaml(path)
+    origin = {".".join(key): f"line {line}" for key, line in lines.items()}
+    problems: list[str] = []
+    try:
+        file = ComparisonFile.model_validate(raw)
+    except ValidationError as error:
+        problems = [_explain(detail, origin) for detail in error.errors(include_url=False)]
+        checkable = _checkable(raw, error)
+        if checkable is None:
+            raise ParamsError(problems, str(path), "comparison file") from None
+        file = checkable
+    left = {}
+    for name, entry in file.data.items():
+        if entry.optional and not Path(entry.path).is_dir():
+            log.warning("%s: data set %s is skipped: no folder %s", path, name, entry.path)
+        else:
+            left[name] = entry
+    if not left:
+        what = "no data set of this comparison exists"
+        fix = "add the folder of one of them, or another entry in `data`"
+        raise ConfigError(what, where=str(path), got=", ".join(file.data), fix=fix)
+    return file.model_copy(update={"data": left}), origin, problems
+
+
+def _checkable(raw: Mapping[str, Any], error: ValidationError) -> ComparisonFile | None:
+    """The file without its faulty parts; None if too little is left to check the rest."""
+    left = copy.deepcopy(dict(raw))
+    for _ in range(2):  # a wrong value that is removed may be one that its section requires
+        for detail in error.errors(include_url=False):
+            _remove(left, _place(detail))
+        try:
+            return ComparisonFile.model_validate(left)
+        except ValidationError as remaining:
+            error = remaining
+    return None
+
+
+def _place(detail: ErrorDetails) -> list[str]:
+    return [str(part) for part in detail["loc"] if part != "[key]"]
+
+
+def _remove(section: dict[str, Any], place: list[str]) -> None:
+    """Remove a key, or what lacks the key; a stand-in replaces it where there is one. Of a list,
+    all is removed.
+    """
+    key, *rest = place
+    inner = section.get(key)
+    if rest and isinstance(inner, dict) and (rest[0] in inner or rest[0] in STAND_INS):
+        _remove(inner, rest)
+        return
+    section.pop(key, None)
+    if key in STAND_INS:
+        section[key] = STAND_INS[key]
+
+
+def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
+    """One of pydantic's errors as the text of a problem."""
+    path = _place(detail)
+    key = ".".join(path)
+    got = short(detail["input"])
+    if detail["type"] == "extra_forbidden":
+        known = list(_section(path).model_fields)
+        expected = f"one of {', '.join(known)}"
+        near = nearest(path[-1], known)
+        return problem(key, "unknown key", got, expected, origin, near=near)
+    what = "missing" if detail["type"] == "missing" else "wrong value"
+    # a key that is missing has the line of its section
+    while path and ".".join(path) not in origin:
+        path.pop()
+    where = {key: origin[".".join(path)]} if path else {}
+    return problem(key, what, got, valid_values(detail), where)
+
+
+def _section(path: list[str]) -> type[Section]:
+    """The section in which a key path's last key is."""
+    if path[0] == "tuning" and len(path) > 1:
+        return TuningEntry
+    if len(path) <= 2:
+        return ComparisonFile
+    entries: dict[str, type[Section]]
+    entries = {"data": DataEntry, "cells": CellEntry, "groups": GroupEntry}
+    return entries.get(path[0], ComparisonFile)
+
+
+def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"pool": {"beta": 2}, "pool.eta": 1}` -> `{"pool.beta": 2, "pool.eta": 1}`; empty sections
+    are dropped.
+    """
+    found: dict[str, Any] = {}
+    for key, value in overrides.items():
+        if isinstance(value, dict):
+            for name, leaf in flat(value).items():
+                found[f"{key}.{name}"] = leaf
+        elif value is not None or "." in key:
+            found[key] = value
+    return found

@@ -1,0 +1,451 @@
+"""A search by a validation metric: Optuna draws trials, each is a training in its own process.
+
+    <folder>/
+      study.db                   Optuna's records: trials, and their metric after each round
+      trials.md                  all trials; written after each
+      best.yaml                  the best parameters (`unidec tune`)
+    <workspace>/                 the same folder (`unidec tune`), or the comparison's (`unidec
+    compare --tune`)
+      shared/                    data set, tokens and vectors of frozen encoders, computed once
+      cells/<data>/<cell>/       a folder per training, named by its parameters
+
+Re-run the command to resume after a kill or a stop. Finished trials are kept. The interrupted one
+is drawn again: seed and earlier trials determine it, so it has the same folder, where its training
+resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Collection, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step
+from unidec.comparison.chosen import Trials
+from unidec.comparison.jobs import Job, in_words
+from unidec.comparison.tuning_space import (
+    applied,
+    distributions,
+    import_optuna,
+    unchanged,
+)
+from unidec.comparison.workspace import Step, steps_of, with_needed
+from unidec.config import (
+    Params,
+    fingerprint,
+    keys_deciding,
+    to_yaml,
+)
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import read_json_lines, write_bytes_atomic
+from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
+from unidec.interrupt import stop_signals
+from unidec.progress import Progress, progress
+from unidec.tracking.provenance import code_tags
+from unidec.tracking.run import RUN_TAGS, Tracker, run_tags
+from unidec.tracking.store import tracking_uri
+
+STUDY = "study.db"
+TABLE = "trials.md"
+BEST = "best.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The best trial.
+
+    Attributes:
+        trial: its number. metric: in percent, on the validation split, after the last epoch.
+        settings: its values.
+        trials: number of trials. best, table: files with its parameters and with all trials.
+    """
+
+    trial: int
+    metric: float
+    settings: Mapping[str, Any]
+    trials: int
+    best: str
+    table: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is searched.
+
+    Attributes:
+        job: the training as it is. ranges: see `unidec.comparison.tuning_space`.
+        root: folder of the search. workspace: folder of data sets and trainings. name: of its
+        MLflow runs.
+        jobs: trainings by key that `job` may start from. kept: keys that no trial changes.
+        environment: variables of the trainings' processes. tags: of its MLflow runs.
+        asked: what best.yaml starts from; None: none is written.
+    """
+
+    job: Job
+    ranges: Mapping[str, Any]
+    metric: str
+    root: Path
+    workspace: Path
+    name: str
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    kept: Collection[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    asked: Params | None = None
+
+
+@dataclass
+class Trained:
+    """How far the training of a trial came."""
+
+    epoch: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    metric: float = 0.0
+
+    def add(self, line: Mapping[str, Any], metric: str) -> None:
+        """Another round: its line of rounds.jsonl."""
+        self.epoch = line["epoch"]
+        self.rounds = line["round"]
+        refresh = line.get("refresh", {})
+        self.seconds += line["seconds"] + refresh.get("refresh_seconds", 0.0)
+        self.metric = line["validation"][metric]
+
+
+class Search:
+    """A search in its folder. Optuna draws and prunes; the comparison's engine trains
+    (`unidec.comparison.cell`).
+
+    Optuna's records are read and written within `stop_signals`: a signal in the middle of a
+    transaction would leave them locked.
+    """
+
+    def __init__(self, subject: Subject, stopping: threading.Event | None = None) -> None:
+        self.optuna = import_optuna()
+        self.states = self.optuna.trial.TrialState
+        self.subject = subject
+        self.stopping = stopping or threading.Event()
+        self.params = subject.job.params
+        self.root = subject.root
+        self.metric = subject.metric
+        self.space = distributions(subject.ranges)
+        self.unchanged = unchanged(subject.ranges, self.params)
+        self.needed, first = self._steps(self.unchanged)
+        of_data = first.needs[0]
+        self.data = next(step for step in self.needed if step.name == of_data)
+        decide = keys_deciding("tokens", "label_graph", "training", "index")
+        about = {
+            "ranges": {key: str(ranged) for key, ranged in self.space.items()},
+            "metric": self.metric,
+            "data": self.data.key,
+            "code": first.spec["code"],
+            "parameters": fingerprint(self.params, *decide),
+        }
+        self._open(about)
+        self.tracker = Tracker(self.params.tracking.experiment)
+        facts = {"metric": self.metric, **about["ranges"]}
+        run_name = f"tune {subject.name}"
+        self.tracker.start(self.root, facts, code_tags(), None, run_name)
+
+    def _open(self, about: Mapping[str, Any]) -> None:
+        """Open or create Optuna's records; those of another search are refused."""
+        from sqlalchemy.exc import DatabaseError
+
+        place = str(self.root / STUDY)
+        try:
+            self.storage = self.optuna.storages.RDBStorage(f"sqlite:///{place}")
+            self.study = self.optuna.create_study(
+                storage=self.storage,
+                study_name="tune",
+                direction="maximize",
+                load_if_exists=True,
+                pruner=self.optuna.pruners.MedianPruner(),
+            )
+        except (DatabaseError, RuntimeError, self.optuna.exceptions.OptunaError) as error:
+            fix = "remove the folder, or name another with --out"
+            raise ArtifactError(
+                "the search's records cannot be read", where=place, got=error, fix=fix
+            ) from error
+        known = self.study.user_attrs.get("about", about)
+        if others := [name for name in about if known.get(name) != about[name]]:
+            self.close()
+            raise ConfigError(
+                "folder of another search",
+                where=str(self.root),
+                got=f"other {', '.join(others)}",
+                fix="another folder with --out, or remove this one",
+            )
+        self.study.set_user_attr("about", about)
+
+    def close(self) -> None:
+        """Close Optuna's records."""
+        self.storage.remove_session()
+        self.storage.engine.dispose()
+
+    @property
+    def ended(self) -> list[Any]:
+        """Trials that count: trained, pruned, or failed by themselves; oldest first."""
+        with stop_signals():
+            trials = self.study.get_trials(deepcopy=False)
+        counted = (self.states.COMPLETE, self.states.PRUNED)
+        return [one for one in trials if one.state in counted or "failed" in one.user_attrs]
+
+    def run(self, trials: int) -> Tuned | None:
+        """Run trials until there are `trials` in total.
+
+        Returns:
+            The best; None: no trial ran or finished, or the subject has no best.yaml.
+        """
+        for step in self.needed:
+            name = "data" if step is self.data else step.name
+            for _ in self._rounds(step, name):
+                pass
+        folder = self.data.folder / "data" / "dataset"
+        dataset = XMCDataset.open(folder, verify=False)
+        if not len(dataset.rows("validation")):
+            raise ConfigError(
+                "there is no validation split to tune on",
+                where="data.validation_share",
+                got=self.params.data.validation_share,
+                fix="--set data.validation_share=0.05",
+            )
+        with stop_signals():
+            for trial in self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
+                # interrupted: it is drawn again
+                self.study.tell(trial.number, state=self.states.FAIL)
+        left = range(len(self.ended), trials)
+        epochs = self.params.optim.epochs
+        best: Tuned | None = None
+        with progress(total=len(left) * epochs, desc="tune", unit="epoch") as bar:
+            for number in left:
+                done = self._try(number, bar)
+                # it was pruned, or its epochs are tuned
+                bar.total = (bar.total or 0) + done - epochs
+                best = self._record()
+        return best
+
+    def _try(self, number: int, bar: Progress[Any]) -> int:
+        """Draw a trial and train it to its end, or to the round after which it is pruned; returns
+        its epochs.
+        """
+        trial = self._draw(number)
+        trained = Trained()
+        state = self.states.COMPLETE
+        failed = ""
+        try:
+            _, step = self._steps(trial.params)
+            if self._is_pruned(trial, step, trained, bar, f"trial {number}"):
+                state = self.states.PRUNED
+                self._end_pruned(step, trained.rounds)
+        except UnidecError as error:
+            if self.stopping.is_set() or (number == 0 and self._starts_unchanged):
+                raise  # not caused by the tuned values: repeated when the search is resumed
+            state = self.states.FAIL
+            failed = str(error)
+        with stop_signals():
+            trial.set_user_attr("seconds", trained.seconds)
+            trial.set_user_attr("rounds", trained.rounds)
+            if failed:
+                trial.set_user_attr("failed", failed)
+            metric = trained.metric if state == self.states.COMPLETE else None
+            self.study.tell(trial, metric, state)
+        return trained.epoch
+
+    def _is_pruned(
+        self, trial: Any, step: Step, trained: Trained, bar: Progress[Any], name: str
+    ) -> bool:
+        """Train a trial to its end, or to the round after which Optuna prunes it; `trained` says
+        how far it came.
+        """
+        with contextlib.closing(self._rounds(step, name)) as rounds:
+            for line in rounds:
+                before = trained.epoch
+                trained.add(line, self.metric)
+                with stop_signals():
+                    trial.report(trained.metric, trained.epoch)
+                    prune = not line["finished"] and trial.should_prune()
+                figure = f"{self.metric} {trained.metric:.2f}"
+                place = f"{self.subject.name}, {name}"
+                bar.note(f"{place}: {figure} after epoch {trained.epoch}")
+                bar.update(trained.epoch - before)
+                if prune:
+                    return True
+        return False
+
+    @property
+    def _starts_unchanged(self) -> bool:
+        """Whether the first trial is the training as it is: it lies in the ranges."""
+        return len(self.unchanged) == len(self.space)
+
+    def _draw(self, number: int) -> Any:
+        """Draw the trial with this number; the same in every attempt, given the same trials before
+        it.
+        """
+        draw = random.Random(f"{self.params.seed}/{number}")
+        seed = draw.getrandbits(32)
+        with stop_signals():
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
+            waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
+            if number == 0 and self._starts_unchanged and not waiting:
+                self.study.enqueue_trial(self.unchanged)
+            return self.study.ask(self.space)
+
+    def changed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that differ from the training as it is."""
+        return {
+            key: value for key, value in settings.items() if self.unchanged.get(key, ...) != value
+        }
+
+    def _steps(self, settings: Mapping[str, Any]) -> tuple[list[Step], Step]:
+        """What the training with these settings needs, in order, and that training.
+
+        Raises:
+            ParamsError: the settings conflict with each other.
+        """
+        job = self.subject.job
+        if changed := self.changed(settings):
+            params = applied(self.params, settings, self.subject.kept)
+            job = replace(job, params=params, settings=changed, trial=in_words(changed))
+        jobs = {**self.subject.jobs, job.key: job}
+        steps = with_needed(steps_of(jobs, self.subject.workspace), [job.key])
+        return steps[:-1], steps[-1]
+
+    def _rounds(self, step: Step, name: str) -> Generator[dict[str, Any], None, None]:
+        """Run a step in a child process, and yield the record of each round as soon as it is
+        written; those of an interrupted attempt first. Closing the generator early stops the child,
+        which writes a checkpoint.
+        """
+        subject = self.subject
+        tags = run_tags() | {"tuning": subject.name}
+        tags["mlflow.runName"] = f"{subject.name} {name}"
+        if self.tracker.run_id:
+            tags["mlflow.parentRunId"] = self.tracker.run_id
+        environment = {"MLFLOW_TRACKING_URI": tracking_uri("."), **subject.environment}
+        environment[RUN_TAGS] = json.dumps(tags | dict(subject.tags))
+        ending = threading.Event()
+        seen = 0
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                work = None if step.is_done() else pool.submit(run_step, step, environment, ending)
+                while True:
+                    ended = work is None or work.done()  # before the last look at the records
+                    lines: list[dict[str, Any]] = []
+                    for file in step.folder.glob("runs/*/rounds.jsonl"):
+                        lines += read_json_lines(file)
+                    yield from lines[seen:]
+                    seen = max(seen, len(lines))
+                    if self.stopping.is_set():
+                        fix = "run it again to resume"
+                        raise TrainingError("the search is being stopped", where=step.name, fix=fix)
+                    if ended:
+                        break
+                    time.sleep(POLL_S)
+                if work is not None:
+                    work.result()
+            finally:
+                ending.set()
+
+    def _end_pruned(self, step: Step, number: int) -> None:
+        """End the MLflow run of a pruned trial as FINISHED; its training is not resumed."""
+        for run_dir in step.folder.glob("runs/*"):
+            tracker = Tracker.resume(run_dir)
+            tracker.set_tags({"tuning.pruned": f"after round {number}"})
+            tracker.finish("FINISHED")
+        remove_checkpoints(step.folder)
+
+    def _record(self) -> Tuned | None:
+        """After a trial: write trials.md and best.yaml (None: not asked for, or no trial has
+        finished), and log the metric to the parent's MLflow run.
+        """
+        ended = self.ended
+        heads = ["trial", "state", self.metric, "seconds", *self.space]
+        rows = [heads, ["---"] * len(heads)]
+        for number, trial in enumerate(ended):
+            noted = trial.user_attrs
+            state = "trained"
+            if "failed" in noted:
+                reason = noted["failed"].splitlines()[0]
+                state = f"failed: {reason}".replace("|", "/")
+            elif trial.state == self.states.PRUNED:
+                state = f"pruned after round {noted['rounds']}"
+            value = "" if trial.value is None else f"{trial.value:.2f}"
+            seconds = f"{noted['seconds']:.0f}"
+            settings = [_figure(trial.params[key]) for key in self.space]
+            rows.append([str(number), state, value, seconds, *settings])
+        table = [f"| {' | '.join(row)} |\n" for row in rows]
+        text = "".join(table)
+        write_bytes_atomic(self.root / TABLE, text.encode())
+        last = ended[-1].value
+        if last is not None:
+            self.tracker.log(len(ended), {f"validation/{self.metric}": last})
+        asked = self.subject.asked
+        finished = self.states.COMPLETE
+        has_finished = any(trial.state == finished for trial in ended)
+        return self.write_best(asked) if asked and has_finished else None
+
+    def best(self) -> tuple[int, Any]:
+        """Number and record of the best trial; of equals the first.
+
+        Raises:
+            TrainingError: no trial has finished.
+        """
+        finished = self.states.COMPLETE
+        numbered = enumerate(self.ended)
+        trained = [(number, trial) for number, trial in numbered if trial.state == finished]
+        if not trained:
+            table = str(self.root / TABLE)
+            fix = "narrower ranges, or more trials"
+            raise TrainingError("no trial has finished", where=table, fix=fix)
+        return max(trained, key=lambda one: one[1].value)
+
+    def figures(self) -> Trials:
+        """Its trials that ended."""
+        figures: Trials = []
+        for trial in self.ended:
+            metric = trial.value if trial.state == self.states.COMPLETE else None
+            figures.append((self.changed(trial.params), metric))
+        return figures
+
+    def write_best(self, params: Params) -> Tuned:
+        """best.yaml: `params` with the values of the best trial.
+
+        Raises:
+            TrainingError: no trial has finished.
+        """
+        path = self.root / BEST
+        table = self.root / TABLE
+        number, trial = self.best()
+        settings = {key: trial.params[key] for key in self.space}
+        best = applied(params, settings, source=str(path))
+        words = []
+        for key, chosen in settings.items():
+            words.append(f"--set {key}={json.dumps(chosen)}")
+        count = len(self.ended)
+        metric = f"{self.metric} of the validation split: {trial.value:.2f}"
+        head = (
+            f"# trial {number} of {count}, the best by {metric}\n"
+            f"# unidec train --params {path}\n"
+            f"# make train ARGS='{' '.join(words)}'\n"
+        )
+        write_bytes_atomic(path, (head + to_yaml(best)).encode())
+        self.tracker.log_final({f"best/{self.metric}": trial.value})
+        self.tracker.log_files([path, table])
+        return Tuned(
+            trial=number,
+            metric=trial.value,
+            settings=settings,
+            trials=count,
+            best=str(path),
+            table=str(table),
+        )
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
