@@ -67,7 +67,7 @@ def pool_tokens(hidden_BTD: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
 def _layers(transformer: Any) -> list[nn.Module]:
     """The transformer's layers, from the first to the last."""
     for name in ("encoder", "transformer"):
-        stack = getattr(transformer, name, None)
+        stack: Any = getattr(transformer, name, None)
         if hasattr(stack, "layer"):
             return list(stack.layer)
     raise ConfigError(

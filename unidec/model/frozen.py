@@ -68,7 +68,7 @@ def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
         if not parameter.requires_grad:
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
             values = parameter.detach().cpu().contiguous()
-            digest.update(values.view(torch.uint8).numpy())
+            digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -52,10 +52,8 @@ NGAME_TAU = 0.1  # temperature of the softmax over a triplet's negatives, in NGA
 Direction = tuple[float, bool, Pairs]
 
 
-def _logsumexp(
-    x_BS: Tensor, dim: int, *, overwrite: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """logsumexp along `dim`, and for its gradient the exponentials and their sums."""
+def _logsumexp(x_BS: Tensor, dim: int, *, overwrite: bool) -> tuple[Any, ...]:
+    """logsumexp along `dim`, and for its gradient the exponentials and their sums (or None)."""
     if x_BS.shape[dim] == 0:
         return x_BS.new_full((x_BS.shape[1 - dim],), MASKED), None, None
     top = x_BS.amax(dim, keepdim=True)
@@ -83,12 +81,12 @@ class _PoolTerms(torch.autograd.Function):
         s_P = logit_BS[row_P, col_P].to(dtype)
         x_BS = mask_(logit_BS.to(dtype, copy=True), *pairs.masked(kind))
         lse_B = lse_S = s_P.new_empty(0)
-        exp_row_BS = sum_B1 = exp_col_BS = sum_1S = None
+        of_rows = of_columns = [None, None]
         if rows:
-            lse_B, exp_row_BS, sum_B1 = _logsumexp(x_BS, 1, overwrite=not columns)
+            lse_B, *of_rows = _logsumexp(x_BS, 1, overwrite=not columns)
         if columns:
-            lse_S, exp_col_BS, sum_1S = _logsumexp(x_BS, 0, overwrite=True)
-        ctx.save_for_backward(row_P, col_P, exp_row_BS, sum_B1, exp_col_BS, sum_1S)
+            lse_S, *of_columns = _logsumexp(x_BS, 0, overwrite=True)
+        ctx.save_for_backward(row_P, col_P, *of_rows, *of_columns)
         ctx.shape = logit_BS.shape
         ctx.dtype = logit_BS.dtype
         return s_P, lse_B, lse_S
@@ -179,7 +177,7 @@ class _BinaryRows(torch.autograd.Function):
         positive = (target_P * x_P).sum()
         if extra_P is not None:
             positive = positive - (extra_P * F.softplus(-x_P)).sum()
-        ctx.save_for_backward(x_BS, row_P, col_P, target_P, active_B, extra_P)
+        ctx.save_for_backward(x_BS, *pairs[:3], active_B, extra_P)
         ctx.dtype = logit_BS.dtype
         softplus_B = F.softplus(x_BS).sum(1)
         return (softplus_B * active_B).sum() - positive

@@ -136,9 +136,11 @@ class RowTable(nn.Module):
 
     def flush(self) -> None:
         """Wait for the last step's copies to the host, and put them into `weight` and `state`."""
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             return
-        (local_U, values, copied), self._pending = self._pending, None
+        self._pending = None
+        local_U, values, copied = pending
         if copied is not None:
             copied.synchronize()
         for name, column in self.rows().items():
