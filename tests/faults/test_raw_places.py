@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from raw_files import write_raw
 
-from unidec.bundle.label_change import read_labels
+from unidec.bundle.label_file import read_labels
 from unidec.bundle.text_file import read_texts
 from unidec.data.formats import read_raw
 from unidec.data.raw import RawData
