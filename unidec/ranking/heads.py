@@ -123,8 +123,9 @@ class Heads:
         out = np.zeros(rows_BC.shape, dtype=np.float32)
         begin = 0
         for part_PD in self._parts(self.vectors, rows_BC.ravel()):
-            end = begin + part_PD.shape[1]
-            part_BCD = part_PD.reshape(*rows_BC.shape, -1)
+            width = part_PD.shape[1]
+            end = begin + width
+            part_BCD = part_PD.reshape(*rows_BC.shape, width)
             product_BC1 = part_BCD @ query_BD[:, begin:end, None]
             out += product_BC1[:, :, 0]
             begin = end

@@ -307,7 +307,7 @@ def _bag_part(about: ModelConfig, arrays: Mapping[str, npt.NDArray[Any]]) -> Par
             np.dot(weights, rows, out=sums_PD[0])
             if head:
                 np.dot(weights[:head], rows[:head], out=sums_PD[1])
-        return _normalised(sums).reshape(len(sums), -1)
+        return _normalised(sums).reshape(len(sums), num_parts * about.width)
 
     return encode
 
