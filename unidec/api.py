@@ -288,7 +288,8 @@ class Model:
             DataError: a uid is unknown, or already exists.
             ConfigError: the folder is this model's own.
         """
-        from unidec.bundle.label_change import LabelChange, LabelText, with_labels
+        from unidec.bundle.label_change import LabelChange, with_labels
+        from unidec.bundle.label_file import LabelText
 
         bundle = self._answerer.bundle
         added, updated = (

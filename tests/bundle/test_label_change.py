@@ -15,13 +15,8 @@ import pytest
 from helpers import tiny_bundle as tiny
 
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.label_change import (
-    MOST_SHOWN,
-    LabelChange,
-    LabelText,
-    estimated_rows,
-    read_labels,
-)
+from unidec.bundle.label_change import LabelChange, estimated_rows
+from unidec.bundle.label_file import MOST_SHOWN, LabelText, read_labels
 from unidec.config import RawBounds
 from unidec.errors import DataError
 from unidec.ranking.heads import unit_rows

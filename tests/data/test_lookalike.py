@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from unidec.bundle.label_change import read_labels
+from unidec.bundle.label_file import read_labels
 from unidec.bundle.text_file import read_texts
 from unidec.data.formats import read_raw
 from unidec.data.lookalike import Known, canonical, difference, visible

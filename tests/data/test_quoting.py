@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unidec.bundle.label_change import read_labels
+from unidec.bundle.label_file import read_labels
 from unidec.bundle.text_file import read_texts, read_window
 from unidec.config import RawBounds
 from unidec.data.formats import read_raw

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.raw_files import write_raw
 
-from unidec.bundle.label_change import read_labels
+from unidec.bundle.label_file import read_labels
 from unidec.bundle.text_file import read_texts
 from unidec.data.formats import read_raw
 from unidec.data.raw import RawData

@@ -29,7 +29,7 @@ from unidec.data.formats import read_raw
 from unidec.data.table_file import read_rows
 from unidec.errors import DataError
 from unidec.machine import host_peak
-from unidec.bundle.label_change import read_labels
+from unidec.bundle.label_file import read_labels
 from unidec.bundle.text_file import read_texts
 from pathlib import Path
 import pyarrow.parquet, pyarrow.compute

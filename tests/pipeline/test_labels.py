@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from unidec import pipeline
 from unidec.bundle.answer import Answerer, Request
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.label_change import LabelText, read_labels
+from unidec.bundle.label_file import LabelText, read_labels
 from unidec.cli import app
 from unidec.config import Params, to_yaml
 from unidec.data.storage import folder_sha256

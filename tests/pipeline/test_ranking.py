@@ -177,7 +177,7 @@ def test_all_labels_are_ranked_as_by_dense_scores(random_ranking) -> None:
     ranker = ranking.ranker(Heads(ranking.vectors, "both", False), voting)
     score_NL = dense(ranking, neighbours, params, 0.7, 0.4)
     for k in (1, 5, 40):
-        found = ranker.candidates(ranking.encoded, (0.7,), k, ranking.excluded)(0.7).top(0.4, k)
+        found = ranker.candidates(ranking.encoded, (0.7,), k, ranking.excluded)(0.7, 0.4, k)
         best = np.argsort(-score_NL, axis=1, kind="stable")[:, :k]
         best = np.where(np.take_along_axis(score_NL, best, axis=1) > -np.inf, best, -1)
         np.testing.assert_array_equal(found.rows, best)

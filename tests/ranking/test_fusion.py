@@ -214,9 +214,8 @@ def test_training_beats_the_best_single_feature_on_queries_not_seen(rng, monkeyp
     # the best of each query
     relevant_P = hidden > np.sort(hidden.reshape(num, -1), axis=1)[query_P, -2]
     relevant_P[query_P == 7] = False  # a query without a positive
-    evidence = Evidence(
-        query_P, np.tile(np.arange(per_query), num), feature_PX, feature_PX[:, 0], num
-    )
+    label_P = np.tile(np.arange(per_query), num)
+    evidence = Evidence(query_P, label_P, feature_PX[:, 0], num, feature_PX)
     fitted = fit_fusion(evidence, relevant_P, (0.55, 1.5))
 
     def first_is_right(score_P: np.ndarray) -> float:
@@ -241,9 +240,8 @@ def test_training_beats_the_best_single_feature_on_queries_not_seen(rng, monkeyp
 
 
 def test_training_without_any_positive_is_harmless():
-    evidence = Evidence(
-        np.arange(6), np.zeros(6, int), np.ones((6, len(FEATURES)), np.float32), np.ones(6), 6
-    )
+    feature_PX = np.ones((6, len(FEATURES)), np.float32)
+    evidence = Evidence(np.arange(6), np.zeros(6, int), np.ones(6), 6, feature_PX)
     assert np.isfinite(fit_fusion(evidence, np.zeros(6, bool), (0.55, 1.5)).held_out_P).all()
 
 

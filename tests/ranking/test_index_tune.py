@@ -11,19 +11,12 @@ from helpers.tiny_bundle import write_tiny_bundle
 from unidec import cli
 from unidec.bundle.bundle import Bundle
 from unidec.ranking import index_tune
+from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.heads import as_heads
 from unidec.ranking.index import KINDS, LabelIndex, recall
-from unidec.ranking.index_tune import default_kinds, exact_labels, search_settings, tune
+from unidec.ranking.index_tune import default_kinds, search_settings, tune
 
 pytest.importorskip("faiss")
-
-
-def test_exact_labels_in_blocks(rng, monkeypatch):
-    monkeypatch.setattr("unidec.ranking.index_tune.blocks", lambda rows: np.array_split(rows, 5))
-    vectors, queries = (rng.normal(size=(n, 6)).astype(np.float32) for n in (300, 9))
-    wanted = np.argsort(-(queries.astype(np.float64) @ vectors.T.astype(np.float64)), axis=1)[:, :7]
-    assert np.array_equal(exact_labels(as_heads(vectors), queries, 7), wanted)
-    assert exact_labels(as_heads(vectors[:3]), queries, 7)[:, 3:].max() == -1
 
 
 def test_what_is_measured(rng, monkeypatch):
@@ -44,10 +37,8 @@ def test_what_is_measured(rng, monkeypatch):
     chosen = min((one for one in measured if one.recall >= 0.97), key=lambda one: one.p50_ms)
     assert chosen.kind == "pq" and chosen.p50_ms == pytest.approx(10 * chosen.options["rescore"])
     best = LabelIndex.build(vectors, "pq", **chosen.options)
-    assert (
-        recall(real(best, queries, 100)[1], exact_labels(as_heads(vectors), queries, 100))
-        == chosen.recall
-    )
+    exact = ExactIndex(as_heads(vectors)).search(queries, 100)[1]
+    assert recall(real(best, queries, 100)[1], exact) == chosen.recall
     assert measured[0].kind == "flat" and measured[0].recall == 1.0 and measured[0].options == {}
     assert len(measured) == 1 + 3 * 6
 

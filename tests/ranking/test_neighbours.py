@@ -18,12 +18,13 @@ from scipy.sparse import csr_matrix
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import KIND, VERSION, BundleLabels, KnnInfo, Scoring, write_bundle
+from unidec.bundle.neighbour_files import FILES
 from unidec.data.storage import folder_sha256, read_manifest, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.ranking.candidates import Candidates, PairScores, candidate_keys, votes_alone
 from unidec.ranking.index import LabelIndex
-from unidec.ranking.neighbours import FILES, TEMPERATURE, VOTES, Neighbours
+from unidec.ranking.neighbours import TEMPERATURE, VOTES, Neighbours
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Voting
 
@@ -182,8 +183,9 @@ def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding
         found_BK = np.where(np.take_along_axis(masked, found_BK, axis=1) > -np.inf, found_BK, -1)
         votes = PairScores.of(csr_matrix(votes_BL))
         candidates = candidate_keys(found_BK, votes.key_N, num_labels, keys)
-        pairs = Candidates.of(candidates, heads_BL.ravel()[candidates], votes)
-        ranked = pairs.top(weight, k)
+        pairs = Candidates.of(candidates, votes)
+        total_P = heads_BL.ravel()[candidates] + np.float32(weight) * pairs.votes_P
+        ranked = pairs.best(total_P, k)
         assert (
             ranked.rows.shape == ranked.scores.shape == ranked.knn_scores.shape == (num_queries, k)
         )

@@ -18,13 +18,14 @@ from scipy.sparse import csr_matrix
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import KIND, VERSION
+from unidec.bundle.neighbour_files import FILES
 from unidec.data.storage import MANIFEST, folder_sha256, read_manifest, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.model.words import FEWEST_TEXTS, MOST_TEXTS, WordSpace
 from unidec.ranking import neighbours as neighbours_module
 from unidec.ranking.candidates import DenseScores
-from unidec.ranking.neighbours import FILES, Neighbours
+from unidec.ranking.neighbours import Neighbours
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown words", "big green boat"]
 

@@ -14,20 +14,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.text_file import text_column
 from unidec.data.tokens import Piece, is_blank
 from unidec.errors import DataError
-from unidec.ranking.heads import SPACES, Space
+from unidec.ranking.heads import SPACES, Rows, Space
 from unidec.ranking.query_encoder import Encoded, QueryEncoder, Runtime, open_encoder
 from unidec.ranking.ranker import Prediction, named_predictions
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Labels = npt.NDArray[np.int64]
 BATCH = 256  # requests answered at once
 _LEAST_K = 8  # requests for up to this number of labels are searched together
 
@@ -120,49 +118,32 @@ class Answerer:
         """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid
         for this bundle.
         """
-        if not isinstance(request.text, str):
-            raise DataError(
-                "the text is not a string",
-                where=f"{where}.text",
-                got=type(request.text).__name__,
-                expected="a string",
-            )
+
+        def refused(name: str, what: str, got: object, expected: str) -> DataError:
+            return DataError(what, where=f"{where}.{name}", got=got, expected=expected)
+
+        text = request.text
+        if not isinstance(text, str):
+            raise refused("text", "the text is not a string", type(text).__name__, "a string")
         try:
-            request.text.encode()
+            text.encode()
         except UnicodeEncodeError as error:
-            fix = "replace lone surrogates"
-            raise DataError(
-                "the text is not valid Unicode", where=f"{where}.text", got=str(error), fix=fix
-            ) from error
-        if is_blank(request.text):
+            expected = "no lone surrogates"
+            raise refused("text", "the text is not valid Unicode", error, expected) from error
+        if is_blank(text):
             expected = "a text with something to read"
-            raise DataError(
-                "the text is blank",
-                where=f"{where}.text",
-                got=repr(request.text)[:80],
-                expected=expected,
-            )
+            raise refused("text", "the text is blank", repr(text)[:80], expected)
         if request.k < 1:
-            raise DataError(
-                "k is out of range", where=f"{where}.k", got=request.k, expected="at least 1"
-            )
+            raise refused("k", "k is out of range", request.k, "at least 1")
         if not math.isfinite(request.tail):
-            raise DataError(
-                "not a number", where=f"{where}.tail", got=request.tail, expected="a finite number"
-            )
+            raise refused("tail", "not a number", request.tail, "a finite number")
         if request.min_score is not None and math.isnan(request.min_score):
-            got = request.min_score
-            expected = "a number, or none"
-            raise DataError("not a number", where=f"{where}.min_score", got=got, expected=expected)
+            raise refused("min_score", "not a number", request.min_score, "a number, or none")
         space = self.bundle.info.space
         heads = SPACES if space == "both" else ("both", space)
         if request.head not in heads:
-            raise DataError(
-                "this bundle does not rank by that head",
-                where=f"{where}.head",
-                got=request.head,
-                expected=", ".join(heads),
-            )
+            what = "this bundle does not rank by that head"
+            raise refused("head", what, request.head, ", ".join(heads))
 
     def answer(self, requests: Sequence[Request]) -> list[Prediction]:
         """Labels of each request, best first, ties ordered by label row; raises DataError, which
@@ -179,8 +160,8 @@ class Answerer:
         for start in range(0, len(requests), BATCH):
             places = order[start : start + BATCH]
             batch = [requests[place] for place in places]
-            found = self._answer(batch, self.encoder.encode([request.text for request in batch]))
-            predictions |= zip(places, found, strict=True)
+            encoded = self.encoder.encode([request.text for request in batch])
+            predictions |= zip(places, self._answer(batch, encoded), strict=True)
         return [predictions[place] for place in range(len(requests))]
 
     def table(
@@ -206,17 +187,16 @@ class Answerer:
         """
         import pandas as pd
 
-        texts = frame[text_column(list(getattr(frame, "columns", [])), None, "the table")].tolist()
-        answers = self.answer(
-            [Request(text, k, tuple(allow) or None, tuple(deny), min_score, head) for text in texts]
+        column = text_column(list(getattr(frame, "columns", [])), None, "the table")
+        options = Request(
+            "", k, allow=tuple(allow) or None, deny=tuple(deny), min_score=min_score, head=head
         )
-        rows = [
-            (text, rank, *label)
-            for text, answer in zip(texts, answers, strict=True)
-            for rank, label in enumerate(
-                zip(answer.labels, answer.titles, answer.scores, strict=True), 1
-            )
-        ]
+        requests = [replace(options, text=text) for text in frame[column].tolist()]
+        rows = []
+        for request, found in zip(requests, self.answer(requests), strict=True):
+            best = zip(found.labels, found.titles, found.scores, strict=True)
+            for rank, label in enumerate(best, 1):
+                rows.append((request.text, rank, *label))
         table = pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
         return table.astype({"rank": "int64", "score": "float64"})
 
@@ -229,29 +209,29 @@ class Answerer:
         info = self.bundle.info
         encoded = self.encoder.encode([request.text])
         [prediction] = self._answer([request], encoded)
-        weights = {"de": 1.0} if info.space != "clf" and request.head != "clf" else {}
-        if info.space != "de" and request.head != "de":
-            weights["clf"] = (
-                info.clf_weight if (info.space, request.head) == ("both", "both") else 1.0
-            )
+        heads = {"de", "clf"}
+        for head in (info.space, request.head):
+            heads &= heads if head == "both" else {head}
+        weights: dict[str, float] = {head: 1.0 for head in ("de", "clf") if head in heads}
+        if len(heads) == 2:
+            weights["clf"] = info.clf_weight
         if info.knn is not None and request.head == "both":
             weights["knn"] = info.knn.weight
         tokens, cut = bundle.tokenizer.pieces(request.text)
         return Explanation(prediction, weights, self._nearest(encoded, neighbours), tokens, cut)
 
     def _answer(self, requests: Sequence[Request], encoded: Encoded) -> list[Prediction]:
-        """Answers to requests, one search for each group of requests with the same
-        search options.
-        """
+        """Answers to requests, one search for each group of the same search options."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for place, request in enumerate(requests):
             groups[_search_options(request)].append(place)
         predictions: dict[int, Prediction] = {}
         for places in groups.values():
-            queries = encoded if len(groups) == 1 else encoded.take(np.asarray(places))
-            predictions |= zip(
-                places, self._group([requests[i] for i in places], queries), strict=True
-            )
+            queries = encoded
+            if len(groups) > 1:
+                queries = encoded.take(np.asarray(places))
+            answers = self._group([requests[place] for place in places], queries)
+            predictions |= zip(places, answers, strict=True)
         return [predictions[place] for place in range(len(requests))]
 
     def _group(self, requests: Sequence[Request], encoded: Encoded) -> list[Prediction]:
@@ -259,52 +239,49 @@ class Answerer:
         bundle = self.bundle
         first = requests[0]
         # depends on the search options alone, so that a request alone gets the same answer
-        k = min(max(_LEAST_K, _next_power_of_two(first.k)), bundle.info.num_labels)
+        k = min(_searched_k(first), bundle.num_labels)
         denied = [self._rows(request.deny) for request in requests]
-        pairs = [
-            query * bundle.info.num_labels + row
-            for query, (rows, _) in enumerate(denied)
-            for row in rows
-        ]
-        excluded = np.asarray(pairs, dtype=np.int64)
+        excluded = []
+        for query, (rows_N, _) in enumerate(denied):
+            excluded.append(query * bundle.num_labels + rows_N)
         allowed, unknown_allowed = self._rows(first.allow or ())
-        rows = None if first.allow is None else np.asarray(allowed, dtype=np.int64)
-        options: Any = {"head": first.head, "tail": first.tail, "allowed": rows}
-        ranked = bundle.ranker.rank(encoded, k, excluded, **options)
+        ranked = bundle.ranker.rank(
+            encoded,
+            k,
+            np.concatenate(excluded),
+            head=first.head,
+            tail=first.tail,
+            allowed=None if first.allow is None else allowed,
+        )
         count_B = []
         for request, row_K, score_K in zip(requests, ranked.rows, ranked.scores, strict=True):
-            valid_K = (
-                row_K >= 0
-                if request.min_score is None
-                else (row_K >= 0) & (score_K >= request.min_score)
-            )
+            valid_K = row_K >= 0
+            if request.min_score is not None:
+                valid_K &= score_K >= request.min_score
             count_B.append(min(int(valid_K.sum()), request.k))
-        ranked = bundle.ranker.with_parts(encoded, ranked, max(request.k for request in requests))
+        most = max(request.k for request in requests)
+        ranked = bundle.ranker.with_parts(encoded, ranked, most)
         is_own_ranking = first.head == "both" and first.tail == 0
         calibration = bundle.info.calibration if is_own_ranking else None
         predictions = named_predictions(ranked, count_B, bundle.uids, bundle.titles, calibration)
-        counts = zip(encoded.num_tokens_B.tolist(), encoded.unknown_B.tolist(), denied, strict=True)
         return [
             replace(
-                answer,
-                num_tokens=tokens,
-                unknown_tokens=unknown,
-                unknown_labels=unknown_denied + unknown_allowed,
+                prediction,
+                num_tokens=int(encoded.num_tokens_B[query]),
+                unknown_tokens=int(encoded.unknown_B[query]),
+                unknown_labels=denied[query][1] + unknown_allowed,
             )
-            for answer, (tokens, unknown, (_, unknown_denied)) in zip(
-                predictions, counts, strict=True
-            )
+            for query, prediction in enumerate(predictions)
         ]
 
-    def _rows(self, uids: Sequence[str]) -> tuple[list[int], int]:
+    def _rows(self, uids: Sequence[str]) -> tuple[Rows, int]:
         """Rows of the given labels, ascending, and the number of unknown uids."""
         unique = set(uids)
-        rows = (
-            sorted(self.bundle.row_of[uid] for uid in unique if uid in self.bundle.row_of)
-            if unique
-            else []
-        )
-        return rows, len(unique) - len(rows)
+        # uids are looked up only if there are any: the table of all of them is made on first use
+        row_of = self.bundle.row_of if unique else {}
+        rows = sorted(row_of[uid] for uid in unique if uid in row_of)
+        num_unknown = len(unique) - len(rows)
+        return np.asarray(rows, dtype=np.int64), num_unknown
 
     def _nearest(self, encoded: Encoded, num: int) -> list[TrainingQuery] | None:
         """Up to `num` of the training queries that vote for a single query, nearest first."""
@@ -313,37 +290,38 @@ class Answerer:
             return None
         voters = voting.neighbours
         cosine_BN, row_BN = voters.nearest(voting.compared(encoded), voting.num)
-        is_query_BN = row_BN < voters.num_queries  # others are labels that vote
-        parts = [
-            part[is_query_BN] for part in (cosine_BN, voters.weights(cosine_BN, row_BN), row_BN)
-        ]
-        queries = []
-        for cosine, vote, row in zip(*(part[:num].tolist() for part in parts), strict=True):
-            if row < 0:
+        vote_BN = voters.weights(cosine_BN, row_BN)
+        queries: list[TrainingQuery] = []
+        cosines, votes, rows = (part_BN[0].tolist() for part_BN in (cosine_BN, vote_BN, row_BN))
+        for cosine, vote, row in zip(cosines, votes, rows, strict=True):
+            if row < 0 or len(queries) == num:
                 break
-            labels = list(
-                zip(*self.bundle.named(np.sort(voters.labels_ML[row].indices)), strict=True)
-            )
+            if row >= voters.num_queries:  # a label that votes
+                continue
+            label_rows = np.sort(voters.labels_ML[row].indices)
+            uids, titles = self.bundle.named(label_rows)
             queries.append(
                 TrainingQuery(
-                    voters.uids[row].as_py(), voters.titles[row].as_py(), cosine, vote, labels
+                    uid=voters.uids[row].as_py(),
+                    title=voters.titles[row].as_py(),
+                    cosine=cosine,
+                    vote=vote,
+                    labels=list(zip(uids, titles, strict=True)),
                 )
             )
         return queries
 
 
 def _search_options(request: Request) -> Any:
-    """Options by which requests are grouped for a search.
+    """Options by which requests are grouped for a search."""
+    allowed = None if request.allow is None else frozenset(request.allow)
+    return request.head, request.tail, allowed, _searched_k(request)
 
-    They include the number of labels, rounded up: an approximate search finds more if more labels
-    are requested, so
-    this number must not depend on the other requests.
+
+def _searched_k(request: Request) -> int:
+    """The number of labels, rounded up to a power of two.
+
+    An approximate search finds more if more labels are requested, so this number must not depend on
+    the other requests.
     """
-    if request.allow is not None:
-        return request.head, request.tail, frozenset(request.allow), _next_power_of_two(request.k)
-    return request.head, request.tail, max(_LEAST_K, _next_power_of_two(request.k))
-
-
-def _next_power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
+    return max(_LEAST_K, 1 << (request.k - 1).bit_length())

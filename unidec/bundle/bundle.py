@@ -1,14 +1,15 @@
 """A bundle: one folder with everything that answers queries; it needs neither the training data nor
 params.yaml.
 
-    bundle.json          description: space, blend, sizes, data set, metrics, parameters
-    (`BundleInfo`) model/               encoder and heads as written by the training, with their own
-    manifest vectors/*.npy        float32: de [L, D] label embeddings, clf [L, D] classifier rows,
-    bias [L]; those that exist index.faiss          label index over the searched space labels.arrow
-    uid and title of each label neighbours/          if training queries vote: their vectors float16
-    [M, D] or words (CSR), labels (CSR), uids and
-                         titles; with words, optionally also the words of the label texts (CSR)
-    manifest.json        size and sha256 of each file
+    bundle.json     description: space, blend, sizes, data set, metrics, parameters (`BundleInfo`)
+    model/          encoder and heads as written by the training, with their own manifest
+    vectors/*.npy   float32: de [L, D] label embeddings, clf [L, D] classifier rows, bias [L]; those
+                    that exist
+    index.faiss     label index over the searched space
+    labels.arrow    uid and title of each label
+    neighbours/     if training queries vote: their vectors float16 [M, D] or words (CSR), labels
+                    (CSR), uids and titles; with words, optionally those of the label texts (CSR)
+    manifest.json   size and sha256 of each file
 
 Legend: B queries, L labels, K results, M training queries, D width of a head.
 """
@@ -36,22 +37,20 @@ from unidec.bundle.bundle_folder import (
     read_info,
     read_labels,
 )
+from unidec.bundle.neighbour_files import read_neighbours
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.data.tokens import TextTokenizer, load_tokenizer
 from unidec.errors import ArtifactError, DataError
 from unidec.model.arrays import ModelConfig
 from unidec.ranking.candidates import Ranked
-from unidec.ranking.heads import Heads
+from unidec.ranking.heads import Floats, Heads, Rows
 from unidec.ranking.index import LabelIndex
-from unidec.ranking.neighbours import Neighbours, read_neighbours
+from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded, ModelEncoder, QueryEncoder
 from unidec.ranking.ranker import Prediction, Ranker, Voting, named_predictions
 
 if TYPE_CHECKING:
     from unidec.model.words import WordSpace
-
-Floats = npt.NDArray[np.float32]
-Labels = npt.NDArray[np.int64]
 
 
 class Bundle:
@@ -87,12 +86,14 @@ class Bundle:
         self.vectors = heads.vectors
         self.neighbours = neighbours
         voting = None
-        if (knn := info.knn) is not None and neighbours is not None:
+        knn = info.knn
+        if knn is not None and neighbours is not None:
             voting = Voting(
                 neighbours=neighbours, num=knn.neighbours, weight=knn.weight, head=knn.space
             )
         self.ranker = Ranker(heads, index, voting, info.fusion)
-        self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
+        self.uids = labels["uid"].combine_chunks()
+        self.titles = labels["title"].combine_chunks()
 
     @classmethod
     def load(
@@ -128,26 +129,24 @@ class Bundle:
             about = _load_model(root / "model", device)
         _check_model(root / "model", about, info)
         neighbours = None
-        if (knn := info.knn) is not None:
-            width, folder = (
-                (info.dim, None)
-                if knn.num_words is None
-                else (knn.num_words, about.tokenizer_folder)
-            )
-            sizes = (knn.num_queries, knn.num_pairs, info.num_labels, width)
-            neighbours = read_neighbours(
-                root, sizes, knn.vote, folder, info.has_label_words, knn.word_head
-            )
-        return cls(root, info, about, index, heads, labels, neighbours)
+        if info.knn is not None:
+            neighbours = read_neighbours(root, info, about.tokenizer_folder)
+        return cls(
+            root,
+            info,
+            about,
+            index=index,
+            heads=heads,
+            labels=labels,
+            neighbours=neighbours,
+        )
 
     @functools.cached_property
     def model(self) -> Any:
         """The encoder with its heads, in torch."""
-        return (
-            _load_model(self.path / "model", "cpu")
-            if isinstance(self.about, ModelConfig)
-            else self.about
-        )
+        if not isinstance(self.about, ModelConfig):
+            return self.about
+        return _load_model(self.path / "model", "cpu")
 
     @functools.cached_property
     def encoder(self) -> QueryEncoder:
@@ -207,7 +206,8 @@ class Bundle:
         """Probability that a label with each score is relevant; None if the bundle has no
         calibration.
         """
-        return None if self.info.calibration is None else self.info.calibration.of(scores)
+        calibration = self.info.calibration
+        return None if calibration is None else calibration.of(scores)
 
     def predict_arrays(
         self,
@@ -227,21 +227,17 @@ class Bundle:
             )
         parts = []
         for start in range(0, max(1, len(texts)), batch_size):
-            excluded = (
-                None
-                if exclude is None
-                else self._excluded_pairs(exclude[start : start + batch_size])
-            )
-            encoded = self.encode(texts[start : start + batch_size])
-            parts.append(
-                vars(self.ranker.with_parts(encoded, self.ranker.rank(encoded, k, excluded)))
-            )
-        columns = {name: [part[name] for part in parts] for name in parts[0]}
-        joined: dict[str, Any] = {
-            name: None if arrays[0] is None else np.concatenate(arrays)
-            for name, arrays in columns.items()
-        }
-        return Ranked(**joined)
+            block = slice(start, start + batch_size)
+            excluded = None if exclude is None else self._excluded_pairs(exclude[block])
+            encoded = self.encode(texts[block])
+            ranked = self.ranker.rank(encoded, k, excluded)
+            parts.append(self.ranker.with_parts(encoded, ranked))
+
+        def joined(name: str) -> Any:
+            arrays = [getattr(part, name) for part in parts]
+            return None if arrays[0] is None else np.concatenate(arrays)
+
+        return Ranked(**{name: joined(name) for name in vars(parts[0])})
 
     def predict_table(
         self, texts: Sequence[str], k: int = 5, *, first_row: int = 0, batch_size: int = 256
@@ -255,18 +251,20 @@ class Bundle:
         scores = ranked.scores[query, rank]
         rows = pa.array(ranked.rows[query, rank])
         probabilities = self.probabilities(scores)
-        columns = [
-            pa.array(query + first_row, pa.int64()),
-            pa.array(list(texts), pa.string()).take(pa.array(query)),
-            pa.array(rank + 1, pa.int64()),
-            self.uids.take(rows),
-            self.titles.take(rows),
-            pa.array(scores, pa.float32()),
-            pa.nulls(len(rows), pa.float64()) if probabilities is None else pa.array(probabilities),
-        ]
+        if probabilities is None:
+            probabilities = pa.nulls(len(rows), pa.float64())
+        columns = {
+            "query_row": query + first_row,
+            "query": [texts[row] for row in query.tolist()],
+            "rank": rank + 1,
+            "label": self.uids.take(rows),
+            "title": self.titles.take(rows),
+            "score": scores,
+            "probability": probabilities,
+        }
         return pa.table(columns, schema=PREDICTION_SCHEMA)
 
-    def named(self, rows: Labels) -> tuple[list[str], list[str]]:
+    def named(self, rows: Rows) -> tuple[list[str], list[str]]:
         """Uids and titles of the given label rows."""
         indices = pa.array(rows)
         return self.uids.take(indices).to_pylist(), self.titles.take(indices).to_pylist()
@@ -276,17 +274,14 @@ class Bundle:
         """Label row by uid; built on first use."""
         return dict(zip(self.uids.to_pylist(), range(self.num_labels), strict=True))
 
-    def _excluded_pairs(self, exclude: Sequence[Sequence[str]]) -> Labels:
+    def _excluded_pairs(self, exclude: Sequence[Sequence[str]]) -> Rows:
         """Keys query * L + label of the excluded pairs, unique."""
         row_of = self.row_of
-        num = self.num_labels
-        pairs = {
-            query * num + row_of[uid]
-            for query, uids in enumerate(exclude)
-            for uid in uids
-            if uid in row_of
-        }
-        return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
+        pairs = set[int]()
+        for query, uids in enumerate(exclude):
+            rows = (row_of[uid] for uid in uids if uid in row_of)
+            pairs.update(query * self.num_labels + row for row in rows)
+        return np.array(sorted(pairs), dtype=np.int64)
 
 
 PREDICTION_SCHEMA = pa.schema(
@@ -316,10 +311,11 @@ def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
     """
     heads = {"de", "clf"} if model.heads == "both" else {model.heads}
     got = (model.num_labels, model.settings.dim, sorted(heads))
-    if got != (info.num_labels, info.dim, sorted(set(info.vectors) - {"bias"})):
+    expected = (info.num_labels, info.dim, sorted(set(info.vectors) - {"bias"}))
+    if got != expected:
         raise ArtifactError(
             "the model does not fit the bundle's vectors",
             where=str(path),
-            got="{} labels, heads of width {}: {}".format(*got),
-            expected=f"{info.num_labels} labels, heads of width {info.dim}: {sorted(info.vectors)}",
+            got=got,
+            expected=expected,
         )

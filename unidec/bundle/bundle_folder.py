@@ -13,20 +13,29 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from unidec.bundle.array_file import damaged, read_array
+from unidec.bundle.arrow_file import read_texts_table
 from unidec.bundle.bundle_model import typical_texts, write_model
+from unidec.bundle.neighbour_files import FILES as NEIGHBOURS
+from unidec.bundle.neighbour_files import write_neighbours
 from unidec.data.dataset import write_texts_table
 from unidec.data.raw import text_array
-from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
+from unidec.data.storage import MANIFEST, write_folder, write_json
 from unidec.errors import ArtifactError
-from unidec.ranking.arrow_file import read_texts_table
 from unidec.ranking.fusion import WORD_FEATURES, Fusion
-from unidec.ranking.heads import Heads, Space, width
-from unidec.ranking.index import REPLACED, IndexOptions, Kind, LabelIndex, OldKind
-from unidec.ranking.neighbours import FILES as NEIGHBOURS
+from unidec.ranking.heads import Floats, Heads, Space, width
+from unidec.ranking.index import (
+    REPLACED,
+    Count,
+    CountOrZero,
+    IndexOptions,
+    Kind,
+    LabelIndex,
+    OldKind,
+)
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.ranker import Calibration
 
@@ -35,20 +44,15 @@ KIND = "bundle"
 # 6: no word network
 VERSION = 7
 MAX_INFO_BYTES = 16 << 20
-LABEL_SCHEMA = pa.schema(
-    [pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)]
-)
+LABEL_SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in ("uid", "title")])
 INDEX = "index.faiss"
-
-Floats = npt.NDArray[np.float32]
 
 _FILES = {"bundle.json", "labels.arrow", INDEX}
 # older graph index from which labels were removed: nodes' labels; the index is rebuilt
 _OLD = {"index_rows.npy"}
+# of files that could be run when they are read
+_CODE = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
-_FIX = "write the bundle again: unidec index build"
-Count = Annotated[int, Field(ge=1, le=1 << 40)]
-CountOrNone = Annotated[int, Field(ge=0, le=1 << 40)]
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -73,9 +77,9 @@ class KnnInfo(BaseModel):
     vote: Vote
     space: Literal["de", "clf"]
     num_queries: Count
-    num_pairs: CountOrNone
-    num_words: CountOrNone | None = None
-    word_head: CountOrNone = 0
+    num_pairs: CountOrZero
+    num_words: CountOrZero | None = None
+    word_head: CountOrZero = 0
 
     @classmethod
     def of(
@@ -87,7 +91,6 @@ class KnnInfo(BaseModel):
     ) -> KnnInfo:
         """Describe the given training queries."""
         words = voters.words
-        num_words, head = (None, 0) if words is None else (words.num_features, words.head)
         return cls(
             weight=float(weight),
             neighbours=neighbours,
@@ -95,8 +98,8 @@ class KnnInfo(BaseModel):
             space=space,
             num_queries=voters.num_queries,
             num_pairs=int(voters.labels_ML.nnz),
-            num_words=num_words,
-            word_head=head,
+            num_words=None if words is None else words.num_features,
+            word_head=0 if words is None else words.head,
         )
 
 
@@ -119,7 +122,7 @@ class BundleInfo(BaseModel):
         knn: votes of similar training queries; None: none vote.
         fusion: ranks in place of the blend of heads and votes; None: the blend ranks.
         calibration: maps scores to probabilities; None: not fitted.
-        default_k, max_k: default and maximum k of a server.
+        default_k, max_k: unused; older bundles have them.
         text: text of a query on which the model was trained: "title" or "title+content".
         dataset: name and sha256 of the data set. metrics: summary of the metrics. params: all
         training parameters.
@@ -140,7 +143,7 @@ class BundleInfo(BaseModel):
     index_bytes: Count
     index_options: IndexOptions | None = None
     index_nodes: Count | None = None
-    estimated: list[tuple[CountOrNone, CountOrNone]] = []
+    estimated: list[tuple[CountOrZero, CountOrZero]] = []
     knn: KnnInfo | None = None
     fusion: Fusion | None = None
     calibration: Calibration | None = None
@@ -157,45 +160,48 @@ class BundleInfo(BaseModel):
         matrix = [self.num_labels, self.dim]
         shapes = {"de": matrix, "clf": matrix, "bias": [self.num_labels]}
         required = {"de", "clf"} if self.space == "both" else {self.space}
-        if any(
-            shape != shapes[name] for name, shape in self.vectors.items()
-        ) or not required <= set(self.vectors):
-            raise ValueError(
-                f"vectors {self.vectors}, expected {', '.join(sorted(required))} of shape {matrix}"
-            )
-        if any(not begin < end <= self.num_labels for begin, end in self.estimated):
-            raise ValueError(f"invalid row ranges of estimated labels: {str(self.estimated)[:80]}")
+        names = self.vectors.keys()
+        if not required <= names or not self.vectors.items() <= shapes.items():
+            expected_names = ", ".join(sorted(required))
+            raise ValueError(f"vectors {self.vectors}, expected {expected_names} of shape {matrix}")
+        for begin, end in self.estimated:
+            if not begin < end <= self.num_labels:
+                raise ValueError(f"invalid rows of estimated labels: {begin} to {end}")
+        expected = width(self.dim, self.space, self.clf_normalize, "bias" in names)
+        if self.width != expected:
+            raise ValueError(f"the space has width {self.width}, expected {expected}")
+        self._check_votes()
+        return self
+
+    def _check_votes(self) -> None:
         knn = self.knn
         fusion = self.fusion
-        if fusion is not None and (self.space != "both" or knn is None or knn.num_words is None):
+        by_words = knn is not None and knn.num_words is not None
+        if fusion is not None and (self.space != "both" or not by_words):
             raise ValueError(
                 "a fusion needs both heads, and training queries that are compared by words"
             )
-        if knn is not None:
-            if knn.space not in self.vectors:
-                raise ValueError(
-                    f"training queries are compared in the space of a missing head: {knn.space}"
-                )
-            if knn.vote == "ridge-labels" and knn.num_words is None:
-                raise ValueError(
-                    "labels vote by their words, but queries are not compared by words"
-                )
-            if not knn.weight and fusion is None:
-                raise ValueError("the votes have weight 0, and there is no fusion that uses them")
-            if fusion is not None and fusion.words is not None:
-                num = len(fusion.words.mean)
-                expected = len(WORD_FEATURES) * (2 if knn.word_head else 1)
-                if num != expected:
-                    raise ValueError(f"the word network has {num} features, expected {expected}")
-        expected = width(self.dim, self.space, self.clf_normalize, "bias" in self.vectors)
-        if self.width != expected:
-            raise ValueError(f"the space has width {self.width}, expected {expected}")
-        return self
+        if knn is None:
+            return
+        if knn.space not in self.vectors:
+            raise ValueError(
+                f"training queries are compared in the space of a missing head: {knn.space}"
+            )
+        if knn.vote == "ridge-labels" and not by_words:
+            raise ValueError("labels vote by their words, but queries are not compared by words")
+        if not knn.weight and fusion is None:
+            raise ValueError("the votes have weight 0, and there is no fusion that uses them")
+        if fusion is not None and fusion.words is not None:
+            num = len(fusion.words.mean)
+            expected = len(WORD_FEATURES) * (2 if knn.word_head else 1)
+            if num != expected:
+                raise ValueError(f"the word network has {num} features, expected {expected}")
 
     @property
     def has_label_words(self) -> bool:
         """Whether the words of the label texts are stored beside those of the training queries."""
-        return self.fusion is not None or (self.knn is not None and self.knn.vote == "ridge-labels")
+        labels_vote = self.knn is not None and self.knn.vote == "ridge-labels"
+        return self.fusion is not None or labels_vote
 
 
 @dataclass(frozen=True)
@@ -261,21 +267,24 @@ def write_bundle(
         ValueError: the parts do not fit together.
         ArtifactError: the model's folder is damaged, or the bundle cannot be written.
     """
-    arrays = {name: labels.vectors.get(name) for name in ("de", "clf", "bias")}
     vectors = {
         name: np.ascontiguousarray(array, np.float32)
-        for name, array in arrays.items()
+        for name, array in labels.vectors.items()
         if array is not None
     }
     columns = [text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)]
     table = pa.table(columns, schema=LABEL_SCHEMA).combine_chunks()
-    dim = next(array.shape[1] for array in vectors.values() if array.ndim == 2)
-    shapes = {name: list(array.shape) for name, array in vectors.items()}
+    texts = [table["title"]]
+    size = sum(array.nbytes for array in vectors.values())
+    size += 4 * index.num_labels * index.dim
+    if neighbours is not None:
+        texts.append(neighbours.titles)
+        size += neighbours.titles.nbytes + 4 * neighbours.labels_ML.nnz
     info = BundleInfo(
         num_labels=index.num_labels,
-        dim=dim,
+        dim=next(array.shape[1] for array in vectors.values() if array.ndim == 2),
         width=index.dim,
-        vectors=shapes,
+        vectors={name: list(array.shape) for name, array in vectors.items()},
         estimated=list(labels.estimated),
         index_kind=index.kind,
         index_search=index.options.search,
@@ -285,23 +294,26 @@ def write_bundle(
         **vars(facts),
     )
     _check_parts(info, table, neighbours)
-    size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
-    size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
-        texts = typical_texts(table["title"], None if neighbours is None else neighbours.titles)
-        hashes = write_model(Path(model_path), out.path / "model", index.num_labels, texts)
+        hashes = write_model(
+            Path(model_path), out.path / "model", index.num_labels, typical_texts(*texts)
+        )
         out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()
         for name, array in vectors.items():
-            np.save(out.path / "vectors" / f"{name}.npy", array)
+            np.save(_vectors_file(out.path, name), array)
         write_texts_table(out.path / "labels.arrow", table)
         if neighbours is not None:
-            neighbours.write(out.path, label_words=info.has_label_words)
+            write_neighbours(out.path, neighbours, info.has_label_words)
         index.save(out.path / INDEX)
         info = info.model_copy(update={"index_bytes": (out.path / INDEX).stat().st_size})
         write_json(out.path / "bundle.json", info.model_dump())
         out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
     return Path(path)
+
+
+def _vectors_file(root: Path, name: str) -> Path:
+    return root / "vectors" / f"{name}.npy"
 
 
 def check_names(root: Path, files: Iterable[str]) -> None:
@@ -312,11 +324,9 @@ def check_names(root: Path, files: Iterable[str]) -> None:
     """
     names = set(files)
     for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
-        raise ArtifactError("a file of a bundle is missing", where=str(root / missing), fix=_FIX)
+        raise damaged("a file of a bundle is missing", root / missing)
     for name in sorted(names - _FILES - _OLD - _VECTORS - NEIGHBOURS):
-        if not name.startswith("model/") or name.endswith(
-            (".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")
-        ):
+        if not name.startswith("model/") or name.endswith(_CODE):
             raise ArtifactError(
                 "the file does not belong in a bundle",
                 where=str(root / name),
@@ -331,24 +341,20 @@ def read_info(root: Path) -> BundleInfo:
         ArtifactError: the file is too large or damaged, or its numbers are inconsistent.
     """
     where = root / "bundle.json"
-    if (size := where.stat().st_size) > MAX_INFO_BYTES:
-        raise ArtifactError(
-            "bundle.json is too large", where=str(where), got=size, expected=f"<= {MAX_INFO_BYTES}"
-        )
+    size = where.stat().st_size
+    if size > MAX_INFO_BYTES:
+        raise damaged("bundle.json is too large", where, size, f"<= {MAX_INFO_BYTES}")
     try:
         info = BundleInfo.model_validate_json(where.read_bytes())
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors()[:5]
-        ]
-        got = "; ".join(lines)[:500]
-        raise ArtifactError(
-            "bundle.json is damaged", where=str(where), got=got, fix=_FIX
-        ) from error
-    index = root / INDEX
-    if (size := index.stat().st_size) != info.index_bytes:
-        what = "the index has another size"
-        raise ArtifactError(what, where=str(index), got=size, expected=info.index_bytes, fix=_FIX)
+        problems = []
+        for problem in error.errors()[:5]:
+            place = ".".join(map(str, problem["loc"])) or "document"
+            problems.append(f"{place}: {problem['msg']}")
+        raise damaged("bundle.json is damaged", where, "; ".join(problems)[:500]) from error
+    size = (root / INDEX).stat().st_size
+    if size != info.index_bytes:
+        raise damaged("the index has another size", root / INDEX, size, info.index_bytes)
     return info
 
 
@@ -364,25 +370,10 @@ def read_heads(root: Path, info: BundleInfo, verify: bool = True) -> Heads:
         ArtifactError: a file is missing, has another dtype or shape, or (with `verify`) is not
         finite.
     """
-    vectors: dict[str, Floats] = {}
-    for name, shape in info.vectors.items():
-        where = root / "vectors" / f"{name}.npy"
-        if not where.is_file():
-            raise ArtifactError("a file of a bundle is missing", where=str(where), fix=_FIX)
-        array = load_array(where, np.float32, ndim=len(shape))
-        if list(array.shape) != shape:
-            what = "the array has another shape"
-            got = list(array.shape)
-            raise ArtifactError(what, where=str(where), got=got, expected=shape, fix=_FIX)
-        step = max(1, (1 << 22) // (shape[1] if len(shape) > 1 else 1))
-        if verify and not all(
-            np.isfinite(array[i : i + step]).all() for i in range(0, len(array), step)
-        ):
-            what = "the array holds numbers that are not finite"
-            fix = "check the last training losses"
-            raise ArtifactError(what, where=str(where), fix=fix)
-        # a plain view: each access to an np.memmap costs microseconds
-        vectors[name] = np.asarray(array)
+    vectors: dict[str, Floats] = {
+        name: read_array(_vectors_file(root, name), np.float32, tuple(shape), verify)
+        for name, shape in info.vectors.items()
+    }
     return Heads(vectors, info.space, info.clf_normalize, info.clf_weight)
 
 
@@ -399,12 +390,14 @@ def read_index(root: Path, info: BundleInfo, heads: Heads) -> LabelIndex:
         ArtifactError: with the name of a file that is missing, damaged or inconsistent.
     """
     options = info.index_options or IndexOptions(search=info.index_search)
-    kind: Any = REPLACED.get(
-        info.index_kind, "pq" if info.index_nodes is not None else info.index_kind
-    )
+    kind: Any = REPLACED.get(info.index_kind, info.index_kind)
+    if info.index_nodes is not None:
+        kind = "pq"
     if kind != info.index_kind:
         return LabelIndex.build(heads, kind, **options.model_dump())
-    return LabelIndex.load(root / INDEX, info.num_labels, info.width, kind, options, heads)
+    return LabelIndex.load(
+        root / INDEX, info.num_labels, info.width, kind=kind, options=options, vectors=heads
+    )
 
 
 def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) -> None:
@@ -414,10 +407,9 @@ def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) 
         raise ValueError("training queries that vote need both neighbours and `Scoring.knn`")
     if voters is not None:
         counts["neighbours"] = voters.num_labels
-        if voters.words is None and voters.vectors_MD.shape[1] != info.dim:
-            raise ValueError(
-                f"neighbours have width {voters.vectors_MD.shape[1]}, but the heads have {info.dim}"
-            )
+        dim = voters.vectors_MD.shape[1]
+        if voters.words is None and dim != info.dim:
+            raise ValueError(f"neighbours have width {dim}, but the heads have {info.dim}")
     if len(set(counts.values())) != 1:
         raise ValueError(f"parts differ in their number of labels: {counts}")
     if len(labels["uid"].unique()) != labels.num_rows:

@@ -1,5 +1,4 @@
-"""A bundle's model: encoder, heads, and ONNX graphs of the transformer, but not the rows of the
-classifier.
+"""A bundle's model: encoder, heads, and ONNX graphs of the transformer, but no classifier rows.
 
 Those rows are in vectors/clf.npy and bias.npy, so that the model's large files do not change with
 the labels, and a server holds the rows only once."""
@@ -76,22 +75,26 @@ def write_model(
 
 
 def typical_texts(*columns: Any) -> list[str]:
-    """Evenly spaced titles of the given columns (None is ignored), to calibrate the 8-bit graph."""
-    columns = tuple(column for column in columns if column is not None and len(column))
-    num = CALIBRATION_TEXTS // max(len(columns), 1)
-    samples = [
-        column.take(np.linspace(0, len(column) - 1, num).astype(np.int64)) for column in columns
-    ]
-    return [title for sample in samples for title in sample.to_pylist() if title]
+    """Evenly spaced titles of columns that are not empty, to calibrate the 8-bit graph."""
+    num = CALIBRATION_TEXTS // len(columns)
+    texts = []
+    for column in columns:
+        rows = np.linspace(0, len(column) - 1, num)
+        texts += column.take(rows.astype(np.int64)).to_pylist()
+    return [text for text in texts if text]
 
 
 def _write_changed(source: Path, target: Path, name: str, num_labels: int) -> bool:
     """Write a file whose content differs in a bundle; returns False, without writing, if it does
     not differ.
     """
-    if name == CONFIG and (config := _read_json(source / name)).get("num_labels") != num_labels:
-        text = json.dumps(config | {"num_labels": num_labels}, indent=2, sort_keys=True) + "\n"
-        (target / name).write_text(text, encoding="utf-8")
+    if name == CONFIG:
+        config = _read_json(source / name)
+        if config.get("num_labels") == num_labels:
+            return False
+        config["num_labels"] = num_labels
+        text = json.dumps(config, indent=2, sort_keys=True)
+        (target / name).write_text(text + "\n", encoding="utf-8")
         return True
     if name != WEIGHTS:
         return False

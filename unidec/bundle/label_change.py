@@ -1,9 +1,7 @@
-"""Changes the label set of a bundle without training: new labels are found by their text, removed
-labels disappear.
+"""Changes a bundle's label set without training: new labels are found by their text.
 
 Legend: L labels of the new set, K labels of the bundle, S labels of the new set whose text is
-encoded, N nearest
-trained labels, T trained labels, M training queries, D width of a head.
+encoded, N nearest trained labels, T trained labels, M training queries, D width of a head.
 
 The dual-encoder vector of a new label encodes its text, and its classifier row is an estimate
 (`estimated_rows`). Other labels keep their vectors; if the text of one changed, its dual-encoder
@@ -13,11 +11,11 @@ The arrays of the new label set must fit in memory."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,49 +35,19 @@ from unidec.bundle.bundle_folder import (
     Scoring,
     write_bundle,
 )
-from unidec.config import RawBounds
+from unidec.bundle.label_file import LabelText, listing
 from unidec.data.lookalike import Known, difference, visible
-from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import read_manifest
-from unidec.data.table_file import columns_missing, no_text, read_rows
 from unidec.data.tokens import encode_texts
 from unidec.errors import ConfigError, DataError
-from unidec.ranking.heads import Heads, unit_rows
+from unidec.ranking.heads import Floats, Heads, Rows, unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
 
-Floats = npt.NDArray[np.float32]
-Rows = npt.NDArray[np.int64]
-
-# accepted names of the column of ids; the first one is shown
-ID_COLUMNS = ("id", "uid", "label_id")
-MOST_SHOWN = 10  # problems listed in one message
 NEAREST = 3
 TEXT_SHARE = 0.6
 MEAN_WEIGHT = 3.0  # of the mean row, if scores are cosines
 _BATCH = 1024  # texts encoded at once
-
-
-@dataclass(frozen=True)
-class LabelText:
-    """A label to add, or the new text of an existing one.
-
-    Attributes:
-        uid: unique name of the label.
-        text: the text to encode; for a model of long texts, title and content joined by a space.
-        title: the title to show; "": the text is shown.
-        where: `file:line`, for error messages.
-    """
-
-    uid: str
-    text: str
-    title: str = ""
-    where: str = ""
-
-    @property
-    def shown(self) -> str:
-        """The title to show."""
-        return self.title if self.title.strip() else self.text
 
 
 @dataclass(frozen=True)
@@ -120,8 +88,9 @@ class LabelChange:
             DataError: there are no labels, a uid occurs twice, or the lists differ in length.
         """
         titles = texts if titles is None else titles
-        if not len(uids) or not len(uids) == len(texts) == len(titles):
-            got = f"{len(uids)} uids, {len(texts)} texts, {len(titles)} titles"
+        counts = (len(uids), len(texts), len(titles))
+        if 0 in counts or len(set(counts)) > 1:
+            got = "{} uids, {} texts, {} titles".format(*counts)
             expected = "a uid, a text and a title of each label, and at least one label"
             raise DataError("no labels, or parts of them are missing", got=got, expected=expected)
         ((most_frequent, count),) = Counter(uids).most_common(1)
@@ -131,12 +100,11 @@ class LabelChange:
             )
         before = _titles(bundle)
         shown = dict(zip(uids, titles, strict=True))
-        renamed = {uid for uid, title in shown.items() if before.get(uid, title) != title}
-        long_texts = bundle.info.text != "title"
-        pairs = zip(uids, texts, strict=True)
-        encoded = {
-            uid: text for uid, text in pairs if long_texts or uid in renamed or uid not in before
-        }
+        renamed = {uid for uid in before.keys() & shown if before[uid] != shown[uid]}
+        encoded = dict(zip(uids, texts, strict=True))
+        if bundle.info.text == "title":
+            for uid in before.keys() - renamed:
+                encoded.pop(uid, None)
         return cls._between(bundle, shown, encoded, renamed)
 
     @classmethod
@@ -162,14 +130,16 @@ class LabelChange:
             for label in update
             if long_texts or not label.text == label.shown == shown[label.uid]
         ]
-        shown |= {label.uid: label.shown for label in (*changed, *add)}
+        encoded = {}
+        for label in (*changed, *add):
+            shown[label.uid] = label.shown
+            encoded[label.uid] = label.text
         for uid in remove:
             del shown[uid]
         if not shown:
             raise DataError(
                 "a bundle needs a label", got="all are removed", fix="keep one, or add one"
             )
-        encoded = {label.uid: label.text for label in (*changed, *add)}
         return cls._between(bundle, shown, encoded, {label.uid for label in changed})
 
     @classmethod
@@ -184,14 +154,14 @@ class LabelChange:
         of changed labels.
         """
         row_of = bundle.row_of
-        rows = [row for row, uid in enumerate(shown) if uid in encoded]
         uids = list(shown)
+        rows = [row for row, uid in enumerate(uids) if uid in encoded]
         return cls(
-            uids,
-            list(shown.values()),
-            np.array([row_of.get(uid, -1) for uid in uids], dtype=np.int64),
-            np.array(rows, dtype=np.int64),
-            [encoded[uids[row]] for row in rows],
+            uids=uids,
+            titles=list(shown.values()),
+            source_L=np.array([row_of.get(uid, -1) for uid in uids], dtype=np.int64),
+            encoded_S=np.array(rows, dtype=np.int64),
+            texts_S=[encoded[uids[row]] for row in rows],
             added=[uid for uid in uids if uid not in row_of],
             removed=[uid for uid in row_of if uid not in shown],
             renamed=[uid for uid in uids if uid in renamed],
@@ -199,15 +169,18 @@ class LabelChange:
 
     def __bool__(self) -> bool:
         """Whether anything differs, including the order."""
-        return bool(
-            self.added or self.removed or self.renamed or (np.diff(self.source_L) < 0).any()
-        )
+        is_reordered = (np.diff(self.source_L) < 0).any()
+        return bool(self.added or self.removed or self.renamed or is_reordered)
 
     @property
     def counts(self) -> dict[str, int]:
         """Number of labels "added", "removed", "renamed" and "kept"."""
-        counts = {name: len(getattr(self, name)) for name in ("added", "removed", "renamed")}
-        return counts | {"kept": len(self.uids) - len(self.added)}
+        return {
+            "added": len(self.added),
+            "removed": len(self.removed),
+            "renamed": len(self.renamed),
+            "kept": len(self.uids) - len(self.added),
+        }
 
 
 def _titles(bundle: Bundle) -> dict[str, str]:
@@ -219,13 +192,15 @@ def _check_edit(
     bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str], update: Sequence[LabelText]
 ) -> None:
     """Raise a DataError that lists every problem of an edit."""
-    edits = [("add", label) for label in add] + [("remove", LabelText(uid, "")) for uid in remove]
+    edits = [("add", label) for label in add]
+    edits += [("remove", LabelText(uid, "")) for uid in remove]
+    edits += [("update", label) for label in update]
     problems: list[str] = []
-    known_labels: Known | None = None
+    known_labels = functools.cache(lambda: Known(bundle.row_of))
     first_edit: dict[str, str] = {}
-    for kind, label in edits + [("update", label) for label in update]:
+    for kind, label in edits:
         uid = label.uid
-        known = label.uid in bundle.row_of
+        known = uid in bundle.row_of
         problem = ""
         if uid in first_edit:
             problem = f"{uid!r}: {first_edit[uid]} and {kind}; each label once"
@@ -234,7 +209,7 @@ def _check_edit(
         elif kind == "add" and known:
             problem = f"{uid!r} is in the bundle already: `unidec labels update` changes it"
         elif kind != "add" and not known:
-            problem = _no_label(uid, known_labels := known_labels or Known(bundle.row_of))
+            problem = _no_label(uid, known_labels())
         elif kind != "remove" and not label.text.strip():
             problem = f"{uid!r} has no text to be found by"
         first_edit.setdefault(uid, kind)
@@ -244,11 +219,8 @@ def _check_edit(
         raise DataError(
             f"{len(problems):,} problems in a change of labels; nothing was written",
             where=str(bundle.path),
-            got=_listing(problems),
-            fix=(
-                "correct them and run it again; `unidec export vectors` writes a table of all "
-                "uids and titles"
-            ),
+            got=listing(problems),
+            fix="correct them; `unidec export vectors` writes a table of all uids and titles",
         )
 
 
@@ -258,74 +230,8 @@ def _no_label(uid: str, known: Known) -> str:
     if other is None:
         return f"no label {uid!r}"
     words, fix = difference(uid, other)
-    return f"no label {visible(uid)}; there is {visible(other)}, which differs in {words}; {fix}"
-
-
-def _listing(problems: Sequence[str]) -> str:
-    """The first problems, one per line, and the number of further ones."""
-    more = f"\n  and {len(problems) - MOST_SHOWN:,} more" if len(problems) > MOST_SHOWN else ""
-    return "\n    ".join(["", *problems[:MOST_SHOWN]]) + more
-
-
-def read_labels(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> list[LabelText]:
-    """Read labels from a file with the columns id, text and, if another text is to be shown, title.
-
-    Args:
-        path: .csv, .tsv, .jsonl (also with .gz) or .parquet. The column of ids may also be called
-        uid or label_id.
-        bounds: limits, and how quotes are read.
-
-    Raises:
-        DataError: as `read_rows`; also if rows lack an id or text, with a list of all these rows by
-        line.
-    """
-    labels = []
-    problems = []
-    for line, row in read_rows(
-        path, (*ID_COLUMNS, "text", "title"), partial(_check_header, path), bounds
-    ):
-        where = f"{path}:{line}"
-        name = _id_column(where, list(row))
-        uid = row.get(name or "")
-        text = row.get("text")
-        title = row.get("title") or ""
-        uid = str(uid) if type(uid) is int else uid
-        text = title if text is None else text
-        if uid is None:
-            names = ", ".join(map(str, row))[:80] or "an empty row"
-            problems.append(f"{where}: no {ID_COLUMNS[0]} in {names}")
-        elif not isinstance(uid, str):
-            problems.append(
-                f"{where}: an id that is not a text: {uid!r}"[:200] + f"; {no_text(uid)}"
-            )
-        elif not isinstance(text, str) or not isinstance(title, str):
-            problems.append(f"{where}: not a text: {(text, title)!r}"[:200])
-        else:
-            labels.append(LabelText(uid, text, title, f"{path.name}:{line}"))
-    if problems or not labels:
-        raise DataError(
-            "not a file of labels; nothing was written",
-            where=str(path),
-            got=_listing(problems) if problems else "no rows",
-            expected="a header and the columns id and text, and title where another text is shown",
-        )
-    return labels
-
-
-def _id_column(where: str, names: Sequence[str]) -> str | None:
-    """Name of the column of ids; None if there is none. Raises a DataError if there are two."""
-    found = [name for name in ID_COLUMNS if name in names]
-    if len(found) > 1:
-        got = " and ".join(found)
-        fix = f"keep one, {ID_COLUMNS[0]}"
-        raise DataError("more than one column of ids", where=where, got=got, fix=fix)
-    return found[0] if found else None
-
-
-def _check_header(path: Path, names: list[str]) -> None:
-    where = f"{path}:1"
-    if _id_column(where, names) is None:
-        raise columns_missing(where, names, ID_COLUMNS[:1], "id, text [, title]")
+    found = f"there is {visible(other)}, which differs in {words}"
+    return f"no label {visible(uid)}; {found}; {fix}"
 
 
 def with_labels(
@@ -362,47 +268,55 @@ def with_labels(
     if info.knn is None and neighbours is not None:
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     read_manifest(bundle.path, KIND, VERSION, verify=True)
-    knn = None
+    scoring = Scoring(
+        space=info.space,
+        clf_weight=info.clf_weight,
+        clf_normalize=info.clf_normalize,
+        fusion=info.fusion,
+        calibration=info.calibration,
+    )
     voters = None
     if info.knn is not None:
         voters = neighbours or _remapped_neighbours(bundle, change)
-        knn = (
-            None
-            if voters is None
-            else KnnInfo.of(voters, info.knn.weight, info.knn.neighbours, info.knn.space)
-        )
+        if voters is None:  # fusion and calibration were fitted to scores with votes
+            scoring = replace(scoring, fusion=None, calibration=None)
+        else:
+            old = info.knn
+            knn = KnnInfo.of(voters, old.weight, old.neighbours, old.space)
+            scoring = replace(scoring, knn=knn)
     vectors, estimated_L = _changed_vectors(bundle, change)
-    edges = np.flatnonzero(
-        np.diff(np.concatenate([[0], estimated_L.astype(np.int8), [0]]))
-    ).tolist()
     heads = Heads(vectors, info.space, info.clf_normalize)
     index = LabelIndex.build(heads, bundle.index.kind, **bundle.index.options.model_dump())
-    # fusion and calibration were fitted to scores with votes
-    lost_votes = info.knn is not None and knn is None
+    labels = BundleLabels(change.uids, change.titles, vectors, _ranges(estimated_L))
+    facts = Facts(
+        text=info.text,
+        dataset=dataset or info.dataset,
+        params=info.params,
+        card=card or info.card,
+    )
     return write_bundle(
         path,
         bundle.path / "model",
-        index,
-        BundleLabels(
-            change.uids, change.titles, vectors, list(zip(edges[::2], edges[1::2], strict=True))
-        ),
-        Scoring(
-            info.space,
-            info.clf_weight,
-            info.clf_normalize,
-            knn,
-            *((None, None) if lost_votes else (info.fusion, info.calibration)),
-        ),
-        Facts(info.text, dataset or info.dataset, {}, info.params, card or info.card),
-        voters,
+        index=index,
+        labels=labels,
+        scoring=scoring,
+        facts=facts,
+        neighbours=voters,
     )
+
+
+def _ranges(mask_L: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Ranges [begin, end) of rows that are set."""
+    changes = np.diff(mask_L.astype(np.int8), prepend=0, append=0)
+    edges = np.flatnonzero(changes).reshape(-1, 2)
+    return [(begin, end) for begin, end in edges.tolist()]
 
 
 def _changed_vectors(
     bundle: Bundle, change: LabelChange
 ) -> tuple[dict[str, Floats], npt.NDArray[np.bool_]]:
-    """Label arrays of the new bundle by name, and a mask of the labels with estimated classifier
-    rows, bool [L].
+    """Label arrays of the new bundle by name, and the labels with estimated classifier rows, bool
+    [L].
     """
     source_L = change.source_L
     encoded_S = change.encoded_S
@@ -411,7 +325,8 @@ def _changed_vectors(
     tokens = encode_texts(change.texts_S, model.tokenizer_folder, model.max_length)
     desc = "labels" if len(change.texts_S) > _BATCH else None
     de_SD, clf_SD = model.vectors("labels", tokens, batch_size=_BATCH, desc=desc)
-    vectors = {name: array[np.maximum(source_L, 0)] for name, array in before.items()}
+    rows_L = np.maximum(source_L, 0)
+    vectors = {name: array[rows_L] for name, array in before.items()}
     estimated_L = np.zeros(len(source_L), dtype=bool)
     if de_SD is not None:
         vectors["de"][encoded_S] = de_SD
@@ -422,15 +337,17 @@ def _changed_vectors(
         estimated_L = (source_L < 0) | estimated_K[source_L]
         # other labels keep their trained rows, even if the text changed
         estimate_S = estimated_L[encoded_S]
-        vectors["clf"][encoded_S[estimate_S]], bias = estimated_rows(
+        rows_SD, bias = estimated_rows(
             before,
             np.flatnonzero(~estimated_K),
             clf_SD[estimate_S],
             None if de_SD is None else de_SD[estimate_S],
             bundle.info.clf_normalize,
         )
+        estimated_S = encoded_S[estimate_S]
+        vectors["clf"][estimated_S] = rows_SD
         if "bias" in vectors:
-            vectors["bias"][encoded_S[estimate_S]] = bias
+            vectors["bias"][estimated_S] = bias
     return vectors, estimated_L
 
 
@@ -443,31 +360,34 @@ def _remapped_neighbours(bundle: Bundle, change: LabelChange) -> Neighbours | No
     if neighbours is None:
         return None
     kept_labels = np.flatnonzero(source_L >= 0)
-    shape = (neighbours.num_labels, len(source_L))
     ones = np.ones(len(kept_labels), dtype=np.float32)
-    map_KL = csr_matrix((ones, (source_L[kept_labels], kept_labels)), shape=shape)
-    labels_ML = csr_matrix(neighbours.labels_ML @ map_KL)
-    kept_queries = np.flatnonzero(
-        (np.diff(labels_ML.indptr) > 0) | (np.diff(neighbours.labels_ML.indptr) == 0)
-    )
+    places = (source_L[kept_labels], kept_labels)
+    shape = (neighbours.num_labels, len(source_L))
+    labels_ML = csr_matrix(neighbours.labels_ML @ csr_matrix((ones, places), shape=shape))
+    num_before_M = np.diff(neighbours.labels_ML.indptr)
+    num_after_M = np.diff(labels_ML.indptr)
+    kept_queries = np.flatnonzero((num_after_M > 0) | (num_before_M == 0))
     if not len(kept_queries):
         return None
-    uids, titles = (
-        column.take(pa.array(kept_queries)) for column in (neighbours.uids, neighbours.titles)
-    )
     words = neighbours.words
     label_words = neighbours.label_words_LF
     if words is not None and label_words is not None:
-        tokens = encode_texts(
-            change.texts_S, bundle.about.tokenizer_folder, bundle.about.max_length
-        )
-        changed_words = words.vectors(*tokens.ragged(np.arange(len(change.texts_S))))
+        about = bundle.about
+        tokens = encode_texts(change.texts_S, about.tokenizer_folder, about.max_length)
+        place_S = np.arange(len(tokens))
+        changed_words = words.vectors(*tokens.ragged(place_S))
         row_L = source_L.copy()
-        row_L[change.encoded_S] = bundle.num_labels + np.arange(len(change.texts_S))
+        row_L[change.encoded_S] = bundle.num_labels + place_S
         label_words = sp.vstack([label_words, changed_words], format="csr")[row_L]
-    vectors_MD = neighbours.vectors_MD[kept_queries]
-    labels_ML = labels_ML[kept_queries]
-    return Neighbours(vectors_MD, labels_ML, uids, titles, neighbours.vote, words, label_words)
+    return Neighbours(
+        neighbours.vectors_MD[kept_queries],
+        labels_ML[kept_queries],
+        neighbours.uids.take(pa.array(kept_queries)),
+        neighbours.titles.take(pa.array(kept_queries)),
+        vote=neighbours.vote,
+        words=words,
+        label_words_LF=label_words,
+    )
 
 
 def estimated_rows(
@@ -504,15 +424,18 @@ def estimated_rows(
     text_SD = unit_rows(clf_SD)
     if not len(trained):
         return text_SD, 0.0
-    bias = float(np.mean(vectors["bias"][trained], dtype=np.float64)) if "bias" in vectors else 0.0
+    bias = 0.0
+    if "bias" in vectors:
+        bias = float(vectors["bias"][trained].mean(dtype=np.float64))
     clf_TD = vectors["clf"][trained]
     nearest = LabelIndex.build(clf_TD if de_SD is None else vectors["de"][trained])
-    near_SN = nearest.search(text_SD if de_SD is None else de_SD, min(NEAREST, len(trained)))[1]
-    length = min(1.0, float(np.linalg.norm(clf_TD, axis=1).mean(dtype=np.float64)))
+    query_SD = text_SD if de_SD is None else de_SD
+    _, near_SN = nearest.search(query_SD, min(NEAREST, len(trained)))
+    length = np.linalg.norm(clf_TD, axis=1).mean(dtype=np.float64)
     share = np.float32(TEXT_SHARE)
-    rows_SD = share * np.float32(length) * text_SD + (1 - share) * clf_TD[near_SN].mean(axis=1)
+    own_SD = share * np.float32(min(1.0, float(length))) * text_SD
+    rows_SD = own_SD + (1 - share) * clf_TD[near_SN].mean(axis=1)
     if normalize:
-        rows_SD += np.float32(MEAN_WEIGHT) * clf_TD.mean(axis=0, dtype=np.float64).astype(
-            np.float32
-        )
+        mean_D = clf_TD.mean(axis=0, dtype=np.float64).astype(np.float32)
+        rows_SD += np.float32(MEAN_WEIGHT) * mean_D
     return rows_SD, bias

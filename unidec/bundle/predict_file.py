@@ -16,9 +16,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow as pa
 
@@ -96,7 +96,8 @@ def predict_file(
         if request.runtime != "torch":
             bundle.encoder = open_encoder(bundle, request.runtime)
         missing = work.missing()
-        with progress(total=sum(map(work.size, missing)), desc="predict", unit="query") as bar:
+        num_missing = sum(map(work.size, missing))
+        with progress(total=num_missing, desc="predict", unit="query") as bar:
             for number in missing:
                 write_shard(work, number, bundle, bar.update)
         merge(work)
@@ -113,17 +114,15 @@ def begin_predictions(
         ArtifactError: the bundle is damaged. All its hashes are checked here; workers do not check
         them again.
     """
-    source, target, bundle = (
-        Path(os.path.abspath(p)) for p in (request.input, request.output, request.bundle)
-    )
+    source = Path(request.input).absolute()
+    target = Path(request.output).absolute()
+    bundle = Path(request.bundle).absolute()
     if target.suffix.lower() not in ENDINGS:
-        raise DataError(
-            "the output has an unknown format", where=str(target), expected=" ".join(ENDINGS)
-        )
+        what = "the output has an unknown format"
+        raise DataError(what, where=str(target), expected=" ".join(ENDINGS))
     if target.exists() and source.exists() and os.path.samefile(source, target):
-        raise DataError(
-            "input and output are the same file", where=str(source), fix="choose another output"
-        )
+        what = "input and output are the same file"
+        raise DataError(what, where=str(source), fix="choose another output")
     if request.k < 1:
         raise DataError("k is out of range", got=request.k, expected="at least 1")
     read_manifest(bundle, KIND, VERSION)
@@ -131,20 +130,24 @@ def begin_predictions(
     sha256 = folder_sha256(bundle)
     texts = read_texts(source, request.column, bounds)
     num_rows = _copy_texts(texts, folder / TEXTS, request.batch_size)
-    count = max(1, -(-num_rows // QUERIES_A_SHARD)) if shards is None else shards
-    settings = asdict(request) | {
-        "bundle": str(bundle),
-        "input": str(source),
-        "output": str(target),
-    }
-    facts = {name: settings[name] for name in ("k", "runtime", "batch_size")}
-    facts |= {
+    count = shards
+    if count is None:
+        count = max(1, -(-num_rows // QUERIES_A_SHARD))
+    facts = {
+        "k": request.k,
+        "runtime": request.runtime,
+        "batch_size": request.batch_size,
         "texts": file_sha256(folder / TEXTS),
         "bundle": sha256,
         "columns": PREDICTION_SCHEMA.names,
     }
-    parts = cuts(num_rows, count, request.batch_size)
-    return Work.begin(folder, facts, settings | {"bundle_sha256": sha256}, parts)
+    settings = asdict(request) | {
+        "bundle": str(bundle),
+        "input": str(source),
+        "output": str(target),
+        "bundle_sha256": sha256,
+    }
+    return Work.begin(folder, facts, settings, cuts(num_rows, count, request.batch_size))
 
 
 def _copy_texts(texts: Iterator[str], target: Path, batch_size: int) -> int:
@@ -159,7 +162,7 @@ def _copy_texts(texts: Iterator[str], target: Path, batch_size: int) -> int:
         pa.ipc.new_file(file, schema) as writer,
     ):
         while batch := list(islice(texts, batch_size)):
-            writer.write_batch(pa.record_batch([pa.array(batch, pa.large_string())], schema=schema))
+            writer.write_batch(pa.record_batch({"text": batch}, schema=schema))
             num_rows += len(batch)
             bar.update(len(batch))
     return num_rows
@@ -200,12 +203,12 @@ def write_shard(
     Raises:
         ArtifactError: the bundle differs from the plan's, or the shard cannot be written.
     """
-    settings, (first, last) = work.settings, work.rows(number)
+    settings = work.settings
+    first, last = work.rows(number)
     if bundle is None:
+        facts = ("bundle", "bundle_sha256", "device", "runtime")
         with _loading:
-            bundle = _open_bundle(
-                *(settings[key] for key in ("bundle", "bundle_sha256", "device", "runtime"))
-            )
+            bundle = _open_bundle(*(settings[name] for name in facts))
     batch_size = settings["batch_size"]
     options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is stored k times
     with (
@@ -257,14 +260,12 @@ def merge(work: Work) -> Path:
             f"{len(missing)} of {work.num_shards} shards are missing or damaged",
             where=str(work.folder),
             got=", ".join(work.name(number) for number in missing[:3]),
-            fix=(
-                "run the same command again: it writes only the missing ones; all workers must "
-                "share this folder"
-            ),
+            fix="run the same command again; all workers must share this folder",
         )
     target = Path(work.settings["output"])
     shards = [work.path(number) for number in range(work.num_shards)]
-    group = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))
+    batch_rows = work.settings["batch_size"] * work.settings["k"]
+    group = max(1, GROUP_ROWS // batch_rows)
     with write_file(target) as file:
         _write_tables(file, target.suffix.lower(), _tables(shards, group))
     work.remove()
@@ -273,10 +274,13 @@ def merge(work: Work) -> Path:
 
 def _tables(shards: Sequence[Path], group: int) -> Iterator[pa.Table]:
     """Predictions as tables of `group` batches each, independent of the shards' boundaries."""
-    files = (pa.ipc.open_file(pa.memory_map(str(shard / "predictions.arrow"))) for shard in shards)
-    batches = (
-        file.get_batch(number) for file in files for number in range(file.num_record_batches)
-    )
+
+    def batches_of(shard: Path) -> Iterator[pa.RecordBatch]:
+        file = pa.ipc.open_file(pa.memory_map(str(shard / "predictions.arrow")))
+        for number in range(file.num_record_batches):
+            yield file.get_batch(number)
+
+    batches = chain.from_iterable(map(batches_of, shards))
     while table_batches := list(islice(batches, group)):
         yield pa.Table.from_batches(table_batches).combine_chunks()
 
@@ -290,15 +294,15 @@ def _write_tables(file: IO[bytes], kind: str, tables: Iterator[pa.Table]) -> Non
 
     if kind == ".jsonl":
         for table in tables:
-            file.writelines(
-                f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in table.to_pylist()
-            )
+            lines = (json.dumps(row, ensure_ascii=False) for row in table.to_pylist())
+            file.writelines(f"{line}\n".encode() for line in lines)
         return
-    options = pv.WriteOptions(delimiter="\t" if kind == ".tsv" else ",")
-    with (
-        pq.ParquetWriter(file, PREDICTION_SCHEMA, compression="zstd")
-        if kind == ".parquet"
-        else pv.CSVWriter(file, PREDICTION_SCHEMA, write_options=options)
-    ) as writer:
+    writer: Any
+    if kind == ".parquet":
+        writer = pq.ParquetWriter(file, PREDICTION_SCHEMA, compression="zstd")
+    else:
+        options = pv.WriteOptions(delimiter="\t" if kind == ".tsv" else ",")
+        writer = pv.CSVWriter(file, PREDICTION_SCHEMA, write_options=options)
+    with writer:
         for table in tables:
             writer.write_table(table)

@@ -1,11 +1,9 @@
-"""Probes a bundle in a fresh process: whether it loads and answers as in a server, how fast, and
-its size.
+"""Probes a bundle in a fresh process: whether it answers as in a server, how fast, and its size.
 
 A hostile or damaged bundle may crash a C++ library, exhaust memory or loop; only the fresh process
 is affected.
 
-    python -m unidec.bundle.probe < job.json        {"bundle": folder, "texts": [...], "k": 10,
-    "began": time.time()}
+    python -m unidec.bundle.probe < job.json    {"bundle": folder, "texts": [...], "k": 10, ...}
 
 The last line of the output is the result as JSON, see `Probe`. Only what serving needs is imported.
 """
@@ -130,9 +128,10 @@ def probe_bundle(
 
 def known_texts(bundle: Bundle) -> list[str]:
     """Queries for any bundle: titles of some of its labels, and two unusual texts."""
-    rows = np.unique(np.linspace(0, bundle.num_labels - 1, NUM_TITLES).astype(np.int64))
-    titles = [bundle.titles[int(row)].as_py()[:LONGEST_TITLE] for row in rows]
-    return [title for title in titles if title.strip()] + list(_ODD_TEXTS)
+    rows = np.linspace(0, bundle.num_labels - 1, NUM_TITLES).astype(np.int64)
+    _, titles = bundle.named(np.unique(rows))
+    known = [title[:LONGEST_TITLE] for title in titles]
+    return [title for title in known if title.strip()] + list(_ODD_TEXTS)
 
 
 def main() -> None:
@@ -158,9 +157,12 @@ def _probe(job: dict[str, Any]) -> Probe:
         _limit_memory(job["max_bytes"])
     folder = Path(job["bundle"])
     bundle = Bundle.load(folder, lazy=True)
-    texts = job["texts"] if job["texts"] is not None else known_texts(bundle)
-    bundle.index.threads = job["threads"]
-    answerer = Answerer(bundle, open_encoder(bundle, job["runtime"], job["threads"]))
+    texts = job["texts"]
+    if texts is None:
+        texts = known_texts(bundle)
+    threads = job["threads"]
+    bundle.index.threads = threads
+    answerer = Answerer(bundle, open_encoder(bundle, job["runtime"], threads))
 
     def ask(text: str) -> tuple[float, float]:
         """Wall-clock and CPU seconds of an answer."""
@@ -175,19 +177,21 @@ def _probe(job: dict[str, Any]) -> Probe:
     for text in texts[:WARM_UP]:
         ask(text)
     # [queries, 2]: wall clock, CPU
-    milliseconds = 1000 * np.sort([ask(text) for text in texts], axis=0)
-    (p50_ms, _), (p95_ms, p95_cpu_ms) = milliseconds[
-        [len(texts) // 2, int(0.95 * (len(texts) - 1))]
-    ].tolist()
+    times = [ask(text) for text in texts]
+    milliseconds = 1000 * np.sort(times, axis=0)
+    p50_ms, _ = milliseconds[len(times) // 2].tolist()
+    place = int(0.95 * (len(times) - 1))
+    p95_ms, p95_cpu_ms = milliseconds[place].tolist()
+    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Probe(
-        bundle.sha256,
-        load_seconds,
-        load_cpu_seconds,
-        p50_ms,
-        p95_ms,
-        p95_cpu_ms,
-        machine.host_peak() / 1e6,
-        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
+        sha256=bundle.sha256,
+        load_seconds=load_seconds,
+        load_cpu_seconds=load_cpu_seconds,
+        p50_ms=p50_ms,
+        p95_ms=p95_ms,
+        p95_cpu_ms=p95_cpu_ms,
+        peak_megabytes=machine.host_peak() / 1e6,
+        megabytes=num_bytes / 1e6,
     )
 
 

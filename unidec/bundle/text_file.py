@@ -1,6 +1,4 @@
-"""Reads the texts of a table file in any supported format, and windows of queries with their
-labels.
-"""
+"""Reads texts from table files, and windows of queries with their labels."""
 
 from __future__ import annotations
 
@@ -36,7 +34,8 @@ def read_texts(path: Path, column: str | None, bounds: RawBounds = DEFAULT_BOUND
     """
     check = partial(text_column, column=column, where=str(path))
     accepted = (column,) if column else TEXT_COLUMNS
-    for text, _ in _texts(read_rows(path, accepted, check, bounds), path, column):
+    rows = read_rows(path, accepted, check, bounds)
+    for text, _ in _texts(rows, path, column):
         yield text
 
 
@@ -49,10 +48,8 @@ def _texts(
         name = text_column(list(row), column, f"{path}:{line}")
         text = row[name]
         if not isinstance(text, str):
-            fix = no_text(text)
-            raise DataError(
-                "not text", where=f"{path}:{line}, {name}", got=repr(text)[:80], fix=fix
-            )
+            where = f"{path}:{line}, {name}"
+            raise DataError("not text", where=where, got=repr(text)[:80], fix=no_text(text))
         if is_blank(text):
             blank.append(line)
         yield text, row
@@ -63,8 +60,9 @@ def _texts(
 
 def _blank_texts(path: Path, lines: Sequence[int]) -> DataError:
     places = ", ".join(f"{path.name}:{line}" for line in lines[:MOST_PLACES])
-    more = len(lines) - MOST_PLACES
-    got = f"{len(lines):,} blank: {places}" + (f" and {more:,} more" if more > 0 else "")
+    got = f"{len(lines):,} blank: {places}"
+    if len(lines) > MOST_PLACES:
+        got += f" and {len(lines) - MOST_PLACES:,} more"
     return DataError(
         "texts without anything to read",
         where=f"{path}:{lines[0]}",
@@ -131,30 +129,39 @@ def read_window(
     for text, row in _texts(numbered, path, column):
         texts.append(text)
         rows.append({key: row[key] for key in LABEL_COLUMNS if key in row})
-    if rows and all(
-        isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool) for row in rows
-    ):
-        judgements: dict[str, dict[str, bool]] = {}
-        for text, row in zip(texts, rows, strict=True):
-            judgements.setdefault(text, {})[row["label"]] = row["relevant"]
-        relevant = [
-            [uid for uid, is_relevant in labels.items() if is_relevant]
-            for labels in judgements.values()
-        ]
-        return Window(list(judgements), relevant)
+    if rows and all(map(_is_judgement, rows)):
+        return _judged(texts, rows)
     if not any("labels" in row for row in rows):
         return Window(texts)
-    uids_of_rows: list[list[str]] = []
-    for place, value in enumerate(row.get("labels") for row in rows):
-        uids = value.split() if isinstance(value, str) else [] if value is None else value
-        if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
-            where = f"{path}, row {place}"
-            expected = "a list of uids, or uids as text"
-            raise DataError(
-                "the labels have an invalid type",
-                where=where,
-                got=repr(uids)[:80],
-                expected=expected,
-            )
-        uids_of_rows.append(uids)
-    return Window(texts, uids_of_rows)
+    labels = []
+    for place, row in enumerate(rows):
+        labels.append(_uids(row.get("labels"), f"{path}, row {place}"))
+    return Window(texts, labels)
+
+
+def _is_judgement(row: dict[str, Any]) -> bool:
+    return isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool)
+
+
+def _judged(texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Window:
+    """Each query once, with the labels whose last judgement is "relevant"."""
+    judgements: dict[str, dict[str, bool]] = {}
+    for text, row in zip(texts, rows, strict=True):
+        judgements.setdefault(text, {})[row["label"]] = row["relevant"]
+    labels = [[uid for uid in of_query if of_query[uid]] for of_query in judgements.values()]
+    return Window(list(judgements), labels)
+
+
+def _uids(value: Any, where: str) -> list[str]:
+    """Uids of a list, or separated by white space."""
+    if value is None:
+        return []
+    uids = value.split() if isinstance(value, str) else value
+    if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
+        raise DataError(
+            "the labels have an invalid type",
+            where=where,
+            got=repr(uids)[:80],
+            expected="a list of uids, or uids as text",
+        )
+    return uids

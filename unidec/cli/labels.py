@@ -14,7 +14,7 @@ from unidec.config import Params
 from unidec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unidec.bundle.label_change import LabelText
+    from unidec.bundle.label_file import LabelText
     from unidec.pipeline.labels import ChangedLabels
 
 labels_app = group(
@@ -58,7 +58,7 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
             raise ConfigError(
                 "requires either a uid and a text, or --file", where="unidec labels", fix=fix
             )
-        from unidec.bundle.label_change import LabelText
+        from unidec.bundle.label_file import LabelText
         from unidec.pipeline.labels import change_labels
 
         texts: Any = {name: _read(file, params) or [LabelText(str(uid), str(text), title or "")]}
@@ -128,6 +128,6 @@ def _flat(result: ChangedLabels) -> dict[str, Any]:
 
 
 def _read(file: Path | None, params: Params) -> list[LabelText]:
-    from unidec.bundle.label_change import read_labels
+    from unidec.bundle.label_file import read_labels
 
     return [] if file is None else read_labels(file, params.raw)

@@ -1,7 +1,4 @@
-"""Stage `index`: write outputs/bundle with label vectors, tuned score weights, the search index and
-the training profile; and `unidec index tune`: find the fastest index with a wanted recall, on a
-bundle's labels and real queries.
-"""
+"""Stage `index`: write outputs/bundle; `unidec index tune`: find a fast index of enough recall."""
 
 from __future__ import annotations
 
@@ -92,13 +89,14 @@ def index(params: Params) -> Indexed:
     queries afterwards. If the votes get no weight, the bundle contains no queries.
     """
     settings = params.index
+    precision = params.optim.precision
     dataset = paths.open_dataset()
     model = load_model(paths.MODEL, device=str(choose_device(params.device)))
-    ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
+    ranking = Ranking.of_model(model, dataset, "validation", precision)
     neighbours = None
     if settings.knn_weight != 0 or settings.fuses:
         neighbours = training_neighbours(
-            model, dataset, params.optim.precision, by=settings.knn_by, word_head=settings.knn_head
+            model, dataset, precision, by=settings.knn_by, word_head=settings.knn_head
         )
         ranking = ranking.with_words(neighbours.words)
     blend = tuned_blend(ranking, params, neighbours)
@@ -108,54 +106,53 @@ def index(params: Params) -> Indexed:
     relevant = ranking.relevant(blend.ranked.rows[:, :CALIBRATED])
     calibration = fit_calibration(blend.ranked.scores[:, :CALIBRATED], relevant)
     if calibration is None:
-        what = (
-            f"fewer than {LEAST_RELEVANT} of the validation queries' predictions are relevant "
-            "labels"
-        )
+        what = f"fewer than {LEAST_RELEVANT} predictions of the validation queries are relevant"
         print(f"no probabilities: {what}", file=sys.stderr)  # stdout is for the printed result
     heads = ranking.heads(settings, blend.clf_weight)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
     label_index = LabelIndex.build(heads, settings.kind, show=True, **options)
-    voting = None
+    voting = knn = voters = None
     if neighbours is not None and (blend.knn_weight or blend.fusion):
-        voting = replace(
-            ranking.voting(neighbours, settings.knn_neighbours), weight=blend.knn_weight
-        )
+        voting = ranking.voting(neighbours, settings.knn_neighbours)
+        voting = replace(voting, weight=blend.knn_weight)
+        voters = ranking.joined_to(voting) if len(ranking.rows) else neighbours
+        knn = KnnInfo.of(voters, voting.weight, voting.num, voting.head)
     ranker = Ranker(heads, label_index, voting, blend.fusion, blend.reader)
     card: dict[str, Any] = {PROFILE_KEY: _training_profile(params, model, ranking, ranker)}
     if blend.tried:
         card["tuning"] = blend.tried
     if blend.fusion:
         card["fusion"] = {"by_tail": blend.by_tail, "lost_without": blend.lost_without}
-    knn = voters = None
-    if voting is not None:
-        voters = ranking.joined_to(voting) if len(ranking.rows) else voting.neighbours
-        knn = KnnInfo.of(voters, voting.weight, voting.num, voting.head)
     write_bundle(
         paths.BUNDLE,
         paths.MODEL,
-        label_index,
-        BundleLabels(dataset.labels["uid"], dataset.label_texts(), ranking.vectors),
-        Scoring(
-            settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion, calibration
+        index=label_index,
+        labels=BundleLabels(dataset.labels["uid"], dataset.label_texts(), ranking.vectors),
+        scoring=Scoring(
+            space=settings.space,
+            clf_weight=blend.clf_weight,
+            clf_normalize=settings.clf_normalize,
+            knn=knn,
+            fusion=blend.fusion,
+            calibration=calibration,
         ),
-        Facts(
-            params.tokens.text,
-            {"name": dataset.name, "sha256": dataset.sha256},
-            {"validation": metrics},
-            recorded(params.model_dump()),
-            card,
+        facts=Facts(
+            text=params.tokens.text,
+            dataset={"name": dataset.name, "sha256": dataset.sha256},
+            metrics={"validation": metrics},
+            params=recorded(params.model_dump()),
+            card=card,
         ),
-        voters,
+        neighbours=voters,
     )
     return Indexed(
-        str(paths.BUNDLE),
-        dataset.num_labels,
-        blend.clf_weight,
-        blend.knn_weight,
-        blend.fusion is not None,
-        calibration is not None,
-        metrics,
+        bundle=str(paths.BUNDLE),
+        labels=dataset.num_labels,
+        clf_weight=blend.clf_weight,
+        knn_weight=blend.knn_weight,
+        fusion=blend.fusion is not None,
+        calibrated=calibration is not None,
+        validation=metrics,
     )
 
 
@@ -163,10 +160,7 @@ def _training_profile(
     params: Params, model: UniDEC, ranking: Ranking, ranker: Ranker
 ) -> dict[str, Any]:
     """The profile of the training data (`profile_dataset`), with "served": `served_facts` of the
-    validation queries (None without any), ranked as the bundle ranks, but without their own votes.
-
-    Args:
-        ranking: of the validation split.
+    ranking's queries (None without any), ranked as the bundle ranks, but without their own votes.
     """
     profile = profile_dataset(
         ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text
@@ -208,22 +202,31 @@ def index_tune(
     queries, description = _queries(bundle, num_queries)
     kinds_to_measure = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
     measured = tune(bundle.ranker.heads, queries, k, kinds_to_measure, threads)
-    chosen = None
-    keys = dict[str, str | int]()
-    if enough := [one for one in measured if one.recall >= wanted]:
-        chosen = min(enough, key=lambda one: one.p50_ms)
-        keys = {"index.kind": chosen.kind}
-        keys |= {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
-    return Tuned(str(source), bundle.num_labels, k, wanted, description, measured, chosen, keys)
+    enough = [one for one in measured if one.recall >= wanted]
+    chosen = min(enough, key=lambda one: one.p50_ms, default=None)
+    keys: dict[str, str | int] = {}
+    if chosen is not None:
+        keys["index.kind"] = chosen.kind
+        for name, value in chosen.options.items():
+            keys[f"index.{OPTION_KEYS[name]}"] = value
+    return Tuned(
+        bundle=str(source),
+        labels=bundle.num_labels,
+        k=k,
+        wanted=wanted,
+        queries=description,
+        measured=measured,
+        chosen=chosen,
+        params=keys,
+    )
 
 
 def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
-    """Vectors of some queries in the searched space, float32 [N, D'], and a description of the
-    queries.
-    """
+    """Some queries in the searched space, float32 [N, D'], and a description of them."""
     dataset = paths.open_dataset()
     split: Split = "validation" if len(dataset.rows("validation")) else "train"
     rows = dataset.rows(split)
-    chosen = np.sort(np.random.default_rng(0).choice(rows, min(num, len(rows)), replace=False))
+    num = min(num, len(rows))
+    chosen = np.sort(np.random.default_rng(0).choice(rows, num, replace=False))
     encoded = bundle.encode(dataset.query_texts(chosen, cast(Text, bundle.info.text)))
-    return bundle.ranker.queries(encoded), f"{len(chosen)} {split} queries of {dataset.name}"
+    return bundle.ranker.queries(encoded), f"{num} {split} queries of {dataset.name}"

@@ -12,7 +12,8 @@ from typing import Any, cast
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_info
-from unidec.bundle.label_change import LabelChange, LabelText, with_labels
+from unidec.bundle.label_change import LabelChange, with_labels
+from unidec.bundle.label_file import LabelText
 from unidec.config import Params
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.tokens import encode_texts

@@ -1,15 +1,13 @@
-"""Rank labels for the queries of a split and measure them: for validation, for tuning the index,
-for the test.
+"""Rank labels for the queries of a split and measure them, for validation, tuning and the test.
 
 Legend: N queries, n queries of a split, M training queries, L labels, F words, P candidates
-(query-label pairs),
-D width of a head, K places.
+(query-label pairs), D width of a head, K places.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,9 +26,9 @@ from unidec.model.words import WordSpace
 from unidec.pipeline import paths
 from unidec.progress import progress
 from unidec.ranking.candidates import PairScores, Ranked
+from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.ranking.heads import Heads, unit_rows
-from unidec.ranking.index import ExactIndex
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Ranker, Voting
@@ -83,11 +81,9 @@ class Ranking:
         dataset: XMCDataset,
         split: Split | np.ndarray,
         precision: str,
-        vectors: Mapping[str, np.ndarray] | None = None,
+        vectors: dict[str, np.ndarray] | None = None,
     ) -> Ranking:
-        """Encode the queries of a split, or of the given rows, and the labels unless their
-        `vectors` are given.
-        """
+        """Encode queries of a split or of rows, and the labels unless their `vectors` are given."""
         import torch
 
         from unidec.model.frozen import cached_inputs
@@ -101,13 +97,12 @@ class Ranking:
         ):
             encoded = Encoded(*model.encode_queries(tokens["queries"], rows, build))
             if vectors is None:
-                label_de = (
-                    model.encode_labels(tokens["labels"], build) if model.heads != "clf" else None
-                )
-                parts = zip(
-                    ("de", "clf", "bias"), (label_de, *model.classifier_table()), strict=True
-                )
-                vectors = {name: array for name, array in parts if array is not None}
+                label_de = None
+                if model.heads != "clf":
+                    label_de = model.encode_labels(tokens["labels"], build)
+                clf, bias = model.classifier_table()
+                arrays = {"de": label_de, "clf": clf, "bias": bias}
+                vectors = {name: array for name, array in arrays.items() if array is not None}
         return cls(dataset, rows, encoded, vectors, model.device)
 
     def part(self, some: slice) -> Ranking:
@@ -115,14 +110,11 @@ class Ranking:
         return replace(self, rows=self.rows[some], encoded=self.encoded.take(some))
 
     def with_words(self, words: WordSpace | None) -> Ranking:
-        """The same queries with their words, by which they are compared with training queries;
-        None: without.
-        """
-        vectors = (
-            None
-            if words is None
-            else words.vectors(*paths.open_tokens("queries").ragged(self.rows))
-        )
+        """The same queries with their words (None: without), to compare with training queries."""
+        vectors = None
+        if words is not None:
+            tokens = paths.open_tokens("queries")
+            vectors = words.vectors(*tokens.ragged(self.rows))
         return replace(self, encoded=replace(self.encoded, words_BF=vectors))
 
     @cached_property
@@ -156,25 +148,21 @@ class Ranking:
         """The neighbours and, appended to them, these queries. They may vote once no more weights
         are tuned on them.
         """
-        features = voting.compared(self.encoded)
+        compared: Any = voting.compared(self.encoded)
         neighbours = voting.neighbours
         if neighbours.words is None:
-            vectors: Any = np.concatenate(
-                [neighbours.vectors_MD, unit_rows(features).astype(np.float16)]
-            )
+            own = unit_rows(compared).astype(np.float16)
+            vectors: Any = np.concatenate([neighbours.vectors_MD, own])
         else:
-            vectors = sp.vstack([neighbours.vectors_MD, features], format="csr")
-        labels = sp.vstack([neighbours.labels_ML, self.truth > 0], format="csr")
-        uids = [*neighbours.uids.to_pylist(), *self.dataset.query_uids(self.rows)]
-        titles = [*neighbours.titles.to_pylist(), *self.dataset.query_texts(self.rows)]
+            vectors = sp.vstack([neighbours.vectors_MD, compared], format="csr")
         return Neighbours(
             vectors,
-            labels,
-            uids,
-            titles,
-            neighbours.vote,
-            neighbours.words,
-            neighbours.label_words_LF,
+            sp.vstack([neighbours.labels_ML, self.truth > 0], format="csr"),
+            [*neighbours.uids.to_pylist(), *self.dataset.query_uids(self.rows)],
+            [*neighbours.titles.to_pylist(), *self.dataset.query_texts(self.rows)],
+            vote=neighbours.vote,
+            words=neighbours.words,
+            label_words_LF=neighbours.label_words_LF,
         )
 
     @cached_property
@@ -184,7 +172,8 @@ class Ranking:
 
     def metrics(self, heads: Heads) -> dict[str, float]:
         """All metrics of the split by the heads' score, without votes."""
-        return self.metrics_of(self.ranker(heads).search(self.encoded, K, self.excluded).rows)
+        ranked = self.ranker(heads).search(self.encoded, K, self.excluded)
+        return self.metrics_of(ranked.rows)
 
     def metrics_of(self, labels: np.ndarray) -> dict[str, float]:
         """All metrics of the split for these predictions, int [n, K], best first, -1 = none."""
@@ -194,27 +183,24 @@ class Ranking:
         """Whether each prediction, int [n, K], is relevant: bool [n, K]; False for filtered pairs
         and -1.
         """
-        found = self.truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()
-        return np.asarray(found).astype(bool) & (labels >= 0)
+        query_n1 = np.arange(len(labels))[:, None]
+        found = self.truth[query_n1, np.maximum(labels, 0)].toarray()
+        return found.astype(bool) & (labels >= 0)
 
     def metrics_of_votes(self, voting: Voting) -> dict[str, float]:
         """All metrics of the split by the votes of training queries alone."""
-        labels = np.full((len(self.rows), K), -1, dtype=np.int64)
+        starts = range(0, len(self.rows), QUERIES_AT_ONCE)
 
-        def rank(start: int) -> None:
-            block = slice(start, start + QUERIES_AT_ONCE)
-            labels[block] = voting.rank(
-                self.encoded.take(block), K, pair_keys(self.filter_pairs[block])
-            ).rows
+        def rank(start: int) -> np.ndarray:
+            part = self.part(slice(start, start + QUERIES_AT_ONCE))
+            return voting.rank(part.encoded, K, part.excluded).rows
 
         with thread_pool() as threads:
-            starts = range(0, len(labels), QUERIES_AT_ONCE)
-            list(
-                progress(
-                    threads.map(rank, starts), total=len(starts), desc="rank by votes", unit="block"
-                )
-            )
-        return self.metrics_of(labels)
+            blocks = threads.map(rank, starts)
+            desc = "rank by votes"
+            rows = list(progress(blocks, total=len(starts), desc=desc, unit="block"))
+        nothing = np.zeros((0, K), dtype=np.int64)
+        return self.metrics_of(np.concatenate([nothing, *rows]))
 
 
 def training_neighbours(
@@ -241,36 +227,37 @@ def training_neighbours(
     from unidec.model.frozen import cached_inputs
 
     rows = dataset.rows("train")
+    labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    vote = vote or VOTE[by]
+    facts = (labels, dataset.query_uids(rows), dataset.query_texts(rows), vote)
     build = None
-    token_rows = rows if tokens is None else np.arange(len(rows))
     amp = autocast_type(precision, model.device)
     if tokens is None:
         query_tokens = paths.open_tokens("queries")
+        label_tokens: Tokens = paths.open_tokens("labels")
         if by == "model":
             build = cached_inputs(
                 model.encoder, {"queries": query_tokens}, paths.CACHE, model.device, amp
             )
-        tokens = (query_tokens, paths.open_tokens("labels"))
-    labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    facts = (dataset.query_uids(rows), dataset.query_texts(rows), vote or VOTE[by])
+        tokens = (query_tokens, label_tokens)
+    else:
+        rows = np.arange(len(rows))
     if by == "words":
-        ragged = [tokens[0].ragged(token_rows), tokens[1].ragged(np.arange(dataset.num_labels))]
-        (flat, offsets), (label_flat, label_offsets) = ragged
-        all_texts = (
-            np.concatenate([flat, label_flat]),
-            np.concatenate([offsets, offsets[-1] + label_offsets[1:]]),
-        )
-        space = WordSpace.fit(model.tokenizer_folder, *all_texts, word_head)
-        vectors, label_words = (space.vectors(*each) for each in ragged)
-        return Neighbours(vectors, labels, *facts, space, label_words)
+        flat, offsets = tokens[0].ragged(rows)
+        label_flat, label_offsets = tokens[1].ragged(np.arange(dataset.num_labels))
+        all_flat = np.concatenate([flat, label_flat])
+        begins = label_offsets[1:] + offsets[-1]
+        all_offsets = np.concatenate([offsets, begins])
+        space = WordSpace.fit(model.tokenizer_folder, all_flat, all_offsets, word_head)
+        vectors = space.vectors(flat, offsets)
+        label_words = space.vectors(label_flat, label_offsets)
+        return Neighbours(vectors, *facts, words=space, label_words_LF=label_words)
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
     with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
         de, clf = model.vectors(
-            "queries", tokens[0], token_rows, build, desc="training queries", only=head
+            "queries", tokens[0], rows, build, desc="training queries", only=head
         )
-    vectors = de if head == "de" else clf
-    assert vectors is not None
-    return Neighbours(vectors, labels, *facts)
+    return Neighbours(de if head == "de" else clf, *facts)
 
 
 @dataclass(frozen=True)
@@ -311,27 +298,30 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     normalised and raw classifier scores, since raw ones are training logits times tau, of the order
     of cosines. At most about `TUNING_QUERIES` evenly spaced queries are used."""
     index = params.index
-    objective = params.index.objective
-    tried = dict[tuple[float, float], dict[str, float]]()
-    clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
-    knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
-
-    ranker = ranking.ranker(
-        ranking.heads(index),
-        None if neighbours is None else ranking.voting(neighbours, index.knn_neighbours),
-    )
-    sample = ranking.part(slice(None, None, max(1, len(ranking.rows) // TUNING_QUERIES)))
-    sample_candidates = ranker.candidates(sample.encoded, clf_weights, CANDIDATES, sample.excluded)
+    objective = index.objective
+    tried: dict[tuple[float, float], dict[str, float]] = {}
+    clf_weights: Sequence[float] = CLF_WEIGHTS
+    if index.clf_weight != "auto":
+        clf_weights = [float(index.clf_weight)]
+    knn_weights: Sequence[float] = KNN_WEIGHTS
+    if index.knn_weight != "auto":
+        knn_weights = [float(index.knn_weight)]
+    voting = None
+    if neighbours is not None:
+        voting = ranking.voting(neighbours, index.knn_neighbours)
+    ranker = ranking.ranker(ranking.heads(index), voting)
+    step = max(1, len(ranking.rows) // TUNING_QUERIES)
+    sample = ranking.part(slice(None, None, step))
+    ranked = ranker.candidates(sample.encoded, clf_weights, CANDIDATES, sample.excluded)
 
     def quality(weights: tuple[float, float]) -> float:
         if weights not in tried:
-            tried[weights] = sample.metrics_of(
-                sample_candidates(weights[0]).top(weights[1], K).rows
-            )
+            rows = ranked(*weights, K).rows
+            tried[weights] = sample.metrics_of(rows)
         return tried[weights][objective]
 
     best = max([(weight, 0.0) for weight in clf_weights], key=quality)
-    for _ in range(MAX_TURNS if neighbours is not None else 0):
+    for _ in range(0 if voting is None else MAX_TURNS):
         before = best
         best = max([(best[0], weight) for weight in knn_weights], key=quality)
         if not best[1]:  # without votes this classifier weight is the best one already
@@ -340,15 +330,17 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         if best == before:
             break
     steps = [
-        {"clf_weight": c, "knn_weight": v, objective: metrics[objective]}
-        for (c, v), metrics in tried.items()
+        {"clf_weight": clf_weight, "knn_weight": knn_weight, objective: metrics[objective]}
+        for (clf_weight, knn_weight), metrics in tried.items()
     ]
-    all_candidates = sample_candidates
-    if len(sample.rows) < len(ranking.rows):
-        all_candidates = ranker.candidates(ranking.encoded, best[:1], CANDIDATES, ranking.excluded)
-    ranked = all_candidates(best[0]).top(best[1], K)
+    if step > 1:
+        ranked = ranker.candidates(ranking.encoded, best[:1], CANDIDATES, ranking.excluded)
+    of_all = ranked(*best, K)
     return Blend(
-        *best, ranking.metrics_of(ranked.rows), ranked, steps if neighbours is not None else []
+        *best,
+        metrics=ranking.metrics_of(of_all.rows),
+        ranked=of_all,
+        tried=[] if voting is None else steps,
     )
 
 
@@ -361,67 +353,61 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     from unidec.ranking.fusion_fit import fit_fusion, fit_word_network
 
     index = params.index
-    num_queries = len(ranking.rows)
     objective = index.objective
+    num_queries = len(ranking.rows)
     if num_queries < LEAST_QUERIES:
-        why = (
-            f"{num_queries} validation queries, {LEAST_QUERIES} are needed; the weighted sum of "
-            "the scores ranks"
-        )
-        print(f"no fusion: {why}", file=sys.stderr)  # stdout is for the printed result
+        _no_fusion(f"{num_queries} validation queries, {LEAST_QUERIES} are needed")
         return blend
+    dataset = ranking.dataset
     propensity = (params.data.propensity_a, params.data.propensity_b)
     heads = ranking.heads(index, blend.clf_weight)
     reader = LabelEvidence(heads, neighbours, index.knn_neighbours, propensity)
-    training_filter = ranking.dataset.filter_pairs[ranking.dataset.rows("train")]
-    reader.by_words = fit_word_network(reader.words, pair_keys(training_filter), params.seed)
+    not_ranked = pair_keys(dataset.filter_pairs[dataset.rows("train")])
+    reader.by_words = fit_word_network(reader.words, not_ranked, params.seed)
     found = ranking.ranker(heads).search(ranking.encoded, CANDIDATES, ranking.excluded)
     evidence = reader.read(ranking.encoded, found.rows, ranking.excluded)
-    key_P = evidence.query_P * ranking.dataset.num_labels + evidence.label_P
-    fitted = fit_fusion(
-        evidence,
-        PairScores.of(ranking.truth).at(key_P) > 0,
-        propensity,
-        params.seed,
-        reader.by_words,
-    )
+    key_P = evidence.query_P * dataset.num_labels + evidence.label_P
+    relevant_P = PairScores.of(ranking.truth).at(key_P) > 0
+    fitted = fit_fusion(evidence, relevant_P, propensity, params.seed, reader.by_words)
     log_inverse_P = reader.log_inverse_L[evidence.label_P]
 
     def ranked(score_P: np.ndarray, tail: float) -> Ranked:
-        return evidence.top(score_P + np.float32(tail) * log_inverse_P, K)
+        bonus_P = np.float32(tail) * log_inverse_P
+        return evidence.best(score_P + bonus_P, K)
 
     def measured(score_P: np.ndarray, tail: float) -> dict[str, float]:
         return ranking.metrics_of(ranked(score_P, tail).rows)
 
     by_tail = {tail: measured(fitted.held_out_P, tail) for tail in TAILS}
-    best = max(metrics[objective] for metrics in by_tail.values())
-    tail = max(
-        tail for tail, metrics in by_tail.items() if metrics[objective] >= best - TAIL_TOLERANCE
-    )
+    quality = {tail: metrics[objective] for tail, metrics in by_tail.items()}
+    least = max(quality.values()) - TAIL_TOLERANCE
+    tail = max(tail for tail in TAILS if quality[tail] >= least)
     metrics = by_tail[tail]
-    if metrics[objective] <= blend.metrics[objective]:
-        why = (
-            f"{objective} {metrics[objective]:.2f}, by the weighted sum of the scores "
-            f"{blend.metrics[objective]:.2f}"
-        )
-        print(f"no fusion: {why}", file=sys.stderr)
+    fused_quality = quality[tail]
+    blend_quality = blend.metrics[objective]
+    if fused_quality <= blend_quality:
+        _no_fusion(f"{objective} {fused_quality:.2f}, without one {blend_quality:.2f}")
         return blend
-    gain = {
-        name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()
-    }
-    without = [measured(without_P, tail)[objective] for without_P in fitted.without_XP]
+    gain = {}
+    for name, value in headline(metrics).items():
+        gain[name] = round(value - blend.metrics[name], 4)
+    lost_without = {}
+    for name, without_P in zip(fitted.fusion.features, fitted.without_XP, strict=True):
+        lost_without[name] = fused_quality - measured(without_P, tail)[objective]
     return replace(
         blend,
         metrics=metrics,
         ranked=ranked(fitted.held_out_P, tail),
         reader=reader,
         fusion=fitted.fusion.model_copy(update={"tail": tail, "gain": gain}),
-        by_tail=[{"tail": weight, **headline(of_tail)} for weight, of_tail in by_tail.items()],
-        lost_without={
-            name: metrics[objective] - value
-            for name, value in zip(fitted.fusion.features, without, strict=True)
-        },
+        by_tail=[{"tail": tail, **headline(by_tail[tail])} for tail in TAILS],
+        lost_without=lost_without,
     )
+
+
+def _no_fusion(why: str) -> None:
+    # stdout is for the printed result
+    print(f"no fusion: {why}; the weighted sum of the scores ranks", file=sys.stderr)
 
 
 def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:

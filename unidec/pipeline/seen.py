@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from unidec.bundle.bundle_folder import BundleInfo, read_info
+from unidec.bundle.neighbour_files import read_titles
 from unidec.config import Validation
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import PROFILE_KEY, text_facts, text_hashes
@@ -29,7 +30,6 @@ from unidec.data.raw import SPLITS
 from unidec.data.storage import Folder, load_array, read_manifest
 from unidec.evaluation.significance import Check
 from unidec.model.arrays import KIND, VERSION
-from unidec.ranking.neighbours import read_titles
 
 RECORD = "seen_queries.npy"
 """File in a model's folder: uint64 [Q], ascending hashes of texts."""

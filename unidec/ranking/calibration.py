@@ -9,17 +9,14 @@ Oron and Flournoy 2017)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
+from unidec.ranking.heads import Floats
 from unidec.ranking.ranker import MOST_POINTS, Calibration
 
 RELEVANT_A_BIN = 25
 LEAST_RELEVANT = 2 * RELEVANT_A_BIN  # with fewer relevant labels, no calibration is fitted
-
-Floats = npt.NDArray[np.floating[Any]]
 
 
 def fit_calibration(score_NK: Floats, relevant_NK: npt.NDArray[np.bool_]) -> Calibration | None:
@@ -42,16 +39,19 @@ def fit_calibration(score_NK: Floats, relevant_NK: npt.NDArray[np.bool_]) -> Cal
     finite_NK = np.isfinite(score_NK)
     score = score_NK[finite_NK].astype(np.float64)
     relevant = relevant_NK[finite_NK]
-    if (num_relevant := int(relevant.sum())) < LEAST_RELEVANT:
+    num_relevant = int(relevant.sum())
+    if num_relevant < LEAST_RELEVANT:
         return None
     num_bins = min(MOST_POINTS, num_relevant // RELEVANT_A_BIN)
-    edges = np.unique(np.quantile(score[relevant], np.arange(1, num_bins) / num_bins))
-    # without empty bins
-    bin_of = np.unique(np.searchsorted(edges, score, side="right"), return_inverse=True)[1]
-    count_B, relevant_B, score_B = (
-        np.bincount(bin_of, weights) for weights in (None, relevant, score)
-    )
-    regression = isotonic_regression((relevant_B + 0.5) / (count_B + 1), weights=count_B + 1)
+    shares = np.arange(1, num_bins) / num_bins
+    edges = np.unique(np.quantile(score[relevant], shares))
+    bin_of = np.searchsorted(edges, score, side="right")
+    _, bin_of = np.unique(bin_of, return_inverse=True)  # without empty bins
+    count_B = np.bincount(bin_of)
+    relevant_B = np.bincount(bin_of, relevant)
+    score_B = np.bincount(bin_of, score)
+    share_B = (relevant_B + 0.5) / (count_B + 1)
+    regression = isotonic_regression(share_B, weights=count_B + 1)
     begins = regression.blocks[:-1]
     scores = np.add.reduceat(score_B, begins) / np.add.reduceat(count_B, begins)
     return Calibration(scores=scores.tolist(), probabilities=regression.x[begins].tolist())

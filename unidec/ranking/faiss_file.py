@@ -42,8 +42,9 @@ def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]
             data = np.frombuffer(
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8
             )
-        if bytes(data[:4]) != _MAGIC[type(like).__name__.removesuffix("IP")]:
-            raise RuntimeError(f"not a {type(like).__name__}")
+        kind = _kind(like)
+        if bytes(data[:4]) != _MAGIC[kind]:
+            raise RuntimeError(f"not an {kind}")
         reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size)
         with _allocation_limits(data.size):
             index = faiss.read_index(
@@ -71,17 +72,15 @@ def _allocation_limits(num_bytes: int) -> Iterator[None]:
     """
     faiss = faiss_module()
     with _limits:  # faiss's limits are global
-        before = (
-            faiss.get_deserialization_vector_byte_limit(),
-            faiss.get_deserialization_loop_limit(),
-        )
+        most_bytes = faiss.get_deserialization_vector_byte_limit()
+        most_lists = faiss.get_deserialization_loop_limit()
         faiss.set_deserialization_vector_byte_limit(num_bytes)
         faiss.set_deserialization_loop_limit(max(64, num_bytes // _LEAST_LIST_BYTES))
         try:
             yield
         finally:
-            faiss.set_deserialization_vector_byte_limit(before[0])
-            faiss.set_deserialization_loop_limit(before[1])
+            faiss.set_deserialization_vector_byte_limit(most_bytes)
+            faiss.set_deserialization_loop_limit(most_lists)
 
 
 def _check(index: Any, like: Any, num_vectors: int) -> None:
@@ -93,34 +92,39 @@ def _check(index: Any, like: Any, num_vectors: int) -> None:
     expected = _layout(like)
     if got != expected or not index.is_trained:
         raise RuntimeError(f"layout {got}, expected {expected}")
-    inner = faiss.downcast_index(index.storage) if hasattr(index, "hnsw") else index
-    if hasattr(index, "invlists"):
-        _check_lists(index, num_vectors)
-    elif (index.ntotal, inner.ntotal, inner.codes.size()) != (
-        num_vectors,
-        num_vectors,
-        num_vectors * inner.code_size,
-    ):
-        raise RuntimeError(f"{index.ntotal} vectors")
+    dense = index
+    num_stored = num_vectors
     if hasattr(index, "hnsw"):
+        dense = faiss.downcast_index(index.storage)
         _check_links(index.hnsw)
-    dense = faiss.downcast_index(index.quantizer) if hasattr(index, "invlists") else inner
-    arrays = (
-        [] if hasattr(dense, "pq") else [faiss.rev_swig_ptr(dense.get_xb(), dense.ntotal * dense.d)]
-    )
-    arrays += [faiss.vector_to_array(index.pq.centroids)] if hasattr(index, "pq") else []
-    for array in arrays:
-        starts = range(0, array.size, _CHECKED_AT_ONCE)
-        if not all(np.isfinite(array[start : start + _CHECKED_AT_ONCE]).all() for start in starts):
+    if hasattr(index, "invlists"):
+        dense = faiss.downcast_index(index.quantizer)
+        num_stored = index.nlist
+        _check_lists(index, num_vectors)
+    elif index.ntotal != num_vectors:
+        raise RuntimeError(f"{index.ntotal} vectors")
+    if dense.ntotal != num_stored or dense.codes.size() != num_stored * dense.code_size:
+        raise RuntimeError(f"{dense.ntotal} stored vectors, expected {num_stored}")
+    if hasattr(index, "pq"):
+        _check_finite(faiss.vector_to_array(index.pq.centroids))
+    if not hasattr(dense, "pq"):
+        _check_finite(faiss.rev_swig_ptr(dense.get_xb(), dense.ntotal * dense.d))
+
+
+def _check_finite(array: np.ndarray) -> None:
+    for start in range(0, array.size, _CHECKED_AT_ONCE):
+        if not np.isfinite(array[start : start + _CHECKED_AT_ONCE]).all():
             raise RuntimeError("numbers that are not finite")
+
+
+def _kind(index: Any) -> str:
+    return type(index).__name__.removesuffix("IP")
 
 
 def _layout(index: Any) -> list[Any]:
     """Properties that all indexes of one kind, width and code share."""
     faiss = faiss_module()
-    name = type(index).__name__.removesuffix("IP")
-    size = getattr(index, "code_size", 0)
-    layout: list[Any] = [name, index.d, index.metric_type, size]
+    layout = [_kind(index), index.d, index.metric_type, getattr(index, "code_size", 0)]
     if hasattr(index, "hnsw"):
         layout.append(_layout(faiss.downcast_index(index.storage)))
     if hasattr(index, "invlists"):
@@ -137,22 +141,20 @@ def _check_links(graph: Any) -> None:
     of bounds.
     """
     faiss = faiss_module()
-    levels, level_ends, links, starts = (
-        faiss.vector_to_array(array)
-        for array in (graph.levels, graph.cum_nneighbor_per_level, graph.neighbors, graph.offsets)
-    )
-    starts = starts.astype(np.int64)
-    if (
-        graph.entry_point < 0
-        or graph.max_level != levels[graph.entry_point] - 1
-        or levels.max() - 1 != graph.max_level
-    ):
+    levels = faiss.vector_to_array(graph.levels)
+    level_ends = faiss.vector_to_array(graph.cum_nneighbor_per_level)
+    links = faiss.vector_to_array(graph.neighbors)
+    starts = faiss.vector_to_array(graph.offsets).astype(np.int64)
+    num_levels = graph.max_level + 1
+    entry = graph.entry_point
+    if entry < 0 or not num_levels == levels[entry] == levels.max():
         raise RuntimeError(f"entry point {graph.entry_point} at level {graph.max_level}")
-    if levels.min() < 1 or (starts[1:] - starts[:-1] != level_ends[levels]).any():
+    if levels.min() < 1 or (np.diff(starts) != level_ends[levels]).any():
         raise RuntimeError("number of links does not fit the levels")
-    for level in range(1, int(levels.max())):  # every node exists at level 0
+    for level in range(1, num_levels):  # every node exists at level 0
         nodes = np.flatnonzero(levels > level)
-        targets = links[starts[nodes, None] + np.arange(level_ends[level], level_ends[level + 1])]
+        of_level = np.arange(level_ends[level], level_ends[level + 1])
+        targets = links[starts[nodes, None] + of_level]
         if (levels[targets[targets >= 0]] <= level).any():
             raise RuntimeError(f"a link at level {level} to a node that does not exist there")
 
@@ -161,22 +163,19 @@ def _check_lists(index: Any, num_vectors: int) -> None:
     """Each vector must be in exactly one list, or in older files in two."""
     faiss = faiss_module()
     lists = index.invlists
-    centroids = faiss.downcast_index(index.quantizer)
-    if (
-        not lists.nlist
-        == index.nlist
-        == centroids.ntotal
-        == centroids.codes.size() // centroids.code_size
-    ):
-        raise RuntimeError(f"{lists.nlist} lists, but {centroids.ntotal} centroids")
-    sizes = [lists.list_size(number) for number in range(lists.nlist)]
-    ids = [
-        faiss.rev_swig_ptr(lists.get_ids(number), size) for number, size in enumerate(sizes) if size
-    ]
+    if lists.nlist != index.nlist:
+        raise RuntimeError(f"{lists.nlist} lists, expected {index.nlist}")
+    ids = []
+    for number in range(lists.nlist):
+        size = lists.list_size(number)
+        if size:
+            ids.append(faiss.rev_swig_ptr(lists.get_ids(number), size))
+    num_entries = sum(map(len, ids))
     copies = index.ntotal // num_vectors
-    if copies not in (1, 2) or not sum(sizes) == index.ntotal == copies * num_vectors:
+    if copies not in (1, 2) or not num_entries == index.ntotal == copies * num_vectors:
         raise RuntimeError(
-            f"{sum(sizes)} list entries for {index.ntotal} vectors, expected {num_vectors} vectors"
+            f"{num_entries} list entries for {index.ntotal} vectors, expected {num_vectors} vectors"
         )
-    if not np.array_equal(np.sort(np.concatenate(ids)), np.repeat(np.arange(num_vectors), copies)):
+    expected = np.repeat(np.arange(num_vectors), copies)
+    if not np.array_equal(np.sort(np.concatenate(ids)), expected):
         raise RuntimeError("the lists do not hold each label once")

@@ -1,10 +1,8 @@
-"""Learnt fusion: a small network ranks the candidates of both heads and of the votes by features of
-query and label.
+"""Learnt fusion: a small network ranks the candidates of heads and votes by their features.
 
 Legend: B queries, L labels, C candidates from the search, P pairs of a query and a candidate, F
-words, X features,
-M training queries, O pairs of a left-out query and one of its labels, T largest scores of a query,
-D width of a head, H hidden units.
+words, X features, M training queries, O pairs of a left-out query and one of its labels, T largest
+scores of a query, D width of a head, H hidden units.
 
     score(x, l) = network(features of x and l) + tail * log(inverse propensity of l)
 
@@ -17,13 +15,12 @@ distribution as for new queries (stacked generalisation, Wolpert 1992). The fusi
 the decoupled softmax over each query's candidates (`fusion_fit.py`).
 
 Source: NGAME (section 3, "score fusion") learns to combine the scores of an encoder and a
-classifier, with decision
-trees over labels. Here one network serves all labels, and also uses votes, words and label
-frequencies."""
+classifier, with decision trees over labels. Here one network serves all labels, and also uses
+votes, words and label frequencies."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -35,16 +32,17 @@ from scipy.sparse import csr_matrix, diags, vstack
 from unidec.cores import thread_pool
 from unidec.data.propensity import inverse_propensity
 from unidec.ranking.candidates import (
+    Candidates,
+    Compared,
     DenseScores,
     PairScores,
     Ranked,
     SparseRows,
     allowed_keys,
-    best_of,
     candidate_keys,
     keep_largest,
 )
-from unidec.ranking.heads import Heads
+from unidec.ranking.heads import Floats, Heads, Rows
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
 
@@ -104,8 +102,6 @@ _PROFILE_WORDS = 256
 LIMIT = 6.0  # standard deviations from the mean at which a feature is clipped
 _PAIRS_AT_ONCE = 1 << 11  # the hidden units of this number of pairs fit in the cache
 
-Rows = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -134,22 +130,18 @@ class Network(BaseModel):
 
     @model_validator(mode="after")
     def _check_layers(self) -> Network:
-        widths = {len(part) for part in (self.mean, self.scale, self.linear, *self.hidden)}
-        if len(widths) != 1 or not len(self.hidden) == len(self.hidden_bias) == len(self.out):
+        widths = set(map(len, (self.mean, self.scale, self.linear, *self.hidden)))
+        if len(widths) != 1:
             raise ValueError(f"the layers differ in width: {sorted(widths)} features")
+        if not len(self.hidden) == len(self.hidden_bias) == len(self.out):
+            raise ValueError("the layers differ in their number of hidden units")
         return self
 
     @cached_property
     def _arrays(self) -> tuple[Floats, ...]:
-        parts = (
-            self.mean,
-            self.scale,
-            self.linear,
-            np.transpose(self.hidden),
-            self.hidden_bias,
-            self.out,
-        )
-        return tuple(np.asarray(part, dtype=np.float32) for part in parts)
+        inputs = (self.mean, self.scale, self.linear)
+        hidden = (np.transpose(self.hidden), self.hidden_bias, self.out)
+        return tuple(np.asarray(part, dtype=np.float32) for part in inputs + hidden)
 
     def scores(self, feature_PX: Floats) -> Floats:
         """Scores of pairs with the given features, float32 [P]."""
@@ -158,7 +150,8 @@ class Network(BaseModel):
         for start in range(0, len(out_P), _PAIRS_AT_ONCE):
             block = slice(start, start + _PAIRS_AT_ONCE)
             x_PX = np.clip((feature_PX[block] - mean_X) / scale_X, -LIMIT, LIMIT)
-            out_P[block] = x_PX @ linear_X + np.maximum(x_PX @ hidden_XH + bias_H, 0) @ out_H
+            hidden_PH = np.maximum(x_PX @ hidden_XH + bias_H, 0)
+            out_P[block] = x_PX @ linear_X + hidden_PH @ out_H
         return out_P
 
 
@@ -178,15 +171,9 @@ class Fusion(Network):
 
     @model_validator(mode="after")
     def _check_features(self) -> Fusion:
-        if len(self.mean) != len(self.features):
-            raise ValueError(f"weights of {len(self.mean)} features, expected {len(self.features)}")
-        if self.words is not None and len(self.words.mean) not in (
-            num := len(WORD_FEATURES),
-            2 * num,
-        ):
-            raise ValueError(
-                f"weights of {len(self.words.mean)} word features, expected {num} or {2 * num}"
-            )
+        num = len(self.mean)
+        if num != len(self.features):
+            raise ValueError(f"weights of {num} features, expected {len(self.features)}")
         return self
 
     @property
@@ -219,8 +206,12 @@ class WordScores:
 
     def candidates(self) -> Rows:
         """Keys query * L + label of the best labels by each of the three scores, ascending."""
-        scores: tuple[PairScores | DenseScores, ...] = (self.votes, self.by_label, self.by_queries)
-        keys = [some.largest(count) for some, count in zip(scores, WORD_CANDIDATES, strict=True)]
+        voted, by_label, by_queries = WORD_CANDIDATES
+        keys = (
+            self.votes.largest(voted),
+            self.by_label.largest(by_label),
+            self.by_queries.largest(by_queries),
+        )
         return np.unique(np.concatenate(keys))
 
     def features(self, query_P: Rows, label_P: Rows) -> Floats:
@@ -233,20 +224,25 @@ class WordScores:
         for scores in (self.votes, self.by_label, self.by_queries):
             top_BT = scores.top(_RANKED)
             value_P = scores.at(key_P)
-            best.append(top_BT.max(axis=1)[query_P])
-            columns += [
-                value_P,
-                best[-1] - value_P,
-                np.log1p((top_BT[query_P] > value_P[:, None]).sum(axis=1)),
-            ]
+            best_P = top_BT.max(axis=1)[query_P]
+            is_above_PT = top_BT[query_P] > value_P[:, None]
+            rank_P = is_above_PT.sum(axis=1)
+            best.append(best_P)
+            columns += [value_P, best_P - value_P, np.log1p(rank_P)]
         count_P = self.count_L[label_P]
         if self.left_out_labels is not None:
             count_P = count_P - self.left_out_labels.at(key_P)
-        columns += [*best, np.log1p(count_P), np.log1p(self.num_words_B)[query_P]]
-        feature_PX = np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
+        num_words_P = self.num_words_B[query_P]
+        columns += [*best, np.log1p(count_P), np.log1p(num_words_P)]
+        feature_PX = _features(columns)
         if self.by_first_words is None:
             return feature_PX
-        return np.concatenate([feature_PX, self.by_first_words.features(query_P, label_P)], axis=1)
+        of_first_words_PX = self.by_first_words.features(query_P, label_P)
+        return np.concatenate([feature_PX, of_first_words_PX], axis=1)
+
+
+def _features(columns: list[npt.NDArray]) -> Floats:
+    return np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
 
 
 class WordScorer:
@@ -261,25 +257,25 @@ class WordScorer:
         self.neighbours = neighbours
         self.num_votes = num_votes
         # sums of the word vectors of each label's training queries (PECOS: PIFA); normalised below
-        self._sum_LF = keep_largest(
-            csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD), _PROFILE_WORDS
-        )
-        self._norm_L = np.sqrt(np.asarray(self._sum_LF.multiply(self._sum_LF).sum(axis=1)).ravel())
-        unit_L = np.divide(1, self._norm_L, out=np.zeros_like(self._norm_L), where=self._norm_L > 0)
+        sum_LF = csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD)
+        self._sum_LF = keep_largest(sum_LF, _PROFILE_WORDS)
+        norm_L = np.sqrt(_row_sums(self._sum_LF.multiply(self._sum_LF)))
+        self._norm_L = norm_L
+        inverse_L = np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)
+        profile_LF = diags(inverse_L) @ self._sum_LF
         # both kinds of label vectors in one matrix, for a single product
-        words_2LF = vstack([neighbours.compared_labels, diags(unit_L) @ self._sum_LF], format="csr")
+        words_2LF = vstack([neighbours.compared_labels, profile_LF], format="csr")
         self._words_F2L = SparseRows(words_2LF.T.tocsr())
-        self.by_first_words = (
-            None
-            if neighbours.by_first_words is None
-            else WordScorer(neighbours.by_first_words, num_votes)
-        )
+        self.by_first_words: WordScorer | None = None
+        if neighbours.by_first_words is not None:
+            self.by_first_words = WordScorer(neighbours.by_first_words, num_votes)
 
     @property
     def queries_at_once(self) -> int:
         """Queries to score in one call, so that their scores take about 32 MB."""
-        scores = 3 * max(1, self.neighbours.num_labels) * (1 if self.by_first_words is None else 2)
-        return max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // scores))
+        num_parts = 1 if self.by_first_words is None else 2
+        num_scores = 3 * self.neighbours.num_labels * num_parts
+        return max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // num_scores))
 
     def score(
         self, words_BF: csr_matrix, left_out: Rows | None = None, first_words: bool = True
@@ -293,7 +289,7 @@ class WordScorer:
             first_words: also score by the first words, if they are stored.
         """
         neighbours = self.neighbours
-        num_labels = self.neighbours.num_labels
+        num_labels = neighbours.num_labels
         votes = neighbours.votes(words_BF, self.num_votes, left_out)
         by_words = self._words_F2L.product(words_BF)
         by_label = by_words.columns(0, num_labels)
@@ -303,16 +299,21 @@ class WordScorer:
             left_out_labels = PairScores.of(neighbours.labels_ML[left_out])
             key_O = left_out_labels.key_N
             query_O, label_O = np.divmod(key_O, num_labels)
-            by_queries.put(
-                key_O, self._without_query(words_BF[query_O], label_O, by_queries.at(key_O))
-            )
+            cosine_O = self._without_query(words_BF[query_O], label_O, by_queries.at(key_O))
+            by_queries.put(key_O, cosine_O)
         assert neighbours.words is not None
-        num_words_B = neighbours.words.num_words(words_BF, neighbours.part)
         by_first_words = None
         if self.by_first_words is not None and first_words:
             by_first_words = self.by_first_words.score(words_BF, left_out)
-        counts = (neighbours.label_counts, num_words_B)
-        return WordScores(votes, by_label, by_queries, *counts, left_out_labels, by_first_words)
+        return WordScores(
+            votes=votes,
+            by_label=by_label,
+            by_queries=by_queries,
+            count_L=neighbours.label_counts,
+            num_words_B=neighbours.words.num_words(words_BF, neighbours.part),
+            left_out_labels=left_out_labels,
+            by_first_words=by_first_words,
+        )
 
     def _without_query(
         self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats
@@ -325,38 +326,25 @@ class WordScorer:
         """
         norm_O = self._norm_L[label_O]
         in_sum_OF = self._sum_LF[label_O].sign()  # a popular label's sum lacks some of its words
-        # |q|^2
-        square_O = np.asarray(words_OF.multiply(words_OF).multiply(in_sum_OF).sum(axis=1)).ravel()
+        square_O = _row_sums(words_OF.multiply(words_OF).multiply(in_sum_OF))  # |q|^2
         product_O = cosine_O * norm_O  # q . s
-        rest_product_O = product_O - square_O  # q . (s - q)
+        rest_O = product_O - square_O  # q . (s - q)
         rest_square_O = norm_O**2 - 2 * product_O + square_O  # |s - q|^2
-        valid = (rest_product_O > _ROUNDING * product_O) & (rest_square_O > _ROUNDING * norm_O**2)
+        valid_O = rest_O > _ROUNDING * product_O
+        valid_O &= rest_square_O > _ROUNDING * norm_O**2
         rest_norm_O = np.sqrt(np.maximum(rest_square_O, 0))
-        return np.divide(
-            rest_product_O, rest_norm_O, out=np.zeros_like(rest_product_O), where=valid
-        )
+        return np.divide(rest_O, rest_norm_O, out=np.zeros_like(rest_O), where=valid_O)
+
+
+def _row_sums(matrix: csr_matrix) -> Floats:
+    return np.asarray(matrix.sum(axis=1)).ravel()
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Features and votes of pairs of a query and a candidate, ascending by query and label.
+class Evidence(Candidates):
+    """Candidates with their features, float32 [P, X]."""
 
-    Attributes:
-        query_P, label_P: int64 [P].
-        feature_PX: float32 [P, X].
-        votes_P: float32 [P].
-        num_queries: B.
-    """
-
-    query_P: Rows
-    label_P: Rows
     feature_PX: Floats
-    votes_P: Floats
-    num_queries: int
-
-    def top(self, score_P: Floats, k: int) -> Ranked:
-        """The k best labels by the given scores; ties are ordered by label row."""
-        return best_of(self.query_P, self.label_P, score_P, self.votes_P, self.num_queries, k)
 
 
 class LabelEvidence:
@@ -383,11 +371,9 @@ class LabelEvidence:
         self.clf_weight = np.float32(heads.clf_weight)
         self.words = WordScorer(neighbours, num_votes)
         self.by_words = by_words
-        count_L = neighbours.label_counts
-        self.log_frequency_L = np.log1p(count_L).astype(np.float32)
-        inverse_L = inverse_propensity(
-            count_L.astype(np.int64), neighbours.num_queries, *propensity
-        )
+        count_L = neighbours.label_counts.astype(np.int64)
+        inverse_L = inverse_propensity(count_L, neighbours.num_queries, *propensity)
+        self.log_frequency_L = np.log1p(neighbours.label_counts).astype(np.float32)
         self.log_inverse_L = np.log(inverse_L).astype(np.float32)
         self._co_occurrence_LL = SparseRows(neighbours.co_occurrence)
 
@@ -409,29 +395,34 @@ class LabelEvidence:
 
         def read_block(start: int) -> Evidence:
             block = slice(start, start + step)
-            excluded_keys = excluded - start * self.num_labels
-            excluded_keys = excluded_keys[
-                (excluded_keys >= 0) & (excluded_keys < step * self.num_labels)
-            ]
-            return self._read(encoded.take(block), found_BC[block], excluded_keys, allowed)
+            key = excluded - start * self.num_labels
+            is_here = (key >= 0) & (key < step * self.num_labels)
+            evidence = self._read(encoded.take(block), found_BC[block], key[is_here], allowed)
+            return replace(evidence, query_P=evidence.query_P + start)
 
+        starts = range(0, len(found_BC), step)
         with thread_pool() as threads:
-            parts = list(threads.map(read_block, range(0, len(found_BC), step)))
-        query_P = np.concatenate([part.query_P + i * step for i, part in enumerate(parts)])
-        names = ("label_P", "feature_PX", "votes_P")
-        label_P, feature_PX, votes_P = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in names
+            parts = list(threads.map(read_block, starts))
+
+        def joined(name: str) -> npt.NDArray:
+            return np.concatenate([getattr(part, name) for part in parts])
+
+        return Evidence(
+            query_P=joined("query_P"),
+            label_P=joined("label_P"),
+            votes_P=joined("votes_P"),
+            feature_PX=joined("feature_PX"),
+            num_queries=len(found_BC),
         )
-        return Evidence(query_P, label_P, feature_PX, votes_P, len(found_BC))
 
     def rank(self, fusion: Fusion, evidence: Evidence, k: int, tail: float = 0.0) -> Ranked:
         """The k best labels by a fusion, with `tail` added to its weight of the log inverse
         propensity.
         """
         weight = np.float32(fusion.tail + tail)
-        return evidence.top(
-            fusion.scores(evidence.feature_PX) + weight * self.log_inverse_L[evidence.label_P], k
-        )
+        score_P = fusion.scores(evidence.feature_PX)
+        log_inverse_P = self.log_inverse_L[evidence.label_P]
+        return evidence.best(score_P + weight * log_inverse_P, k)
 
     @property
     def num_labels(self) -> int:
@@ -449,92 +440,59 @@ class LabelEvidence:
         reference_P = np.ones(len(key_P), dtype=bool)  # candidates to which others are compared
         # features are relative to all candidates, whatever labels are allowed
         if allowed is not None:
-            unrestricted = key_P
-            key_P = np.union1d(
-                unrestricted, allowed_keys(allowed, num_queries, num_labels, excluded)
-            )
-            reference_P = np.isin(key_P, unrestricted)
-        query_P, label_P = np.divmod(key_P, num_labels)
-        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
-        votes_P = scored.votes.at(key_P)
-        de_P = self.de.pair_scores(self.de.queries(encoded.de_BD, None), query_P, label_P)
-        clf_P = self.clf.pair_scores(self.clf.queries(None, encoded.clf_BD), query_P, label_P)
+            reference = key_P
+            key_P = np.union1d(key_P, allowed_keys(allowed, num_queries, num_labels, excluded))
+            reference_P = np.isin(key_P, reference)
+        pairs = Candidates.of(key_P, scored.votes)
+        query_P = pairs.query_P
+        label_P = pairs.label_P
+        compared = Compared(pairs, reference_P)
+        de_BD = self.de.queries(encoded.de_BD, None)
+        clf_BD = self.clf.queries(None, encoded.clf_BD)
+        de_P = self.de.pair_scores(de_BD, query_P, label_P)
+        clf_P = self.clf.pair_scores(clf_BD, query_P, label_P)
         blend_P = de_P + self.clf_weight * clf_P
-        scores = (
-            blend_P,
-            de_P,
-            clf_P,
-            votes_P,
-            scored.by_label.at(key_P),
-            scored.by_queries.at(key_P),
-        )
-        best = [_best(score_P, reference_P, query_P, num_queries) for score_P in scores]
-        rank_P, *other_ranks = (
-            _rank(score_P, reference_P, query_P, begin_B) for score_P in scores[:4]
-        )
+        ranked = (blend_P, de_P, clf_P, pairs.votes_P)
+        scores = (*ranked, scored.by_label.at(key_P), scored.by_queries.at(key_P))
+        best = [compared.best(score_P) for score_P in scores]
+        ranks = [compared.rank(score_P) for score_P in ranked]
+        best_P = best[0]
+        rank_P = ranks[0]
         likely_N = np.flatnonzero(reference_P & (rank_P < _LIKELY))
-        likely = (query_P[likely_N], label_P[likely_N], blend_P[likely_N])
-        co_occurrence_P = self._co_occurrence_with_likely(*likely, best[0]).at(key_P)
+        likelihood_N = (blend_P - best_P)[likely_N] / np.float32(_LIKELY_TEMPERATURE)
+        co_occurrence = self._co_occurrence(
+            query_P[likely_N], label_P[likely_N], np.exp(likelihood_N), num_queries
+        )
         columns = [
             *scores,
-            co_occurrence_P,
+            co_occurrence.at(key_P),
             self.log_frequency_L[label_P],
-            *(np.log1p(rank) for rank in (rank_P, *other_ranks)),
-            *(best_B[query_P] - score_P for best_B, score_P in zip(best, scores, strict=True)),
-            best[0][query_P],
-            np.log1p(scored.num_words_B)[query_P],
+            *map(np.log1p, ranks),
+            *map(np.subtract, best, scores),
+            best_P,
+            np.log1p(scored.num_words_B[query_P]),
         ]
         if self.by_words is not None:
             score_P = self.by_words.scores(scored.features(query_P, label_P))
-            below_P = _best(score_P, reference_P, query_P, num_queries)[query_P] - score_P
-            columns += [score_P, below_P, np.log1p(_rank(score_P, reference_P, query_P, begin_B))]
-        feature_PX = np.stack(columns, axis=1, dtype=np.float32, casting="same_kind")
-        if allowed is None:
-            return Evidence(query_P, label_P, feature_PX, votes_P, num_queries)
-        keep_P = np.isin(label_P, allowed)
+            below_P = compared.best(score_P) - score_P
+            columns += [score_P, below_P, np.log1p(compared.rank(score_P))]
+        kept_P = slice(None) if allowed is None else np.isin(label_P, allowed)
         return Evidence(
-            query_P[keep_P], label_P[keep_P], feature_PX[keep_P], votes_P[keep_P], num_queries
+            query_P=query_P[kept_P],
+            label_P=label_P[kept_P],
+            votes_P=pairs.votes_P[kept_P],
+            feature_PX=_features(columns)[kept_P],
+            num_queries=num_queries,
         )
 
-    def _co_occurrence_with_likely(
-        self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats
+    def _co_occurrence(
+        self, query_N: Rows, label_N: Rows, weight_N: Floats, num_queries: int
     ) -> DenseScores:
-        """Co-occurrence of each label with a query's likely labels, weighted by a softmax over
-        those.
+        """Weighted mean co-occurrence of each label with a query's likely labels.
 
         Args:
-            query_N, label_N, blend_N: likely labels, ascending by query. best_B: largest blend of
-            each query.
+            query_N, label_N: likely labels, ascending by query. weight_N: their weights.
         """
-        begin_B = np.searchsorted(query_N, np.arange(len(best_B) + 1))
-        weight_N = np.exp((blend_N - best_B[query_N]) / np.float32(_LIKELY_TEMPERATURE))
-        weight_N /= np.bincount(query_N, weight_N, minlength=len(best_B))[query_N]
+        begin_B = np.searchsorted(query_N, np.arange(num_queries + 1))
+        weight_N /= np.bincount(query_N, weight_N, minlength=num_queries)[query_N]
         return self._co_occurrence_LL.sums(begin_B, label_N, weight_N.astype(np.float32))
-
-
-def _best(
-    value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, num_queries: int
-) -> Floats:
-    """The largest value of each query's reference candidates, float32 [B]; 0 for a query without
-    any.
-    """
-    best_B = np.full(num_queries, -np.inf, dtype=np.float32)
-    np.maximum.at(best_B, query_P[reference_P], value_P[reference_P])
-    return np.where(np.isfinite(best_B), best_B, np.float32(0))
-
-
-def _rank(
-    value_P: Floats, reference_P: npt.NDArray[np.bool_], query_P: Rows, begin_B: Rows
-) -> Floats:
-    """The number of the query's reference candidates with a larger value, float32 [P]."""
-    order = np.lexsort((-value_P, query_P))
-    value = value_P[order]
-    query = query_P[order]
-    # reference candidates before each position
-    before = np.concatenate([[0], np.cumsum(reference_P[order])])
-    is_first = np.ones(len(order), dtype=bool)  # starts a run of equal values
-    is_first[1:] = (value[1:] != value[:-1]) | (query[1:] != query[:-1])
-    run = np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
-    rank_P = np.empty(len(order), dtype=np.float32)
-    rank_P[order] = before[run] - before[begin_B[query]]
-    return rank_P

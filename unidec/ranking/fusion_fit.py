@@ -3,8 +3,8 @@
 The fusion itself is trained on queries that the model was not trained on; its word network on
 training queries, each treated as absent from the training data.
 
-Legend: N queries, P pairs of a query and a candidate, C most candidates of a query, X features, H
-hidden units.
+Legend: N queries, P pairs of a query and a candidate, X features, H hidden units; of a batch: B
+queries, C most candidates of a query, F places of padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
 from unidec.ranking.candidates import PairScores
-from unidec.ranking.fusion import LIMIT, Evidence, Floats, Fusion, Network, Rows, WordScorer
+from unidec.ranking.fusion import LIMIT, Evidence, Fusion, Network, WordScorer
+from unidec.ranking.heads import Floats, Rows
 
 # hidden units of each fold's network; measured: benchmarks/results/fusion.md
 FOLDS = 8
@@ -65,8 +66,7 @@ def fit_fusion(
     seed: int = 0,
     by_words: Network | None = None,
 ) -> Fitted:
-    """Train one network per fold, on the queries outside the fold, with the decoupled softmax over
-    their candidates.
+    """Train a network for each fold, on the queries outside of it.
 
     Args:
         evidence: of queries that the model was not trained on.
@@ -75,24 +75,24 @@ def fit_fusion(
     """
     pairs = _Training.of(evidence.query_P, evidence.feature_PX, relevant_P, evidence.num_queries)
     x_PX = pairs.x_PX
+    num_pairs, num_features = x_PX.shape
     fold_N = np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
-    held_out_P = np.zeros(len(x_PX), dtype=np.float32)
-    without_XP = np.zeros(x_PX.shape[::-1], dtype=np.float32)
+    held_out_P = np.zeros(num_pairs, dtype=np.float32)
+    without_XP = np.zeros((num_features, num_pairs), dtype=np.float32)
 
     def fit(fold: int) -> _Network:
-        network = _Network(x_PX.shape[1], HIDDEN, torch.Generator().manual_seed(seed + fold))
+        network = _Network(num_features, HIDDEN, seed + fold)
         queries = pairs.with_positive(np.flatnonzero(fold_N != fold))
         num_steps = min(MOST_STEPS, int(STEPS_PER_QUERY * len(queries)))
-        for _ in pairs.train(
-            network, queries, num_steps, BATCH, np.random.default_rng([seed, fold])
-        ):
+        generator = np.random.default_rng([seed, fold])
+        for _ in pairs.train(network, queries, num_steps, BATCH, generator):
             pass
+        in_fold_P = fold_N[evidence.query_P] == fold
+        fold_PX = x_PX[torch.from_numpy(in_fold_P)]
         with torch.no_grad():
-            in_fold_P = fold_N[evidence.query_P] == fold
-            fold_PX = x_PX[torch.from_numpy(in_fold_P)]
             held_out_P[in_fold_P] = network(fold_PX).numpy()
-            for without_P, mask_X in zip(without_XP, 1 - torch.eye(len(without_XP)), strict=True):
-                without_P[in_fold_P] = network(fold_PX * mask_X).numpy()
+            for feature, mask_X in enumerate(1 - torch.eye(num_features)):
+                without_XP[feature, in_fold_P] = network(fold_PX * mask_X).numpy()
         return network
 
     with thread_pool(FOLDS) as threads:  # parallel folds are faster than parallel operations
@@ -102,8 +102,7 @@ def fit_fusion(
 
 
 def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Network | None:
-    """Train a network to rank labels by words on training queries, each treated as absent from the
-    training data.
+    """Train a network to rank labels by words on training queries.
 
     Args:
         excluded: int64 keys training query * L + label of pairs that are not ranked.
@@ -126,24 +125,24 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
         block = rows[start : start + step]
         scores = scorer.score(neighbours.vectors_MD[block], block)
         query_P, label_P = np.divmod(scores.candidates(), num_labels)
-        keep_P = ~np.isin(block[query_P] * num_labels + label_P, excluded)
-        query_P = query_P[keep_P]
-        label_P = label_P[keep_P]
-        return (query_P + start) * num_labels + label_P, scores.features(query_P, label_P)
+        training_key_P = block[query_P] * num_labels + label_P
+        kept_P = ~np.isin(training_key_P, excluded)
+        query_P = query_P[kept_P]
+        label_P = label_P[kept_P]
+        key_P = (query_P + start) * num_labels + label_P
+        return key_P, scores.features(query_P, label_P)
 
     starts = range(0, num, step)
+    desc = "words of training queries"
     with thread_pool() as threads:
-        results = progress(
-            threads.map(read, starts),
-            total=len(starts),
-            desc="words of training queries",
-            unit="block",
-        )
-        key_P, feature_PX = (np.concatenate(part) for part in zip(*results, strict=True))
-    pairs = _Training.of(key_P // num_labels, feature_PX, truth.at(key_P) > 0, num)
-    network = _Network(feature_PX.shape[1], WORD_HIDDEN, torch.Generator().manual_seed(seed))
+        blocks = progress(threads.map(read, starts), total=len(starts), desc=desc, unit="block")
+        key_P, feature_PX = (np.concatenate(part) for part in zip(*blocks, strict=True))
+    relevant_P = truth.at(key_P) > 0
+    pairs = _Training.of(key_P // num_labels, feature_PX, relevant_P, num)
+    network = _Network(feature_PX.shape[1], WORD_HIDDEN, seed)
     queries = pairs.with_positive(np.arange(num))
-    steps = pairs.train(network, queries, WORD_STEPS if len(queries) else 0, WORD_BATCH, generator)
+    num_steps = WORD_STEPS if len(queries) else 0
+    steps = pairs.train(network, queries, num_steps, WORD_BATCH, generator)
     for _ in progress(steps, total=WORD_STEPS, desc="rank by words", unit="step"):
         pass
     return Network(**pairs.network_fields([network]))
@@ -152,20 +151,22 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
 class _Network(nn.Module):
     """w . x + sum over h of o_h max(0, v_h . x + b_h)."""
 
-    def __init__(self, num_features: int, num_hidden: int, generator: torch.Generator) -> None:
+    def __init__(self, num_features: int, num_hidden: int, seed: int) -> None:
         super().__init__()
+        generator = torch.Generator().manual_seed(seed)
         bound = num_features**-0.5
+
+        def uniform(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape).uniform_(-bound, bound, generator=generator))
+
         self.linear = nn.Parameter(torch.zeros(num_features))
-        self.hidden_HX = nn.Parameter(
-            torch.empty(num_hidden, num_features).uniform_(-bound, bound, generator=generator)
-        )
-        self.bias_H = nn.Parameter(
-            torch.empty(num_hidden).uniform_(-bound, bound, generator=generator)
-        )
+        self.hidden_HX = uniform(num_hidden, num_features)
+        self.bias_H = uniform(num_hidden)
         self.out_H = nn.Parameter(torch.zeros(num_hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.linear + torch.relu(x @ self.hidden_HX.T + self.bias_H) @ self.out_H
+        hidden = torch.relu(x @ self.hidden_HX.T + self.bias_H)
+        return x @ self.linear + hidden @ self.out_H
 
 
 @dataclass(frozen=True)
@@ -191,19 +192,16 @@ class _Training:
         """Standardise the features of pairs that are ascending by query."""
         mean_X = feature_PX.mean(axis=0)
         scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
-        x_PX = torch.from_numpy(np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT))
-        return cls(
-            x_PX, relevant_P, np.searchsorted(query_P, np.arange(num_queries + 1)), mean_X, scale_X
-        )
+        x_PX = np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT)
+        begin_N = np.searchsorted(query_P, np.arange(num_queries + 1))
+        return cls(torch.from_numpy(x_PX), relevant_P, begin_N, mean_X, scale_X)
 
     def with_positive(self, queries: np.ndarray) -> np.ndarray:
         """The given queries that have a relevant candidate."""
-        begin_N = self.begin_N
-        count_N = np.diff(self.begin_N)
-        has_positive = (
-            np.add.reduceat(np.append(self.relevant_P, False), begin_N[:-1]) * (count_N > 0) > 0
-        )
-        return queries[has_positive[queries]]
+        # relevant candidates before each pair
+        before = np.concatenate([[0], np.cumsum(self.relevant_P)])
+        has_positive_N = np.diff(before[self.begin_N]) > 0
+        return queries[has_positive_N[queries]]
 
     def train(
         self,
@@ -213,15 +211,15 @@ class _Training:
         batch: int,
         generator: np.random.Generator,
     ) -> Iterator[None]:
-        """Train on the given queries, each of which has a relevant candidate; yields after each
-        step.
-        """
+        """Train on queries that have a relevant candidate; yields after each step."""
         optimiser = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, num_steps))
-        times = 1 + num_steps * batch // max(1, len(queries))
-        order = np.concatenate([generator.permutation(queries) for _ in range(times)])
+        num_passes = 1 + num_steps * batch // max(1, len(queries))
+        passes = [generator.permutation(queries) for _ in range(num_passes)]
+        order = np.concatenate(passes)
         for step in range(num_steps):
-            loss = self._loss(network, np.unique(order[step * batch : (step + 1) * batch]))
+            begin = step * batch
+            loss = self._loss(network, np.unique(order[begin : begin + batch]))
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -231,29 +229,29 @@ class _Training:
     def _loss(self, network: _Network, queries_B: np.ndarray) -> Tensor:
         """Decoupled softmax over each query's candidates, averaged over the query's positives."""
         begin_B = self.begin_N[queries_B]
-        end_B = self.begin_N[queries_B + 1]
-        size_B = end_B - begin_B
-        row_N = np.repeat(np.arange(len(size_B)), size_B)
-        column_N = np.arange(len(row_N)) - np.repeat(np.cumsum(size_B) - size_B, size_B)
-        pair_N = np.repeat(begin_B, size_B) + column_N
-        score_N = network(self.x_PX[torch.from_numpy(pair_N)])
-        score_BC = score_N.new_zeros(len(size_B), int(size_B.max()))
-        score_BC[torch.from_numpy(row_N), torch.from_numpy(column_N)] = score_N
-        positive = self.relevant_P[pair_N]
-        # padding behind shorter lists
-        row_F, column_F = np.nonzero(np.arange(score_BC.shape[1]) >= size_B[:, None])
-        row_P = row_N[positive]
-        weight_P = (1 / np.bincount(row_P, minlength=len(size_B)))[row_P]
-        parts = (row_P, column_N[positive], weight_P.astype(np.float32), row_F, column_F)
-        return decoupled_softmax(score_BC, Pairs(*(torch.from_numpy(part) for part in parts)))
+        size_B = self.begin_N[queries_B + 1] - begin_B
+        is_pair_BC = np.arange(size_B.max()) < size_B[:, None]
+        row_P, column_P = np.nonzero(is_pair_BC)
+        pair_P = begin_B[row_P] + column_P
+        score_P = network(self.x_PX[torch.from_numpy(pair_P)])
+        score_BC = score_P.new_zeros(is_pair_BC.shape)
+        score_BC[torch.from_numpy(is_pair_BC)] = score_P
+        row_F, column_F = np.nonzero(~is_pair_BC)  # padding behind shorter lists
+        positive_P = self.relevant_P[pair_P]
+        row_P = row_P[positive_P]
+        column_P = column_P[positive_P]
+        weight_P = (1 / np.bincount(row_P)[row_P]).astype(np.float32)
+        parts = (row_P, column_P, weight_P, row_F, column_F)
+        return decoupled_softmax(score_BC, Pairs(*map(torch.from_numpy, parts)))
 
     def network_fields(self, networks: Sequence[_Network]) -> dict[str, Any]:
         """Fields of the `Network` that averages the given networks."""
-        hidden_HX = torch.cat([network.hidden_HX for network in networks])
-        bias_H = torch.cat([network.bias_H for network in networks])
-        out_H = torch.cat([network.out_H / len(networks) for network in networks])
-        linear_X = torch.stack([network.linear for network in networks]).mean(dim=0)
-        layers = {"linear": linear_X, "hidden": hidden_HX, "hidden_bias": bias_H, "out": out_H}
-        return {"mean": self.mean_X.tolist(), "scale": self.scale_X.tolist()} | {
-            name: values.detach().tolist() for name, values in layers.items()
+        num = len(networks)
+        layers = {
+            "linear": torch.stack([network.linear for network in networks]).mean(dim=0),
+            "hidden": torch.cat([network.hidden_HX for network in networks]),
+            "hidden_bias": torch.cat([network.bias_H for network in networks]),
+            "out": torch.cat([network.out_H / num for network in networks]),
         }
+        fields = {name: values.detach().tolist() for name, values in layers.items()}
+        return fields | {"mean": self.mean_X.tolist(), "scale": self.scale_X.tolist()}

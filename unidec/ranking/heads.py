@@ -1,5 +1,4 @@
-"""How both heads score, and the vector space that is searched: the vectors of both heads side by
-side, or of one head.
+"""How heads score, and the vector space that is searched: both heads side by side, or one of them.
 
 Legend: L labels, B queries, C candidates, K results, P pairs or rows, D width of a head, D' width
 of the space.
@@ -64,10 +63,11 @@ class Heads:
         self.clf_weight = clf_weight
         self._normalize = clf_normalize
         self.vectors = {name: np.asarray(array) for name, array in vectors.items()}
-        counts = sorted({len(array) for array in self.vectors.values()})
+        counts = {len(array) for array in self.vectors.values()}
         if len(counts) > 1:
-            raise ValueError(f"parts differ in their number of labels: {counts}")
-        self.shape = (counts[0], self.take(np.zeros(0, dtype=np.int64)).shape[1])
+            raise ValueError(f"parts differ in their number of labels: {sorted(counts)}")
+        nothing = self.take(slice(0))
+        self.shape = (counts.pop(), nothing.shape[1])
 
     @property
     def num_labels(self) -> int:
@@ -96,25 +96,20 @@ class Heads:
             contain the head.
         """
         if head != "both" and self.space not in ("both", head):
-            raise DataError(
-                f"this bundle does not rank by the head {head!r}", where="head", expected=self.space
-            )
-        vectors = {
-            name: np.asarray(part)
-            for name, part in (("de", de_BD), ("clf", clf_BD))
-            if part is not None
-        }
+            what = f"this bundle does not rank by the head {head!r}"
+            raise DataError(what, where="head", expected=self.space)
+        vectors = {"de": de_BD, "clf": clf_BD}
         if "bias" in self.vectors and clf_BD is not None:
             vectors["bias"] = np.ones(len(clf_BD), dtype=np.float32)
         out = _joined(self._parts(vectors, slice(None)))
         if self.space != "both" or de_BD is None:
             return out
-        of_de = slice(de_BD.shape[1])
-        of_clf = slice(de_BD.shape[1], None)
+        of_de, of_clf = np.split(out, [de_BD.shape[1]], axis=1)
         if head == "both":
-            out[:, of_clf] *= np.float32(self.clf_weight)
+            of_clf *= np.float32(self.clf_weight)
         else:
-            out[:, of_clf if head == "de" else of_de] = 0.0
+            other = of_clf if head == "de" else of_de
+            other[:] = 0.0
         return out
 
     def take(self, rows_P: Rows | slice) -> Floats:
@@ -126,12 +121,14 @@ class Heads:
         C].
         """
         out = np.zeros(rows_BC.shape, dtype=np.float32)
-        at = 0
+        begin = 0
         for part_PD in self._parts(self.vectors, rows_BC.ravel()):
             width = part_PD.shape[1]
+            end = begin + width
             part_BCD = part_PD.reshape(*rows_BC.shape, width)
-            out += (part_BCD @ query_BD[:, at : at + width, None])[:, :, 0]
-            at += width
+            product_BC1 = part_BCD @ query_BD[:, begin:end, None]
+            out += product_BC1[:, :, 0]
+            begin = end
         return out
 
     def pair_scores(self, query_BD: Floats, query_P: Rows, label_P: Rows) -> Floats:
@@ -155,50 +152,45 @@ class Heads:
         out[found_BK] = self.pair_scores(query_BD, query_P, rows_BK[found_BK])
         return out
 
-    def _parts(self, vectors: Mapping[str, Floats], rows_P: Rows | slice) -> list[Floats]:
+    def _parts(self, vectors: Mapping[str, Floats | None], rows_P: Rows | slice) -> list[Floats]:
         """Vectors of each part of the space, float32 [P, D] each, biases [P, 1]; raises as the
         class.
         """
-        space = self.space
         parts = []
-        if space not in SPACES:
-            raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
-        for name in ("de", "clf") if space == "both" else (space,):
-            if name not in vectors:
-                raise ValueError(
-                    f"space {space!r} needs the vectors of {name!r}, got None: the model has "
-                    "no such head"
-                )
-            parts.append(np.asarray(vectors[name][rows_P], dtype=np.float32))
-            if parts[-1].ndim != 2:
-                raise ValueError(
-                    f"vectors of {name!r} must have two dimensions, got shape {parts[-1].shape}"
-                )
-        if space != "de" and self._normalize:
+        for name in ("de", "clf") if self.space == "both" else (self.space,):
+            part = vectors.get(name)
+            if part is None:
+                what = f"space {self.space!r} needs the vectors of {name!r}, got None"
+                raise ValueError(f"{what}: the model has no such head")
+            parts.append(np.asarray(part[rows_P], dtype=np.float32))
+        bias = vectors.get("bias")
+        if self.space == "de":
+            return parts
+        if self._normalize:
             parts[-1] = unit_rows(parts[-1])
-        elif space != "de" and "bias" in vectors:
-            parts.append(np.asarray(vectors["bias"][rows_P], dtype=np.float32).reshape(-1, 1))
-        if len({len(part) for part in parts}) > 1:
-            raise ValueError(
-                f"parts of {space!r} differ in their number of rows: "
-                f"{[len(part) for part in parts]}"
-            )
+        elif bias is not None:
+            bias_P = np.asarray(bias[rows_P], dtype=np.float32)
+            parts.append(bias_P[:, None])
         return parts
 
 
 def _joined(parts: list[Floats]) -> Floats:
-    return np.ascontiguousarray(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
+    joined = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    return np.ascontiguousarray(joined)
 
 
 def as_heads(vectors: Heads | npt.NDArray) -> Heads:
     """Wraps an array [L, D], float32 or float16, as `Heads`, which are returned unchanged."""
-    return Heads({"de": vectors}, "de", False) if isinstance(vectors, np.ndarray) else vectors
+    if isinstance(vectors, Heads):
+        return vectors
+    return Heads({"de": vectors}, "de", clf_normalize=False)
 
 
 def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
     """Width D' of the space for heads of width `dim`."""
-    heads = 2 if space == "both" else 1
-    return heads * dim + int(has_bias and not clf_normalize and space != "de")
+    num_heads = 2 if space == "both" else 1
+    bias = has_bias and not clf_normalize and space != "de"
+    return num_heads * dim + int(bias)
 
 
 def unit_rows(vectors_ND: Floats) -> Floats:

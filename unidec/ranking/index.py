@@ -1,12 +1,11 @@
 """Search for the labels with the largest inner product, with one of several kinds of index, and
 recall of that search.
 
-    kind       stored for each label                    labels compared with a query
-    scores flat       float32 vector                           all
-    exact pq         a 4-bit code per `code_dims` dimensions  all
-    exact after two stages hnsw       float32 vector and graph links           those reached by a
-    walk on the graph      exact ivf-pq     codes as pq, in inverted lists           those in the
-    `probes` nearest lists       exact after two stages
+    kind     stored for each label                   labels compared with a query     scores
+    flat     float32 vector                          all                              exact
+    pq       a 4-bit code per `code_dims` dimensions all                              two stages
+    hnsw     float32 vector and graph links          those reached by a walk          exact
+    ivf-pq   codes as pq, in inverted lists          those in the nearest `probes`    two stages
 
 All kinds but flat can miss labels. Two stages: codes select candidates, which are then scored
 exactly with the float32 vectors (`Heads`). Codes are searched with faiss's fast scan: files hold
@@ -22,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -29,16 +29,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
-from scipy.sparse import csr_matrix
 
 from unidec.cores import num_threads
 from unidec.data.storage import write_file
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
+from unidec.ranking.candidates import first_keys
 from unidec.ranking.faiss_file import read_index_file
-from unidec.ranking.heads import Heads, as_heads
+from unidec.ranking.heads import Floats, Heads, Rows, as_heads
 
 Kind = Literal["flat", "pq", "hnsw", "ivf-pq"]
 OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
@@ -66,10 +65,8 @@ _ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives
 _CODES = 16  # values of a 4-bit code
 _FIRST_MORE = 32  # labels that are searched beyond k if labels are excluded
 
-Floats = npt.NDArray[np.float32]
-Labels = npt.NDArray[np.int64]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
-CountOrAuto = Annotated[int, Field(ge=0, le=1 << 40)]
+CountOrZero = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
 @contextlib.contextmanager
@@ -77,7 +74,8 @@ def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
     """Sets the number of threads of faiss calls in this thread; 0 keeps faiss's own number."""
     faiss = faiss or faiss_module()
     before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(num_threads(threads) if threads else before)
+    if threads:
+        faiss.omp_set_num_threads(num_threads(threads))
     try:
         yield
     finally:
@@ -101,9 +99,9 @@ class IndexOptions(BaseModel):
     links: Count = 32
     build: Count = 200
     search: Count = 200
-    lists: CountOrAuto = 0
+    lists: CountOrZero = 0
     copies: Annotated[int, Field(ge=0, le=2)] = 0
-    probes: CountOrAuto = 0
+    probes: CountOrZero = 0
     code_dims: Count = 4
     rescore: Count = 8
 
@@ -111,8 +109,11 @@ class IndexOptions(BaseModel):
         """Number of lists: `lists`, or 16 sqrt(L) with at least 64 labels per list. Capped at L /
         8.
         """
-        auto = min(round(16 * math.sqrt(num_labels)), num_labels // 64)
-        return max(1, min(self.lists or auto, num_labels // 8))
+        most = num_labels // 8
+        if self.lists:
+            return max(1, min(self.lists, most))
+        auto = round(16 * math.sqrt(num_labels))
+        return max(1, min(auto, num_labels // 64))
 
     def num_probes(self, num_lists: int) -> int:
         """Number of lists that a search scans: `probes`, or a twelfth of the lists but
@@ -129,28 +130,27 @@ class IndexOptions(BaseModel):
         """
         faiss = faiss_module()
         pieces = -(-dim // self.code_dims)
-        product = f"PQ{pieces}x4np"
-        lists = f"IVF{self.num_lists(num_labels)}"
-        strings = {
+        factory = {
             "flat": "Flat",
-            "pq": product,
+            "pq": f"PQ{pieces}x4np",
             "hnsw": f"HNSW{self.links},Flat",
-            "ivf-pq": f"{lists},{product}",
+            "ivf-pq": f"IVF{self.num_lists(num_labels)},PQ{pieces}x4np",
         }
-        if kind not in strings:
+        if kind not in factory:
             raise ValueError(f"unknown kind of index {kind!r}, expected one of {', '.join(KINDS)}")
         width = pieces * self.code_dims if kind in COMPRESSED else dim
-        return faiss.index_factory(width, strings[kind], faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(width, factory[kind], faiss.METRIC_INNER_PRODUCT)
+        if kind == "hnsw":
+            index.hnsw.efConstruction = self.build
+            index.hnsw.efSearch = self.search
+        return index
 
 
 class LabelIndex:
     """An index over label vectors for inner-product search. Searching is thread-safe.
 
-    A compressed kind searches in two stages: its codes select candidates, which are scored exactly
-    with the float32
-    vectors. Results therefore have exact scores, and `recall` measures the missed labels. An HNSW
-    graph over vectors of unequal length (`clf_normalize=False`) favours long vectors: check its
-    recall, or use another kind.
+    Scores are exact, and `recall` measures the missed labels. An HNSW graph over vectors of unequal
+    length (`clf_normalize=False`) favours long vectors: check its recall, or use another kind.
 
     Args:
         index: the faiss index; becomes `stored`.
@@ -214,34 +214,29 @@ class LabelIndex:
         """
         vectors = as_heads(vectors_LD)
         settings = IndexOptions(**options)
-        if not all(vectors.shape):
-            raise ValueError(
-                "vectors_LD must hold at least one label and one dimension, got shape "
-                f"{vectors.shape}"
-            )
-        index = settings.empty(kind, vectors.shape[1], vectors.shape[0])
-        if kind == "hnsw":
-            index.hnsw.efConstruction, index.hnsw.efSearch = settings.build, settings.search
-        with faiss_threads(threads):
+        num_labels, dim = vectors.shape
+        if not num_labels:
+            raise ValueError("vectors_LD must hold at least one label")
+        index = settings.empty(kind, dim, num_labels)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(faiss_threads(threads))
+            if show:
+                bar = stack.enter_context(
+                    progress(total=num_labels, desc=f"index {kind}", unit="label")
+                )
             if not index.is_trained:
                 _train(index, kind, vectors)
-            size = _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE
-            num_labels = vectors.shape[0]
-            desc = f"index {kind}"
-            with (
-                progress(total=num_labels, desc=desc, unit="label")
-                if show
-                else contextlib.nullcontext() as bar
-            ):
-                for rows in blocks(np.arange(num_labels), size):
-                    index.add(_checked_rows(vectors, rows, index.d))
-                    if bar is not None:
-                        bar.update(len(rows))
+            step = _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE
+            for start in range(0, num_labels, step):
+                rows = np.arange(start, min(start + step, num_labels))
+                index.add(_checked_rows(vectors, rows, index.d))
+                if show:
+                    bar.update(len(rows))
         return cls(index, kind, settings, vectors)
 
     def search(
-        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Labels | None = None
-    ) -> tuple[Floats, Labels]:
+        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Rows | None = None
+    ) -> tuple[Floats, Rows]:
         """The k labels with the largest inner product, best first; ties are ordered by label row.
 
         With excluded labels, more than k are searched; again with more for queries that still have
@@ -259,8 +254,7 @@ class LabelIndex:
         if excluded is None or not excluded.size:
             return self._search(queries_BD, k, rescore)
         num_excluded_B = np.bincount(excluded // self.num_labels, minlength=len(queries_BD))
-        scores_BK = np.full((len(queries_BD), k), -np.inf, dtype=np.float32)
-        rows_BK = np.full((len(queries_BD), k), -1, dtype=np.int64)
+        scores_BK, rows_BK = _no_results(len(queries_BD), k)
         open_B = np.arange(len(queries_BD))
         more = _FIRST_MORE
         while len(open_B):
@@ -268,82 +262,75 @@ class LabelIndex:
             # other queries
             width = max(k, min(k + more, self.num_labels))
             scores, rows = self._search(queries_BD[open_B], width, rescore)
-            removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
+            keys = open_B[:, None] * self.num_labels + rows
+            removed = np.isin(keys, excluded) & (rows >= 0)
             scores[removed] = -np.inf
             rows[removed] = -1
             order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
             rows_BK[open_B] = np.take_along_axis(rows, order, axis=1)
             scores_BK[open_B] = np.take_along_axis(scores, order, axis=1)
-            is_short_B = (rows_BK[open_B] < 0).any(axis=1) & (num_excluded_B[open_B] > more)
-            open_B = open_B[is_short_B & (width < self.num_labels)]
+            if width >= self.num_labels:
+                break
+            is_short_B = (rows_BK[open_B] < 0).any(axis=1)
+            open_B = open_B[is_short_B & (num_excluded_B[open_B] > more)]
             more *= 8
         return scores_BK, rows_BK
 
-    def _search(self, queries_BD: Floats, k: int, rescore: int) -> tuple[Floats, Labels]:
+    def _search(self, queries_BD: Floats, k: int, rescore: int) -> tuple[Floats, Rows]:
         """As `search`, without exclusions."""
-        scores = np.full((len(queries_BD), k), -np.inf, dtype=np.float32)
-        labels = np.full((len(queries_BD), k), -1, dtype=np.int64)
-        num = num_results = min(k, self.num_labels)
+        num_results = min(k, self.num_labels)
+        num = num_results
         if self.vectors is not None:
-            num = min(
-                max(LEAST_CANDIDATES, (rescore or self.options.rescore) * num_results),
-                self.num_labels,
-            )
-        score_BC, rows_BC = self._candidates(queries_BD, num)
+            num = max(LEAST_CANDIDATES, (rescore or self.options.rescore) * num_results)
+        score_BC, rows_BC = self._candidates(queries_BD, min(num, self.num_labels))
         if self.vectors is not None:
             score_BC = self._exact_scores(queries_BD, rows_BC)
         score_BC = np.where(rows_BC >= 0, score_BC, np.float32(-np.inf))
-        best_BK = np.lexsort((rows_BC, -score_BC), axis=1)[:, :num_results]
-        scores[:, :num_results] = np.take_along_axis(score_BC, best_BK, axis=1)
-        labels[:, :num_results] = np.take_along_axis(rows_BC, best_BK, axis=1)
-        return scores, labels
+        order_BC = np.lexsort((rows_BC, -score_BC), axis=1)
+        best_BK = order_BC[:, :num_results]
+        found = np.s_[:, :num_results]
+        scores_BK, rows_BK = _no_results(len(queries_BD), k)
+        scores_BK[found] = np.take_along_axis(score_BC, best_BK, axis=1)
+        rows_BK[found] = np.take_along_axis(rows_BC, best_BK, axis=1)
+        return scores_BK, rows_BK
 
-    def _exact_scores(self, queries_BD: Floats, rows_BC: Labels) -> Floats:
+    def _exact_scores(self, queries_BD: Floats, rows_BC: Rows) -> Floats:
         """Inner products of each query with its candidates by the float32 vectors, [B, C]; any
-        value where the row is
-        -1. Computed in blocks of at most `ROWS_AT_ONCE` pairs.
+        value where the row is -1. Computed in blocks of at most `ROWS_AT_ONCE` pairs.
         """
         assert self.vectors is not None
         out_BC = np.empty(rows_BC.shape, dtype=np.float32)
-        columns = min(rows_BC.shape[1], ROWS_AT_ONCE)
-        step = max(1, ROWS_AT_ONCE // max(1, columns))
-        for start in range(0, len(rows_BC), step):
-            some = slice(start, start + step)
-            for first in range(0, rows_BC.shape[1], ROWS_AT_ONCE):
-                rows = rows_BC[some, first : first + ROWS_AT_ONCE].clip(0)
-                out_BC[some, first : first + ROWS_AT_ONCE] = self.vectors.scores(
-                    queries_BD[some], rows
-                )
+        num_queries, num_candidates = rows_BC.shape
+        width = min(num_candidates, ROWS_AT_ONCE)
+        height = max(1, ROWS_AT_ONCE // max(1, width))
+        starts = itertools.product(
+            range(0, num_queries, height), range(0, num_candidates, ROWS_AT_ONCE)
+        )
+        for query, candidate in starts:
+            queries = slice(query, query + height)
+            block = queries, slice(candidate, candidate + ROWS_AT_ONCE)
+            rows = rows_BC[block].clip(0)
+            out_BC[block] = self.vectors.scores(queries_BD[queries], rows)
         return out_BC
 
-    def _candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Labels]:
+    def _candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Rows]:
         """First stage of a search: candidates, and their inner products with the stored vectors or
         codes.
 
         Args:
-            queries_BD: float32 [B, D], finite. num: candidates, at least 1; capped at L.
+            queries_BD: float32 [B, D]. num: candidates, 1 to L.
 
         Returns:
             scores float32 [B, C] and label rows int64 [B, C], -1 for no candidate.
         """
-        queries = np.asarray(queries_BD)
-        if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.dim:
-            expected = f"float32 of shape [B, {self.dim}], the width of the index"
-            raise ValueError(
-                f"queries_BD must be {expected}, got {queries.dtype} of shape {queries.shape}"
-            )
-        if not np.isfinite(queries).all():
+        if not np.isfinite(queries_BD).all():
             raise ValueError("queries_BD must be finite")
-        if num < 1:
-            raise ValueError(f"k must be at least 1, got {num}")
-        if num >= self.num_labels and self.vectors is not None:  # every label is a candidate
-            every = np.broadcast_to(np.arange(self.num_labels), (len(queries), self.num_labels))
+        if num == self.num_labels and self.vectors is not None:  # every label is a candidate
+            every = np.broadcast_to(np.arange(num), (len(queries_BD), num))
             return np.zeros(every.shape, dtype=np.float32), every
         with faiss_threads(self.threads, self._faiss):
-            num = min(num, self.num_labels)
-            return self._index.search(
-                _padded(queries, self._index.d), num, params=self._search_params(num)
-            )
+            padded = _padded(queries_BD, self._index.d)
+            return self._index.search(padded, num, params=self._search_params(num))
 
     def with_options(self, **changes: int) -> LabelIndex:
         """The same index with another `search`, `probes` or `rescore`. Nothing is copied."""
@@ -382,11 +369,12 @@ class LabelIndex:
             UnidecError: faiss is not installed.
         """
         options = options or IndexOptions()
-        rows = None if vectors is None else as_heads(vectors)
-        index, data = read_index_file(Path(path), options.empty(kind, dim, num_labels), num_labels)
-        if rows is not None and index.ntotal > num_labels:
-            return cls.build(rows, kind, **options.model_dump())
-        return cls(index, kind, options, rows, data)
+        heads = None if vectors is None else as_heads(vectors)
+        like = options.empty(kind, dim, num_labels)
+        index, data = read_index_file(Path(path), like, num_labels)
+        if heads is not None and index.ntotal > num_labels:
+            return cls.build(heads, kind, **options.model_dump())
+        return cls(index, kind, options, heads, data)
 
     def _search_params(self, num: int) -> Any:
         """faiss search parameters; passed per search, because settings of the index are shared
@@ -400,9 +388,8 @@ class LabelIndex:
         lists = self._index.nlist
         # lists that hold twice the candidates if equally long
         enough = -(-2 * num * lists // self.num_labels)
-        return faiss.SearchParametersIVF(
-            nprobe=min(lists, max(self.options.num_probes(lists), enough))
-        )
+        probes = max(self.options.num_probes(lists), enough)
+        return faiss.SearchParametersIVF(nprobe=min(lists, probes))
 
 
 def _searchable(index: Any, kind: Kind) -> Any:
@@ -417,58 +404,21 @@ def _searchable(index: Any, kind: Kind) -> Any:
     packed = faiss.IndexIVFPQFastScan(index)
     if index.nlist > FLAT_CENTROIDS and index.d % 2 == 0:
         centroid_CD = faiss.downcast_index(index.quantizer).reconstruct_n(0, index.nlist)
-        codes = faiss.index_factory(index.d, f"PQ{index.d // 2}x4fs", faiss.METRIC_INNER_PRODUCT)
+        factory = f"PQ{index.d // 2}x4fs"
+        codes = faiss.index_factory(index.d, factory, faiss.METRIC_INNER_PRODUCT)
         codes.pq.cp.niter = 4
-        codes.train(centroid_CD[:: max(1, len(centroid_CD) // 4096)])
+        step = max(1, index.nlist // 4096)
+        codes.train(centroid_CD[::step])
         codes.add(centroid_CD)
         packed.quantizer = faiss.IndexRefine(codes, index.quantizer)
         packed.referenced_objects = [codes, packed.quantizer]
     return packed
 
 
-class ExactIndex:
-    """All labels, compared one by one in tiles (`model.search`), on the model's device: for tuning
-    and evaluation.
-
-    Args:
-        vectors: the labels' vectors. device: where to compute; None: the CPU.
-    """
-
-    def __init__(self, vectors: Heads, device: Any = None) -> None:
-        self.vectors = vectors
-        self.device = device
-
-    def search(
-        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Labels | None = None
-    ) -> tuple[Floats, Labels]:
-        """As `LabelIndex.search`, but with at most L columns."""
-        from unidec.model.search import exact_search
-
-        num_labels = self.vectors.num_labels
-        exclude = None
-        if excluded is not None:
-            pairs = np.divmod(excluded, num_labels)
-            exclude = csr_matrix(
-                (np.ones(len(excluded), bool), pairs), shape=(len(queries_BD), num_labels)
-            )
-        scores_BK, labels_BK = exact_search(
-            queries_BD,
-            self.vectors.take(slice(None)),
-            min(k, num_labels),
-            exclude=exclude,
-            device=self.device,
-            desc="exact search",
-        )
-        order_BK = np.lexsort((labels_BK, -scores_BK), axis=1)
-        return np.take_along_axis(scores_BK, order_BK, axis=1), np.take_along_axis(
-            labels_BK, order_BK, axis=1
-        )
-
-
-def blocks(rows: Labels, size: int = ROWS_AT_ONCE) -> Iterator[Labels]:
-    """Slices of `size` rows; a single empty slice if there are no rows."""
-    for start in range(0, max(1, len(rows)), size):
-        yield rows[start : start + size]
+def _no_results(num_queries: int, k: int) -> tuple[Floats, Rows]:
+    """Scores -inf and rows -1, [B, K]."""
+    scores_BK = np.full((num_queries, k), -np.inf, dtype=np.float32)
+    return scores_BK, np.full((num_queries, k), -1, dtype=np.int64)
 
 
 def _padded(array_PD: Floats, width: int) -> Floats:
@@ -478,45 +428,53 @@ def _padded(array_PD: Floats, width: int) -> Floats:
     return out
 
 
-def _checked_rows(vectors: Heads, rows_P: Labels, width: int) -> Floats:
+def _checked_rows(vectors: Heads, rows_P: Rows, width: int) -> Floats:
     """Zero-padded rows float32 [P, width], contiguous; raises ValueError for a number that is not
     finite.
     """
     array = vectors.take(rows_P)
-    if not (finite_P := np.isfinite(array).all(axis=1)).all():
-        raise ValueError(f"vectors_LD must be finite, row {rows_P[np.argmin(finite_P)]} is not")
+    finite_P = np.isfinite(array).all(axis=1)
+    if not finite_P.all():
+        row = rows_P[np.argmin(finite_P)]
+        raise ValueError(f"vectors_LD must be finite, row {row} is not")
     return _padded(array, width)
 
 
 def _train(index: Any, kind: Kind, vectors: Heads) -> None:
     """Train the centroids on a sample of the rows; the sample is the same for each build."""
-    num_labels = vectors.shape[0]
-    num_rows = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind == "ivf-pq" else 0)
+    num_labels = vectors.num_labels
+    num_rows = _TRAINING_ROWS
+    if kind == "ivf-pq":
+        num_rows = max(num_rows, _ROWS_A_LIST * index.nlist)
     rows = np.arange(num_labels)
     if num_rows < num_labels:
-        rows = np.sort(np.random.default_rng(0).choice(num_labels, num_rows, replace=False))
+        generator = np.random.default_rng(0)
+        rows = np.sort(generator.choice(num_labels, num_rows, replace=False))
     sample = _checked_rows(vectors, rows, index.d)
     if len(sample) < _CODES:
         sample = np.resize(sample, (_CODES, index.d))  # faiss requires a row for each centroid
-    index.pq.cp.niter, index.pq.cp.min_points_per_centroid = _ROUNDS, 1
+    clusterings = [index.pq.cp]
     if kind == "ivf-pq":
-        index.cp.niter, index.cp.min_points_per_centroid = _ROUNDS, 1
-        if index.nlist > FLAT_CENTROIDS:  # two-level k-means
-            from faiss.contrib.clustering import two_level_clustering
+        clusterings.append(index.cp)
+    for clustering in clusterings:
+        clustering.niter = _ROUNDS
+        clustering.min_points_per_centroid = 1
+    if kind == "ivf-pq" and index.nlist > FLAT_CENTROIDS:  # two-level k-means
+        from faiss.contrib.clustering import two_level_clustering
 
-            num_clusters = round(index.nlist**0.5)
-            settings = {
-                "clustering_niter": _ROUNDS,
-                "spherical": True,
-                "min_points_per_centroid": 1,
-            }
-            index.quantizer.add(
-                two_level_clustering(sample, num_clusters, index.nlist, **settings)[0]
-            )
+        centroids, _ = two_level_clustering(
+            sample,
+            round(index.nlist**0.5),
+            index.nlist,
+            clustering_niter=_ROUNDS,
+            spherical=True,
+            min_points_per_centroid=1,
+        )
+        index.quantizer.add(centroids)
     index.train(sample)
 
 
-def recall(approx_NK: Labels, exact_NK: Labels) -> float:
+def recall(approx_NK: Rows, exact_NK: Rows) -> float:
     """Share of the exact results that the approximate search found, over all queries, 0 to 1; 1
     without any results.
 
@@ -525,7 +483,8 @@ def recall(approx_NK: Labels, exact_NK: Labels) -> float:
     num_results = int((exact_NK >= 0).sum())
     if not num_results:
         return 1.0
-    span = int(max(exact_NK.max(), approx_NK.max())) + 1
-    rows = np.arange(len(exact_NK), dtype=np.int64)[:, None] * span
-    hit_NK = np.isin(approx_NK + rows, (exact_NK + rows)[exact_NK >= 0]) & (approx_NK >= 0)
+    num_labels = int(max(exact_NK.max(), approx_NK.max())) + 1
+    first_key = first_keys(len(exact_NK), num_labels)
+    wanted = (exact_NK + first_key)[exact_NK >= 0]
+    hit_NK = np.isin(approx_NK + first_key, wanted) & (approx_NK >= 0)
     return float(hit_NK.sum() / num_results)

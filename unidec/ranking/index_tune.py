@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
-from unidec.ranking.heads import Heads
-from unidec.ranking.index import KINDS, Kind, LabelIndex, blocks, recall
+from unidec.ranking.exact_index import ExactIndex
+from unidec.ranking.heads import Floats, Heads, Rows
+from unidec.ranking.index import KINDS, Kind, LabelIndex, recall
 
 GRAPH_LABELS = 200_000
 """Above this number of labels, HNSW is measured only on request: a graph takes hours to build."""
@@ -25,9 +25,6 @@ LIST_LABELS = 5_000
 """Below this number of labels, inverted lists are not measured."""
 CODE_DIMS: dict[Kind, tuple[int, ...]] = {"pq": (8, 4, 2), "ivf-pq": (4, 2)}
 _WARM_UP = 20
-
-Floats = npt.NDArray[np.float32]
-Labels = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,8 @@ class Measured:
 
 def default_kinds(num_labels: int) -> tuple[Kind, ...]:
     """Kinds worth measuring for this number of labels."""
-    skipped = (
-        {"hnsw"} if num_labels > GRAPH_LABELS else {"ivf-pq"} if num_labels < LIST_LABELS else set()
-    )
-    return tuple(kind for kind in KINDS if kind not in skipped)
+    skipped = {"hnsw": num_labels > GRAPH_LABELS, "ivf-pq": num_labels < LIST_LABELS}
+    return tuple(kind for kind in KINDS if not skipped.get(kind))
 
 
 def tune(
@@ -70,13 +65,13 @@ def tune(
         k: results per search.
         threads: threads of builds and searches.
     """
-    exact_NK = exact_labels(vectors, queries_ND, min(k, vectors.shape[0]))
+    _, exact_NK = ExactIndex(vectors).search(queries_ND, k)
+    builds: list[tuple[Kind, dict[str, int]]] = []
+    for kind in kinds:
+        if kind not in CODE_DIMS:
+            builds.append((kind, {}))
+        builds += [(kind, {"code_dims": dims}) for dims in CODE_DIMS.get(kind, ())]
     measured: list[Measured] = []
-    builds = [
-        (kind, {"code_dims": dims} if dims else {})
-        for kind in kinds
-        for dims in CODE_DIMS.get(kind, (0,))
-    ]
     for kind, build in progress(builds, desc="index tune", unit="build"):
         start = time.perf_counter()
         index = LabelIndex.build(vectors, kind, threads, **build)
@@ -84,17 +79,32 @@ def tune(
         num_bytes = int(faiss_module().serialize_index(index.stored).nbytes)
         index.threads = threads
         for settings in search_settings(index, k):
-            candidate = index.with_options(**settings)
-            times = []
-            results = []
-            for query_D in itertools.chain(queries_ND[:_WARM_UP], queries_ND):
-                start = time.perf_counter()
-                results.append(candidate.search(query_D[None], exact_NK.shape[1])[1])
-                times.append(1000 * (time.perf_counter() - start))
-            p50, p99 = (float(x) for x in np.percentile(times[-len(queries_ND) :], [50, 99]))
-            share = recall(np.concatenate(results[-len(queries_ND) :]), exact_NK)
-            measured.append(Measured(kind, build | settings, share, p50, p99, num_bytes, seconds))
+            found_NK, times_N = _timed(index.with_options(**settings), queries_ND, k)
+            p50, p99 = np.percentile(times_N, [50, 99]).tolist()
+            measured.append(
+                Measured(
+                    kind=kind,
+                    options=build | settings,
+                    recall=recall(found_NK, exact_NK),
+                    p50_ms=p50,
+                    p99_ms=p99,
+                    index_bytes=num_bytes,
+                    build_seconds=seconds,
+                )
+            )
     return measured
+
+
+def _timed(index: LabelIndex, queries_ND: Floats, k: int) -> tuple[Rows, list[float]]:
+    """The k labels found for each query, [N, K], and the milliseconds of each search."""
+    times = []
+    rows = []
+    for query_D in itertools.chain(queries_ND[:_WARM_UP], queries_ND):
+        start = time.perf_counter()
+        rows.append(index.search(query_D[None], k)[1])
+        times.append(1000 * (time.perf_counter() - start))
+    num_queries = len(queries_ND)
+    return np.concatenate(rows[-num_queries:]), times[-num_queries:]
 
 
 def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:
@@ -106,18 +116,13 @@ def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:
     if index.kind == "pq":
         return [{"rescore": factor} for factor in (1, 2, 4, 8, 16, 32)]
     if index.kind == "hnsw":
-        return [{"search": 1 << i} for i in range(2, 10) if 1 << i >= k] or [{"search": k}]
-    least = max(1, index.stored.nlist // 64)
+        return [{"search": width} for width in _powers_of_two(max(k, 4), 512) or [k]]
     lists = index.stored.nlist
-    probes = [1 << i for i in range(13) if least <= 1 << i < lists] or [least]
-    return [{"probes": number, "rescore": factor} for factor in (1, 2, 4, 8) for number in probes]
+    least = max(1, lists // 64)
+    probes = _powers_of_two(least, min(lists - 1, 4096)) or [least]
+    settings = itertools.product((1, 2, 4, 8), probes)
+    return [{"probes": number, "rescore": factor} for factor, number in settings]
 
 
-def exact_labels(vectors: Heads, queries_ND: Floats, k: int) -> Labels:
-    """The k best labels of each query by exhaustive search, int64 [N, k]."""
-    metric = faiss_module().METRIC_INNER_PRODUCT
-    from faiss.contrib.exhaustive_search import knn_ground_truth
-
-    label_blocks = (vectors.take(rows) for rows in blocks(np.arange(vectors.shape[0])))
-    labels_NK: Labels = knn_ground_truth(queries_ND, label_blocks, k, metric, ngpu=0)[1]
-    return labels_NK
+def _powers_of_two(least: int, most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length()) if least <= 1 << i]

@@ -1,11 +1,10 @@
 """Votes of similar training queries: a third score beside the scores of the two heads.
 
 Legend: M training queries, B queries, N nearest training queries of a query, L labels, D width of a
-head (or number of
-words), P candidate pairs of a query and a label, K results.
+head (or number of words), T votes of all queries, E labels of those votes.
 
-    votes(x, l) = sum over the N nearest m of w_m(x) y_ml                    y_ml is 1 for a label
-    of m, else 0 score(x, l) = heads(x, l) + weight * votes(x, l)
+    votes(x, l) = sum over the N nearest m of w_m(x) y_ml       y_ml is 1 for a label of m, else 0
+    score(x, l) = heads(x, l) + weight * votes(x, l)
 
 - ridge: w(x) = (K + I)^-1 k(x), where k holds the positive cosines between x and its neighbours,
   and K the cosines between those neighbours: kernel ridge regression of the labels on the
@@ -18,79 +17,36 @@ words), P candidate pairs of a query and a label, K results.
   does not depend on the exclusions.
 
 Sources: local learning (Bottou and Vapnik 1992) with the dual form of ridge regression (Saunders et
-al. 1998); the
-distance-weighted vote of nearest neighbours (Dudani 1976); interpolation of a model with its
-nearest training examples, softmax over their similarities (Khandelwal et al. 2020, kNN-LM, section
-2)."""
+al. 1998); the distance-weighted vote of nearest neighbours (Dudani 1976); interpolation of a model
+with its nearest training examples, softmax over their similarities (Khandelwal et al. 2020, kNN-LM,
+section 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix, diags, identity, vstack
 
-from unidec.data.dataset import write_texts_table
 from unidec.data.raw import text_array
-from unidec.data.storage import load_array
-from unidec.errors import ArtifactError
 from unidec.model.words import WordSpace
-from unidec.ranking.arrow_file import read_texts_table
 from unidec.ranking.candidates import PairScores, SparseRows, keep_largest
-from unidec.ranking.heads import unit_rows
+from unidec.ranking.heads import Floats, Rows, unit_rows
 from unidec.ranking.index import LabelIndex
 
 Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
-Floats = npt.NDArray[np.float32]
-Labels = npt.NDArray[np.int64]
-
+VOTES: tuple[Vote, ...] = get_args(Vote)
 RIDGE = 1.0  # measured: benchmarks/results/votes.md
 # votes of a label's text for co-occurring labels: weight, and smallest share
-COMPANION = 0.5
+COMPANION = np.float32(0.5)
 LEAST_SHARE = 0.1
 TEMPERATURE = 0.05  # of the softmax vote; close to the temperature of the heads' own softmax
-_LABELS = ("indptr.npy", "labels.npy", "queries.arrow")
-_WORDS = ("words_indptr.npy", "words.npy", "words_values.npy", "word_keys.npy", "word_weights.npy")
-_LABEL_WORDS = ("label_words_indptr.npy", "label_words.npy", "label_words_values.npy")
-FILES = frozenset(
-    f"neighbours/{name}" for name in ("vectors.npy", *_LABELS, *_WORDS, *_LABEL_WORDS)
-)
-"""All files that the folder may hold: either vectors.npy or the word files, optionally with those
-of the labels.
-"""
+MOST_CO_OCCURRING = 128  # co-occurring labels stored for each label: the most frequent ones
 # upper bound on the cosines computed at once when queries are compared by words
 _BLOCK_SCORES = 1 << 24
-# large_string: the titles of many queries exceed the 2 GB limit of a string column
-QUERY_SCHEMA = pa.schema(
-    [
-        pa.field("uid", pa.large_string(), nullable=False),
-        pa.field("title", pa.large_string(), nullable=False),
-    ]
-)
-_FIX = "write the bundle again: unidec index build"
-
-
-def _softmax(cosine_BN: Floats) -> Floats:
-    """exp((cosine - largest cosine) / `TEMPERATURE`), 0 where the cosine is not positive; float32
-    [B, N].
-    """
-    nearest_B1 = cosine_BN.max(axis=1, keepdims=True, initial=-1.0)
-    return np.where(
-        cosine_BN > 0, np.exp((cosine_BN - nearest_B1) / np.float32(TEMPERATURE)), np.float32(0)
-    )
-
-
-OF_COSINE: dict[Vote, Callable[[Floats], Floats]] = {
-    "square": lambda cosine_BN: np.square(np.maximum(cosine_BN, np.float32(0))),
-    "softmax": _softmax,
-}
-VOTES: tuple[Vote, ...] = ("square", "softmax", "ridge", "ridge-labels")
-MOST_CO_OCCURRING = 128  # co-occurring labels stored for each label: the most frequent ones
 
 
 class Neighbours:
@@ -125,55 +81,54 @@ class Neighbours:
     ) -> None:
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
-        self.uids, self.titles = (text_array(texts, pa.large_string()) for texts in (uids, titles))
+        self.uids = text_array(uids, pa.large_string())
+        self.titles = text_array(titles, pa.large_string())
         self.vote = vote
         self.words = words
-        self.vectors_MD: Any
-        if words is None:
-            dense_MD = np.asarray(vectors_MD)
-            if not np.isfinite(dense_MD).all():
-                raise ValueError("vectors_MD must be finite")
-            self.vectors_MD = (
-                dense_MD if dense_MD.dtype == np.float16 else unit_rows(dense_MD).astype(np.float16)
-            )
-        else:
+        self.part = part
+        values = vectors_MD if words is None else vectors_MD.data
+        if not np.isfinite(values).all():
+            raise ValueError("vectors_MD must be finite")
+        if words is not None and vectors_MD.shape[1] != words.num_columns:
+            raise ValueError("vectors_MD must have a column for each word")
+        self.vectors_MD: Any = vectors_MD
+        if words is not None:
             # rounded as in the stored file, so that neighbours do not change when the bundle is
             # loaded
             self.vectors_MD = _rounded_to_float16(vectors_MD)
-            if (
-                self.vectors_MD.shape[1] != words.num_columns
-                or not np.isfinite(self.vectors_MD.data).all()
-            ):
-                raise ValueError("vectors_MD must be finite and have a column for each word")
-        counts = (self.vectors_MD.shape[0], labels_ML.shape[0], len(self.uids), len(self.titles))
-        if len(set(counts)) != 1 or not counts[0]:
-            raise ValueError(
-                f"vectors, labels, uids and titles must be of the same queries, got {counts}"
-            )
-        self.label_words_LF = (
-            None if label_words_LF is None else _rounded_to_float16(label_words_LF)
-        )
+        elif vectors_MD.dtype != np.float16:
+            self.vectors_MD = unit_rows(vectors_MD).astype(np.float16)
+        parts = (vectors_MD, labels_ML)
+        counts = {part.shape[0] for part in parts} | {len(self.uids), len(self.titles)}
+        if len(counts) != 1 or 0 in counts:
+            what = "vectors, labels, uids and titles must be of the same queries"
+            raise ValueError(f"{what}, got {sorted(counts)}")
+        self.label_words_LF = label_words_LF
+        if label_words_LF is not None:
+            self.label_words_LF = _rounded_to_float16(label_words_LF)
         self.labels_ML = csr_matrix(labels_ML > 0, dtype=np.float32)
         self.labels_ML.sum_duplicates()
         self.labels_ML.data[:] = 1.0  # duplicates were summed
-        self.part, self.compared_MD = (
-            part,
-            self.vectors_MD if words is None else words.part(self.vectors_MD, part),
-        )
+        self.compared_MD = self.vectors_MD
+        if words is not None:
+            self.compared_MD = words.part(self.vectors_MD, part)
         voting = self.compared_MD
         voted = self.labels_ML
         if vote == "ridge-labels":
-            if words is None or self.label_words_LF is None:
-                raise ValueError(
-                    "labels vote by their words, but label_words_LF or words is missing"
-                )
+            if words is None or label_words_LF is None:
+                raise ValueError("labels vote by their words, but those are missing")
             voting = vstack([voting, self.compared_labels], format="csr")
             voted = vstack([voted, self._voted_by_labels()], format="csr")
         self.num_voters = voted.shape[0]
         self._labels = SparseRows(voted)
-        self._words = None if words is None else SparseRows(voting)
-        self._index: Any = LabelIndex.build(voting.astype(np.float32)) if words is None else None
-        self._by_word = None if words is None else SparseRows(csr_matrix(voting.T))
+        self._index: LabelIndex | None = None
+        self._words: SparseRows | None = None
+        self._by_word: SparseRows | None = None
+        if words is None:
+            self._index = LabelIndex.build(voting.astype(np.float32))
+        else:
+            self._words = SparseRows(voting)
+            self._by_word = SparseRows(csr_matrix(voting.T))
 
     @property
     def num_queries(self) -> int:
@@ -193,21 +148,19 @@ class Neighbours:
 
     @cached_property
     def by_first_words(self) -> Neighbours | None:
-        """The same training queries, compared by their first words; None if those are
-        not stored.
-        """
+        """The same queries, compared by their first words; None if those are not stored."""
         if self.words is None or not self.words.head or self.part:
             return None
-        data = (
+        return Neighbours(
             self.vectors_MD,
             self.labels_ML,
             self.uids,
             self.titles,
-            self.vote,
-            self.words,
-            self.label_words_LF,
+            vote=self.vote,
+            words=self.words,
+            label_words_LF=self.label_words_LF,
+            part=1,
         )
-        return Neighbours(*data, part=1)
 
     @cached_property
     def _pairs(self) -> PairScores:
@@ -227,20 +180,18 @@ class Neighbours:
         count_LL = csr_matrix(self.labels_ML.T @ self.labels_ML)
         num_queries_L = np.maximum(count_LL.diagonal(), 1)
         count_LL.setdiag(0)
-        return csr_matrix(
-            diags(1 / num_queries_L) @ keep_largest(count_LL, MOST_CO_OCCURRING), dtype=np.float32
-        )
+        share_LL = diags(1 / num_queries_L) @ keep_largest(count_LL, MOST_CO_OCCURRING)
+        return csr_matrix(share_LL, dtype=np.float32)
 
     def _voted_by_labels(self) -> csr_matrix:
-        """Labels for which each label's text votes, with weights, float32 CSR [L, L]."""
+        """Rows for which each label's text votes, with weights, float32 CSR [L, L]."""
         others_LL = self.co_occurrence.copy()
-        others_LL.data = np.where(
-            others_LL.data >= LEAST_SHARE, np.float32(COMPANION) * others_LL.data, np.float32(0)
-        )
+        others_LL.data = _companion(others_LL.data)
         others_LL.eliminate_zeros()
-        return csr_matrix(identity(self.num_labels, dtype=np.float32, format="csr") + others_LL)
+        own_LL = identity(self.num_labels, dtype=np.float32, format="csr")
+        return csr_matrix(own_LL + others_LL)
 
-    def nearest(self, query_BD: Floats | csr_matrix, num: int) -> tuple[Floats, Labels]:
+    def nearest(self, query_BD: Floats | csr_matrix, num: int) -> tuple[Floats, Rows]:
         """The voters with the largest cosine, best first; ties are ordered by row.
 
         Args:
@@ -254,24 +205,30 @@ class Neighbours:
             ones have cosine 0 and row -1.
         """
         num = min(num, self.num_voters)
-        if self._by_word is None:
-            return self._index.search(unit_rows(query_BD), num)
+        if self._index is not None:
+            return self._index.search(unit_rows(cast(Floats, query_BD)), num)
+        assert self._by_word is not None
         step = max(1, _BLOCK_SCORES // self.num_voters)
-        words_BF = cast(csr_matrix, query_BD)
-        starts = range(0, max(1, words_BF.shape[0]), step)
-        parts = (
-            [words_BF] if len(starts) == 1 else [words_BF[start : start + step] for start in starts]
-        )
-        results = [self._by_word.product(part).best(num) for part in parts]
-        cosine_BN, row_BN = (np.concatenate(blocks) for blocks in zip(*results, strict=True))
-        return cosine_BN, row_BN
+        parts = [query_BD]
+        if query_BD.shape[0] > step:
+            starts = range(0, query_BD.shape[0], step)
+            parts = [query_BD[start : start + step] for start in starts]
+        blocks = [self._by_word.product(part).best(num) for part in parts]
+        if len(blocks) == 1:
+            return blocks[0]
+        cosines, rows = zip(*blocks, strict=True)
+        return np.concatenate(cosines), np.concatenate(rows)
 
-    def weights(self, cosine_BN: Floats, row_BN: Labels) -> Floats:
+    def weights(self, cosine_BN: Floats, row_BN: Rows) -> Floats:
         """Weight of each neighbour's vote, float32 [B, N]; the arguments are the result of
         `nearest`.
         """
-        if self.vote in OF_COSINE:
-            return OF_COSINE[self.vote](cosine_BN)
+        if self.vote == "square":
+            return np.square(np.maximum(cosine_BN, np.float32(0)))
+        if self.vote == "softmax":
+            below_BN = cosine_BN - cosine_BN.max(axis=1, keepdims=True, initial=-1.0)
+            weight_BN = np.exp(below_BN / np.float32(TEMPERATURE))
+            return np.where(cosine_BN > 0, weight_BN, np.float32(0))
         out = np.zeros_like(cosine_BN)
         for query, (cosine_N, row_N) in enumerate(zip(cosine_BN, row_BN, strict=True)):
             near = np.flatnonzero(cosine_N > 0)
@@ -281,7 +238,7 @@ class Neighbours:
             out[query, near] = np.linalg.solve(kernel_NN, cosine_N[near])
         return out
 
-    def _vectors(self, row_N: Labels) -> Floats:
+    def _vectors(self, row_N: Rows) -> Floats:
         """Dense vectors of the given voters; word columns that are 0 for all of them
         are dropped.
         """
@@ -294,7 +251,7 @@ class Neighbours:
         return out
 
     def votes(
-        self, query_BD: Floats | csr_matrix, num: int, left_out: Labels | None = None
+        self, query_BD: Floats | csr_matrix, num: int, left_out: Rows | None = None
     ) -> PairScores:
         """Positive votes of the `num` nearest voters for labels. A query has no votes if no cosine
         is positive or no neighbour has a label.
@@ -304,33 +261,37 @@ class Neighbours:
                 Each query is treated as absent from the training data: `num` others vote, and label
                 co-occurrence excludes it.
         """
-        cosine_BN, row_BN = self.nearest(query_BD, num if left_out is None else num + 1)
-        if left_out is not None:
-            cosine_BN = np.where(row_BN == left_out[:, None], np.float32(0), cosine_BN)
+        if left_out is None:
+            cosine_BN, row_BN = self.nearest(query_BD, num)
+        else:
+            cosine_BN, row_BN = self.nearest(query_BD, num + 1)
+            cosine_BN[row_BN == left_out[:, None]] = 0
         weight_BN = self.weights(cosine_BN, row_BN)
         num_labels = self.num_labels
-        num_queries = len(row_BN)
         query_T, rank_T = np.nonzero(weight_BN)
         voter_T = row_BN[query_T, rank_T]
+        weight_T = weight_BN[query_T, rank_T]
         place_E, label_E, share_E = self._labels.entries(voter_T)
+        query_E = query_T[place_E]
         if left_out is not None and self.num_voters > self.num_queries:
-            row_E = left_out[query_T[place_E]]
             voted_by_E = voter_T[place_E] - self.num_queries
-            share_E = self._share_without(row_E, voted_by_E, label_E, share_E)
-        key_N, which_E = np.unique(query_T[place_E] * num_labels + label_E, return_inverse=True)
-        sum_N = np.bincount(
-            which_E, weight_BN[query_T, rank_T][place_E] * share_E, minlength=len(key_N)
-        )
-        key_N = key_N[sum_N > 0]
-        sum_N = sum_N[sum_N > 0]
-        if self.vote in OF_COSINE:
-            largest_B = np.zeros(num_queries)
-            np.maximum.at(largest_B, key_N // num_labels, sum_N)
-            sum_N = sum_N / largest_B[key_N // num_labels]
-        return PairScores(key_N, sum_N.astype(np.float32), (num_queries, num_labels))
+            share_E = self._share_without(left_out[query_E], voted_by_E, label_E, share_E)
+        key_N, which_E = np.unique(query_E * num_labels + label_E, return_inverse=True)
+        vote_E = weight_T[place_E] * share_E
+        sum_N = np.bincount(which_E, vote_E, minlength=len(key_N))
+        positive_N = sum_N > 0
+        key_N = key_N[positive_N]
+        sum_N = sum_N[positive_N]
+        if self.vote in ("square", "softmax"):
+            query_N = key_N // num_labels
+            largest_B = np.zeros(len(row_BN))
+            np.maximum.at(largest_B, query_N, sum_N)
+            sum_N = sum_N / largest_B[query_N]
+        shape = (len(row_BN), num_labels)
+        return PairScores(key_N, sum_N.astype(np.float32), shape)
 
     def _share_without(
-        self, row_E: Labels, voter_E: Labels, label_E: npt.NDArray[Any], share_E: Floats
+        self, row_E: Rows, voter_E: Rows, label_E: npt.NDArray[Any], share_E: Floats
     ) -> Floats:
         """Vote weights as if a training query were absent; they change only where it has the voting
         label.
@@ -344,101 +305,20 @@ class Neighbours:
         some = np.flatnonzero((voter_E >= 0) & (voter_E != label_E))
         some = some[self._has(row_E[some], voter_E[some])]
         count = self.label_counts[voter_E[some]]
-        both = share_E[some] / np.float32(COMPANION) * count - self._has(row_E[some], label_E[some])
-        share = both / np.maximum(count - 1, 1)
+        has_both = self._has(row_E[some], label_E[some])
+        both = share_E[some] / COMPANION * count - has_both
         out = share_E.copy()
-        out[some] = np.where(share >= LEAST_SHARE, np.float32(COMPANION) * share, np.float32(0))
+        out[some] = _companion(both / np.maximum(count - 1, 1))
         return out
 
-    def _has(self, row_E: Labels, label_E: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    def _has(self, row_E: Rows, label_E: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Whether training query `row_E[e]` has label `label_E[e]`, bool [E]."""
         return self._pairs.at(row_E * self.num_labels + label_E) > 0
 
-    def write(self, folder: Path, label_words: bool = False) -> None:
-        """Write `FILES` below a bundle's folder, deterministically; `label_words`: also the label
-        texts' vectors.
-        """
-        target = folder / "neighbours"
-        labels_ML = self.labels_ML
-        target.mkdir()
-        arrays: dict[str, npt.NDArray[Any]] = {"vectors.npy": self.vectors_MD}
-        if self.words is not None:
-            parts = (*_storage_arrays(self.vectors_MD), self.words.keys_F, self.words.idf_F)
-            arrays = dict(zip(_WORDS, parts, strict=True))
-        if label_words:
-            assert self.label_words_LF is not None
-            arrays |= zip(_LABEL_WORDS, _storage_arrays(self.label_words_LF), strict=True)
-        arrays |= {
-            "indptr.npy": labels_ML.indptr.astype(np.int64),
-            "labels.npy": labels_ML.indices.astype(np.int32),
-        }
-        for name, array in arrays.items():
-            np.save(target / name, np.ascontiguousarray(array), allow_pickle=False)
-        write_texts_table(
-            target / "queries.arrow", pa.table([self.uids, self.titles], schema=QUERY_SCHEMA)
-        )
 
-    @property
-    def num_bytes(self) -> int:
-        """Approximate size of the files of `write`."""
-        vector_bytes = self.vectors_MD.nbytes if self.words is None else 6 * self.vectors_MD.nnz
-        return vector_bytes + 4 * self.labels_ML.nnz + self.titles.nbytes
-
-
-def read_titles(folder: Path, num_queries: int) -> pa.ChunkedArray:
-    """The texts of the training queries that vote in a bundle; an ArtifactError if they are
-    damaged.
-    """
-    return read_texts_table(folder / "neighbours" / "queries.arrow", QUERY_SCHEMA, num_queries)[
-        "title"
-    ]
-
-
-def read_neighbours(
-    folder: Path,
-    sizes: tuple[int, int, int, int],
-    vote: Vote,
-    tokenizer_folder: Path | None = None,
-    with_label_words: bool = False,
-    word_head: int = 0,
-) -> Neighbours:
-    """Read the files of `Neighbours.write` and check them against the sizes in bundle.json.
-
-    Args:
-        folder: the bundle's folder.
-        sizes: number of queries, number of (query, label) pairs, number of labels, and width of the
-            vectors (with `tokenizer_folder`: number of words).
-        tokenizer_folder: the model's tokenizer if queries are compared by words, else None.
-        with_label_words: the word vectors of the label texts are stored too. word_head: see
-        `WordSpace`.
-
-    Raises:
-        ArtifactError: a file is missing, or has a wrong type, a wrong size, non-finite numbers or
-        invalid label rows.
-    """
-    source = folder / "neighbours"
-    words = None
-    num_queries, num_pairs, num_labels, dim = sizes
-    labels_ML = _read_csr(source, _LABELS[:2], (num_queries, num_labels), num_pairs)
-    label_words = None
-    if tokenizer_folder is None:
-        vectors: Any = _read_array(source / "vectors.npy", np.float16, (num_queries, dim))
-    else:
-        num_columns = 2 * dim if word_head else dim
-        vectors = _read_csr(source, _WORDS[:3], (num_queries, num_columns))
-        if with_label_words:
-            label_words = _read_csr(source, _LABEL_WORDS, (num_labels, num_columns))
-        keys = _read_array(source / "word_keys.npy", np.uint64, (dim,))
-        weights = _read_array(source / "word_weights.npy", np.float32)
-        try:
-            words = WordSpace(tokenizer_folder, keys, weights, word_head)
-        except ValueError as error:
-            where = str(source / "word_keys.npy")
-            raise ArtifactError(
-                "the words are damaged", where=where, got=str(error), fix=_FIX
-            ) from error
-    table = read_texts_table(source / "queries.arrow", QUERY_SCHEMA, num_queries)
-    return Neighbours(vectors, labels_ML, table["uid"], table["title"], vote, words, label_words)
+def _companion(share: npt.NDArray[np.floating[Any]]) -> Floats:
+    """Weight of a label's vote for a label with which it shares this part of its queries."""
+    return np.where(share >= LEAST_SHARE, COMPANION * share, np.float32(0))
 
 
 def _rounded_to_float16(matrix: csr_matrix) -> csr_matrix:
@@ -446,56 +326,3 @@ def _rounded_to_float16(matrix: csr_matrix) -> csr_matrix:
     out = csr_matrix(matrix, dtype=np.float32, copy=True)
     out.data = out.data.astype(np.float16).astype(np.float32)
     return out
-
-
-def _storage_arrays(matrix: csr_matrix) -> tuple[npt.NDArray[Any], ...]:
-    """Row offsets, columns and values of a matrix in the dtypes of the files."""
-    return (
-        matrix.indptr.astype(np.int64),
-        matrix.indices.astype(np.int32),
-        matrix.data.astype(np.float16),
-    )
-
-
-def _read_csr(
-    folder: Path, names: Sequence[str], shape: tuple[int, int], num_pairs: int = 0
-) -> csr_matrix:
-    """A float32 matrix from the files of its row offsets, its columns and, if there is a third
-    name, its values.
-
-    Without values all entries are 1, and `num_pairs` is the expected number of entries.
-    """
-    where = folder / names[0]
-    columns = folder / names[1]
-    values = _read_array(folder / names[2], np.float16) if len(names) > 2 else None
-    num_pairs = num_pairs if values is None else len(values)
-    indptr = _read_array(where, np.int64, (shape[0] + 1,))
-    indices = _read_array(columns, np.int32, (num_pairs,))
-    if indptr[-1] != num_pairs:
-        raise ArtifactError(f"row offsets do not fit {columns.name}", where=str(where), fix=_FIX)
-    data = np.ones(num_pairs, dtype=np.float32) if values is None else values.astype(np.float32)
-    try:
-        matrix = csr_matrix((data, indices, indptr), shape=shape)
-        matrix.check_format(full_check=True)
-    except ValueError as error:
-        what = f"{columns.name} or {where.name} is damaged"
-        raise ArtifactError(what, where=str(columns), got=error, fix=_FIX) from error
-    return matrix
-
-
-def _read_array(where: Path, dtype: Any, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-    """An array of finite numbers; without a shape, one-dimensional of any length."""
-    array = load_array(where, dtype, ndim=len(shape or (0,)))
-    if shape is not None and array.shape != shape:
-        raise ArtifactError(
-            "the array has another shape",
-            where=str(where),
-            got=array.shape,
-            expected=shape,
-            fix=_FIX,
-        )
-    if not np.isfinite(array).all():
-        raise ArtifactError(
-            "the array holds numbers that are not finite", where=str(where), fix=_FIX
-        )
-    return array

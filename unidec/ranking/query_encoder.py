@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,14 +25,15 @@ from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, length_chunk
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
 from unidec.model.words import WordSpace, with_words
+from unidec.ranking.heads import Floats
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
 RUNTIMES = get_args(Runtime)
 # texts that a transformer encodes together; measured: benchmarks/results/query-path.md
 CHUNK_TEXTS = 8
-Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
 Part = Callable[[Tokens], Floats]
+Layer = tuple[Floats, Floats]  # weight [in, out] and bias
 log = logging.getLogger(__name__)
 
 
@@ -57,14 +58,14 @@ class Encoded:
     unknown_B: Counts = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
-        return len(next(part for part in (self.de_BD, self.clf_BD) if part is not None))
+        part = self.clf_BD if self.de_BD is None else self.de_BD
+        assert part is not None
+        return len(part)
 
     def take(self, rows: npt.NDArray[np.int64] | slice) -> Encoded:
         """The queries at the given rows."""
-        parts: dict[str, Any] = {
-            name: None if part is None else part[rows] for name, part in vars(self).items()
-        }
-        return Encoded(**parts)
+        parts = {name: part[rows] for name, part in vars(self).items() if part is not None}
+        return replace(self, **parts)
 
 
 class ModelEncoder:
@@ -117,14 +118,16 @@ class FastEncoder:
             arrays = read_arrays(about.folder)
             if about.encoder.kind != "transformer":
                 self._parts.append(_bag_part(about, arrays))
-            layers = ("encoder.residual.0", "encoder.residual.3") if about.encoder.residual else ()
-            self._residual = [_linear(arrays, name) for name in layers]
-            heads = [head for head in ("de", "clf") if about.heads in ("both", head)]
-            has_layers = about.settings.projection
+            self._residual: list[Layer] = []
+            if about.encoder.residual:
+                self._residual = [_linear(arrays, f"encoder.residual.{place}") for place in (0, 3)]
             self._normalize = about.settings.normalize
-            self._heads = {
-                head: _linear(arrays, f"head_{head}.0") if has_layers else None for head in heads
-            }
+            self._heads: dict[str, Layer | None] = {}
+            for head in ("de", "clf"):
+                if about.heads in ("both", head):
+                    layer = f"head_{head}.0"
+                    projects = about.settings.projection
+                    self._heads[head] = _linear(arrays, layer) if projects else None
             # a text of maximum length with the largest token id reports a misfit now, not when such
             # a query arrives
             longest = np.full(about.max_length, self._tokenizer.vocab_size - 1)
@@ -138,19 +141,16 @@ class FastEncoder:
         """Encode texts; raises DataError for a text that is not valid Unicode."""
         tokens = self._tokens(*self._tokenizer.encode(texts))
         outputs = self._head_outputs(tokens)
-        return _encoded(tokens, self._tokenizer, self._words, outputs.get("de"), outputs.get("clf"))
+        de_BD = outputs.get("de")
+        clf_BD = outputs.get("clf")
+        return _encoded(tokens, self._tokenizer, self._words, de_BD, clf_BD)
 
     def _tokens(
         self, ids_F: npt.NDArray[Any], lengths_B: Sequence[int] | npt.NDArray[np.int64]
     ) -> Tokens:
-        offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int64)
-        return Tokens(
-            ids_F,
-            offsets,
-            self._tokenizer.vocab_size,
-            self._tokenizer.pad_id,
-            self._tokenizer.max_length,
-        )
+        offsets = np.cumsum([0, *lengths_B], dtype=np.int64)
+        tokenizer = self._tokenizer
+        return Tokens(ids_F, offsets, tokenizer.vocab_size, tokenizer.pad_id, tokenizer.max_length)
 
     def _head_outputs(self, tokens: Tokens) -> dict[str, Floats]:
         """Output of each head by name, float32 [B, D]."""
@@ -160,15 +160,20 @@ class FastEncoder:
 
             (first_WW, first_W), (last_WW, last_W) = self._residual
             y_BW = x_BW @ first_WW + first_W
-            gelu_BW = (y_BW * 0.5 * (1 + erf(y_BW / np.sqrt(2)))).astype(np.float32)
+            share_BW = 1 + erf(y_BW / np.sqrt(2))
+            gelu_BW = (y_BW * 0.5 * share_BW).astype(np.float32)
             x_BW = x_BW + gelu_BW @ last_WW + last_W
-        outputs = {
-            name: x_BW if layer is None else x_BW @ layer[0] + layer[1]
-            for name, layer in self._heads.items()
-        }
-        if "de" in outputs:
-            de_BD = np.tanh(outputs["de"]) if self._heads["de"] is not None else outputs["de"]
-            outputs["de"] = _normalised(de_BD) if self._normalize else de_BD
+        outputs = {}
+        for head, layer in self._heads.items():
+            out_BD = x_BW
+            if layer is not None:
+                weight, bias = layer
+                out_BD = x_BW @ weight + bias
+                if head == "de":
+                    out_BD = np.tanh(out_BD)
+            if head == "de" and self._normalize:
+                out_BD = _normalised(out_BD)
+            outputs[head] = out_BD
         return outputs
 
 
@@ -200,11 +205,12 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
         )
     threads = num_threads(threads)
     about = bundle.about
-    if runtime != "torch" and (runtime != "auto" or str(getattr(about, "device", "cpu")) == "cpu"):
+    on_cpu = str(getattr(about, "device", "cpu")) == "cpu"
+    if runtime != "torch" and (runtime != "auto" or on_cpu):
         try:
-            config = (
-                about if isinstance(about, ModelConfig) else ModelConfig.read(bundle.path / "model")
-            )
+            config = about
+            if not isinstance(about, ModelConfig):
+                config = ModelConfig.read(bundle.path / "model")
             return FastEncoder(config, bundle.words, int8=runtime != "onnx", threads=threads)
         except UnidecError as error:
             if runtime != "auto" or isinstance(error, ArtifactError):
@@ -258,9 +264,8 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
         out_BD = np.empty((len(tokens), width), dtype=np.float32)
         for rows in length_chunks(tokens.lengths(), CHUNK_TEXTS):
             ids_BT, mask_BT = tokens.batch(rows)
-            out_BD[rows] = session.run(
-                None, {"input_ids": ids_BT, "attention_mask": mask_BT.astype(np.int64)}
-            )[0]
+            inputs = {"input_ids": ids_BT, "attention_mask": mask_BT.astype(np.int64)}
+            out_BD[rows] = session.run(None, inputs)[0]
         return out_BD
 
     return encode
@@ -272,48 +277,50 @@ def _bag_part(about: ModelConfig, arrays: Mapping[str, npt.NDArray[Any]]) -> Par
     """
     head = about.encoder.bag_head
     num_words = about.encoder.bag_words
-    names = [
-        f"encoder.bag.{name}" for name in ("embedding.weight", "log_weight.weight", "continues")
-    ]
+    embedding_VD = arrays["encoder.bag.embedding.weight"]
+    log_weight_V1 = arrays["encoder.bag.log_weight.weight"]
     num_rows = about.num_tokens + num_words
-    for name, expected in zip(
-        names, ((num_rows, about.width), (num_rows, 1), (about.num_tokens,)), strict=True
-    ):
-        if (num_words or name != names[2]) and arrays[name].shape != expected:
-            raise ValueError(f"{name}: shape {arrays[name].shape}, expected {expected}")
-    embedding_VD: Floats = arrays[names[0]]
-    weight_V: Floats = np.exp(arrays[names[1]][:, 0])
+    shapes = [embedding_VD.shape, log_weight_V1.shape]
+    expected: list[tuple[int, ...]] = [(num_rows, about.width), (num_rows, 1)]
+    if num_words:
+        continues_V = arrays["encoder.bag.continues"]
+        shapes.append(continues_V.shape)
+        expected.append((about.num_tokens,))
+    if shapes != expected:
+        raise ValueError(f"the bag of tokens has the shapes {shapes}, expected {expected}")
+    weight_V: Floats = np.exp(log_weight_V1[:, 0])
 
     def encode(tokens: Tokens) -> Floats:
         flat_F = tokens.ids
         lengths_B = np.diff(tokens.offsets)
         if num_words:
             flat_F, lengths_B = with_words(
-                flat_F.astype(np.int64), lengths_B, arrays[names[2]], num_words
+                flat_F.astype(np.int64), lengths_B, continues_V, num_words
             )
-        sums = np.empty((len(lengths_B), 2 if head else 1, embedding_VD.shape[1]), dtype=np.float32)
+        num_parts = 2 if head else 1
+        sums = np.empty((len(lengths_B), num_parts, about.width), dtype=np.float32)
         ends_B = np.cumsum(lengths_B)
-        for text, (start, end) in enumerate(zip(ends_B - lengths_B, ends_B, strict=True)):
-            ids = flat_F[start:end]
+        for sums_PD, end, length in zip(sums, ends_B, lengths_B, strict=True):
+            ids = flat_F[end - length : end]
             rows = embedding_VD[ids]
             weights = weight_V[ids]
-            np.dot(weights, rows, out=sums[text, 0])
+            np.dot(weights, rows, out=sums_PD[0])
             if head:
-                np.dot(weights[:head], rows[:head], out=sums[text, 1])
-        return _normalised(sums).reshape(len(sums), sums.shape[1] * sums.shape[2])
+                np.dot(weights[:head], rows[:head], out=sums_PD[1])
+        return _normalised(sums).reshape(len(sums), num_parts * about.width)
 
     return encode
 
 
-def _linear(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> tuple[Floats, Floats]:
+def _linear(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> Layer:
     """Weight [in, out], contiguous, and bias of a linear layer."""
     return np.ascontiguousarray(arrays[f"{name}.weight"].T), arrays[f"{name}.bias"]
 
 
 def _normalised(x: Floats) -> Floats:
     """Scale the last dimension to unit length, as torch.nn.functional.normalize."""
-    length = np.sqrt(np.einsum("...d,...d->...", x, x))[..., None]
-    return x / np.maximum(length, np.float32(1e-12))
+    square = np.einsum("...d,...d->...", x, x)[..., None]
+    return x / np.maximum(np.sqrt(square), np.float32(1e-12))
 
 
 def _encoded(
@@ -324,8 +331,16 @@ def _encoded(
     clf_BD: Floats | None,
 ) -> Encoded:
     """Combine tokens and head outputs into `Encoded`."""
-    flat_F = tokens.ids
     offsets = tokens.offsets
-    unknown_B = np.diff(np.concatenate([[0], np.cumsum(flat_F == tokenizer.unknown_id)])[offsets])
-    words_BF = None if words is None else words.vectors(flat_F.astype(np.int64), offsets)
-    return Encoded(de_BD, clf_BD, words_BF, np.diff(offsets) - tokenizer.num_specials, unknown_B)
+    is_unknown_F = tokens.ids == tokenizer.unknown_id
+    num_unknown = np.concatenate([[0], np.cumsum(is_unknown_F)])
+    words_BF = None
+    if words is not None:
+        words_BF = words.vectors(tokens.ids.astype(np.int64), offsets)
+    return Encoded(
+        de_BD,
+        clf_BD,
+        words_BF=words_BF,
+        num_tokens_B=np.diff(offsets) - tokenizer.num_specials,
+        unknown_B=np.diff(num_unknown[offsets]),
+    )

@@ -26,25 +26,24 @@ from unidec.ranking.candidates import (
     votes_alone,
 )
 from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE, Fusion, LabelEvidence
-from unidec.ranking.heads import Heads, Space
+from unidec.ranking.heads import Floats, Heads, Rows, Space
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
 
-Floats = npt.NDArray[np.float32]
-Labels = npt.NDArray[np.int64]
 Head = Literal["de", "clf"]
 SINGLE_HEADS: tuple[Head, ...] = ("de", "clf")
 MOST_POINTS = 32  # of a calibration
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 Score = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Index(Protocol):
-    """Finds labels by the heads' score: `index.LabelIndex`, or `index.ExactIndex`."""
+    """Finds labels by the heads' score: `index.LabelIndex`, or `exact_index.ExactIndex`."""
 
     def search(
-        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Labels | None = None
-    ) -> tuple[Floats, Labels]:
+        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Rows | None = None
+    ) -> tuple[Floats, Rows]:
         """Scores and rows of the k best labels of each query that are not excluded, best first."""
 
 
@@ -76,7 +75,7 @@ class Voting:
         """Votes of the nearest training queries."""
         return self.neighbours.votes(self.compared(encoded), self.num)
 
-    def rank(self, encoded: Encoded, k: int, excluded: Labels | None = None) -> Ranked:
+    def rank(self, encoded: Encoded, k: int, excluded: Rows | None = None) -> Ranked:
         """The k labels with the most votes; labels without votes are not returned."""
         return votes_alone(self.votes(encoded), k, excluded)
 
@@ -111,17 +110,18 @@ class Ranker:
             self.evidence = LabelEvidence(
                 heads, voting.neighbours, voting.num, fusion.propensity, fusion.words
             )
-        self._alone = {head: heads.alone(head) for head in SINGLE_HEADS if head in heads.vectors}
+        existing = [head for head in SINGLE_HEADS if head in heads.vectors]
+        self._alone = {head: heads.alone(head) for head in existing}
 
     def rank(
         self,
         encoded: Encoded,
         k: int,
-        excluded: Labels | None = None,
+        excluded: Rows | None = None,
         *,
         head: Space = "both",
         tail: float = 0.0,
-        allowed: Labels | None = None,
+        allowed: Rows | None = None,
         found: Ranked | None = None,
     ) -> Ranked:
         """The k best labels of each query. They are as exact as the index; labels with votes are
@@ -138,37 +138,42 @@ class Ranker:
             found: the best labels by the heads' score, at least `CANDIDATES` of them or all,
                 without excluded pairs; None: the index is searched.
         """
-        excluded = np.zeros(0, dtype=np.int64) if excluded is None else excluded
+        excluded = _NO_ROWS if excluded is None else excluded
         query_BD = self.heads.queries(encoded.de_BD, encoded.clf_BD, head)
-        if self.evidence is not None and self.fusion is not None and head == "both":
+        as_served = head == "both"
+        if self.fusion is not None and self.evidence is not None and as_served:
             num = max(FEWEST_CANDIDATES, 3 * k)
-            found = self._search(query_BD, num, excluded, RESCORE) if found is None else found
-            evidence = self.evidence.read(encoded, found.rows[:, :num], excluded, allowed)
+            if found is None:
+                found = self._search(query_BD, num, excluded, RESCORE)
+            found_BC = found.rows[:, :num]
+            evidence = self.evidence.read(encoded, found_BC, excluded, allowed)
             return self.evidence.rank(self.fusion, evidence, k, tail)
-        votes = None
-        if self.voting is not None and head == "both":
-            votes = self.voting.votes(encoded)
-        num_queries = len(encoded)
+        voting = self.voting if as_served else None
         num_labels = self.heads.num_labels
+        votes = PairScores.none((len(encoded), num_labels))
+        if voting is not None:
+            votes = voting.votes(encoded)
         if allowed is not None:
-            key_P = allowed_keys(allowed, num_queries, num_labels, excluded)
+            key_P = allowed_keys(allowed, len(encoded), num_labels, excluded)
         else:
-            found = self._search(query_BD, k, excluded) if found is None else found
-            if votes is None:
-                return Ranked(found.rows[:, :k], found.scores[:, :k])
-            key_P = candidate_keys(found.rows[:, :k], votes.key_N, num_labels, excluded)
-        heads_P = self.heads.pair_scores(query_BD, *np.divmod(key_P, num_labels))
-        candidates = Candidates.of(
-            key_P, heads_P, votes or PairScores.none((num_queries, num_labels))
-        )
-        ranked = candidates.top(0.0 if self.voting is None else self.voting.weight, k)
-        return ranked if votes is not None else replace(ranked, knn_scores=None)
+            if found is None:
+                found = self._search(query_BD, k, excluded)
+            found_BK = found.rows[:, :k]
+            if voting is None:
+                return Ranked(found_BK, found.scores[:, :k])
+            key_P = candidate_keys(found_BK, votes.key_N, num_labels, excluded)
+        candidates = Candidates.of(key_P, votes)
+        score_P = self.heads.pair_scores(query_BD, candidates.query_P, candidates.label_P)
+        if voting is None:
+            return replace(candidates.best(score_P, k), knn_scores=None)
+        weight = np.float32(voting.weight)
+        return candidates.best(score_P + weight * candidates.votes_P, k)
 
     def queries(self, encoded: Encoded) -> Floats:
         """Queries in the searched space, float32 [B, D']."""
         return self.heads.queries(encoded.de_BD, encoded.clf_BD)
 
-    def search(self, encoded: Encoded, k: int, excluded: Labels | None = None) -> Ranked:
+    def search(self, encoded: Encoded, k: int, excluded: Rows | None = None) -> Ranked:
         """The k best labels by the heads' score alone, without votes and fusion."""
         return self._search(self.queries(encoded), k, excluded)
 
@@ -181,51 +186,60 @@ class Ranker:
             heads = self._alone.get(head)
             if heads is None or query_BD is None:
                 return None
-            return heads.found_scores(heads.queries(query_BD, query_BD), ranked.rows[:, :most])
+            own_BD = heads.queries(query_BD, query_BD)
+            return heads.found_scores(own_BD, ranked.rows[:, :most])
 
-        de_scores = own_scores("de", encoded.de_BD)
-        return replace(ranked, de_scores=de_scores, clf_scores=own_scores("clf", encoded.clf_BD))
+        return replace(
+            ranked,
+            de_scores=own_scores("de", encoded.de_BD),
+            clf_scores=own_scores("clf", encoded.clf_BD),
+        )
 
     def candidates(
-        self, encoded: Encoded, clf_weights: Sequence[float], k: int, excluded: Labels | None = None
-    ) -> Callable[[float], Candidates]:
-        """Candidates for the k best labels by heads and votes, under any weight of the votes; to
+        self, encoded: Encoded, clf_weights: Sequence[float], k: int, excluded: Rows | None = None
+    ) -> Callable[[float, float, int], Ranked]:
+        """Candidates for the k best labels by heads and votes under any weight of the votes, to
         tune both weights.
 
         The candidates are all labels with votes, and the k best by the heads' score under the
         first, the middle and the last of `clf_weights` (ascending): only these three are searched.
 
         Returns:
-            a function from the classifier's weight to the candidates with their scores, which are
-            linear in the weight.
+            a function of the classifier's weight, the votes' weight and a number of labels, which
+            ranks the candidates; a head's score is linear in its weight.
         """
         num_labels = self.heads.num_labels
         votes = PairScores.none((len(encoded), num_labels))
         if self.voting is not None:
             votes = self.voting.votes(encoded)
         found = []
-        for weight in sorted({clf_weights[0], clf_weights[len(clf_weights) // 2], clf_weights[-1]}):
+        middle = clf_weights[len(clf_weights) // 2]
+        for weight in sorted({clf_weights[0], middle, clf_weights[-1]}):
             query_BD = self.heads.weighted(weight).queries(encoded.de_BD, encoded.clf_BD)
             found.append(self._search(query_BD, k, excluded).rows)
-        key_P = candidate_keys(np.concatenate(found, axis=1), votes.key_N, num_labels, excluded)
-        query_P, label_P = np.divmod(key_P, num_labels)
+        found_BC = np.concatenate(found, axis=1)
+        key_P = candidate_keys(found_BC, votes.key_N, num_labels, excluded)
+        candidates = Candidates.of(key_P, votes)
 
         def score(head: Space) -> Floats:
             heads = self.heads.alone(head)
-            return heads.pair_scores(heads.queries(encoded.de_BD, encoded.clf_BD), query_P, label_P)
+            query_BD = heads.queries(encoded.de_BD, encoded.clf_BD)
+            return heads.pair_scores(query_BD, candidates.query_P, candidates.label_P)
 
         if self.heads.space == "both":
-            heads_P = score("de")
+            at_0_P = score("de")
             slope_P = score("clf")
         else:
-            heads_P = score(self.heads.space)
-            slope_P = np.zeros_like(heads_P)
-        at_0 = Candidates.of(key_P, heads_P, votes)
-        return lambda weight: replace(at_0, heads_P=heads_P + np.float32(weight) * slope_P)
+            at_0_P = score(self.heads.space)
+            slope_P = np.zeros_like(at_0_P)
 
-    def _search(
-        self, query_BD: Floats, k: int, excluded: Labels | None, rescore: int = 0
-    ) -> Ranked:
+        def ranked(clf_weight: float, knn_weight: float, k: int) -> Ranked:
+            heads_P = at_0_P + np.float32(clf_weight) * slope_P
+            return candidates.best(heads_P + np.float32(knn_weight) * candidates.votes_P, k)
+
+        return ranked
+
+    def _search(self, query_BD: Floats, k: int, excluded: Rows | None, rescore: int = 0) -> Ranked:
         scores_BK, rows_BK = self.index.search(query_BD, k, rescore, excluded)
         return Ranked(rows_BK, scores_BK)
 
@@ -247,13 +261,11 @@ class Calibration(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Calibration:
         if len(self.scores) != len(self.probabilities):
-            raise ValueError(
-                f"{len(self.scores)} scores, but {len(self.probabilities)} probabilities"
-            )
-        if (np.diff(self.scores) <= 0).any() or (np.diff(self.probabilities) < 0).any():
-            raise ValueError(
-                "scores must be strictly ascending, and probabilities must not fall with the score"
-            )
+            raise ValueError("the numbers of scores and probabilities differ")
+        if min(np.diff(self.scores), default=1) <= 0:
+            raise ValueError("scores must be strictly ascending")
+        if min(np.diff(self.probabilities), default=0) < 0:
+            raise ValueError("probabilities must not fall with the score")
         return self
 
     @cached_property
@@ -309,13 +321,16 @@ def named_predictions(
     """
     # one look-up of all names: it costs the same for one name and for a thousand
     rows = [row[:count] for row, count in zip(ranked.rows, count_B, strict=True)]
-    indices = pa.array(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
+    indices = pa.array(np.concatenate([_NO_ROWS, *rows]))
     uid_N = uids.take(indices).to_pylist()
     title_N = titles.take(indices).to_pylist()
     probabilities = None if calibration is None else calibration.of(ranked.scores)
     arrays = (ranked.scores, ranked.de_scores, ranked.clf_scores, ranked.knn_scores, probabilities)
     out: list[Prediction] = []
-    for query, (count, end) in enumerate(zip(count_B, np.cumsum(count_B).tolist(), strict=True)):
+    begin = 0
+    for query, count in enumerate(count_B):
         parts = ([] if array is None else array[query, :count].tolist() for array in arrays)
-        out.append(Prediction(uid_N[end - count : end], title_N[end - count : end], *parts))
+        names = slice(begin, begin + count)
+        out.append(Prediction(uid_N[names], title_N[names], *parts))
+        begin += count
     return out

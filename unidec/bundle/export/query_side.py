@@ -6,8 +6,7 @@ transformer with one head exactly. A bag of tokens, a residual layer, or both he
 cannot be expressed and are refused.
 
 Legend: B texts, T tokens of the longest, F rows of the bag, V tokens of the vocabulary, W width of
-the encoder's
-output, D width of a head, D' width of the searched space.
+the encoder's output, D width of a head, D' width of the searched space.
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ def export_onnx(
     """Write model.onnx, tokenizer.json and README.md into a folder.
 
     Inputs: `input_ids`, `attention_mask` int64 [B, T], padded on the right. Outputs, float32: `de`
-    and `clf` [B, D], if
-    the model has the head; `vector` [B, D'], whose inner product with the label vectors of
-    `export_vectors` for the same head is the bundle's score (without votes of training queries).
-    The graph uses only standard operators.
+    and `clf` [B, D], if the model has the head; `vector` [B, D'], whose inner product with the
+    label vectors of `export_vectors` for the same head is the bundle's score (without votes of
+    training queries). The graph uses only standard operators.
 
     Args:
         bundle: a loaded bundle, on the CPU.
@@ -78,7 +76,7 @@ def export_onnx(
     score = scored_by(bundle.info, head)
     model = bundle.model
     check_replaceable(Path(folder))
-    size = sum(4 * parameter.numel() for parameter in model.encoder.parameters())
+    size = 4 * sum(parameter.numel() for parameter in model.encoder.parameters())
     if size > MAX_BYTES:
         what = "the encoder is too large for one ONNX file"
         raise ConfigError(what, where=str(bundle.path), got=size, expected=MAX_BYTES)
@@ -91,15 +89,12 @@ def export_onnx(
         # includes truncation and padding, so that `encode_batch` returns valid inputs of the model
         source = load_tokenizer(model.tokenizer_folder, model.max_length)
         tokenizer = Tokenizer.from_file(str(source.file))
-        tokenizer.enable_truncation(
-            model.max_length, stride=0, strategy="longest_first", direction="right"
-        )
+        tokenizer.enable_truncation(model.max_length)
         pad_token = tokenizer.id_to_token(source.pad_id)
-        tokenizer.enable_padding(direction="right", pad_id=source.pad_id, pad_token=pad_token)
+        tokenizer.enable_padding(pad_id=source.pad_id, pad_token=pad_token)
         tokenizer.save(str(out.path / "tokenizer.json"))
-        write_json(
-            out.path / "config.json", meta | {"max_length": model.max_length, "opset": OPSET}
-        )
+        config = meta | {"max_length": model.max_length, "opset": OPSET}
+        write_json(out.path / "config.json", config)
         write_readme(out.path, bundle, score, graph.outputs, OPSET)
     return {
         "head": score.space,
@@ -122,33 +117,35 @@ class QueryGraph(nn.Module):
         super().__init__()
         self.model = model
         self.score = score
-        self.transformer = (
-            None if model.encoder.transformer is None else TransformerGraph(model.encoder)
-        )
-        self.outputs = [head for head in ("de", "clf") if model.heads in ("both", head)] + [
-            "vector"
-        ]
+        self.transformer = None
+        if model.encoder.transformer is not None:
+            self.transformer = TransformerGraph(model.encoder)
+        self.heads = ["de", "clf"] if model.heads == "both" else [model.heads]
+        self.outputs = [*self.heads, "vector"]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         encoder = self.model.encoder
-        parts = [] if self.transformer is None else [self.transformer(input_ids, attention_mask)]
+        parts = []
+        if self.transformer is not None:
+            parts.append(self.transformer(input_ids, attention_mask))
         if encoder.bag is not None:
             parts += _padded_bag(encoder.bag, input_ids, attention_mask.float())
         x_BW = torch.cat(parts, dim=-1)
-        x_BW = x_BW if encoder.residual is None else x_BW + encoder.residual(x_BW)
-        head_outputs = {name: getattr(self.model, name)(x_BW) for name in self.outputs[:-1]}
-        return *head_outputs.values(), self._vector(**head_outputs)
+        if encoder.residual is not None:
+            x_BW = x_BW + encoder.residual(x_BW)
+        outputs = {head: getattr(self.model, head)(x_BW) for head in self.heads}
+        return *outputs.values(), self._vector(outputs)
 
-    def _vector(self, de: Tensor | None = None, clf: Tensor | None = None) -> Tensor:
+    def _vector(self, outputs: dict[str, Tensor]) -> Tensor:
         """As `Heads.queries`."""
         score = self.score
         parts = []
-        if de is not None and score.space != "clf":
-            parts.append(de)
-        if clf is not None and score.space != "de":
-            parts.append(
-                (F.normalize(clf, dim=-1) if score.clf_normalize else clf) * score.clf_weight
-            )
+        if score.space != "clf":
+            parts.append(outputs["de"])
+        if score.space != "de":
+            clf = outputs["clf"]
+            unit_clf = F.normalize(clf, dim=-1) if score.clf_normalize else clf
+            parts.append(unit_clf * score.clf_weight)
             if "bias" in score.vectors:  # the dimension in which labels have their bias
                 parts.append(torch.full_like(clf[:, :1], score.clf_weight))
         return torch.cat(parts, dim=-1)
@@ -159,9 +156,11 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
     of the first ones.
     """
     if bag.token_layers is not None:
-        weight_BT = F.embedding(ids_BT, bag.log_weight.weight)[..., 0].exp() * mask_BT
+        log_weight_BT = F.embedding(ids_BT, bag.log_weight.weight)[..., 0]
+        weight_BT = log_weight_BT.exp() * mask_BT
         x_BTD = F.embedding(ids_BT, bag.embedding.weight) * weight_BT.unsqueeze(-1)
-        return [bag.token_layers(F.pad(x_BTD, (0, 0, 0, bag.num_read))[:, : bag.num_read])]
+        padded_BTD = F.pad(x_BTD, (0, 0, 0, bag.num_read))
+        return [bag.token_layers(padded_BTD[:, : bag.num_read])]
     rows = ids_BT
     counts = mask_BT
     places = mask_BT.cumsum(1) - 1
@@ -171,10 +170,12 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
         counts = torch.cat([mask_BT, ends_BT.float()], 1)
         places = torch.cat([place_BT, place_BT + 1], 1)
     rows_BFD = F.embedding(rows, bag.embedding.weight)
-    weights = [F.embedding(rows, bag.log_weight.weight)[..., 0].exp() * counts]
+    log_weights = F.embedding(rows, bag.log_weight.weight)[..., 0]
+    weights = [log_weights.exp() * counts]
     if bag.head:  # padding has weight 0 in any position
         weights.append(weights[0] * (places < bag.head))
-    return [F.normalize((weight_BF[:, None] @ rows_BFD)[:, 0], dim=-1) for weight_BF in weights]
+    bags = [(weight_BF[:, None] @ rows_BFD)[:, 0] for weight_BF in weights]
+    return [F.normalize(bag_BD, dim=-1) for bag_BD in bags]
 
 
 def padded_words(
@@ -195,16 +196,18 @@ def padded_words(
     real_BT = mask_BT > 0
     begins_BT = ~continues_V[ids_BT] | (place_T == 0) | ~real_BT
     word_BT = begins_BT.long().cumsum(1)
-    inside_BT = (
-        ((word_BT[:, :, None] == word_BT[:, None]) & (place_T < place_T[:, None])).long().sum(-1)
-    )
+    same_word_BTT = word_BT[:, :, None] == word_BT[:, None]
+    is_earlier_TT = place_T < place_T[:, None]
+    inside_BT = (same_word_BTT & is_earlier_TT).long().sum(-1)
     key_BT = _mixed(ids_BT * PLACES + inside_BT)
     # sums may overflow; their differences are correct nevertheless
     before_BT = key_BT.cumsum(1) - key_BT
     sum_BT = before_BT + key_BT - before_BT.gather(1, place_T - inside_BT)
     row_BT = len(continues_V) + _remainder(_mixed(sum_BT), num_buckets)
-    ends_BT = (inside_BT > 0) & torch.cat([begins_BT[:, 1:], torch.ones_like(begins_BT[:, :1])], 1)
-    return row_BT, ends_BT, place_T + ends_BT.long().cumsum(1) - ends_BT.long()
+    next_begins_BT = torch.cat([begins_BT[:, 1:], torch.ones_like(begins_BT[:, :1])], 1)
+    ends_BT = (inside_BT > 0) & next_begins_BT
+    words_before_BT = ends_BT.long().cumsum(1) - ends_BT.long()
+    return row_BT, ends_BT, place_T + words_before_BT
 
 
 def _mixed(key: Tensor) -> Tensor:
@@ -223,12 +226,14 @@ def _xor(one: Tensor, other: Tensor) -> Tensor:
 
 def _shifted(key: Tensor, bits: int) -> Tensor:
     """Logical (unsigned) right shift."""
-    return torch.div(key, 1 << bits, rounding_mode="floor") & ((1 << (64 - bits)) - 1)
+    kept_bits = (1 << (64 - bits)) - 1
+    return torch.div(key, 1 << bits, rounding_mode="floor") & kept_bits
 
 
 def _remainder(key: Tensor, divisor: int) -> Tensor:
     """Remainder of `key` as an unsigned integer."""
-    return (_shifted(key, 1) % divisor * 2 + (key & 1)) % divisor
+    half = _shifted(key, 1) % divisor
+    return (half * 2 + (key & 1)) % divisor
 
 
 def export_sentence_transformers(
@@ -255,18 +260,16 @@ def export_sentence_transformers(
     model = bundle.model
     score = scored_by(bundle.info, head)
     encoder = model.encoder
-    only_transformer = (
-        encoder.transformer is not None and encoder.bag is None and encoder.residual is None
-    )
-    if not only_transformer or score.space == "both":
-        raise ConfigError(
-            "modules of sentence-transformers cannot express this encoder",
-            where=str(bundle.path),
-            got="both heads side by side"
-            if only_transformer
-            else "a bag of tokens or a residual layer",
-            fix="--head de or clf exports one head" if only_transformer else "unidec export onnx",
-        )
+    got = fix = ""
+    if encoder.transformer is None or encoder.bag is not None or encoder.residual is not None:
+        got = "a bag of tokens or a residual layer"
+        fix = "unidec export onnx"
+    elif score.space == "both":
+        got = "both heads side by side"
+        fix = "--head de or clf exports one head"
+    if got:
+        what = "modules of sentence-transformers cannot express this encoder"
+        raise ConfigError(what, where=str(bundle.path), got=got, fix=fix)
     check_replaceable(Path(folder))
     try:
         from sentence_transformers import SentenceTransformer
@@ -276,15 +279,19 @@ def export_sentence_transformers(
         raise ConfigError(what, fix=fix) from error
 
     modules = _modules(model, score)
-    with write_folder(
-        folder, SENTENCE_TRANSFORMERS, VERSION, {"bundle_sha256": bundle.sha256, **facts(score)}
-    ) as out:
+    meta = {"bundle_sha256": bundle.sha256, **facts(score)}
+    with write_folder(folder, SENTENCE_TRANSFORMERS, VERSION, meta) as out:
         pipeline = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot")
         pipeline.save(str(out.path), create_model_card=False)
         _keep_load_options(out.path, _load_options(encoder.transformer))
         write_readme(out.path, bundle, score)
     names = [type(module).__name__ for module in modules]
-    return {"head": score.space, "width": score.width, "modules": names, "output": str(folder)}
+    return {
+        "head": score.space,
+        "width": score.width,
+        "modules": names,
+        "output": str(folder),
+    }
 
 
 def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
@@ -294,29 +301,29 @@ def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
     encoder = model.encoder
     normalize = Normalize()
     assert encoder.transformer is not None
-    modules = [_transformer(model, encoder.transformer.transformer)]
-    modules.append(Pooling(encoder.transformer.width, encoder.settings.pooling))
-    modules += [normalize] if encoder.unit_vectors else []
+    modules = [
+        _transformer(model, encoder.transformer.transformer),
+        Pooling(encoder.transformer.width, encoder.settings.pooling),
+    ]
+    if encoder.unit_vectors:
+        modules.append(normalize)
+    projects = model.settings.projection
     if score.space == "de":
         assert model.head_de is not None
-        layers = (
-            [_dense(*_weights(model.head_de[0]), nn.Tanh())] if model.settings.projection else []
-        )
-        return [*modules, *layers, *([normalize] if model.settings.normalize else [])]
+        if projects:
+            modules.append(_dense(*_weights(model.head_de[0]), nn.Tanh()))
+        return [*modules, normalize] if model.settings.normalize else modules
     assert model.head_clf is not None
     weight = torch.eye(encoder.width)
     bias = torch.zeros(encoder.width)
-    if model.settings.projection:
+    if projects:
         weight, bias = _weights(model.head_clf[0])
     # an additional output, always 1: the dimension in which labels have their bias
     if "bias" in score.vectors:
-        weight = torch.cat([weight, torch.zeros(1, weight.shape[1])])
-        bias = torch.cat([bias, torch.ones(1)])
-    return [
-        *modules,
-        _dense(weight, bias, nn.Identity()),
-        *([normalize] if score.clf_normalize else []),
-    ]
+        weight = F.pad(weight, (0, 0, 0, 1))
+        bias = F.pad(bias, (0, 1), value=1.0)
+    modules.append(_dense(weight, bias, nn.Identity()))
+    return [*modules, normalize] if score.clf_normalize else modules
 
 
 def _weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -326,7 +333,8 @@ def _weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
 def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
     from sentence_transformers.base.modules import Dense
 
-    layer = Dense(weight.shape[1], weight.shape[0], activation_function=activation)
+    width_out, width_in = weight.shape
+    layer = Dense(width_in, width_out, activation_function=activation)
     layer.linear.load_state_dict({"weight": weight, "bias": bias})
     return layer
 
@@ -339,10 +347,10 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
     from transformers import PreTrainedTokenizerFast
 
     source = load_tokenizer(model.tokenizer_folder, model.max_length)
-    settings_file = "tokenizer_config.json"
+    settings_file = model.tokenizer_folder / "tokenizer_config.json"
     settings: dict[str, Any] = {}
-    if (model.tokenizer_folder / settings_file).is_file():
-        settings = json.loads((model.tokenizer_folder / settings_file).read_text(encoding="utf-8"))
+    if settings_file.is_file():
+        settings = json.loads(settings_file.read_text(encoding="utf-8"))
     tokens = {
         name: token
         for name, token in settings.items()

@@ -1,10 +1,8 @@
-"""Scores that can be exported, parts shared by all exported folders, and export of the label
-vectors.
+"""Scores that can be exported, parts shared by all exported folders, and export of label vectors.
 
 Each export of vectors has a head: "de", "clf", or "both" if the bundle ranks by both. The inner
-product of the exported
-query and label vectors of a head is that head's score (`ranking/heads.py`), without the votes of
-training queries."""
+product of the exported query and label vectors of a head is that head's score
+(`ranking/heads.py`), without the votes of training queries."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from unidec.bundle import bundle_folder
@@ -39,22 +36,21 @@ def scored_by(info: BundleInfo, head: str | None = None) -> BundleInfo:
         DataError: the head is unknown, or the bundle does not have it.
     """
     chosen: Any = head or info.space
-    available = [
-        *sorted(info.vectors.keys() - {"bias"}),
-        *(["both"] if info.space == "both" else []),
-    ]
+    vectors = dict(info.vectors)
+    if chosen == "de" or info.clf_normalize:
+        vectors.pop("bias", None)
+    available: list[str] = sorted(info.vectors.keys() - {"bias"})
+    if info.space == "both":
+        available.append("both")
     if chosen not in available:
         raise DataError(
             "the bundle has no such head", where="--head", got=head, expected=" or ".join(available)
         )
-    has_bias = "bias" in info.vectors and chosen != "de" and not info.clf_normalize
     changes = {
         "space": chosen,
         "clf_weight": info.clf_weight if chosen == "both" else 1.0,
-        "width": width(info.dim, chosen, info.clf_normalize, has_bias),
-        "vectors": {
-            name: shape for name, shape in info.vectors.items() if name != "bias" or has_bias
-        },
+        "width": width(info.dim, chosen, info.clf_normalize, "bias" in vectors),
+        "vectors": vectors,
     }
     return info.model_copy(update=changes)
 
@@ -155,11 +151,10 @@ def export_vectors(
     ):
         for begin in range(0, info.num_labels, step):
             table = labels.slice(begin, step).combine_chunks()
-            block = rows.take(np.arange(begin, begin + table.num_rows))
+            block = rows.take(slice(begin, begin + step))
             values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), type=kind)
-            writer.write_table(
-                pa.table([*table.columns, values], schema=schema), row_group_size=len(block)
-            )
+            table = pa.table([*table.columns, values], schema=schema)
+            writer.write_table(table, row_group_size=len(block))
             bar.update(len(block))
     return {
         "labels": info.num_labels,

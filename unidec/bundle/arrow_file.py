@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from unidec.errors import ArtifactError
+from unidec.bundle.array_file import damaged
 
 _MAGIC = b"ARROW1\0\0"
 _HEADER_FIELD = 2  # field of the flatbuffer table Message that holds its header, here a RecordBatch
@@ -28,18 +28,14 @@ def read_texts_table(path: Path, schema: pa.Schema, num_rows: int) -> pa.Table:
         ArtifactError: the file is missing, damaged or compressed, or has other columns, other rows
         or null values.
     """
-    fix = "write the bundle again: unidec index build"
     try:
         table = _read_plain_table(path, schema)
         table.validate(full=True)
     except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
-        raise ArtifactError(
-            "not a readable Arrow file", where=str(path), got=str(error)[:200], fix=fix
-        ) from error
+        raise damaged("not a readable Arrow file", path, str(error)[:200]) from error
     if table.num_rows != num_rows or any(column.null_count for column in table.columns):
         what = "the number of rows differs, or values are null"
-        got = table.num_rows
-        raise ArtifactError(what, where=str(path), got=got, expected=num_rows, fix=fix)
+        raise damaged(what, path, table.num_rows, num_rows)
     return table
 
 
@@ -50,11 +46,8 @@ def _read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
     if data.size < 16 or data.slice(0, len(_MAGIC)).to_pybytes() != _MAGIC:
         raise ValueError("not an Arrow file")
     reader = pa.ipc.MessageReader.open_stream(pa.BufferReader(data.slice(len(_MAGIC))))
-    first = reader.read_next_message()
-    if (
-        first.type != "schema"
-        or (file_schema := pa.ipc.read_schema(first)).remove_metadata() != schema
-    ):
+    file_schema = pa.ipc.read_schema(reader.read_next_message())
+    if file_schema.remove_metadata() != schema:
         raise ValueError(f"columns that differ from {', '.join(schema.names)}")
     batches = []
     for message in reader:
@@ -75,11 +68,10 @@ def _is_compressed(data: bytes) -> bool:
         if vtable < 0:
             raise ValueError("a message with an invalid offset")
         (size,) = struct.unpack_from("<H", data, vtable)
-        offset = (
-            struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0]
-            if 6 + 2 * number <= size
-            else 0
-        )
+        place = 4 + 2 * number
+        if place >= size:
+            return 0
+        (offset,) = struct.unpack_from("<H", data, vtable + place)
         return table + offset if offset else 0
 
     try:

@@ -1,0 +1,51 @@
+"""Exact search for the labels with the largest inner product, for tuning and evaluation.
+
+Legend: B queries, K results, D width of the searched space (`heads.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_matrix
+
+from unidec.ranking.heads import Floats, Heads, Rows
+
+
+class ExactIndex:
+    """All labels, compared one by one in tiles (`model.search`).
+
+    Args:
+        vectors: the labels' vectors. device: where to compute; None: the CPU.
+    """
+
+    def __init__(self, vectors: Heads, device: Any = None) -> None:
+        self.vectors = vectors
+        self.device = device
+
+    def search(
+        self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Rows | None = None
+    ) -> tuple[Floats, Rows]:
+        """As `LabelIndex.search`, but with at most L columns."""
+        from unidec.model.search import exact_search
+
+        num_labels = self.vectors.num_labels
+        exclude = None
+        if excluded is not None:
+            pairs = np.divmod(excluded, num_labels)
+            ones = np.ones(len(excluded), dtype=bool)
+            exclude = csr_matrix((ones, pairs), shape=(len(queries_BD), num_labels))
+        scores_BK, rows_BK = exact_search(
+            queries_BD,
+            self.vectors.take(slice(None)),
+            min(k, num_labels),
+            exclude=exclude,
+            device=self.device,
+            desc="exact search",
+        )
+        order_BK = np.lexsort((rows_BK, -scores_BK), axis=1)
+        return (
+            np.take_along_axis(scores_BK, order_BK, axis=1),
+            np.take_along_axis(rows_BK, order_BK, axis=1),
+        )
