@@ -109,7 +109,7 @@ def test_without_the_other_extras_a_bundle_answers_and_errors_name_the_extra(
     )
     assert answered.returncode == 0 and "redcar" in answered.stdout, answered.stderr
     app = run(
-        tmp_path, environment, "-c", "import unidec.serving.app, unidec.serving.run, unidec.api"
+        tmp_path, environment, "-c", "import unidec.serving.app, unidec.serving.serve, unidec.api"
     )
     assert app.returncode == 0, app.stderr
     for words, extra in [

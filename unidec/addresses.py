@@ -88,14 +88,14 @@ def parse(uri: str) -> Address:
         password = found["password"] or ""
         location = found["rest"]
     parts = _HOST_AND_PORT.match(location)
-    host, port = (parts["host"], parts["port"]) if parts else ("", None)
+    assert parts is not None  # it matches any text
     return Address(
-        scheme,
-        unquote(user),
-        unquote(password),
-        host.strip("[]"),
-        int(port) if port else None,
-        location,
+        scheme=scheme,
+        user=unquote(user),
+        password=unquote(password),
+        host=parts["host"].strip("[]"),
+        port=int(parts["port"]) if parts["port"] else None,
+        location=location,
     )
 
 
@@ -156,10 +156,9 @@ def masked_excepthook(
 
 def _masked(found: re.Match[str]) -> str:
     scheme = found[1]
-    rest = _without_user(found[1].removesuffix("://").lower(), found[2])
-    token = re.match(r"\S*", rest)
-    end = token.end() if token else 0
-    return scheme + _without_values(rest[:end]) + rest[end:]
+    rest = _without_user(scheme.removesuffix("://").lower(), found[2])
+    address = re.split(r"\s", rest, maxsplit=1)[0]
+    return scheme + _without_values(address) + rest[len(address) :]
 
 
 def _without_user(scheme: str, rest: str) -> str:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from unidec.ranking.query_encoder import Runtime
     from unidec.ranking.ranker import Prediction
 
+_DEEPEST = 100  # labels of a query that are evaluated
 # a training uses all cores, and torch's random numbers, which are the process's
 _training = threading.Lock()
 
@@ -74,16 +75,13 @@ class Label(_Row):
         return label
 
     def __repr__(self) -> str:
-        uid, text, score = self
-        return (
-            f"Label(uid={uid!r}, text={text!r}, score={score!r}, probability={self.probability!r})"
-        )
+        fields = self._asdict() | {"probability": self.probability}
+        shown = [f"{name}={value!r}" for name, value in fields.items()]
+        return f"Label({', '.join(shown)})"
 
 
 class _OwnFolder:
-    """A temporary folder that is removed when it is closed or collected, or when the interpreter
-    exits.
-    """
+    """A temporary folder: removed when closed, when collected, or when the interpreter exits."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="unidec-"))
@@ -133,24 +131,18 @@ class Model:
             path = own_folder.path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        return cls._in_own_folder(own_folder, own_folder.path, runtime)
+        return cls(own_folder.path, runtime)._owning(own_folder)
 
-    @classmethod
-    def _in_own_folder(cls, own_folder: _OwnFolder, bundle: Path, runtime: Runtime) -> Self:
-        model = cls(bundle, runtime)
-        model._own_folder = own_folder
-        return model
+    def _owning(self, folder: _OwnFolder) -> Self:
+        self._own_folder = folder
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
-        files = {path.relative_to(self.folder).as_posix(): path.read_bytes() for path in found}
+        files = {}
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_file():
+                files[path.relative_to(self.folder).as_posix()] = path.read_bytes()
         return type(self)._of_files, (files, self.runtime)
-
-    def __copy__(self) -> Self:
-        return self  # a model does not change
-
-    def __deepcopy__(self, _memo: object) -> Self:
-        return self
 
     def __enter__(self) -> Self:
         return self
@@ -159,20 +151,16 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
+        folder = repr(str(self.folder))
         if self._opened is None:
-            return f"Model({str(self.folder)!r}, closed)"
+            return f"Model({folder}, closed)"
         bundle = self._opened.bundle
-        runtime = self._opened.encoder.name
         data = bundle.info.dataset.get("name", "unknown")
-        return (
-            f"Model({str(self.folder)!r}: {bundle.num_labels:,} labels, data set {data!r}, "
-            f"runtime {runtime})"
-        )
+        facts = f"{bundle.num_labels:,} labels, data set {data!r}"
+        return f"Model({folder}: {facts}, runtime {self._opened.encoder.name})"
 
     def close(self) -> None:
-        """Release memory and files, and remove the model's own temporary folder; a second call does
-        nothing.
-        """
+        """Release memory and files, and remove the model's own temporary folder."""
         self._opened = None
         if self._own_folder is not None:
             self._own_folder.close()
@@ -180,11 +168,8 @@ class Model:
     @property
     def _answerer(self) -> Answerer:
         if self._opened is None:
-            raise ConfigError(
-                "the model is closed",
-                where=str(self.folder),
-                fix="open it again: unidec.load(folder)",
-            )
+            fix = "open it again: unidec.load(folder)"
+            raise ConfigError("the model is closed", where=str(self.folder), fix=fix)
         return self._opened
 
     @property
@@ -218,10 +203,14 @@ class Model:
         """
         from unidec.bundle.answer import Request
 
-        chosen = None if allow is None else tuple(allow)
-        requests = [
-            Request(text, k, chosen, tuple(deny), min_score, tail=tail) for text in _listed(texts)
-        ]
+        options: dict[str, Any] = {
+            "k": k,
+            "allow": None if allow is None else tuple(allow),
+            "deny": tuple(deny),
+            "min_score": min_score,
+            "tail": tail,
+        }
+        requests = [Request(text, **options) for text in _listed(texts)]
         return [_labels_of(answer) for answer in self._answerer.answer(requests)]
 
     def explain(self, text: str, k: int = 5) -> Explanation:
@@ -254,20 +243,20 @@ class Model:
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
             what = "nothing to evaluate on: no query has a label"
-            expected = "pairs of these queries"
-            raise DataError(what, where="pairs", expected=expected)
-        found = self.predict([texts[row] for row in rows], min(100, self.num_labels))
-        predicted = np.full((len(rows), 100), -1, dtype=np.int64)
+            raise DataError(what, where="pairs", expected="pairs of these queries")
+        found = self.predict([texts[row] for row in rows], min(_DEEPEST, self.num_labels))
+        predicted = np.full((len(rows), _DEEPEST), -1, dtype=np.int64)
         for row, answer in enumerate(found):
             predicted[row, : len(answer)] = [bundle.row_of[label.uid] for label in answer]
+        relevant = truth[rows].astype(bool)
         inverse_L = _inverse_propensity(bundle)
-        weight_L = np.ones(self.num_labels) if inverse_L is None else inverse_L
         no_group_L = np.zeros(self.num_labels, dtype=np.int64)
-        figures = evaluate(predicted, truth[rows].astype(bool), weight_L, no_group_L)
-        overall = {name: value for name, value in figures.items() if "/" not in name}
         if inverse_L is None:
-            return {name: value for name, value in overall.items() if not name.startswith("PS")}
-        return overall
+            figures = evaluate(predicted, relevant, np.ones(self.num_labels), no_group_L)
+            figures = {name: value for name, value in figures.items() if name[:2] != "PS"}
+        else:
+            figures = evaluate(predicted, relevant, inverse_L, no_group_L)
+        return {name: value for name, value in figures.items() if "/" not in name}
 
     def change_labels(
         self,
@@ -292,9 +281,8 @@ class Model:
         from unidec.bundle.label_file import LabelText
 
         bundle = self._answerer.bundle
-        added, updated = (
-            [LabelText(*item) for item in (texts or {}).items()] for texts in (add, update)
-        )
+        added = [LabelText(uid, text) for uid, text in (add or {}).items()]
+        updated = [LabelText(uid, text) for uid, text in (update or {}).items()]
         change = LabelChange.edit(bundle, added, list(remove), updated)
         return Model(with_labels(bundle, folder, change), self.runtime)
 
@@ -304,17 +292,17 @@ class Model:
         Raises:
             ConfigError: the folder exists.
         """
-        target = Path(folder)
+        target = Path(folder).absolute()
         if target.exists():
-            raise ConfigError(
-                "exists already", where=str(target), fix="remove it, or name another folder"
-            )
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=target.absolute().parent, prefix=f".{target.name}-"
-        ) as scratch:
-            shutil.copytree(self.folder, Path(scratch) / "bundle").rename(target)
-        return target
+            fix = "remove it, or name another folder"
+            raise ConfigError("exists already", where=str(folder), fix=fix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{target.name}-"
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:
+            copy = Path(scratch) / "bundle"
+            shutil.copytree(self.folder, copy)
+            copy.rename(target)
+        return Path(folder)
 
 
 def load(source: str | Path, runtime: Runtime = "auto") -> Model:
@@ -331,8 +319,6 @@ def load(source: str | Path, runtime: Runtime = "auto") -> Model:
     Example:
         >>> model = unidec.load("outputs/bundle")
     """
-    if not str(source).startswith("models:"):
-        return Model(source, runtime)
     from unidec.tracking.fetch import bundle_folder
 
     return Model(bundle_folder(str(source)), runtime)
@@ -383,12 +369,13 @@ def fit(
     raw = from_memory(queries, labels, pairs, loaded.raw)
     _warn_of_content(raw, loaded.tokens.text)
     if folder is not None:
-        return Model(_train(loaded, raw, Path(folder).absolute()), runtime)
+        bundle = _train(loaded, raw, Path(folder).absolute())
+        return Model(bundle, runtime)
     own_folder = _OwnFolder()
-    bundle = _train(loaded, raw, own_folder.path / "training")
-    bundle.rename(own_folder.path / "bundle")
-    shutil.rmtree(own_folder.path / "training")
-    return Model._in_own_folder(own_folder, own_folder.path / "bundle", runtime)
+    training = own_folder.path / "training"
+    kept = _train(loaded, raw, training).rename(own_folder.path / "bundle")
+    shutil.rmtree(training)
+    return Model(kept, runtime)._owning(own_folder)
 
 
 def _train(params: Params, raw: RawData, folder: Path) -> Path:
@@ -404,12 +391,10 @@ def _train(params: Params, raw: RawData, folder: Path) -> Path:
         share = params.data.validation_share
         seed = params.data.split_seed
         write_dataset(paths.DATASET, raw, validation_share=share, split_seed=seed)
-        for stage in (
-            pipeline.tokens,
-            pipeline.propensity,
-            *([pipeline.label_graph] * params.reads_label_graph),
-        ):
-            stage(params)
+        pipeline.tokens(params)
+        pipeline.propensity(params)
+        if params.reads_label_graph:
+            pipeline.label_graph(params)
         pipeline.train(params, track=False)
         pipeline.index(params)
         return paths.BUNDLE
@@ -418,19 +403,22 @@ def _train(params: Params, raw: RawData, folder: Path) -> Path:
 def _used_devices() -> list[int]:
     import torch
 
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    is_used = torch.cuda.is_initialized()
+    return list(range(torch.cuda.device_count())) if is_used else []
 
 
 def _warn_of_content(raw: RawData, text: str) -> None:
     """Warn if there are contents that the model does not read."""
     import pyarrow.compute as pc
 
-    tables = [raw.labels, *raw.queries.values()]
-    if text == "title" and any(
-        pc.any(pc.not_equal(table["content"], "")).as_py() for table in tables
-    ):
-        fix = 'params={"tokens.text": "title+content"} to read it, or leave the column out'
-        warnings.warn(f"the model does not read the column `content`; {fix}", stacklevel=3)
+    if text != "title":
+        return
+    for table in (raw.labels, *raw.queries.values()):
+        if pc.any(pc.not_equal(table["content"], "")).as_py():
+            fix = 'params={"tokens.text": "title+content"} to read it, or leave the column out'
+            what = "the model does not read the column `content`"
+            warnings.warn(f"{what}; {fix}", stacklevel=3)
+            return
 
 
 def _judged(bundle: Bundle, queries: Any, pairs: Any) -> tuple[list[str], csr_matrix]:
@@ -441,14 +429,14 @@ def _judged(bundle: Bundle, queries: Any, pairs: Any) -> tuple[list[str], csr_ma
     from unidec.data.formats import memory
 
     source = memory.Given()
-    raw = memory.read_given(source, queries, memory.known_labels(bundle.uids, bundle.titles), pairs)
+    labels = memory.known_labels(bundle.uids, bundle.titles)
+    raw = memory.read_given(source, queries, labels, pairs)
     source.stop()
-    if set(raw.queries) - {"train"} and "test" not in raw.queries:
+    split = "train" if set(raw.queries) <= {"train"} else "test"
+    if split not in raw.queries:
         fix = "leave the column `split` out to evaluate on all queries"
-        raise DataError(
-            "no query of the split test", where="queries", got=", ".join(raw.queries), fix=fix
-        )
-    split = "test" if "test" in raw.queries else "train"
+        got = ", ".join(raw.queries)
+        raise DataError("no query of the split test", where="queries", got=got, fix=fix)
     text = cast("Text", bundle.info.text)
     return texts_read(raw.queries[split], text).to_pylist(), raw.relevance[split]
 
@@ -461,16 +449,17 @@ def _inverse_propensity(bundle: Bundle) -> np.ndarray | None:
 
     voters = bundle.neighbours
     constants = bundle.info.params.get("data", {})
-    if voters is None or not {"propensity_a", "propensity_b"} <= set(constants):
+    if voters is None or "propensity_a" not in constants or "propensity_b" not in constants:
         return None
     count_L = np.bincount(voters.labels_ML.indices, minlength=bundle.num_labels)
-    return inverse_propensity(
-        count_L, voters.num_queries, constants["propensity_a"], constants["propensity_b"]
-    )
+    a = constants["propensity_a"]
+    b = constants["propensity_b"]
+    return inverse_propensity(count_L, voters.num_queries, a, b)
 
 
 def _labels_of(answer: Prediction) -> list[Label]:
-    probabilities: Sequence[float | None] = answer.probabilities or [None] * len(answer.labels)
+    unknown = [None] * len(answer.labels)
+    probabilities = answer.probabilities or unknown
     rows = zip(answer.labels, answer.titles, answer.scores, probabilities, strict=True)
     return [Label(*row) for row in rows]
 

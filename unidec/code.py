@@ -55,10 +55,10 @@ def code_sha256(*results: str) -> str:
 
 def code_files(*results: str) -> list[Path]:
     """The files that decide these results, sorted."""
-    places = [PACKAGE / name for result in results for name in DECIDED_BY[result]]
-    found = {
-        file for place in places for file in ([place] if place.is_file() else place.rglob("*"))
-    }
+    found: set[Path] = set()
+    for result in results:
+        for name in DECIDED_BY[result]:
+            found |= {PACKAGE / name, *(PACKAGE / name).rglob("*")}
     return sorted(file for file in found if file.is_file() and "__pycache__" not in file.parts)
 
 

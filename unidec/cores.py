@@ -49,8 +49,8 @@ def usable_cores(system: Path = _SYSTEM) -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota(system)
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+    quota = math.ceil(cpu_quota(system) or cores)
+    return max(1, min(cores, quota))
 
 
 def cpu_quota(system: Path = _SYSTEM) -> float | None:
@@ -59,16 +59,16 @@ def cpu_quota(system: Path = _SYSTEM) -> float | None:
 
     Read are cpu.max of version 2, and cpu.cfs_quota_us and cpu.cfs_period_us of version 1.
     """
+    mounted = system / "sys" / "fs" / "cgroup"
     try:
-        groups = (system / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+        groups = (system / "proc" / "self" / "cgroup").read_text(encoding="utf-8")
     except OSError:
         return None
     quotas: list[float | None] = []
-    for line in groups:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
         if controllers == "" or "cpu" in controllers.split(","):
-            quotas += map(_quota_of, _levels(system / "sys" / "fs" / "cgroup", controllers, path))
+            quotas += map(_quota_of, _levels(mounted, controllers, path))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
@@ -88,12 +88,11 @@ def _quota_of(folder: Path) -> float | None:
     """The quota of one control group in cores; None without one."""
     try:
         if (folder / "cpu.max").is_file():
-            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+            words = (folder / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period")
-            )
-        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+            words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+        quota, period = map(int, words)
+        return quota / period if quota > 0 and period > 0 else None
     except (OSError, ValueError):  # no such file, or "max"
         return None
 

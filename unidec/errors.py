@@ -141,24 +141,22 @@ def is_of_surroundings(error: BaseException) -> bool:
     """Whether an error comes from the system, a server or a database; any other unknown error is a
     bug.
     """
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _SURROUNDINGS
+    package, _, _ = type(error).__module__.partition(".")
+    return isinstance(error, OSError) or package in _SURROUNDINGS
 
 
 def in_one_message(error: BaseException, how: str) -> str:
     """An error of the surroundings in a few words; `how` is the command that shows more."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    message = without_credentials(" ".join(lines))[:_LONGEST_MESSAGE]
-    return (
-        f"error: {type(error).__name__}: {message or 'no message'}\n  fix: {how} shows where it "
-        "happened"
-    )
+    words = " ".join(str(error).split()) or "no message"
+    message = without_credentials(words)[:_LONGEST_MESSAGE]
+    return f"error: {type(error).__name__}: {message}\n  fix: {how} shows where it happened"
 
 
 _EXTRAS = {
     "cpu": "faiss",
     "pipeline": "dvc great_expectations matplotlib prefect sklearn sqlalchemy",
     "registry": "mlflow",
-    "serve": "cachetools fastapi orjson prometheus_client starlette uvicorn",
+    "serve": "cachetools fastapi httptools orjson prometheus_client starlette uvicorn",
 }
 
 
@@ -167,10 +165,8 @@ def missing_package(error: ModuleNotFoundError) -> Exception:
     the package.
     """
     name = (error.name or "").partition(".")[0]
-    extra = next((extra for extra, packages in _EXTRAS.items() if name in packages.split()), None)
-    if extra is None:
-        return error
-    return UnidecError(
-        f"the package {name} is not installed",
-        fix=f"pip install 'unidec-xmc[{extra}]', or make setup",
-    )
+    for extra, packages in _EXTRAS.items():
+        if name in packages.split():
+            fix = f"pip install 'unidec-xmc[{extra}]', or make setup"
+            return UnidecError(f"the package {name} is not installed", fix=fix)
+    return error

@@ -79,23 +79,19 @@ class UniDECClassifier(BaseEstimator):
             DataError: the shape of Y does not fit the texts, or Y has no positives.
         """
         texts = listed(texts, "texts")
-        truth = csr_matrix(Y)
-        names = [f"label {label}" for label in range(truth.shape[1])]
-        if label_texts is not None:
+        if label_texts is None:
+            num_labels = csr_matrix(Y).shape[1]
+            names = [f"label {label}" for label in range(num_labels)]
+        else:
             names = listed(label_texts, "label_texts")
-        if truth.shape != (len(texts), len(names)):
-            raise DataError(
-                "Y has the wrong shape",
-                where="Y",
-                got=truth.shape,
-                expected=(len(texts), len(names)),
-            )
+        truth = _checked(Y, len(texts), len(names))
         self.classes_ = np.arange(len(names))
         self.model_ = api.fit(
             texts, names, truth, recipe=self.recipe, params=self.params, folder=self.folder
         )
         data = load_params(None, {"recipe": self.recipe, **(self.params or {})}).data
-        queries = text_table([str(row) for row in range(len(texts))], texts)
+        uids = [str(row) for row in range(len(texts))]
+        queries = text_table(uids, texts)
         no_filters = csr_matrix(truth.shape, dtype=bool)
         # as `fit` did
         is_held_out = hold_out(queries, no_filters, data.validation_share, data.split_seed)
@@ -109,39 +105,34 @@ class UniDECClassifier(BaseEstimator):
         Raises:
             DataError: the shape of Y does not fit the texts, or it has no labels.
         """
-        texts = listed(texts, "texts")
-        truth = csr_matrix(Y).astype(bool)
         check_is_fitted(self, "model_")
-        if truth.shape != (len(texts), len(self.classes_)):
-            expected = (len(texts), len(self.classes_))
-            raise DataError("Y has the wrong shape", where="Y", got=truth.shape, expected=expected)
+        texts = listed(texts, "texts")
+        truth = _checked(Y, len(texts), len(self.classes_)).astype(bool)
         truth.eliminate_zeros()
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
-            raise DataError(
-                "nothing to score: no text has a label",
-                where="Y",
-                expected="a label of at least one text",
-            )
-        found = self.model_.predict([texts[row] for row in rows.tolist()], 1)
-        first = np.array([int(labels[0].uid) for labels in found])
-        return float(np.asarray(truth[rows, first]).mean())
+            what = "nothing to score: no text has a label"
+            raise DataError(what, where="Y", expected="a label of at least one text")
+        found = self.model_.predict([texts[row] for row in rows], 1)
+        first = [int(labels[0].uid) for labels in found]
+        return float(truth[rows, first].mean())
 
     def decision_function(self, texts: Sequence[str]) -> csr_matrix:
         """Scores of the k best labels of each query: float64 CSR [N, L]."""
         check_is_fitted(self, "model_")
-        found = self.model_.predict(texts, min(self.k, len(self.classes_)))
-        indptr = np.concatenate([[0], np.cumsum([len(labels) for labels in found])])
-        columns = np.array([int(label.uid) for labels in found for label in labels], dtype=np.int64)
-        scores = np.array([label.score for labels in found for label in labels])
-        return csr_matrix((scores, columns, indptr), (len(found), len(self.classes_)))
+        num_labels = len(self.classes_)
+        found = self.model_.predict(texts, min(self.k, num_labels))
+        labels = [label for answer in found for label in answer]
+        scores = np.array([label.score for label in labels])
+        columns = np.array([int(label.uid) for label in labels], dtype=np.int64)
+        ends = np.cumsum([len(answer) for answer in found])
+        return csr_matrix((scores, columns, np.append(0, ends)), (len(found), num_labels))
 
     def predict_proba(self, texts: Sequence[str]) -> csr_matrix:
-        """Probabilities of the k best labels of each query, by Platt scaling: float64
-        CSR [N, L].
-        """
+        """Probabilities of the k best labels, by Platt scaling: float64 CSR [N, L]."""
         scores = self.decision_function(texts)
-        scores.data = 1.0 / (1.0 + np.exp(-(self._scale * scores.data + self._shift)))
+        logits = self._scale * scores.data + self._shift
+        scores.data = 1.0 / (1.0 + np.exp(-logits))
         return scores
 
     def predict(self, texts: Sequence[str]) -> csr_matrix:
@@ -160,13 +151,15 @@ class UniDECClassifier(BaseEstimator):
         if len(held_out) < FEWEST_QUERIES:
             self.calibrated_on_ = "training"
             rows = np.arange(len(texts))
-            text = (
+            log.warning(
                 "probabilities are too high: fitted on training queries, as there are %d "
-                "validation queries (below %d)"
+                "validation queries (below %d)",
+                len(held_out),
+                FEWEST_QUERIES,
             )
-            log.warning(text, len(held_out), FEWEST_QUERIES)
-        scores = self.decision_function([texts[row] for row in rows.tolist()]).tocoo()
-        relevant = np.asarray(truth[rows].astype(bool)[scores.row, scores.col]).ravel()
+        scores = self.decision_function([texts[row] for row in rows]).tocoo()
+        truth = truth[rows].astype(bool)
+        relevant = np.asarray(truth[scores.row, scores.col]).ravel()
         self._scale = 1.0
         self._shift = 0.0
         if not relevant.any() or relevant.all():
@@ -175,3 +168,12 @@ class UniDECClassifier(BaseEstimator):
         fitted = LogisticRegression().fit(scores.data[:, None], relevant)
         self._scale = float(fitted.coef_[0, 0])
         self._shift = float(fitted.intercept_[0])
+
+
+def _checked(Y: Any, num_texts: int, num_labels: int) -> csr_matrix:
+    """Y as CSR [N, L]; a DataError if it has another shape."""
+    truth = csr_matrix(Y)
+    expected = (num_texts, num_labels)
+    if truth.shape != expected:
+        raise DataError("Y has the wrong shape", where="Y", got=truth.shape, expected=expected)
+    return truth

@@ -35,27 +35,26 @@ def available_host() -> int:
         return free
     if limit != "max":
         cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
-        free = min(free, int(limit) - int(used) + (int(cached.group(1)) if cached else 0))
+        can_be_freed = int(cached[1]) if cached else 0
+        free = min(free, int(limit) - int(used) + can_be_freed)
     return max(free, 0)
 
 
 def available_disk(folder: Path) -> int:
     """Free bytes on the disk of a folder, which does not have to exist yet."""
     folder = folder.absolute()
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def host_peak() -> int:
     """Peak memory of this process in bytes."""
     # /proc is used if it exists, because getrusage also includes the peak of the parent process
-    status = Path("/proc/self/status")
-    found = (
-        re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-        if status.is_file()
-        else None
-    )
-    if found:
-        return int(found.group(1)) * 1024
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+            return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes elsewhere
 

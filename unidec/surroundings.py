@@ -36,22 +36,22 @@ class Output:
 
     def write(self, text: str) -> int:
         """Write a text, or drop it."""
-        self._attempt(lambda: self.stream.write(text))
+        self._attempt(self.stream.write, text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
         """Write texts, or drop them."""
-        self._attempt(lambda: self.stream.writelines(lines))
+        self._attempt(self.stream.writelines, lines)
 
     def flush(self) -> None:
         """Hand everything to the system."""
         self._attempt(self.stream.flush)
 
-    def _attempt(self, action: Any) -> None:
+    def _attempt(self, action: Any, *given: Any) -> None:
         if self._is_closed:
             return
         try:
-            action()
+            action(*given)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._is_closed = True
             if isinstance(error, OSError) and error.errno != errno.EPIPE:
@@ -88,7 +88,7 @@ def settle() -> None:
 def reach_local_servers() -> None:
     """Reach servers on this machine without a proxy."""
     for name in ("NO_PROXY", "no_proxy"):
-        known = [host.strip() for host in os.environ.get(name, "").split(",") if host.strip()]
+        known = list(filter(None, map(str.strip, os.environ.get(name, "").split(","))))
         missing = [host for host in LOCAL_HOSTS if host not in known]
         if known != ["*"] and missing:
             os.environ[name] = ",".join([*known, *missing])
@@ -113,21 +113,16 @@ def _open_standard_streams() -> None:
                 os.dup2(null, number)
                 os.close(null)
         if getattr(sys, name) is None:
-            setattr(
-                sys,
-                name,
-                os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False),
-            )
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def _no_warning_is_an_error() -> None:
     """PYTHONWARNINGS=error would end work at the first warning of any library."""
-    asked = [rule for rule in os.environ.get("PYTHONWARNINGS", "").split(",") if rule]
-    kept = [
-        rule
-        for rule in asked
-        if not "error".startswith(rule.partition(":")[0].strip().lower() or "-")
-    ]
+    asked = list(filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")))
+    actions = [rule.partition(":")[0].strip().lower() or "default" for rule in asked]
+    # Python accepts abbreviations
+    kept = [rule for rule, action in zip(asked, actions, strict=True) if action[0] != "e"]
     if kept != asked:
         os.environ["PYTHONWARNINGS"] = ",".join(kept)
         filters: Any = warnings.filters
@@ -135,11 +130,9 @@ def _no_warning_is_an_error() -> None:
 
 
 def _drop_invalid_values() -> None:
-    for name in _THREADS:
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*|", os.environ.get(name, "")):
-            del os.environ[name]
-    for name in _SIZES:
-        if not re.fullmatch(r"\d+|", os.environ.get(name, "")):
+    valid = dict.fromkeys(_THREADS, r"[1-9]\d*(,[1-9]\d*)*|") | dict.fromkeys(_SIZES, r"\d+|")
+    for name, pattern in valid.items():
+        if not re.fullmatch(pattern, os.environ.get(name, "")):
             del os.environ[name]
     level = os.environ.get("MLFLOW_LOGGING_LEVEL", "INFO")
     if level.upper() not in logging.getLevelNamesMapping():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ def name_user() -> None:
     try:
         getpass.getuser()
     except (OSError, KeyError):
-        os.environ["USER"] = os.environ["LOGNAME"] = f"user-{os.getuid()}"
+        name = f"user-{os.getuid()}"
+        os.environ |= {"USER": name, "LOGNAME": name}
     try:
         Path.home()
     except RuntimeError:
@@ -41,7 +43,7 @@ def _own_folder() -> str:
         found = folder.lstat()
     except OSError:
         return tempfile.gettempdir()  # cannot be written either; tools that only read work
-    is_own = found.st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     return str(folder) if is_own else tempfile.mkdtemp(prefix="unidec-home-")
 
 
@@ -52,18 +54,16 @@ def check_writable(folders: Sequence[Path]) -> None:
     refused = [path for folder in folders for path in _refused(folder)]
     if not refused:
         return
-    more = f" and {len(refused) - _MOST_SHOWN} more" if len(refused) > _MOST_SHOWN else ""
     owner = refused[0].stat().st_uid
     user = os.getuid()
     fix = f"run as user id {owner}, or: chown -R {user} {Path.cwd()}"
     if owner == user:
         fix = "allow writing (chmod u+w), or use a folder of a file system that can be written"
-    raise ArtifactError(
-        "cannot be written",
-        where=", ".join(map(str, refused[:_MOST_SHOWN])) + more,
-        got=f"user id {user}; the owner is user id {owner}",
-        fix=fix,
-    )
+    where = ", ".join(map(str, refused[:_MOST_SHOWN]))
+    if len(refused) > _MOST_SHOWN:
+        where += f" and {len(refused) - _MOST_SHOWN} more"
+    got = f"user id {user}; the owner is user id {owner}"
+    raise ArtifactError("cannot be written", where=where, got=got, fix=fix)
 
 
 def _refused(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from unidec.errors import DataError
 from unidec.ranking.ranker import Prediction
 from unidec.serving.app import create_app
 from unidec.serving.engine import Identity, Service
-from unidec.serving.run import hosts_of
+from unidec.serving.serve import hosts_of
 
 JSON = {"content-type": "application/json"}
 

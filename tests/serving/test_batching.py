@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from unidec.serving.batching import Batcher
-from unidec.serving.errors import ClientGone, RequestError
+from unidec.serving.request_error import ClientGone, RequestError
 
 
 class Model:

@@ -27,7 +27,7 @@ from unidec.serving import follow
 from unidec.serving.engine import Engine as RealEngine
 from unidec.serving.engine import Identity, Service
 from unidec.serving.follow import Follower, RegistryAway
-from unidec.serving.metrics import follow_metrics
+from unidec.serving.prometheus import follow_metrics
 from unidec.tracking.fetch import note_known
 
 ALIAS = "models:/m@champion"

@@ -77,12 +77,6 @@ def test_what_is_fetched(shop, tmp_path):
         assert (folder / "labels.json").read_text() == '["two"]'
 
 
-def test_a_version_larger_than_the_free_memory_is_not_fetched(shop, tmp_path, monkeypatch):
-    monkeypatch.setattr("unidec.serving.follow.available_host", lambda: 0)
-    assert "too large for the available memory" in refused(registry(shop, tmp_path), "2")
-    assert not list(tmp_path.iterdir())
-
-
 def refused(client: Registry, version: str) -> str:
     with pytest.raises(ArtifactError) as caught:
         client.fetch(Identity("", version=version))

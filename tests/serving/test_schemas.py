@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from unidec.config import Serve
 from unidec.serving import schemas
-from unidec.serving.errors import RequestError, shown
+from unidec.serving.request_error import RequestError, shown
 
 MANY_VALUES = [
     f'{{"queries":[{",".join(values)}]}}'
@@ -101,7 +101,7 @@ def test_what_was_got_is_shown_short() -> None:
     assert refusal({"queries": ["a"], "k" + "y" * 10**5: 1})[1]["where"].endswith("characters)")
     assert refusal([1])[1]["got"] == "[1]" and refusal(None)[1]["got"] == "null"
     assert refusal({"k": 3})[1]["got"] == "nothing"
-    assert shown("a\x00\n\u202e\ud800b") == "a\\x00\\x0a\\u202e\\ud800b", (
+    assert shown("a\x00\n\u202e\ud800b") == "a\\x00\\n\\u202e\\ud800b", (
         "nothing that moves a terminal's cursor"
     )
 

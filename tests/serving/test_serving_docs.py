@@ -21,7 +21,7 @@ from unidec.serving import schemas
 from unidec.serving.app import create_app
 from unidec.serving.engine import Engine, Service
 from unidec.serving.follow import Follower
-from unidec.serving.metrics import follow_metrics
+from unidec.serving.prometheus import follow_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "serving.md").read_text()

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from unidec.tracking.run import has_died, is_alive, this_process
+from unidec.tracking.process_alive import is_alive, this_process
+from unidec.tracking.run import has_died
 
 
 @pytest.fixture(scope="module")
 def gone() -> dict:
     """A process that described itself and ended."""
     code = (
-        "import json; from unidec.tracking.run import this_process; "
+        "import json; from unidec.tracking.process_alive import this_process; "
         "print(json.dumps(this_process()))"
     )
     done = subprocess.run(

@@ -16,6 +16,7 @@ if interrupt.IS_PROGRAM:
 import contextlib
 import json
 import os
+import platform
 import sys
 import threading
 from typing import Annotated, Any
@@ -24,7 +25,9 @@ from typer import Argument, Exit, Option
 
 from unidec import pipeline
 from unidec.addresses import mask_logs, masked_excepthook
-from unidec.cli import bundles, commands, data_commands, init, labels, models  # noqa: F401  init adds its command
+
+# init adds its command
+from unidec.cli import bundles, commands, data_commands, init, label_commands, models  # noqa: F401
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
     AsJson,
@@ -52,6 +55,7 @@ from unidec.errors import (
 from unidec.user import name_user
 from unidec.version import __version__
 
+_VERSIONED = "torch transformers tokenizers faiss-cpu faiss-gpu numpy mlflow prefect dvc"
 config_app = group("config", "Show, check and explain the parameters.")
 runs_app = group("runs", "List training runs; find and repair what a crash left behind.")
 
@@ -104,7 +108,8 @@ def train(
             where="unidec train",
             fix=f"unidec train --resume {run}",
         )
-    return pipeline.train(params, (run or "") if resume else None, tuple(accept or ()))
+    resumed = (run or "") if resume else None
+    return pipeline.train(params, resumed, tuple(accept or ()))
 
 
 add_stage(
@@ -156,13 +161,14 @@ def compare(
     """
     if not report_only:
         # replaces this process, so that signals and the exit code are the flow's
-        words = [word for word in sys.argv[1:] if word != "--debug"]
-        os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *words[1:]])
+        _, *words = _arguments()
+        os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *words])
     from unidec.comparison.results import write_report
     from unidec.comparison.workspace import load_comparison
 
-    report = write_report(load_comparison(file, parse_overrides(assignments or []), folder))
-    print(json.dumps({"report": str(report)}) if as_json else f"report: {report}")
+    comparison = load_comparison(file, parse_overrides(assignments or []), folder)
+    report = str(write_report(comparison))
+    print(json.dumps({"report": report}) if as_json else f"report: {report}")
 
 
 @command(
@@ -229,8 +235,9 @@ def list_runs() -> Shown:
     from unidec.pipeline.runs import list_runs, rows_of
 
     found = list_runs()
-    lines = table(*rows_of(found)) if found else ["no runs yet: unidec train starts one"]
-    return Shown(found, lines)
+    if not found:
+        return Shown(found, ["no runs yet: unidec train starts one"])
+    return Shown(found, table(*rows_of(found)))
 
 
 @command(runs_app, "", "--fix", "--deep --json")
@@ -248,7 +255,8 @@ def doctor(
     from unidec.pipeline.doctor import examine, exit_code, rows_of
 
     found = examine(deep=deep, fix=fix)
-    return Shown(found, table(*rows_of(found)) if found else ["healthy"], exit_code(found))
+    lines = table(*rows_of(found)) if found else ["healthy"]
+    return Shown(found, lines, exit_code(found))
 
 
 @command(config_app, "--set recipe=depsl", name="show")
@@ -275,7 +283,8 @@ def config_keys() -> None:
     """
     decides = what_decides()
     for key, default, takes, about in describe():
-        print(f"{key} = {default}\n    {about} ({takes}); decides: {', '.join(decides[key])}")
+        results = ", ".join(decides[key])
+        print(f"{key} = {default}\n    {about} ({takes}); decides: {results}")
     print(f"\nrecipes: {', '.join(recipe_names())}")
 
 
@@ -284,18 +293,9 @@ def version() -> None:
     """Print the version, and the versions of the packages that results depend on."""
     from importlib import metadata
 
-    print(f"unidec-xmc {__version__}\npython {sys.version.split()[0]}")
-    for name in (
-        "torch",
-        "transformers",
-        "tokenizers",
-        "faiss-cpu",
-        "faiss-gpu",
-        "numpy",
-        "mlflow",
-        "prefect",
-        "dvc",
-    ):
+    print(f"unidec-xmc {__version__}")
+    print(f"python {platform.python_version()}")
+    for name in _VERSIONED.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             print(f"{name} {metadata.version(name)}")
 
@@ -303,7 +303,7 @@ def version() -> None:
 for _group in (
     data_commands.data_app,
     models.models_app,
-    labels.labels_app,
+    label_commands.labels_app,
     bundles.index_app,
     bundles.export_app,
     runs_app,
@@ -331,17 +331,21 @@ def _run(arguments: list[str]) -> None:
     sys.exit(code)
 
 
+def _arguments() -> list[str]:
+    """The words of the command line, without --debug."""
+    return [word for word in sys.argv[1:] if word != "--debug"]
+
+
 def main() -> None:
     """Entry point: an error that a user can fix is printed as a message, with an exit code and no
     traceback.
     """
     debug = "--debug" in sys.argv[1:]
-    arguments = [word for word in sys.argv[1:] if word != "--debug"]
     mask_logs()
     sys.excepthook = masked_excepthook
     interrupt.guard_work()
     try:
-        _run(arguments)
+        _run(_arguments())
     except UnidecError as error:
         if debug:
             raise

@@ -84,13 +84,10 @@ def predict(
     a kill.
     """
     if bool(texts) == bool(source) or bool(source) != bool(target):
-        fix = (
-            'unidec predict "text", or unidec predict --input queries.csv --output '
-            "predictions.parquet"
-        )
-        raise ConfigError(
-            "requires either texts, or both --input and --output", where="unidec predict", fix=fix
-        )
+        what = "requires either texts, or both --input and --output"
+        file = "unidec predict --input queries.csv --output predictions.parquet"
+        fix = f'unidec predict "text", or {file}'
+        raise ConfigError(what, where="unidec predict", fix=fix)
     from unidec.data.tokens import is_blank
 
     for number, text in enumerate(texts or [], 1):
@@ -101,24 +98,21 @@ def predict(
     from unidec.bundle.bundle import Bundle
 
     loaded = Bundle.load(folder, lazy=runtime != "torch")
-    if source is not None and target is not None:
+    runtime = runtime or "auto"
+    if source is not None:
         from unidec.bundle.predict_file import FileRequest, predict_file
 
         request = FileRequest(
-            str(folder), str(source), str(target), k, column, runtime=runtime or "auto"
+            str(folder), str(source), str(target), k=k, column=column, runtime=runtime
         )
         count = predict_file(loaded, request, bounds=bounds)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     from unidec.ranking.query_encoder import open_encoder
 
-    loaded.encoder = open_encoder(loaded, runtime or "auto")
-    frame = (
-        loaded.predict_table(texts or [], k)
-        .drop_columns(["query_row"])
-        .to_pandas()
-        .astype({"score": float})
-    )
+    loaded.encoder = open_encoder(loaded, runtime)
+    table = loaded.predict_table(texts or [], k).drop_columns(["query_row"])
+    frame = table.to_pandas().astype({"score": float})
     if as_json:
         print(frame.to_json(orient="records", lines=True, force_ascii=False), end="")
     else:
@@ -159,9 +153,10 @@ def serve(
 
     share_one_heap()  # before anything starts a thread
     given = {"serve.host": host, "serve.port": port, "serve.feedback": feedback}
-    extra = [f"{key}={value}" for key, value in given.items() if value is not None]
-    settings = load_if_there(params, [*(assignments or []), *extra]).serve
-    from unidec.serving.run import serve as run
+    words = list(assignments or [])
+    words += [f"{key}={value}" for key, value in given.items() if value is not None]
+    settings = load_if_there(params, words).serve
+    from unidec.serving.serve import serve as run
 
     run(source, settings)
 
@@ -193,36 +188,31 @@ def tune(
     """
     from unidec.pipeline.indexing import index_tune
 
-    named = [name.strip() for name in kinds.split(",") if name.strip()]
-    found = index_tune(bundle_folder(bundle), recall, k, queries, named, threads)
-    return Shown(found, _tuned(found), 1 if found.chosen is None else 0)
+    named = list(filter(None, map(str.strip, kinds.split(","))))
+    found = index_tune(
+        bundle_folder(bundle), recall, k, num_queries=queries, kinds=named, threads=threads
+    )
+    return Shown(found, _tuned(found), exit_code=0 if found.chosen else 1)
 
 
 def _tuned(found: Tuned) -> list[str]:
     names = ["kind", "options", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
-    cells = [[getattr(one, name) for name in names] for one in found.measured]
-    lines = table(
-        names,
-        [
-            [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row]
-            for row in cells
-        ],
-    )
+    rows = [[_cell(getattr(one, name)) for name in names] for one in found.measured]
+    lines = table(names, rows)
     lines.append(
         f"measured with {found.queries}, {found.labels} labels; recall of the first {found.k}"
     )
     if found.chosen is None:
-        return [
-            *lines,
-            f"no measured kind reaches a recall of {found.wanted:.2%}: try --kinds flat",
-        ]
-    keys = ", ".join(
-        f"{key.removeprefix('index.')}: {value}" for key, value in found.params.items()
-    )
-    return [
-        *lines,
-        f"for params.yaml: index: {{{keys}}}; then rebuild the bundle: `unidec index build`",
-    ]
+        missed = f"no measured kind reaches a recall of {found.wanted:.2%}"
+        return [*lines, f"{missed}: try --kinds flat"]
+    params = {key.removeprefix("index."): value for key, value in found.params.items()}
+    keys = ", ".join(f"{key}: {value}" for key, value in params.items())
+    advice = f"for params.yaml: index: {{{keys}}}; then rebuild the bundle: `unidec index build`"
+    return [*lines, advice]
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @command(export_app, "--output labels.parquet", "--head de --bundle models:/unidec@champion")

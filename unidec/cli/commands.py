@@ -76,11 +76,7 @@ def load_if_there(path: Path, assignments: list[str] | None) -> Params:
 
 
 def bundle_folder(address: str) -> Path:
-    """The folder of a bundle: the path itself, or the local copy of a registered bundle, fetched if
-    missing.
-    """
-    if not address.startswith("models:"):
-        return Path(address)
+    """The folder of a bundle: the path itself, or the local copy of a registered bundle."""
     from unidec.tracking import fetch
 
     return fetch.bundle_folder(address)
@@ -116,32 +112,30 @@ def command(
         signature = inspect.signature(function, eval_str=True)
         prints = signature.return_annotation is not None
         called = name or function.__name__.replace("_", "-")
-        own = [
-            p.replace(kind=Parameter.KEYWORD_ONLY)
-            for p in signature.parameters.values()
-            if p.annotation is not Params
-        ]
+        own = [p for p in signature.parameters.values() if p.annotation is not Params]
+        own = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
         needs_params = len(own) < len(signature.parameters)
         if needs_params:
-            own += [
-                _option("params", ParamsFile, DEFAULT_PARAMS),
-                _option("assignments", Assignments, None),
-            ]
-        own += [_option("as_json", AsJson, False)] if prints else []
+            own.append(_option("params", ParamsFile, DEFAULT_PARAMS))
+            own.append(_option("assignments", Assignments, None))
+        if prints:
+            own.append(_option("as_json", AsJson, False))
 
         @functools.wraps(function)
         def run(**given: Any) -> None:
-            as_json = given.pop("as_json") if prints else False
+            as_json = given.pop("as_json", False)
             if needs_params:
-                given["params"] = loads(given["params"], given.pop("assignments"))
+                assignments = given.pop("assignments")
+                given["params"] = loads(given["params"], assignments)
             if result := function(**given):
                 show(title or called, result, as_json)
 
         run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in own}
         path = f"unidec {called}" if group is app else f"unidec {group.info.name} {called}"
-        listed = "  |  ".join(f"{path} {example}".strip() for example in examples)
-        group.command(called, epilog=f"Example{'s' if len(examples) > 1 else ''}: {listed}")(run)
+        shown = [f"{path} {example}".strip() for example in examples]
+        heading = "Examples" if len(shown) > 1 else "Example"
+        group.command(called, epilog=f"{heading}: {'  |  '.join(shown)}")(run)
         return function
 
     return add
@@ -167,14 +161,14 @@ def show(title: str, result: Any, as_json: bool) -> None:
     """
     global has_finished_work
     has_finished_work = not isinstance(result, Shown)
-    shown = result if isinstance(result, Shown) else Shown(result, lines_of(title, result))
-    print(
-        json.dumps(pipeline.plain(shown.found), indent=2, default=str)
-        if as_json
-        else "\n".join(shown.lines)
-    )
-    if shown.exit_code:
-        sys.exit(shown.exit_code)
+    if not isinstance(result, Shown):
+        result = Shown(result, lines_of(title, result))
+    if as_json:
+        print(json.dumps(pipeline.plain(result.found), indent=2, default=str))
+    else:
+        print("\n".join(result.lines))
+    if result.exit_code:
+        sys.exit(result.exit_code)
 
 
 def lines_of(title: str, result: Any) -> list[str]:
@@ -186,28 +180,28 @@ def _lines(title: str, result: Mapping[str, Any]) -> list[str]:
     lines = []
     for key, value in result.items():
         if isinstance(value, dict):
-            lines += _lines(title, {f"{key}.{name}": inner for name, inner in value.items()})
-        elif isinstance(value, list) and len(value) > 5:
-            lines.append(f"{title}: {key} = {len(value)} entries")
-        else:
-            lines.append(
-                f"{title}: {key} = {value:.4g}"
-                if isinstance(value, float)
-                else f"{title}: {key} = {value}"
-            )
+            inner = {f"{key}.{name}": one for name, one in value.items()}
+            lines += _lines(title, inner)
+            continue
+        if isinstance(value, list) and len(value) > 5:
+            value = f"{len(value)} entries"
+        elif isinstance(value, float):
+            value = f"{value:.4g}"
+        lines.append(f"{title}: {key} = {value}")
     return lines
 
 
 def table(columns: Sequence[str], rows: list[list[str]]) -> list[str]:
     """Lines of aligned columns for a terminal, tab-separated otherwise."""
+    lines = [columns, *rows]
     if not sys.stdout.isatty():
-        return ["\t".join(line) for line in (columns, *rows)]
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    padded = (
-        [cell.ljust(width + 1) for cell, width in zip(line, widths, strict=True)]
-        for line in (columns, *rows)
-    )
-    return [" ".join(line).rstrip() for line in padded]
+        return ["\t".join(line) for line in lines]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    shown = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        shown.append("  ".join(cells).rstrip())
+    return shown
 
 
 def _percent(share: float) -> str:
@@ -221,15 +215,9 @@ def show_predictions(frame: pd.DataFrame) -> None:
     if not sys.stdout.isatty():
         print(frame.to_csv(sep="\t", index=False), end="")
         return
-    for query, rows in frame.groupby("query", sort=False):
-        cells = [
-            [
-                str(row.rank),
-                f"{row.score:.4f}",
-                _percent(row.probability),
-                str(row.label),
-                str(row.title),
-            ]
-            for row in rows.itertuples()
-        ]
-        print(query, *table(["rank", "score", "probability", "label", "title"], cells), sep="\n")
+    columns = ["rank", "score", "probability", "label", "title"]
+    shown = frame[columns].astype({"rank": str})
+    shown["score"] = frame["score"].map("{:.4f}".format)
+    shown["probability"] = frame["probability"].map(_percent)
+    for query, rows in shown.groupby(frame["query"], sort=False):
+        print(query, *table(columns, rows.to_numpy().tolist()), sep="\n")

@@ -76,10 +76,8 @@ def init(
     after `git init`, run it again."""
     if project:
         folder.mkdir(parents=True, exist_ok=True)
-        print(
-            f"project {folder.resolve()}: wrote "
-            f"{', '.join(write_project(folder)) or 'nothing, all files exist'}"
-        )
+        files = ", ".join(write_project(folder)) or "nothing, all files exist"
+        print(f"project {folder.resolve()}: wrote {files}")
     path = folder / "params.yaml"
     given = {"recipe": recipe, "data.path": data_path, "data.format": data_format}
     values = {key: value for key, value in given.items() if value is not None}
@@ -93,10 +91,8 @@ def init(
             fix="unidec init --data-path FOLDER, or another folder for params.yaml",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        _new(DEFAULTS | values) if before is None else _changed(before, values, path),
-        encoding="utf-8",
-    )
+    text = _new(DEFAULTS | values) if before is None else _changed(before, values, path)
+    path.write_text(text, encoding="utf-8")
     try:
         load_params(path)
     except ConfigError:
@@ -105,15 +101,14 @@ def init(
         else:
             path.write_text(before, encoding="utf-8")
         raise
-    written = ", ".join(f"{key}: {value}" for key, value in values.items())
+    written = ", ".join(f"{key}: {value}" for key, value in values.items()) or "written"
     if data_path is not None:
         _warn_of_missing(folder / data_path)
-    enter = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
+    is_elsewhere = folder.resolve() != Path.cwd()
+    enter = f"cd {shlex.quote(str(folder))} && " if is_elsewhere else ""
     train = "python -m flows.train" if project else "make train"
-    print(
-        f"{path}: {written or 'written'}; next: {enter}{train} (only the data: {enter}unidec "
-        "data ingest)"
-    )
+    data_only = f"only the data: {enter}unidec data ingest"
+    print(f"{path}: {written}; next: {enter}{train} ({data_only})")
 
 
 def _warn_of_missing(data: Path) -> None:
@@ -130,18 +125,15 @@ def _warn_of_missing(data: Path) -> None:
 
 def _new(values: dict[str, str]) -> str:
     """A new params.yaml. `dvc exp run -S KEY` requires every key, with or without a value."""
-    own = ("recipe", "seed", "device", "data")
-    keys = {
-        name: ", ".join(getattr(Params(), name).model_dump())
-        for name in Params.model_fields
-        if name not in own
-    }
-    sections = "".join(f"{name}: {{{listed}}}\n" for name, listed in keys.items())
-    defaults = Params().data.model_dump()
-    data = "".join(
-        f"  {key}: {json.dumps(values.get(f'data.{key}', value))}\n"
-        for key, value in defaults.items()
-    )
+    params = Params()
+    sections = ""
+    for name in Params.model_fields:
+        if name not in ("recipe", "seed", "device", "data"):
+            keys = ", ".join(getattr(params, name).model_dump())
+            sections += f"{name}: {{{keys}}}\n"
+    data = ""
+    for key, default in params.data.model_dump().items():
+        data += f"  {key}: {json.dumps(values.get(f'data.{key}', default))}\n"
     return (
         "# `unidec config keys` explains every key; keys here override the recipe.\n"
         f"recipe: {values['recipe']}\nseed: 0\ndevice: auto\n\ndata:\n{data}\n{sections}"
@@ -163,13 +155,7 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
         before = text[: node.start_mark.index]
         after = text[node.end_mark.index :]
         if not node.value:  # a key without a value
-            before = (
-                before
-                if before.endswith(" ")
-                else f"{before} "
-                if before.endswith(":")
-                else f"{before}: "
-            )
+            before = before.rstrip(" ").removesuffix(":") + ": "
         text = f"{before}{json.dumps(value)}{after}"
     return text
 
@@ -184,16 +170,19 @@ def write_project(folder: Path) -> list[str]:
     # a checkout is itself a project
     template = packaged if packaged.is_dir() else packaged.parents[1]
     files = {
-        str(file.relative_to(template)): _adapted(file, template)
-        for pattern in _FILES
-        for file in sorted(template.glob(pattern))
+        ".dvc/config": _DVC_CONFIG,
+        ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n",
+        "data/start.json": '{\n  "kind": "cold"\n}\n',
     }
-    files |= {".dvc/config": _DVC_CONFIG, ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
-    files["data/start.json"] = '{\n  "kind": "cold"\n}\n'
-    missing = {name: text for name, text in files.items() if not (folder / name).exists()}
-    for name, text in missing.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+    for pattern in _FILES:
+        for file in sorted(template.glob(pattern)):
+            name = file.relative_to(template).as_posix()
+            files[name] = _adapted(name, file.read_text(encoding="utf-8"))
+    missing = [name for name in files if not (folder / name).exists()]
+    for name in missing:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files[name], encoding="utf-8")
     (folder / "bin" / "python").chmod(0o755)
     (folder / ".dvcstore").mkdir(exist_ok=True)
     return sorted([*missing, *_match_git(folder)])
@@ -203,7 +192,8 @@ def matches_git(folder: Path) -> bool:
     """Whether DVC's setting core.no_scm says that there is no git repository exactly if there is
     none.
     """
-    says_none = any(_NO_SCM.search(_settings(folder, name)) for name in _DVC_SETTINGS)
+    settings = "\n".join(_settings(folder, name) for name in _DVC_SETTINGS)
+    says_none = _NO_SCM.search(settings) is not None
     return says_none != is_inside(folder)
 
 
@@ -221,32 +211,31 @@ def _match_git(folder: Path) -> list[str]:
     """
     if matches_git(folder):
         return []
-    before = {name: _settings(folder, name) for name in _DVC_SETTINGS}
-    if is_inside(folder):
-        after = {name: _NO_SCM.sub("", text) for name, text in before.items()}
-    else:
-        after = before | {_LOCAL: f"[core]\n    no_scm = true\n{before[_LOCAL]}"}
-    changed = [name for name in _DVC_SETTINGS if after[name] != before[name]]
-    for name in changed:
-        # DVC refuses a section that is there twice
-        text = re.sub(r"(\[core\]\n[^\[]*)\[core\]\n", r"\1", after[name])
-        text = re.sub(r"\[core\]\n(?=\[|\s*\Z)", "", text)  # a section without settings
-        (folder / ".dvc" / name).write_text(text, encoding="utf-8")
-    return [f".dvc/{name}" for name in changed]
+    changed = []
+    for name in _DVC_SETTINGS:
+        before = _settings(folder, name)
+        text = before
+        if is_inside(folder):
+            text = _NO_SCM.sub("", before)
+        elif name == _LOCAL:
+            text = f"[core]\n    no_scm = true\n{before}"
+        if text != before:
+            # DVC refuses a section that is there twice
+            text = re.sub(r"(\[core\]\n[^\[]*)\[core\]\n", r"\1", text)
+            text = re.sub(r"\[core\]\n(?=\[|\s*\Z)", "", text)  # a section without settings
+            (folder / ".dvc" / name).write_text(text, encoding="utf-8")
+            changed.append(f".dvc/{name}")
+    return changed
 
 
-def _adapted(file: Path, template: Path) -> str:
+def _adapted(name: str, text: str) -> str:
     """A template's text: without dependencies on a checkout's code; bin/python falls back to the
     running Python.
     """
-    text = file.read_text(encoding="utf-8")
-    name = str(file.relative_to(template))
     if name == "bin/python":
         return text.replace("exec python3 ", f'exec "{sys.executable}" ')
     if name == "dvc.yaml":
-        text = text.replace("[params.yaml, unidec]", "[params.yaml]")
-        return (
-            "# unidec-xmc's code is not a dependency here: after an upgrade run `dvc repro "
-            f"--force inputs`.\n{text}"
-        )
+        command = "dvc repro --force inputs"
+        note = f"unidec-xmc's code is not a dependency here: after an upgrade run `{command}`."
+        return f"# {note}\n{text.replace('[params.yaml, unidec]', '[params.yaml]')}"
     return text

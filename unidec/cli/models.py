@@ -24,9 +24,11 @@ def list_models(params: Params) -> Shown:
     """List the registered versions: aliases, metrics, data, code, result of the gate, date."""
     from unidec.tracking.lineage import columns, list_versions, rows_of
 
-    found = list_versions(params.tracking.model_name)
-    nothing = f"no versions of {params.tracking.model_name} yet: unidec models register creates one"
-    return Shown(found, table(columns(), rows_of(found)) if found else [nothing])
+    name = params.tracking.model_name
+    found = list_versions(name)
+    if not found:
+        return Shown(found, [f"no versions of {name} yet: unidec models register creates one"])
+    return Shown(found, table(columns(), rows_of(found)))
 
 
 @command(models_app, "", "7 --set gate.margin=0.2 --json")
@@ -35,14 +37,14 @@ def gate(params: Params, version: Which = "challenger") -> Shown:
     outputs/gate.html; exit code 6: refused.
     """
     result = pipeline.gate(params, version)
-    against = (
-        f"against version {result.champion}" if result.champion else "(no champion to compare with)"
-    )
+    against = "(no champion to compare with)"
+    if result.champion:
+        against = f"against version {result.champion}"
     outcome = "passed" if result.passed else "refused"
-    checks = [[one.check, "pass" if one.passed else "FAIL", one.words] for one in result.reasons]
-    last = f"version {result.challenger} {against}: {outcome}; page: {result.page}"
-    code = 0 if result.passed else Refused.exit_code
-    return Shown(result, [*table(["check", "", "why"], checks), last], code)
+    rows = [[one.check, "pass" if one.passed else "FAIL", one.words] for one in result.reasons]
+    lines = table(["check", "", "why"], rows)
+    lines.append(f"version {result.challenger} {against}: {outcome}; page: {result.page}")
+    return Shown(result, lines, exit_code=0 if result.passed else Refused.exit_code)
 
 
 @command(models_app, "", '7 --force --reason "the labels moved"')
@@ -100,12 +102,13 @@ def lineage(
             about = pipeline.plain(version) | {"parent": about}
         return Shown(about, registry.as_lines(versions))
     found = registry.models_of_data(data, model_name=name)
-    rows = [
-        [one.version, ", ".join(one.aliases), ", ".join(one.what), one.through or ""]
-        for one in found
-    ]
-    lines = table(["version", "aliases", "made from it", "through version"], rows)
-    return Shown(found, lines if found else [f"no version of {name} was made from it"])
+    if not found:
+        return Shown(found, [f"no version of {name} was made from it"])
+    rows = []
+    for one in found:
+        cells = [one.version, ", ".join(one.aliases), ", ".join(one.what), one.through or ""]
+        rows.append(cells)
+    return Shown(found, table(["version", "aliases", "made from it", "through version"], rows))
 
 
 @command(models_app, "", "--bundle outputs/refreshed")

@@ -215,7 +215,7 @@ class Serve(Section):
         10_000, "maximum length of a request's list of allowed or denied labels"
     )
     max_connections: Count = key(
-        1024, "maximum open connections; beyond it the longest idle one is closed"
+        1024, "maximum requests in progress; further ones are answered with 503 and Retry-After"
     )
     queue_queries: Count = key(
         1024, "maximum queries in the queue; further ones are answered with 503 and Retry-After"

@@ -16,7 +16,7 @@ from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
 from unidec.errors import TrainingError, UnidecError
 from unidec.pipeline import paths
-from unidec.tracking.run import is_alive, this_process
+from unidec.tracking.process_alive import is_alive, this_process
 
 LOCK = ".train.lock"
 HOLDER = ".train.holder"

@@ -17,7 +17,8 @@ from typing import Any
 from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
-from unidec.tracking.run import Status, Tracker, is_alive, tracking_state
+from unidec.tracking.process_alive import is_alive
+from unidec.tracking.run import Status, Tracker, tracking_state
 from unidec.training.stopping import Stopping
 
 

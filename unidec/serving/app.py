@@ -17,9 +17,9 @@ from starlette.routing import Route
 from unidec.config import Serve
 from unidec.serving import schemas
 from unidec.serving.engine import Service
-from unidec.serving.errors import RequestError, wrong_values
 from unidec.serving.middleware import Guard
 from unidec.serving.page import PAGE_PATHS, page_routes
+from unidec.serving.request_error import RequestError, wrong_values
 from unidec.serving.routes import JsonBytes, Routes
 from unidec.version import __version__
 
@@ -43,6 +43,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         422: "wrong values",
         503: "overloaded, not ready, or timed out: retry after Retry-After seconds",
     }.items()
+}
+_NOT_READY: Any = {
+    503: {"model": schemas.Facts, "description": "no model is loaded, or its files were edited"}
+}
+_FULL: Any = {
+    507: {"model": schemas.ErrorAnswer, "description": "the file is full, or cannot be written"}
 }
 
 
@@ -79,7 +85,7 @@ def create_app(
     app.router.routes.insert(0, Route("/predict", routes.predict, methods=["POST"]))
     app.router.routes.insert(0, Route("/openapi.json", _openapi_route(app), methods=["GET"]))
     app.router.routes.extend(page_routes())
-    paths = frozenset(getattr(route, "path", "") for route in app.router.routes)
+    paths = {getattr(route, "path", "") for route in app.router.routes}
     free = frozenset({"/", "/healthz", "/readyz"}) | PAGE_PATHS
     app.add_middleware(
         Guard,
@@ -87,7 +93,7 @@ def create_app(
         metrics=service.metrics,
         api_key=api_key,
         free=free,
-        routes=paths,
+        routes=frozenset(paths),
         hosts=hosts,
     )
     app.add_exception_handler(HTTPException, _not_routed)
@@ -97,53 +103,37 @@ def create_app(
 
 def _add_routes(app: FastAPI, routes: Routes) -> None:
     # in the OpenAPI only: the middleware checks the key
-    key = [Security(HTTPBearer(scheme_name="key", auto_error=False))] if routes.has_key else []
+    bearer = HTTPBearer(scheme_name="key", auto_error=False)
+    key = [Security(bearer)] if routes.has_key else []
 
     def add(path: str, endpoint: Any, summary: str, model: Any, **options: Any) -> None:
         responses = {200: {"model": model}} | options.pop("responses", {})
         given: dict[str, Any] = {"response_class": JsonBytes, "dependencies": key} | options
         app.add_api_route(path, endpoint, summary=summary, responses=responses, **given)
 
-    def post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
-        body = {"schema": model.model_json_schema() | {"examples": [example]}, "example": example}
-        content = {"application/json": body}
-        return {
-            "methods": ["POST"],
-            "openapi_extra": {"requestBody": {"required": True, "content": content}},
-        }
-
-    not_ready: Any = {
-        503: {"model": schemas.Facts, "description": "no model is loaded, or its files were edited"}
-    }
     models = routes.models
     add(
         "/predict",
         routes.predict,
         "The best labels of each query",
         schemas.PredictAnswer,
-        **post(models.predict, schemas.PREDICT_EXAMPLE),
+        **_post(models.predict, schemas.PREDICT_EXAMPLE),
     )
     add(
         "/explain",
         routes.explain,
         "The labels of one query, and where their scores come from",
         schemas.Facts,
-        **post(models.explain, schemas.EXPLAIN_EXAMPLE),
+        **_post(models.explain, schemas.EXPLAIN_EXAMPLE),
     )
     if routes.settings.feedback:
-        full: Any = {
-            507: {
-                "model": schemas.ErrorAnswer,
-                "description": "the file is full, or cannot be written",
-            }
-        }
         add(
             "/feedback",
             routes.feedback,
             "Mark a label as relevant or not for a query",
             schemas.Facts,
-            responses=full,
-            **post(models.feedback, schemas.FEEDBACK_EXAMPLE),
+            responses=_FULL,
+            **_post(models.feedback, schemas.FEEDBACK_EXAMPLE),
         )
     add("/labels", routes.labels, "Search labels by prefix", schemas.Facts)
     add("/labels/{uid:path}", routes.label, "A label", schemas.Facts)
@@ -160,13 +150,21 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         "Readiness: whether a model is loaded, and which",
         schemas.Facts,
         dependencies=[],
-        responses=not_ready,
+        responses=_NOT_READY,
     )
     add("/version", routes.version, "Hashes, versions and runtime of the model", schemas.Facts)
     add("/card", routes.card, "The model's card", schemas.Facts)
     add(
         "/metrics", routes.metrics, "Metrics for Prometheus", None, response_class=PlainTextResponse
     )
+
+
+def _post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
+    """Options of a route that reads the body itself: FastAPI then only documents it."""
+    schema = model.model_json_schema() | {"examples": [example]}
+    content = {"application/json": {"schema": schema, "example": example}}
+    body = {"required": True, "content": content}
+    return {"methods": ["POST"], "openapi_extra": {"requestBody": body}}
 
 
 def _openapi_route(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
@@ -185,11 +183,8 @@ def _openapi_route(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
 async def _not_routed(request: Request, error: Exception) -> Response:
     """Starlette's own errors: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
-    headers = [
-        (name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()
-    ]
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = (error.headers or {})["Allow"]
         raise RequestError(
             405,
             "method",
@@ -198,7 +193,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
             got=request.method,
             expected=allowed,
             fix="use a method of the header Allow",
-            headers=headers,
+            headers=[(b"allow", allowed.encode())],
         )
     raise RequestError(
         error.status_code,
@@ -207,7 +202,6 @@ async def _not_routed(request: Request, error: Exception) -> Response:
         where="path",
         got=request.scope["path"],
         fix="GET /openapi.json lists the paths",
-        headers=headers,
     )
 
 

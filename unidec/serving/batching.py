@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from unidec.serving.errors import ClientGone, RequestError
+from unidec.serving.request_error import ClientGone, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -43,18 +43,27 @@ class _Job:
     engine: Any
     queries: Sequence[Any]
     answers: asyncio.Future[list[Any]]
-    found: dict[int, Any] = field(default_factory=dict)
+    found: list[Any] = field(default_factory=list)
     next: int = 0
 
     def left(self) -> int:
         return len(self.queries) - self.next
+
+    def take(self, outcome: Any) -> None:
+        """The answer to the next query, or an error."""
+        if isinstance(outcome, Exception):
+            self.lose(outcome)
+            return
+        self.found.append(outcome)
+        if len(self.found) == len(self.queries) and not self.answers.done():
+            self.answers.set_result(self.found)
 
     def lose(self, error: Exception) -> None:
         if not self.answers.done():
             self.answers.set_exception(error)
 
 
-_Batch = list[tuple[_Job, int]]  # a job, and the place of one of its queries
+_Batch = list[tuple[_Job, Any]]  # a job, and one of its queries; or the answer to it
 
 
 class Batcher:
@@ -114,15 +123,12 @@ class Batcher:
         if not queries:
             return []
         ahead = self.waiting + len(queries)
-        if self.waiting and (
-            ahead > self.queue_queries or self._seconds(ahead) > self.timeout_seconds
-        ):
-            limit = f"at most {self.queue_queries}, none longer than {self.timeout_seconds:g} s"
+        is_late = self._seconds(ahead) > self.timeout_seconds
+        if self.waiting and (ahead > self.queue_queries or is_late):
+            limits = f"at most {self.queue_queries}, none longer than {self.timeout_seconds:g} s"
+            got = f"{self.waiting} queries"
             raise self._unavailable(
-                "overload",
-                "too many queries waiting",
-                got=f"{self.waiting} queries",
-                expected=limit,
+                "overload", "too many queries waiting", got=got, expected=limits
             )
         job = _Job(engine, queries, self._loop.create_future())
         self._jobs.append(job)
@@ -152,24 +158,20 @@ class Batcher:
         )
 
     def _unavailable(self, kind: str, what: str, **parts: Any) -> RequestError:
-        """A 503 with Retry-After: whole seconds until the present queue will be
-        answered, 1 to 30.
-        """
-        seconds = min(max(math.ceil(self._seconds(self.waiting)), 1), 30)
-        return RequestError(
-            503, kind, what, fix="retry after Retry-After seconds", retry_after=seconds, **parts
-        )
+        """A 503 with Retry-After: seconds until the present queue will be answered, 1 to 30."""
+        seconds = math.ceil(self._seconds(self.waiting))
+        fix = "retry after Retry-After seconds"
+        wait = min(max(seconds, 1), 30)
+        return RequestError(503, kind, what, fix=fix, retry_after=wait, **parts)
 
     def is_stuck(self, seconds: float) -> bool:
         """Whether the current batch has taken longer than this."""
         return self.busy_since is not None and time.monotonic() - self.busy_since > seconds
 
     async def stop(self) -> None:
-        """Answer the waiting queries, then end the thread; takes at most the timeout of
-        a request.
-        """
+        """Answer the waiting queries, then end the thread; takes at most a request's timeout."""
         until = self._loop.time() + self.timeout_seconds
-        while (self.busy_since is not None or self.waiting) and self._loop.time() < until:
+        while self._loop.time() < until and (self.busy_since or self.waiting):
             await asyncio.sleep(0.01)
         self._task.cancel()
         self._executor.shutdown(wait=False)
@@ -189,7 +191,8 @@ class Batcher:
             if not batch:
                 continue
             self.busy_since = time.monotonic()
-            if len(batch) == 1 and not self.waiting and self._lone_seconds < _LONE_SECONDS:
+            is_lone = len(batch) == 1 and not self.waiting
+            if is_lone and self._lone_seconds < _LONE_SECONDS:
                 outcomes, seconds = self._timed(batch)
             else:
                 outcomes, seconds = await self._loop.run_in_executor(
@@ -200,8 +203,8 @@ class Batcher:
             self.pace += _PACE * (seconds - self.pace)
             if len(batch) == 1:
                 self._lone_seconds = seconds
-            for (job, place), outcome in outcomes:
-                _deliver(job, place, outcome)
+            for job, outcome in outcomes:
+                job.take(outcome)
             self.on_batch(len(batch), seconds)
             # a reference would keep an engine in memory while the queue is empty
             del batch, outcomes, job, outcome
@@ -215,41 +218,34 @@ class Batcher:
             if batch and job.engine is not batch[0][0].engine:
                 other_engines.append(job)
             elif job.left():  # else it was abandoned
-                batch.append((job, job.next))
+                batch.append((job, job.queries[job.next]))
                 job.next += 1
                 if job.left():
                     self._jobs.append(job)
         self._jobs.extendleft(reversed(other_engines))
         return batch
 
-    def _timed(self, batch: _Batch) -> tuple[list[tuple[tuple[_Job, int], Any]], float]:
-        """Each query with its answer or error, and the model's seconds, without the time to wake a
-        thread.
+    def _timed(self, batch: _Batch) -> tuple[_Batch, float]:
+        """The jobs with an answer or error to each query, and the model's seconds, without the time
+        to wake a thread.
         """
         begun = time.perf_counter()
         outcomes = self._answers_of(batch)
         return outcomes, time.perf_counter() - begun
 
-    def _answers_of(self, batch: _Batch) -> list[tuple[tuple[_Job, int], Any]]:
-        """Each query with its answer or error; in the model's thread, or the event loop's."""
+    def _answers_of(self, batch: _Batch) -> _Batch:
+        """In the model's thread, or the event loop's."""
+        jobs = [job for job, _ in batch]
         try:
-            answers = self.work(batch[0][0].engine, [job.queries[place] for job, place in batch])
-            return list(zip(batch, answers, strict=True))
+            answers = self.work(jobs[0].engine, [query for _, query in batch])
+            return list(zip(jobs, answers, strict=True))
         except Exception as error:
-            jobs = {id(job): job for job, _ in batch}
-            if len(jobs) == 1:
-                return [(entry, error) for entry in batch]
-            log.warning(
-                "a batch of %d requests failed (%s); retrying each request alone", len(jobs), error
-            )
-            alone = ([entry for entry in batch if entry[0] is job] for job in jobs.values())
-            return [outcome for part in alone for outcome in self._answers_of(part)]
-
-
-def _deliver(job: _Job, place: int, outcome: Any) -> None:
-    if isinstance(outcome, Exception):
-        job.lose(outcome)
-        return
-    job.found[place] = outcome
-    if len(job.found) == len(job.queries) and not job.answers.done():
-        job.answers.set_result([job.found[i] for i in range(len(job.queries))])
+            requests = list(dict.fromkeys(jobs))
+            if len(requests) == 1:
+                return [(job, error) for job in jobs]
+            text = "a batch of %d requests failed (%s); retrying each request alone"
+            log.warning(text, len(requests), error)
+            outcomes: _Batch = []
+            for request in requests:
+                outcomes += self._answers_of([entry for entry in batch if entry[0] is request])
+            return outcomes

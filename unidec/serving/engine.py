@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.errors import ArtifactError
-from unidec.serving.metrics import Metrics
+from unidec.serving.prometheus import Metrics
 from unidec.serving.schemas import card
 
 if TYPE_CHECKING:
@@ -69,9 +69,8 @@ class Engine:
         self.files = MappedFiles(self.bundle.path)
         self.runtime: str = answerer.encoder.name
         self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
-        self.card = {"model": asdict(identity), "runtime": self.runtime} | card(
-            self.bundle, settings
-        )
+        self.card = card(self.bundle, settings)
+        self.card |= {"model": asdict(identity), "runtime": self.runtime}
         self.answer: Callable[[Sequence[Request]], list[Prediction]] = answerer.answer
         self.explain = answerer.explain
         self.check = answerer.check
@@ -91,8 +90,7 @@ class Engine:
         bundle = Bundle.load(folder, lazy=True)
         bundle.index.threads = settings.threads
         if identity is None:
-            data = bundle.info.dataset.get("sha256")
-            identity = Identity(bundle.sha256, data=data if isinstance(data, str) else None)
+            identity = Identity(bundle.sha256, data=bundle.info.dataset.get("sha256"))
         elif identity.sha256 != bundle.sha256:
             raise ArtifactError(
                 "the folder holds another bundle than the registry's",
@@ -100,18 +98,16 @@ class Engine:
                 got=bundle.sha256,
                 expected=identity.sha256,
             )
-        return cls(
-            identity,
-            Answerer(bundle, open_encoder(bundle, settings.runtime, settings.threads)),
-            settings,
-        )
+        encoder = open_encoder(bundle, settings.runtime, settings.threads)
+        return cls(identity, Answerer(bundle, encoder), settings)
 
     def warm(self, batch: int) -> None:
         """Answer one query, then a batch, so that no client waits for one-time work."""
         from unidec.bundle.answer import Request
 
+        texts = [f"a text to begin with {i}" for i in range(batch)]
         for size in (1, batch, 1):
-            self.answer([Request(f"a text to begin with {i}") for i in range(size)])
+            self.answer([Request(text) for text in texts[:size]])
 
     @functools.cached_property
     def labels(self) -> LabelSearch:
@@ -163,16 +159,16 @@ class LabelSearch:
         rows.
         """
         wanted = prefix.lower()
-        begins = pc.or_(pc.starts_with(self._uids, wanted), pc.starts_with(self._titles, wanted))
+        in_uid = pc.starts_with(self._uids, wanted)
+        begins = pc.or_(in_uid, pc.starts_with(self._titles, wanted))
         rows = pc.indices_nonzero(begins)[: limit + 1].to_pylist()
-        if len(rows) <= limit and wanted:
-            has_word = pc.and_not(pc.match_substring(self._titles, f" {wanted}"), begins)
-            rows += pc.indices_nonzero(has_word)[: limit + 1 - len(rows)].to_pylist()
-        found = [
-            {"uid": self.uids[row].as_py(), "title": self.titles[row].as_py()}
-            for row in rows[:limit]
-        ]
-        return found, len(rows) > limit
+        if wanted and len(rows) <= limit:
+            has_word = pc.match_substring(self._titles, f" {wanted}")
+            more = pc.indices_nonzero(pc.and_not(has_word, begins))
+            rows += more[: limit + 1 - len(rows)].to_pylist()
+        shown = pa.array(rows[:limit], pa.int64())
+        columns = {"uid": self.uids.take(shown), "title": self.titles.take(shown)}
+        return pa.table(columns).to_pylist(), len(rows) > limit
 
 
 class MappedFiles:
@@ -186,24 +182,24 @@ class MappedFiles:
     def __init__(self, folder: Path) -> None:
         opened = contextlib.ExitStack()
         weakref.finalize(self, opened.close)
-        paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-        files = {
-            path.relative_to(folder).as_posix(): opened.enter_context(path.open("rb"))
-            for path in paths
-        }
-        self._files = {name: (file, _facts(file)) for name, file in files.items()}
+        self._files: dict[str, tuple[BinaryIO, object]] = {}
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                file = opened.enter_context(path.open("rb"))
+                self._files[path.relative_to(folder).as_posix()] = (file, _facts(file))
 
     def changed(self) -> str:
         """Name of a file that changed since it was loaded; "" if none did."""
-        return next(
-            (name for name, (file, seen) in self._files.items() if _facts(file) != seen), ""
-        )
+        for name, (file, seen) in self._files.items():
+            if _facts(file) != seen:
+                return name
+        return ""
 
 
 def _facts(file: BinaryIO) -> tuple[int, int, bytes]:
     found = os.fstat(file.fileno())
-    blocks = (
-        max(0, found.st_size - _BLOCK) * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS)
-    )
-    sample = b"".join(os.pread(file.fileno(), _BLOCK, at) for at in blocks)
-    return found.st_size, found.st_mtime_ns, hashlib.blake2b(sample).digest()
+    last = max(0, found.st_size - _BLOCK)
+    sample = hashlib.blake2b()
+    for block in range(_NUM_BLOCKS):
+        sample.update(os.pread(file.fileno(), _BLOCK, last * block // (_NUM_BLOCKS - 1)))
+    return found.st_size, found.st_mtime_ns, sample.digest()

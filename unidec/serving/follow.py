@@ -80,58 +80,32 @@ class Registry:
 
         found = registered_version(self.uri, self.address)
         sha256 = found.tags.get(HASH_TAG, "")
-        data = found.tags.get("dataset.sha256")
-        return Identity(sha256, self.address.name, str(found.version), self.address.alias, data)
+        return Identity(
+            sha256=sha256,
+            name=self.address.name,
+            version=str(found.version),
+            alias=self.address.alias,
+            data=found.tags.get("dataset.sha256"),
+        )
 
     def fetch(self, version: Identity) -> Path:
         """The folder of a version's bundle, with every file's hash checked.
 
         Raises:
-            ArtifactError: it is larger than the free memory, damaged, or not what its tag names.
+            ArtifactError: it is damaged, or not what its tag names.
             RegistryAway: no answer.
         """
-        from unidec.tracking.registry import tracking_to
-
         address = f"models:/{self.address.name}/{version.version}"
-        max_bytes = available_host() - KEEP_FREE
         try:
-            with tracking_to(self.uri):
-                stored = _stored_bytes(address, max_bytes)
-            if stored > max_bytes:
-                raise ArtifactError(
-                    "the version is too large for the available memory",
-                    where=address,
-                    got=f"{stored / 1e6:,.0f} MB",
-                    expected=f"at most {max_bytes / 1e6:,.0f} MB",
-                )
             return fetch_bundle(address, self.copies, uri=self.uri).resolve()
         except UnidecError:
             raise
         except Exception as error:  # whatever a registry or its files make a library raise
             with contextlib.suppress(ConfigError):
                 self.find()  # raises if the registry is the cause, not this version
+            what = "the version cannot be fetched"
             fix = "check the network and the store's files"
-            raise ArtifactError(
-                "the version cannot be fetched", where=address, got=_named(error), fix=fix
-            ) from error
-
-
-def _stored_bytes(address: str, enough: int) -> int:
-    """Size of all files that the registry lists for a version, or of a part of them that is more
-    than `enough`.
-    """
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-    repository = get_artifact_repository(address)
-    folders = [""]
-    total = 0
-    while folders and total <= enough:
-        for entry in repository.list_artifacts(folders.pop() or None):
-            if entry.is_dir:
-                folders.append(entry.path)
-            else:
-                total += entry.file_size or 0
-    return total
+            raise ArtifactError(what, where=address, got=_named(error), fix=fix) from error
 
 
 def probe_as_served(folder: Path, settings: Serve) -> Probe:
@@ -198,7 +172,9 @@ class Follower:
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
         self._fetched: set[Path] = set()  # copies that this server made, and removes
         self._clean_at = math.inf
-        self._looked = self._refused = -math.inf  # times of the monotonic clock in seconds
+        # times of the monotonic clock in seconds
+        self._looked: float | None = None
+        self._refused = -math.inf
         self._state: dict[str, Any] = {
             "source": source,
             "alias": self.address.alias if self.address else None,
@@ -222,8 +198,9 @@ class Follower:
 
     def state(self) -> dict[str, Any]:
         """The followed source and its state, JSON-serialisable. Times are seconds ago."""
-        age = time.monotonic() - self._looked
-        return self._state | {"looked_seconds_ago": round(age, 1) if math.isfinite(age) else None}
+        looked = self._looked
+        age = None if looked is None else round(time.monotonic() - looked, 1)
+        return self._state | {"looked_seconds_ago": age}
 
     def _run(self) -> None:
         try:
@@ -235,17 +212,17 @@ class Follower:
         self.first.set_result(engine.identity)
         del engine
         give_back()
-        polls = self.settings.follow_seconds if self.address and self.address.alias else 0
+        polls = self.settings.follow_seconds
+        if not self._state["alias"]:
+            return
         while polls and not self._ended.wait(polls):
             if time.monotonic() >= self._clean_at:
                 self._clean()
             try:
                 self._poll()
             except UnidecError as error:
-                problem = f"{on_a_line(error)}; still serving {self._current()}"[:_MAX_REASON]
-                if self._state["problem"] is None:  # once, not at each poll
-                    log.warning("%s", problem)
-                self._state["problem"] = problem
+                is_new = self._state["problem"] is None  # logged once, not at each poll
+                self._problem(f"{on_a_line(error)}; still serving {self._current()}", is_new)
             except Exception:  # the thread survives whatever happened; requests are not affected
                 self._state["problem"] = "following failed: see the log"
                 log.exception("following %s failed; the current model keeps serving", self.source)
@@ -263,21 +240,25 @@ class Follower:
             version = self._look(self._registry)
             self.found.set_result(None)
             # the very first version does not replace any
-            probed = noted is not None and noted["sha256"] != version.sha256
-            engine = self._new_engine(self._registry, version, probed)
+            is_new = noted is not None and noted["sha256"] != version.sha256
+            engine = self._new_engine(self._registry, version, probed=is_new)
         except UnidecError as error:
             if noted is None or (version is not None and noted["sha256"] == version.sha256):
                 raise
-            if version is not None and not isinstance(error, RegistryAway):
-                self._refuse(version, error)
             if version is None:
                 self.found.set_result(None)
-            why = f"{on_a_line(error)}; serving {words_of(noted, self.source)}"
-            self._state["problem"] = why[:_MAX_REASON]
-            log.warning("%s", why)
-            return self._load_engine(_identity(noted), self._copies / noted["sha256"][:16])
+            elif not isinstance(error, RegistryAway):
+                self._refuse(version, error)
+            self._problem(f"{on_a_line(error)}; serving {words_of(noted, self.source)}")
+            folder = self._copies / noted["sha256"][:16]
+            return self._load_engine(_identity(noted), folder)
         self._note_served(engine.identity)
         return engine
+
+    def _problem(self, why: str, is_new: bool = True) -> None:
+        self._state["problem"] = why[:_MAX_REASON]
+        if is_new:
+            log.warning("%s", why)
 
     def _look(self, registry: Registry) -> Identity:
         """The version that the address names now.
@@ -301,10 +282,8 @@ class Follower:
         assert self._registry is not None
         version = self._look(self._registry)
         # their hashes only: a reference would keep an engine from being freed
-        current, previous = (
-            engine and engine.identity.sha256
-            for engine in (self.service.current, self.service.previous)
-        )
+        current = _sha256_of(self.service.current)
+        previous = _sha256_of(self.service.previous)
         if version.sha256 == current:
             self._state["refused"] = None
         elif version.sha256 == previous:
@@ -335,7 +314,8 @@ class Follower:
 
     def _swapped(self, version: Identity) -> None:
         self._note_served(version)
-        self._state |= {"swaps": self._state["swaps"] + 1, "refused": None}
+        self._state["swaps"] += 1
+        self._state["refused"] = None
         log.info("now serving %s", self._current())
 
     def _note_served(self, identity: Identity) -> None:
@@ -349,12 +329,11 @@ class Follower:
     def _new_engine(self, registry: Registry, version: Identity, probed: bool) -> Engine:
         """Fetch a version, probe it in a fresh process if `probed`, and load it."""
         if not version.sha256:
-            fix = "register it with `unidec models register`"
             raise ArtifactError(
                 "a version without its bundle's hash",
                 where=self.source,
                 got=version.version,
-                fix=fix,
+                fix="register it with `unidec models register`",
             )
         is_new = not (self._copies / version.sha256[:16]).is_dir()
         folder = registry.fetch(version)
@@ -389,20 +368,14 @@ class Follower:
         return engine
 
     def _refuse(self, version: Identity, error: Exception) -> None:
-        why = without_credentials(str(error) if isinstance(error, UnidecError) else _named(error))[
-            :_MAX_REASON
-        ]
-        log.warning(
-            "version %s is refused, still serving %s: %s",
-            version.version,
-            self._current(),
-            on_a_line(why),
-        )
-        self._state |= {
-            "refused": _shown(version) | {"why": why},
-            "refusals": self._state["refusals"] + 1,
-        }
-        self._refused = self._clean_at = time.monotonic()
+        why = without_credentials(str(error) if isinstance(error, UnidecError) else _named(error))
+        serving = self._current()
+        text = "version %s is refused, still serving %s: %s"
+        log.warning(text, version.version, serving, on_a_line(why[:_MAX_REASON]))
+        self._state["refused"] = _shown(version) | {"why": why[:_MAX_REASON]}
+        self._state["refusals"] += 1
+        self._refused = time.monotonic()
+        self._clean_at = self._refused
 
     def _clean(self) -> None:
         """Give back freed memory; remove the copies that this server fetched and no
@@ -410,8 +383,10 @@ class Follower:
         """
         self._clean_at = math.inf
         give_back()
-        engines = (self.service.current, self.service.previous)
-        served = {engine.bundle.path.resolve() for engine in engines if engine is not None}
+        served: set[Path] = set()
+        for engine in (self.service.current, self.service.previous):
+            if engine is not None:
+                served.add(engine.bundle.path.resolve())
         for folder in self._fetched - served:
             try:
                 remove_folder(folder)
@@ -423,21 +398,23 @@ class Follower:
         if self.service.current is None:
             return "nothing"
         identity = self.service.current.identity
-        return (
-            f"version {identity.version}" if identity.version else f"bundle {identity.sha256[:16]}"
-        )
+        if identity.version:
+            return f"version {identity.version}"
+        return f"bundle {identity.sha256[:16]}"
+
+
+def _sha256_of(engine: Engine | None) -> str | None:
+    return None if engine is None else engine.identity.sha256
 
 
 def _identity(noted: dict[str, Any]) -> Identity:
     """The version of a note, whichever release wrote it."""
-    known = {one.name for one in fields(Identity)} & noted.keys()
-    return Identity(**{"sha256": "", **{name: noted[name] for name in known}})
+    known = [one.name for one in fields(Identity)]
+    return Identity(**{name: noted.get(name) for name in known})
 
 
 def _num_bytes(folder: Path) -> int:
-    return sum(
-        path.lstat().st_size for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
-    )
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def _named(error: Exception) -> str:

@@ -1,9 +1,9 @@
 """Checks before every route: the host name, the API key, a body's size and time; errors as JSON;
 request metrics.
 
-Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing.
-`connection.py` bounds what is not a whole request yet: heads, pieces of bodies, slow and idle
-clients."""
+Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. What is not
+a whole request yet (an unfinished head, an idle connection) is uvicorn's, and on a network a
+reverse proxy's."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unidec.config import Serve
-from unidec.serving.connection import HEAD_BYTES, large_head
-from unidec.serving.errors import ClientGone, RequestError
-from unidec.serving.metrics import Metrics
+from unidec.serving.prometheus import Metrics
+from unidec.serving.request_error import ClientGone, RequestError
 
 log = logging.getLogger(__name__)
 
 BODY = "unidec.body"  # key of the scope under which a route finds the request's body
+MAX_TARGET = 16_384  # bytes of path and query string
+MAX_HEAD = 65_536  # bytes of all headers
 MAX_HEADERS = 200
 MAX_PARAMETERS = 50  # of a query string; FastAPI's time is quadratic in them
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
+_PREFIXES = ("/labels/", "/page/")  # under which requests to any path below are counted
 
 
 class Guard:
@@ -36,8 +38,7 @@ class Guard:
 
     Args:
         api_key: required on every path but those in `free`; None: on none.
-        routes: paths by which requests are counted; others count as the prefix in `routes` or as
-        "other".
+        routes: paths by which requests are counted; others count as their prefix or as "other".
         hosts: names that the header Host may hold, besides IP addresses and localhost; None: any.
     """
 
@@ -52,20 +53,21 @@ class Guard:
         hosts: frozenset[str] | None = None,
     ) -> None:
         self.app = app
+        self.settings = settings
         self.metrics = metrics
         self.free = free
         self.routes = routes
         self.hosts = hosts
-        self.max_body = settings.max_body_bytes
         self.seconds = settings.timeout_seconds
-        self.key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
-        self.key_env = settings.api_key_env
+        self.key_digest = _digest(api_key.encode()) if api_key else None
+        self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun, status = time.perf_counter(), 0
+        begun = time.perf_counter()
+        status = 0
 
         async def counted_send(message: Message) -> None:
             nonlocal status
@@ -73,7 +75,7 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        self.metrics.in_flight.inc()
+        self._count_in_flight(1)
         try:
             try:
                 await self._answer(scope, receive, counted_send)
@@ -93,17 +95,17 @@ class Guard:
             if status:
                 raise  # the answer is half sent: the connection must end
             fix = "ask the server's operator: its log has the cause"
-            await _refuse(
-                RequestError(500, "internal", "the server failed", fix=fix),
-                receive,
-                counted_send,
-                0,
-            )
+            failed = RequestError(500, "internal", "the server failed", fix=fix)
+            await _refuse(failed, receive, counted_send, 0)
         finally:
-            self.metrics.in_flight.dec()
+            self._count_in_flight(-1)
             route = self._route(scope["path"])
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.request_seconds.labels(route).observe(time.perf_counter() - begun)
+
+    def _count_in_flight(self, change: int) -> None:
+        self.in_flight += change
+        self.metrics.in_flight.set(self.in_flight)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -120,26 +122,35 @@ class Guard:
                 close=True,
             )
         if self.key_digest is not None and scope["path"] not in self.free:
-            self._check_key(headers)
+            self._check_key(headers, self.key_digest)
+        if self.in_flight > self.settings.max_connections:
+            raise RequestError(
+                503,
+                "overload",
+                "too many requests at once",
+                expected=f"at most {self.settings.max_connections}",
+                fix="retry after Retry-After seconds",
+                retry_after=1,
+                close=True,
+            )
         scope[BODY] = b""
         if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
             scope[BODY] = await self._body(headers, receive)
         await self.app(scope, receive, send)
 
-    def _check_key(self, headers: dict[bytes, bytes]) -> None:
+    def _check_key(self, headers: dict[bytes, bytes], digest: bytes) -> None:
         """In constant time: the time it takes reveals nothing about the key."""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
             given = headers.get(b"x-api-key", b"")
-        assert self.key_digest is not None
-        if not hmac.compare_digest(hashlib.sha256(given.strip()).digest(), self.key_digest):
+        if not hmac.compare_digest(_digest(given.strip()), digest):
             raise RequestError(
                 401,
                 "unauthorized",
                 "the API key is wrong" if given else "an API key is required",
                 where="header Authorization",
                 expected="Authorization: Bearer KEY",
-                fix=f"the server reads the key from {self.key_env}",
+                fix=f"the server reads the key from {self.settings.api_key_env}",
                 headers=[(b"www-authenticate", b"Bearer")],
             )
 
@@ -147,7 +158,8 @@ class Guard:
         """The whole body, within bounds of size and time."""
         body = bytearray()
         more = True
-        self._check_size(int(headers.get(b"content-length", 0)), "{} bytes")
+        declared = int(headers.get(b"content-length", 0))
+        self._check_size(declared, f"{declared} bytes")
         try:
             async with asyncio.timeout(self.seconds):
                 while more:
@@ -156,7 +168,7 @@ class Guard:
                         raise ClientGone
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    self._check_size(len(body), f"more than {self.max_body} bytes")
+                    self._check_size(len(body), "more")
         except TimeoutError:
             raise RequestError(
                 408,
@@ -171,29 +183,41 @@ class Guard:
         return bytes(body)
 
     def _check_size(self, size: int, got: str) -> None:
-        if size > self.max_body:
+        limit = self.settings.max_body_bytes
+        if size > limit:
             raise RequestError(
                 413,
                 "too_large",
                 "the body is too large",
                 where="body",
-                got=got.format(size),
-                close=True,
-                expected=f"at most {self.max_body} bytes",
+                got=got,
+                expected=f"at most {limit} bytes",
                 fix="send the queries in several requests (serve.max_body_bytes)",
+                close=True,
             )
 
     def _route(self, path: str) -> str:
         if path in self.routes:
             return path
-        return next((route for route in ("/labels/", "/page/") if path.startswith(route)), "other")
+        return next(filter(path.startswith, _PREFIXES), "other")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     """Refuse a head that is too large, or that another program may read as a different request."""
-    num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
-    if num_bytes > HEAD_BYTES or len(scope["headers"]) > MAX_HEADERS:
-        raise large_head(f"at most {HEAD_BYTES} bytes and {MAX_HEADERS} headers")
+    if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_TARGET:
+        raise RequestError(
+            414,
+            "large_target",
+            "the address is too long",
+            where="path and query string",
+            expected=f"at most {MAX_TARGET} bytes",
+            fix="shorten it",
+            close=True,
+        )
     num_parameters = scope["query_string"].count(b"&") + 1
     if num_parameters > MAX_PARAMETERS:
         raise RequestError(
@@ -205,7 +229,19 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
             expected=f"at most {MAX_PARAMETERS}",
             fix="GET /openapi.json lists the parameters of each path",
         )
-    num_hosts = sum(name == b"host" for name, _ in scope["headers"])
+    given = scope["headers"]
+    num_bytes = sum(len(name) + len(value) for name, value in given)
+    if num_bytes > MAX_HEAD or len(given) > MAX_HEADERS:
+        raise RequestError(
+            431,
+            "large_head",
+            "the head is too large",
+            where="headers",
+            expected=f"at most {MAX_HEAD} bytes and {MAX_HEADERS} headers",
+            fix="send fewer headers",
+            close=True,
+        )
+    num_hosts = sum(name == b"host" for name, _ in given)
     wrong = ""
     # two lengths: request smuggling
     if b"transfer-encoding" in headers and b"content-length" in headers:
@@ -228,7 +264,7 @@ def _is_host(header: bytes, hosts: frozenset[str]) -> bool:
     host = header.decode("latin-1").lower().strip()
     name, colon, port = host.rpartition(":")
     name = name if colon and port.isdigit() else host
-    if not name or name in hosts or name == "localhost":
+    if name in hosts or name in ("", "localhost"):
         return True
     try:
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
@@ -243,18 +279,12 @@ async def _refuse(error: RequestError, receive: Receive, send: Send, seconds: fl
     A socket closed with unread bytes resets the connection, and the client never sees the answer.
     """
     body = error.body()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        NO_SNIFFING,
-    ]
-    await send(
-        {"type": "http.response.start", "status": error.status, "headers": headers + error.headers}
-    )
+    length = (b"content-length", b"%d" % len(body))
+    headers = [(b"content-type", b"application/json"), length, NO_SNIFFING, *error.headers]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": error.close})
     if not error.close:
-        await send({"type": "http.response.body", "body": body})
         return
-    await send({"type": "http.response.body", "body": body, "more_body": True})
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while (await receive()).get("more_body", False):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -25,9 +25,9 @@ from unidec.errors import DataError
 from unidec.serving import schemas
 from unidec.serving.batching import Batcher
 from unidec.serving.engine import Engine, Service
-from unidec.serving.errors import RequestError
-from unidec.serving.metrics import model_metrics
 from unidec.serving.middleware import BODY, NO_SNIFFING
+from unidec.serving.prometheus import model_metrics
+from unidec.serving.request_error import RequestError
 from unidec.serving.schemas import Answer, answer_of, explain_json, predict_json
 from unidec.version import __version__
 
@@ -66,9 +66,11 @@ class Routes:
         )
         self.batcher: Batcher | None = None
         self.side_thread = ThreadPoolExecutor(1, "unidec-side")
-        self.figures.watch(
-            lambda: model_metrics(self.service.current, self.batcher.waiting if self.batcher else 0)
-        )
+        self.figures.watch(self._model_metrics)
+
+    def _model_metrics(self) -> Iterable[Any]:
+        waiting = self.batcher.waiting if self.batcher else 0
+        return model_metrics(self.service.current, waiting)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -119,9 +121,7 @@ class Routes:
             raise _no_such_label(mark.label)
         facts = mark.model_dump() | {"bundle": engine.identity.sha256, "at": datetime.now(UTC)}
         line = orjson.dumps(facts, option=orjson.OPT_APPEND_NEWLINE)
-        await self._aside(
-            lambda: _append(self.settings.feedback, line, self.settings.feedback_bytes)
-        )
+        await self._aside(lambda: _append(self.settings, line))
         return JsonBytes(b'{"kept":true}')
 
     async def _cached_or_new(
@@ -130,11 +130,9 @@ class Routes:
         """Answers from the cache, whose keys hold the bundle's hash; missing ones from the model,
         then cached.
         """
-        filters = sum(map(len, queries[0].allow or ())) + sum(map(len, queries[0].deny))
-        if (
-            not self.cache.maxsize
-            or filters + max(len(query.text) for query in queries) > CACHED_BYTES
-        ):
+        filters = [*(queries[0].allow or ()), *queries[0].deny]
+        longest = max(len(query.text) for query in queries)
+        if not self.cache.maxsize or sum(map(len, filters)) + longest > CACHED_BYTES:
             return await self._answers(engine, queries, request)
         sha256 = engine.identity.sha256
         cached = [self.cache.get((sha256, query)) for query in queries]
@@ -196,9 +194,8 @@ class Routes:
         row = await self._aside(lambda: engine.bundle.row_of.get(uid))
         if row is None:
             raise _no_such_label(uid)
-        return JsonBytes(
-            orjson.dumps({"uid": uid, "title": engine.bundle.titles[row].as_py(), "row": row})
-        )
+        facts = {"uid": uid, "title": engine.bundle.titles[row].as_py(), "row": row}
+        return JsonBytes(orjson.dumps(facts))
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
         """Run work in a separate thread, next to the model's."""
@@ -221,13 +218,13 @@ class Routes:
         an outdated model is ready.
         """
         engine = self.service.current
-        follow = self._follow()
-        model = None if engine is None else asdict(engine.identity)
-        changed = "" if engine is None else engine.files.changed()
-        if engine is not None and not changed:
-            return JsonBytes(orjson.dumps({"ready": True, "model": model, "follow": follow}))
+        facts: dict[str, Any] = {"ready": True, "model": None, "follow": self._follow()}
         error = _not_ready()
-        if changed:
+        if engine is not None:
+            facts["model"] = asdict(engine.identity)
+            changed = engine.files.changed()
+            if not changed:
+                return JsonBytes(orjson.dumps(facts))
             error = RequestError(
                 503,
                 "edited_file",
@@ -235,13 +232,11 @@ class Routes:
                 where=changed,
                 expected="the bytes that were loaded",
                 retry_after=60,
-                fix=(
-                    "restore the bundle and restart the server; replace bundles by renaming, "
-                    "never in place"
-                ),
+                fix="restore the bundle and restart the server; replace bundles by renaming, never "
+                "in place",
             )
         self.figures.error(error.kind)
-        body = {"error": error.parts, "ready": False, "model": model, "follow": follow}
+        body = facts | {"error": error.parts, "ready": False}
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
 
     async def version(self) -> Response:
@@ -262,8 +257,9 @@ class Routes:
 
     async def card(self) -> Response:
         """Data, sizes, metrics, limits."""
-        more = {"api_key": self.has_key, "feedback": bool(self.settings.feedback)}
-        return JsonBytes(orjson.dumps(self._engine().card | more))
+        facts = dict(self._engine().card)
+        facts |= {"api_key": self.has_key, "feedback": bool(self.settings.feedback)}
+        return JsonBytes(orjson.dumps(facts))
 
     async def metrics(self) -> Response:
         """Requests, latency, batches, queue, cache, scores, unknown tokens, the model, memory."""
@@ -280,14 +276,15 @@ class Routes:
 
 def _read_request(request: Request, model: Any) -> Any:
     """The request's body as an instance of its model."""
-    kind = next((value for name, value in request.scope["headers"] if name == b"content-type"), b"")
-    if kind.partition(b";")[0].strip().lower() != b"application/json":
+    given = request.headers.get("content-type", "")
+    kind, _, _ = given.partition(";")
+    if kind.strip().lower() != "application/json":
         raise RequestError(
             415,
             "content_type",
             "the body is not declared as JSON",
             where="header Content-Type",
-            got=kind.decode("latin-1"),
+            got=given,
             expected="application/json",
             fix='send "Content-Type: application/json"',
         )
@@ -299,21 +296,20 @@ def _no_such_label(uid: str) -> RequestError:
     return RequestError(404, "not_found", "no label has this uid", where="uid", got=uid, fix=fix)
 
 
-def _append(path: str, line: bytes, most: int) -> None:
+def _append(settings: Serve, line: bytes) -> None:
     """Append a whole line to a file that only its owner reads; a RequestError if it was not, e.g.
     the disk is full.
     """
-    got = f"{most} bytes at most"
+    got = f"{settings.feedback_bytes} bytes at most"
     fix = "move the file away after reading it, or raise serve.feedback_bytes"
     try:
-        if append_line(path, line, most):
+        if append_line(settings.feedback, line, settings.feedback_bytes):
             return
     except OSError as error:
         got = error.strerror or str(error)
         fix = "make room, or name another file: serve.feedback"
-    raise RequestError(
-        507, "feedback", "the feedback was not saved", where="serve.feedback", got=got, fix=fix
-    )
+    what = "the feedback was not saved"
+    raise RequestError(507, "feedback", what, where="serve.feedback", got=got, fix=fix)
 
 
 def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
@@ -321,12 +317,18 @@ def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
     lacks a head.
     """
     allow = None if asked.allow is None else tuple(asked.allow)
-    deny = tuple(asked.deny)
-    queries = [
-        Asked(text, asked.k, allow, deny, asked.min_score, asked.head, asked.tail) for text in texts
-    ]
+    first = Asked(
+        texts[0],
+        asked.k,
+        allow,
+        deny=tuple(asked.deny),
+        min_score=asked.min_score,
+        head=asked.head,
+        tail=asked.tail,
+    )
+    queries = [replace(first, text=text) for text in texts]
     try:
-        engine.check(queries[0])
+        engine.check(first)
     except DataError as error:
         raise _not_answerable(error) from error
     return queries

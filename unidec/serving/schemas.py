@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import orjson
 from pydantic import (
     AfterValidator,
@@ -24,11 +25,11 @@ from pydantic_core import PydanticCustomError
 
 from unidec.config import Serve
 from unidec.data.tokens import is_blank
-from unidec.serving.errors import RequestError, wrong_values
+from unidec.serving.request_error import RequestError, wrong_values
 from unidec.version import __version__
 
 if TYPE_CHECKING:
-    from unidec.bundle.answer import Explanation
+    from unidec.bundle.answer import Explanation, TrainingQuery
     from unidec.bundle.bundle import Bundle
 from unidec.ranking.ranker import Prediction
 
@@ -69,75 +70,47 @@ def request_models(settings: Serve) -> RequestModels:
     """The models with a server's limits."""
     written = Field(max_length=settings.max_query_chars, pattern=r"[^\s\x85]")
     text: Any = Annotated[str, written, AfterValidator(_not_blank)]
-    queries: Any = Annotated[
-        list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)
-    ]
-    uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
-    k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
-    shared: dict[str, Any] = {
-        "k": (
-            k,
-            Field(
-                min(DEFAULT_K, settings.max_k),
-                description="labels per query; fewer if fewer are left",
-            ),
-        ),
-        "allow": (
-            uids | None,
-            Field(
-                None,
-                description=(
-                    "uids: only these labels may be returned; unknown ones are ignored and counted"
-                ),
-            ),
-        ),
-        "deny": (
-            uids,
-            Field(default_factory=list, description="uids: these labels are never returned"),
-        ),
-        "min_score": (
-            float | None,
-            Field(None, description="labels with a lower score are dropped"),
-        ),
-        "head": (
-            Head,
-            Field(
-                "both",
-                description=(
-                    "rank by both heads (the bundle's ranking), the dual encoder, or the classifier"
-                ),
-            ),
-        ),
-        "tail": (
-            float,
-            Field(
-                0.0,
-                ge=-10,
-                le=10,
-                description="above 0 ranks rare labels higher; only with a learnt fusion",
-            ),
-        ),
-    }
-
+    some = Field(min_length=1, max_length=settings.max_queries, fail_fast=True)
+    queries: Any = Annotated[list[text], some]
+    shared = _shared_fields(settings)
     tokens = 2 * (settings.max_queries + 2 * settings.max_filter_labels) + _MORE_TOKENS
     too_many = re.compile(b"(?:%b){%d}+" % (_TOKEN, tokens), re.DOTALL)
 
-    def model(name: str, more: dict[str, Any], **first: Any) -> type[RequestBase]:
-        created = create_model(name, __base__=RequestBase, **first, **more)
+    def model(name: str, **fields: Any) -> type[RequestBase]:
+        created = create_model(name, __base__=RequestBase, **fields)
         created.too_many = too_many
         return created
 
     return RequestModels(
-        model("PredictRequest", shared, queries=(queries, Field(description="texts to label"))),
-        model("ExplainRequest", shared, query=(text, Field(description="text to label"))),
+        model("PredictRequest", queries=(queries, Field(description="texts to label")), **shared),
+        model("ExplainRequest", query=(text, Field(description="text to label")), **shared),
         model(
             "FeedbackRequest",
-            {},
             query=(text, ...),
             label=(Uid, Field(description="uid")),
             relevant=(bool, ...),
         ),
     )
+
+
+def _shared_fields(settings: Serve) -> dict[str, Any]:
+    """Fields of a request for labels: type, and default with description."""
+    uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
+    k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
+    about_k = "labels per query; fewer if fewer are left"
+    about_allow = "uids: only these labels may be returned; unknown ones are ignored and counted"
+    about_deny = "uids: these labels are never returned"
+    about_score = "labels with a lower score are dropped"
+    about_head = "rank by both heads (the bundle's ranking), the dual encoder, or the classifier"
+    about_tail = "above 0 ranks rare labels higher; only with a learnt fusion"
+    return {
+        "k": (k, Field(min(DEFAULT_K, settings.max_k), description=about_k)),
+        "allow": (uids | None, Field(None, description=about_allow)),
+        "deny": (uids, Field(default_factory=list, description=about_deny)),
+        "min_score": (float | None, Field(None, description=about_score)),
+        "head": (Head, Field("both", description=about_head)),
+        "tail": (float, Field(0.0, ge=-10, le=10, description=about_tail)),
+    }
 
 
 def _not_blank(text: str) -> str:
@@ -149,11 +122,9 @@ def _not_blank(text: str) -> str:
 
 def _whole(value: Any) -> Any:
     """JSON Schema counts 5.0 among the integers."""
-    return (
-        int(value)
-        if isinstance(value, float) and abs(value) < 2**53 and value.is_integer()
-        else value
-    )
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
 
 
 def parse_request(model: Any, body: bytes) -> Any:
@@ -170,9 +141,8 @@ def parse_request(model: Any, body: bytes) -> Any:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise _broken(
-            f"the body is not JSON: {error.msg}", where, error.doc[error.pos : error.pos + 20]
-        ) from None
+        got = error.doc[error.pos : error.pos + 20]
+        raise _broken(f"the body is not JSON: {error.msg}", where, got) from None
     if isinstance(value, dict) and len(value) > MAX_KEYS:
         raise _broken("the body has too many keys", "body", f"{len(value)} keys")
     try:
@@ -280,16 +250,7 @@ def explain_json(model: bytes, explanation: Explanation) -> bytes:
     """The body of POST /explain."""
     facts = _facts(explanation.prediction)
     facts["weights"] = {name: explanation.weights.get(name, 0.0) for name in ("de", "clf", "knn")}
-    facts["nearest"] = [
-        {
-            "uid": near.uid,
-            "title": near.title,
-            "cosine": near.cosine,
-            "vote": near.vote,
-            "labels": [{"uid": uid, "title": title} for uid, title in near.labels[:LABELS_SHOWN]],
-        }
-        for near in explanation.neighbours or ()
-    ]
+    facts["nearest"] = [_near(near) for near in explanation.neighbours or ()]
     facts["tokens"] = [
         {"piece": token.text, "unknown": token.unknown}
         for token in explanation.tokens
@@ -299,31 +260,31 @@ def explain_json(model: bytes, explanation: Explanation) -> bytes:
     return b'{"model":%b,%b' % (model, orjson.dumps(facts)[1:])
 
 
+def _near(near: TrainingQuery) -> dict[str, Any]:
+    labels = [{"uid": uid, "title": title} for uid, title in near.labels[:LABELS_SHOWN]]
+    return {
+        "uid": near.uid,
+        "title": near.title,
+        "cosine": near.cosine,
+        "vote": near.vote,
+        "labels": labels,
+    }
+
+
 def _facts(prediction: Prediction) -> dict[str, Any]:
     missing: list[None] = [None] * len(prediction.labels)
-    rows = zip(
-        prediction.labels,
-        prediction.titles,
-        prediction.scores,
-        prediction.probabilities or missing,
-        prediction.de_scores or missing,
-        prediction.clf_scores or missing,
-        prediction.knn_scores or missing,
-        strict=True,
-    )
+    columns = {
+        "uid": prediction.labels,
+        "title": prediction.titles,
+        "score": prediction.scores,
+        "probability": prediction.probabilities or missing,
+        "de": prediction.de_scores or missing,
+        "clf": prediction.clf_scores or missing,
+        "knn": prediction.knn_scores or missing,
+    }
+    rows = zip(*columns.values(), strict=True)
     return {
-        "labels": [
-            {
-                "uid": uid,
-                "title": title,
-                "score": score,
-                "probability": probability,
-                "de": de,
-                "clf": clf,
-                "knn": knn,
-            }
-            for uid, title, score, probability, de, clf, knn in rows
-        ],
+        "labels": [dict(zip(columns, row, strict=True)) for row in rows],
         "unknown_tokens": prediction.unknown_tokens,
         "unknown_filters": prediction.unknown_labels,
     }
@@ -334,16 +295,13 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
     info = bundle.info
     # queries of the data
     texts = bundle.titles if bundle.neighbours is None else bundle.neighbours.titles
-    shown = dict.fromkeys(
-        (2 * i + 1) * len(texts) // (2 * NUM_EXAMPLES) for i in range(NUM_EXAMPLES) if len(texts)
-    )
-    weights = {
-        "de": 1.0,
-        "clf": info.clf_weight,
-        "knn": info.knn.weight if info.knn is not None else 0.0,
-    }
+    middles = (2 * np.arange(NUM_EXAMPLES) + 1) / (2 * NUM_EXAMPLES)
+    rows = np.unique((middles * len(texts)).astype(int))[: len(texts)]
+    votes = info.knn
+    weights = {"de": 1.0, "clf": info.clf_weight, "knn": votes.weight if votes else 0.0}
     if info.space != "both":
-        weights["de"], weights["clf"] = float(info.space == "de"), float(info.space == "clf")
+        weights["de"] = float(info.space == "de")
+        weights["clf"] = float(info.space == "clf")
     return {
         "unidec": __version__,
         "index": {"kind": info.index_kind, "width": info.width},
@@ -355,7 +313,7 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
             "rows": _at(info.card, "profile", "rows"),
         },
         "num_labels": bundle.num_labels,
-        "num_neighbours": info.knn.num_queries if info.knn is not None else 0,
+        "num_neighbours": votes.num_queries if votes else 0,
         "text": info.text,
         "heads": [name for name in ("de", "clf") if name in info.vectors],
         "space": info.space,
@@ -363,7 +321,7 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
         "fused": info.fusion is not None,
         "metrics": info.metrics,
         "score_quantiles": _at(info.card, "profile", "served", "score_quantiles"),
-        "examples": [texts[row].as_py()[:MAX_TEXT] for row in shown],
+        "examples": [text[:MAX_TEXT] for text in texts.take(rows).to_pylist()],
         "limits": {name: getattr(settings, name) for name in LIMITS},
     }
 

@@ -30,9 +30,7 @@ from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import (
-    answers,
     open_client,
-    quiet_mlflow,
     sqlite_path,
     store_errors,
     tracking_uri,
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
 
 COPIES = Path("runs/bundles")  # of registered bundles, by hash; may be deleted at any time
 LOCK_SECONDS = 5.0  # how long another program may lock an SQLite registry
+_LONGEST_REASON = 300
 log = logging.getLogger(__name__)
 _URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
 _SCHEME = re.compile(r"[A-Za-z]\w+:")  # two letters or more: not a drive of Windows
@@ -101,17 +100,18 @@ def fetch_bundle(
     if address is None:
         return Path(source)
     uri = uri or tracking_uri()
-    return _fetch(known_version(open_client(uri), address.name, address.which), Path(folder), uri)
+    version = known_version(open_client(uri), address.name, address.which)
+    return _fetch(version, Path(folder), uri)
 
 
-def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
+def bundle_folder(source: str) -> Path:
     """`fetch_bundle` for a command or `unidec.load`: while the registry does not answer, the
     version that it named last for this address, with a warning.
     """
     address = parse_address(source)
     if address is None:
         return Path(source)
-    copies = Path(folder)
+    copies = COPIES
     uri = tracking_uri()
     try:
         version = registered_version(uri, address)
@@ -121,20 +121,19 @@ def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
         noted = last_known(copies, uri, source)
         if noted is None:
             raise
-        log.warning("%s; using %s", on_a_line(error), words_of(noted, source))
         found = copies / noted["sha256"][:16]
         if not _is_whole(found, noted["sha256"]):
             raise
-    else:
-        sha256 = version.tags.get(HASH_TAG, "")
-        facts = {
-            "sha256": sha256,
-            "name": address.name,
-            "version": str(version.version),
-            "alias": address.alias,
-        }
-        with contextlib.suppress(ArtifactError, OSError):  # a read-only folder
-            note_known(copies, uri, source, facts)
+        log.warning("%s; using %s", on_a_line(error), words_of(noted, source))
+        return found
+    facts = {
+        "sha256": version.tags.get(HASH_TAG, ""),
+        "name": address.name,
+        "version": str(version.version),
+        "alias": address.alias,
+    }
+    with contextlib.suppress(ArtifactError, OSError):  # a read-only folder
+        note_known(copies, uri, source, facts)
     return found
 
 
@@ -145,10 +144,7 @@ def registered_version(uri: str, address: Address) -> ModelVersion:
         ConfigError: there is no such model, version or alias. RegistryAway: no answer, or none that
         can be read.
     """
-    quiet_mlflow()
-    problem = _problem(uri)
-    if problem:
-        raise _away(uri, problem)
+    _check_database(uri)
     with _errors_of(uri):
         try:
             client = open_client(uri)
@@ -171,38 +167,36 @@ def _errors_of(uri: str) -> Iterator[None]:
 
 
 def _away(uri: str, got: str) -> RegistryAway:
-    lines = without_credentials(got).splitlines()
-    fix = (
-        "check MLFLOW_TRACKING_URI and the server, or restore the database; a bundle's folder "
-        "needs no registry"
-    )
-    what = "the registry does not answer"
+    first, *_ = [*without_credentials(got).splitlines(), ""]
     return RegistryAway(
-        what, where=without_credentials(uri), got=lines[0][:300] if lines else "", fix=fix
+        "the registry does not answer",
+        where=without_credentials(uri),
+        got=first[:_LONGEST_REASON],
+        fix="check MLFLOW_TRACKING_URI and the server, or restore the database; a bundle's folder "
+        "needs no registry",
     )
 
 
-def _problem(uri: str) -> str:
-    """Why a store cannot be read, found within seconds (MLflow itself tries for a minute); "" if
-    nothing was found.
+def _check_database(uri: str) -> None:
+    """Read an SQLite store: if it is locked or damaged, MLflow itself tries for a minute.
+
+    Raises:
+        RegistryAway: it cannot be read within `LOCK_SECONDS`.
     """
     database = sqlite_path(uri)
-    if database is None:
-        return "" if answers(uri, LOCK_SECONDS) else "no answer"
-    if not database.is_file():  # nothing was registered yet
-        return ""
+    if database is None or not database.is_file():  # a server; or nothing was registered yet
+        return
+    read_only = f"{database.as_uri()}?mode=ro"
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"{database.as_uri()}?mode=ro", LOCK_SECONDS, uri=True)
-        ) as opened:
+        with contextlib.closing(sqlite3.connect(read_only, LOCK_SECONDS, uri=True)) as opened:
             opened.execute("SELECT name FROM sqlite_master").fetchall()
     except sqlite3.Error as error:
-        return f"{error}"
-    return ""
+        raise _away(uri, str(error)) from error
 
 
 def _note(copies: Path, uri: str, source: str) -> Path:
-    return copies / f".served-{hashlib.sha256(f'{uri} {source}'.encode()).hexdigest()[:12]}.json"
+    digest = hashlib.sha256(f"{uri} {source}".encode()).hexdigest()
+    return copies / f".served-{digest[:12]}.json"
 
 
 def note_known(copies: Path, uri: str, source: str, facts: Mapping[str, Any]) -> None:
@@ -218,19 +212,18 @@ def note_known(copies: Path, uri: str, source: str, facts: Mapping[str, Any]) ->
 def last_known(copies: Path, uri: str, source: str) -> dict[str, Any] | None:
     """What `note_known` noted last, if the bundle's copy is there; its files are not checked."""
     try:
-        noted = json.loads(_note(copies, uri, source).read_text(encoding="utf-8"))
-        is_hash = re.fullmatch("[0-9a-f]+", noted["sha256"])
-        return noted if is_hash and (copies / noted["sha256"][:16]).is_dir() else None
+        noted: dict[str, Any] = json.loads(_note(copies, uri, source).read_text(encoding="utf-8"))
+        sha256 = noted["sha256"]
+        is_there = re.fullmatch("[0-9a-f]+", sha256) and (copies / sha256[:16]).is_dir()
     except (OSError, ValueError, TypeError, KeyError):
         return None
+    return noted if is_there else None
 
 
 def words_of(noted: Mapping[str, Any], source: str) -> str:
     """The noted version in words: its number, and when the registry named it."""
-    return (
-        f"version {noted.get('version')}, which {source} named at "
-        f"{noted.get('at', 'an unknown time')}"
-    )
+    at = noted.get("at", "an unknown time")
+    return f"version {noted.get('version')}, which {source} named at {at}"
 
 
 def on_a_line(error: object) -> str:
@@ -271,26 +264,26 @@ def measured_before(
     other run with metrics, by the name of the run; {} for a run on another data set. No entries if
     the store does not answer.
     """
-    if not tracker.run_id or not answers(tracker.uri):
+    if not tracker.run_id:
         return {}
     # these metrics are optional: the report is written without them
     with contextlib.suppress(*store_errors()):
         client = open_client(tracker.uri)
         place = client.get_run(tracker.run_id).info.experiment_id
-        found = {tracker.run_id: "this run"}
+        names = {tracker.run_id: ""}
         if champion := version_of(client, model_name, CHAMPION):
-            found.setdefault(champion.run_id, f"the champion (version {champion.version})")
+            names.setdefault(champion.run_id, f"the champion (version {champion.version})")
         last = client.search_runs(
             [place], "metrics.`test/nDCG_at_5` >= 0", order_by=["start_time DESC"], max_results=3
         )
-        other = next((run.info for run in last if run.info.run_id not in found), None)
-        found |= {other.run_id: f"the last run ({other.run_name})"} if other else {}
-        runs = {
-            name: client.get_run(run_id)
-            for run_id, name in found.items()
-            if run_id != tracker.run_id
+        others = [run.info for run in last if run.info.run_id not in names]
+        for other in others[:1]:
+            names[other.run_id] = f"the last run ({other.run_name})"
+        del names[tracker.run_id]
+        return {
+            name: _test_metrics(client.get_run(run_id), dataset_sha256)
+            for run_id, name in names.items()
         }
-        return {name: _test_metrics(run, dataset_sha256) for name, run in runs.items()}
     return {}
 
 
@@ -299,8 +292,11 @@ def _test_metrics(run: Run, dataset_sha256: str) -> dict[str, float]:
     used = run.inputs.dataset_inputs if run.inputs else []
     if not any(dataset_sha256.startswith(one.dataset.digest) for one in used):
         return {}
-    test = {key: value for key, value in run.data.metrics.items() if key.startswith("test/")}
-    return {key.removeprefix("test/").replace("_at_", "@"): value for key, value in test.items()}
+    found = {}
+    for key, value in run.data.metrics.items():
+        if key.startswith("test/"):
+            found[key.removeprefix("test/").replace("_at_", "@")] = value
+    return found
 
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
@@ -311,15 +307,14 @@ def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
     target = folder / (sha256[:16] or f"{version.name}-{version.version}")
     if _is_whole(target, sha256):  # without a lock: the folder may be read-only
         return target
+    address = f"models:/{version.name}/{version.version}"
     with lock_file(folder / f".{target.name}.lock"):
-        if not _is_whole(target, sha256):
-            with (
-                tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch,
-                tracking_to(uri),
-            ):
-                stored = download(f"models:/{version.name}/{version.version}", sha256, scratch)
-                shutil.rmtree(target, ignore_errors=True)
-                os.replace(stored, target)
+        if _is_whole(target, sha256):  # another process was first
+            return target
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
+            stored = download(address, sha256, scratch)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(stored, target)
     return target
 
 

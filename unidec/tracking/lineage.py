@@ -30,7 +30,7 @@ from unidec.tracking.provenance import (
     unknown_code,
 )
 from unidec.tracking.registry import HASH_TAG
-from unidec.tracking.restore import restore_point
+from unidec.tracking.restore import RestorePoint, own_commit, restore_point
 from unidec.tracking.run import metric_name
 from unidec.tracking.store import UnlessMissing, open_client, tracking_uri
 
@@ -104,16 +104,17 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     """
     client = open_client(tracking_uri())
     version = _version(client, os.fspath(source), model_name)
-    versions = {
-        item.tags.get(HASH_TAG, ""): item for item in all_versions(client, version.name)[::-1]
-    }
-    versions.pop(version.tags.get(HASH_TAG, ""), None)
     named = aliases(client, version.name)
-
-    found = [_restorable(version, named)]
-    # each version once, so that circular references end
-    while (sha256 := found[-1].start.get("bundle.sha256")) and sha256 in versions:
-        found.append(_restorable(versions.pop(sha256), named))
+    oldest_first = all_versions(client, version.name)[::-1]
+    by_hash = {item.tags.get(HASH_TAG, ""): item for item in oldest_first}
+    found = []
+    held: ModelVersion | None = version
+    while held is not None:
+        # each version once, so that circular references end
+        by_hash.pop(held.tags.get(HASH_TAG, ""), None)
+        point = restore_point(held.tags, held.run_id or None)
+        found.append(_about(held, named, point))
+        held = by_hash.get(held.tags.get("start.bundle.sha256", ""))
     return found
 
 
@@ -134,14 +135,13 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
     made_by: dict[str, str] = {}  # bundle hash -> version, for the versions made from the data
     for item in all_versions(client, model_name)[::-1]:
         number = str(item.version)
-        tags = item.tags
-        hashes = _artifacts(tags) | {
-            name: tags[name] for name in (DATASET_TAG, HASH_TAG) if name in tags
-        }
+        hashes = _artifacts(item.tags)
+        for name in (DATASET_TAG, HASH_TAG):
+            hashes[name] = item.tags.get(name, "")
         what = sorted(name for name, value in hashes.items() if value.startswith(prefix))
-        through = None if what else made_by.get(tags.get("start.bundle.sha256", ""))
+        through = None if what else made_by.get(item.tags.get("start.bundle.sha256", ""))
         if what or through:
-            made_by[tags.get(HASH_TAG, "")] = number
+            made_by[hashes[HASH_TAG]] = number
             rows.append(DataUse(number, _named(named, number), what, through))
     return rows[::-1]
 
@@ -150,70 +150,59 @@ def list_versions(model_name: str) -> list[Version]:
     """Every version, newest first; [] if there is no such model."""
     client = open_client(tracking_uri())
     named = aliases(client, model_name)
-    versions = all_versions(client, model_name)
-    return [
-        replace(_about(version, named), metrics=_metrics(client, version)) for version in versions
-    ]
+    found = []
+    for version in all_versions(client, model_name):
+        about = _about(version, named, RestorePoint(own_commit(version.tags), []))
+        found.append(replace(about, metrics=_metrics(client, version)))
+    return found
 
 
-def _restorable(version: ModelVersion, named: Mapping[str, str]) -> Version:
-    """A version with the commit of this repository that restores it best."""
-    about = _about(version, named)
-    point = restore_point(version.tags, about.run)
-    return replace(about, restore=_restore(version, point.commit), missing=point.missing)
-
-
-def _restore(version: ModelVersion, commit: str | None) -> list[str]:
-    folder = f"../{version.name}-{version.version}".replace(" ", "-")
-    return [f"git worktree add {folder} {commit}", f"cd {folder} && dvc pull"] if commit else []
-
-
-def _about(version: ModelVersion, named: Mapping[str, str]) -> Version:
+def _about(version: ModelVersion, named: Mapping[str, str], point: RestorePoint) -> Version:
     tags = version.tags
+    number = str(version.version)
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000, UTC)
-    dirty = tags.get(DIRTY_TAG) == "true"
-    unknown = unknown_code(tags)
-
-    def part(of: str) -> dict[str, str]:
-        return {
-            name.removeprefix(f"{of}."): tags[name]
-            for name in sorted(tags)
-            if name.startswith(f"{of}.")
-        }
-
+    code: dict[str, str | bool | None] = {
+        "commit": tags.get(COMMIT_TAG),
+        "dirty": tags.get(DIRTY_TAG) == "true",
+        "lock_commit": tags.get(LOCK_COMMIT_TAG),
+    }
+    if unknown := unknown_code(tags):
+        code["unknown"] = unknown
+    restore = []
+    if point.commit:
+        folder = f"../{version.name}-{number}".replace(" ", "-")
+        restore = [f"git worktree add {folder} {point.commit}", f"cd {folder} && dvc pull"]
     return Version(
         model=version.name,
-        version=str(version.version),
-        aliases=_named(named, str(version.version)),
+        version=number,
+        aliases=_named(named, number),
         registered=registered.isoformat(timespec="seconds"),
         bundle_sha256=tags.get(HASH_TAG),
         dataset={"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
-        code={
-            "commit": tags.get(COMMIT_TAG),
-            "dirty": dirty,
-            "lock_commit": tags.get(LOCK_COMMIT_TAG),
-        }
-        | ({"unknown": unknown} if unknown else {}),
+        code=code,
         lock_sha256=tags.get(LOCK_TAG),
         artifacts=_artifacts(tags),
-        differs=[path for path in tags.get(DIFFERS_TAG, "").split(", ") if path],
+        differs=tags[DIFFERS_TAG].split(", ") if DIFFERS_TAG in tags else [],
         run=version.run_id or None,
-        restore=_restore(version, tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)),
-        prefect=part("prefect"),
-        gate=part("gate"),
-        promoted=part("promoted"),
-        rolled_back=part("rolled_back"),
-        start={"kind": "cold"} | part("start"),
+        restore=restore,
+        missing=point.missing,
+        prefect=_below(tags, "prefect."),
+        gate=_below(tags, "gate."),
+        promoted=_below(tags, "promoted."),
+        rolled_back=_below(tags, "rolled_back."),
+        start={"kind": "cold"} | _below(tags, "start."),
     )
 
 
+def _below(tags: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """The tags with a prefix, without it."""
+    names = sorted(name for name in tags if name.startswith(prefix))
+    return {name.removeprefix(prefix): tags[name] for name in names}
+
+
 def _artifacts(tags: Mapping[str, str]) -> dict[str, str]:
-    found = {name: tags[name] for name in sorted(tags) if name.startswith(DVC_TAG)}
-    return {
-        name.removeprefix(DVC_TAG): value
-        for name, value in found.items()
-        if name not in (DIFFERS_TAG, LOCK_TAG)
-    }
+    hashes = {name: tag for name, tag in tags.items() if name not in (DIFFERS_TAG, LOCK_TAG)}
+    return _below(hashes, DVC_TAG)
 
 
 def _named(named: Mapping[str, str], version: str) -> list[str]:
@@ -222,9 +211,8 @@ def _named(named: Mapping[str, str], version: str) -> list[str]:
 
 def _check_hash(prefix: str, where: str) -> None:
     if not _HASH.fullmatch(prefix):
-        expected = (
-            f"{SHORTEST} to 64 hexadecimal digits, as in dvc.lock and `unidec models lineage`"
-        )
+        digits = f"{SHORTEST} to 64 hexadecimal digits"
+        expected = f"{digits}, as in dvc.lock and `unidec models lineage`"
         raise ConfigError("not a hash", where=where, got=prefix, expected=expected)
 
 
@@ -237,27 +225,26 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
     elif source and (Path(source) / MANIFEST).is_file():
         prefix = folder_sha256(source)
     else:
-        expected = (
-            f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>, or a "
-            "bundle's folder"
-        )
+        addresses = f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>"
         raise ConfigError(
-            "not an address of a model", where="lineage", got=source, expected=expected
+            "not an address of a model",
+            where="lineage",
+            got=source,
+            expected=f"{addresses}, or a bundle's folder",
         )
-    held = [
-        item
-        for item in all_versions(client, model_name)
-        if item.tags.get(HASH_TAG, "").startswith(prefix)
-    ]
-    if len({item.tags[HASH_TAG] for item in held}) != 1:
-        what = (
-            f"several versions of {model_name} match"
-            if held
-            else f"no version of {model_name} holds this bundle"
-        )
-        fix = "give more digits" if held else "`unidec models list` lists the registered versions"
+    held = {}
+    for version in all_versions(client, model_name):  # newest first
+        sha256 = version.tags.get(HASH_TAG, "")
+        if sha256.startswith(prefix):
+            held[sha256] = version
+    if not held:
+        what = f"no version of {model_name} holds this bundle"
+        fix = "`unidec models list` lists the registered versions"
         raise ConfigError(what, where=source, got=prefix, fix=fix)
-    return min(held, key=lambda item: int(item.version))
+    if len(held) > 1:
+        what = f"several versions of {model_name} match"
+        raise ConfigError(what, where=source, got=prefix, fix="give more digits")
+    return next(iter(held.values()))
 
 
 def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
@@ -272,18 +259,14 @@ def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
 def as_lines(found: Sequence[Version]) -> list[str]:
     """A lineage as a tree of lines, each parent below the version that started from it."""
     own, *parents = found
-    origin = own.start.get("bundle.sha256")
-    code = own.code
-    data = own.dataset
-    changes = " + uncommitted changes" if code["dirty"] else ""
-    code_words = f"{code['commit'] or 'no commit'}{changes}" if code["commit"] or changes else None
-    code_words = f"unknown: {code['unknown']}" if "unknown" in code else code_words
-    committed = f", in commit {code['lock_commit']}" if code["lock_commit"] else ""
+    lock = own.lock_sha256
+    if lock and own.code["lock_commit"]:
+        lock += f", in commit {own.code['lock_commit']}"
     facts = {
         "bundle": own.bundle_sha256,
-        "code": code_words,
-        "dvc.lock": own.lock_sha256 and own.lock_sha256 + committed,
-        "data set": data["sha256"] and f"{data['name'] or ''} {data['sha256']}".strip(),
+        "code": _code_words(own.code),
+        "dvc.lock": lock,
+        "data set": " ".join(filter(None, own.dataset.values())),
         **own.artifacts,
         "differs from dvc.lock": ", ".join(own.differs),
         "MLflow run": own.run,
@@ -295,19 +278,17 @@ def as_lines(found: Sequence[Version]) -> list[str]:
         "restore with": "; ".join(own.restore),
         "but it lacks": "; ".join(own.missing),
     }
+    facts = {name: fact for name, fact in facts.items() if fact}
+    width = max(map(len, facts))
     named = f" ({', '.join(own.aliases)})" if own.aliases else ""
-    width = max(len(name) for name, value in facts.items() if value)
     lines = [f"{own.model} version {own.version}{named}, registered {own.registered}"]
-    lines += [f"   {name:<{width}}  {value}" for name, value in facts.items() if value]
-    if origin:
-        how = "same model with other labels:" if own.start["kind"] == "refresh" else "started from"
-        gone = (
-            f"version {own.start.get('version')} (bundle {origin[:12]}): deleted from the registry"
-        )
-        lines += [
-            f"└─ {how}",
-            *(f"   {line}" for line in (as_lines(parents) if parents else [gone])),
-        ]
+    lines += [f"   {name:<{width}}  {fact}" for name, fact in facts.items()]
+    if origin := own.start.get("bundle.sha256"):
+        is_refresh = own.start["kind"] == "refresh"
+        lines.append(f"└─ {'same model with other labels:' if is_refresh else 'started from'}")
+        gone = f"version {own.start.get('version')} (bundle {origin[:12]})"
+        above = as_lines(parents) if parents else [f"{gone}: deleted from the registry"]
+        lines += [f"   {line}" for line in above]
     return lines
 
 
@@ -321,21 +302,17 @@ def rows_of(versions: Sequence[Version]) -> list[list[str]]:
     """Rows of `columns` for the versions of `list_versions`."""
     rows = []
     for found in versions:
-        measured = found.metrics or {}
-        metrics = [f"{measured[name]:.2f}" if name in measured else "" for name in shown("list")]
-        data = found.dataset
-        code = found.code
-        start = found.start
+        metrics = found.metrics or {}
+        data = [found.dataset["name"] or "", (found.dataset["sha256"] or "")[:8]]
+        start = [found.start["kind"], found.start.get("version", "")]
         rows.append(
             [
                 found.version,
                 " ".join(found.aliases),
-                *metrics,
-                f"{data['name'] or ''} {(data['sha256'] or '')[:8]}".strip(),
-                f"{start['kind']} {start.get('version', '')}".strip(),
-                "unknown"
-                if "unknown" in code
-                else str(code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
+                *[f"{metrics[name]:.2f}" if name in metrics else "" for name in shown("list")],
+                " ".join(data).strip(),
+                " ".join(start).strip(),
+                _code_words(found.code, digits=8),
                 "rolled back" if found.rolled_back else _verdict(found.gate),
                 found.registered[:16],
             ]
@@ -343,15 +320,26 @@ def rows_of(versions: Sequence[Version]) -> list[list[str]]:
     return rows
 
 
+def _code_words(code: Mapping[str, str | bool | None], digits: int | None = None) -> str:
+    """The commit in words; in a table (`digits`) shorter."""
+    if "unknown" in code:
+        return "unknown" if digits else f"unknown: {code['unknown']}"
+    commit = str(code["commit"] or "")[:digits]
+    if not code["dirty"]:
+        return commit
+    changes = "changes" if digits else "uncommitted changes"
+    return f"{commit or 'no commit'} + {changes}"
+
+
 def _verdict(gate: Mapping[str, str], against: str = "") -> str:
-    refused = f"refused: {gate.get('failed', '')}"
-    outcome = {"true": "passed", "false": refused}.get(gate.get("passed", ""), "")
-    return f"{outcome} {against}".strip() if outcome else ""
+    if "passed" not in gate:
+        return ""
+    outcome = "passed" if gate["passed"] == "true" else f"refused: {gate.get('failed', '')}"
+    return f"{outcome} {against}".strip()
 
 
 def _words(part: Mapping[str, str]) -> str:
-    by = f"by {part['by']}" if part.get("by") else ""
-    more = [key for key in ("dirty", "forced") if part.get(key) == "true"]
-    return " ".join(
-        word for word in (part.get("at", ""), by, part.get("reason", ""), *more) if word
-    )
+    words = [part.get("at", ""), f"by {part['by']}" if part.get("by") else ""]
+    words += [part.get("reason", "")]
+    words += [key for key in ("dirty", "forced") if part.get(key) == "true"]
+    return " ".join(filter(None, words))

@@ -70,15 +70,14 @@ def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
 
 def all_versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
     """Every version (MLflow returns up to 10,000), newest first; [] if there is no such model."""
-    return sorted(
-        client.search_model_versions(f"name = '{model_name}'"),
-        key=lambda version: -int(version.version),
-    )
+    found = client.search_model_versions(f"name = '{model_name}'")
+    return sorted(found, key=lambda version: int(version.version), reverse=True)
 
 
 def version_of(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion | None:
     """The version with this number or alias; None if there is none."""
-    number = str(which) if str(which).isdecimal() else aliases(client, model_name).get(str(which))
+    which = str(which)
+    number = which if which.isdecimal() else aliases(client, model_name).get(which, "")
     with UnlessMissing():
         return client.get_model_version(model_name, number) if number else None
     return None
@@ -92,26 +91,23 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     """
     if found := version_of(client, model_name, which):
         return found
-    named = aliases(client, model_name)
-    numbers = [str(v.version) for v in all_versions(client, model_name)]
-    what = "no such version" if str(which).isdecimal() else "no such alias"
-    near = nearest(str(which), list(named))
-    known = [*sorted(named), *numbers[:_LISTED]]
+    which = str(which)
+    known = sorted(aliases(client, model_name))
+    what = "no such version" if which.isdecimal() else "no such alias"
+    near = nearest(which, known)
+    numbers = [str(version.version) for version in all_versions(client, model_name)]
+    known += numbers[:_LISTED]
     if not numbers:
         known = [model.name for model in client.search_registered_models(max_results=_LISTED)]
         what = "no such model, or it has no version yet" if known else "it has no model yet"
-        near = nearest(model_name, known)
+        near = nearest(model_name, [name for name in known if name != model_name])
+    fix = "`unidec models list` lists them; `unidec models register` registers outputs/bundle"
     raise ConfigError(
         f"not in the registry: {what}",
         where=f"models:/{model_name}",
-        got=str(which),
+        got=which,
         expected=f"one of {', '.join(known)}" if known else None,
-        fix=f"nearest: {near}"
-        if near not in (None, model_name)
-        else (
-            "`unidec models list` lists versions and aliases; `unidec models register` registers "
-            "outputs/bundle"
-        ),
+        fix=f"nearest: {near}" if near else fix,
     )
 
 
@@ -124,46 +120,50 @@ def record_verdict(
     reasons = verdict["reasons"]
     lines = [f"{'pass' if r.passed else 'FAIL'} {r.check}: {r.words}" for r in reasons]
     own = verdict.get("metrics", {}).get("challenger", {})
-    tagged = {name: round(own[name], 4) for name in shown("tag") if name in own}
+    metrics = {name: round(own[name], 4) for name in shown("tag") if name in own}
+    champion = verdict["champion"]
     tags = {
         "gate.failed": ", ".join(r.check for r in reasons if not r.passed),
-        "gate.champion": verdict["champion"]["version"] if verdict["champion"] else "",
+        "gate.champion": champion["version"] if champion else "",
         "gate.reasons": "\n".join(lines),
         "gate.at": verdict["at"],
         "gate.dataset.sha256": verdict["data"]["sha256"],
         "gate.settings": settings,
-        "gate.metrics": json.dumps(tagged),
+        "gate.metrics": json.dumps(metrics),
         "gate.passed": "true" if verdict["passed"] else "false",
     }
     number = str(version.version)
     if "gate.passed" in version.tags:  # of an earlier verdict
         client.delete_model_version_tag(version.name, number, "gate.passed")
+    _set_tags(client, version.name, number, tags)
+
+
+def _set_tags(client: MlflowClient, name: str, number: str, tags: Mapping[str, str]) -> None:
     for key, value in tags.items():
-        client.set_model_version_tag(version.name, number, key, value)
+        client.set_model_version_tag(name, number, key, value)
 
 
 def hindrances(version: ModelVersion, champion: str | None) -> list[str]:
     """The reasons why a version must not become champion; [] if there are none."""
     tags = version.tags
     found = []
-    if "gate.passed" not in tags:
+    passed = tags.get("gate.passed")
+    if passed is None:
         found.append("the gate has not checked it: run `unidec models gate`")
-    elif tags["gate.passed"] != "true":
-        found.append(
-            f"it did not pass the gate: {tags.get('gate.failed') or 'no reasons are stored'}"
-        )
-    if "gate.passed" in tags and tags.get("gate.champion", "") != (champion or ""):
-        then, now = (
-            f"version {one}" if one else "no champion"
-            for one in (tags.get("gate.champion"), champion)
-        )
-        found.append(
-            f"the gate compared it with {then}, but there is now {now}: run `unidec models "
-            "gate` again"
-        )
+    elif passed != "true":
+        failed = tags.get("gate.failed") or "no reasons are stored"
+        found.append(f"it did not pass the gate: {failed}")
+    then = tags.get("gate.champion", "")
+    if passed and then != (champion or ""):
+        compared = f"the gate compared it with {_words(then)}, but there is now {_words(champion)}"
+        found.append(f"{compared}: run `unidec models gate` again")
     if ROLLED_BACK[0] in tags:
         found.append(rolled_back_words(tags))
     return found
+
+
+def _words(champion: str | None) -> str:
+    return f"version {champion}" if champion else "no champion"
 
 
 def rolled_back_words(tags: Mapping[str, str]) -> str:
@@ -193,12 +193,11 @@ def promote(
         number = str(version.version)
         champion = now.get(CHAMPION)
         dirty = not is_clean(version.tags)
-        before = now.get(PREVIOUS)
         done = Promotion(
             model=model_name,
             version=number,
             dirty=dirty,
-            previous=before,
+            previous=now.get(PREVIOUS),
             forced=False,
             changed=False,
         )
@@ -209,17 +208,12 @@ def promote(
             fix = f"unidec models promote {number} --force --reason TEXT"
             if version.tags.get("gate.failed") == "code":
                 fix = f"commit the changes and run `make train`, or: {fix}"
-            raise Refused(
-                f"version {number} is not promoted",
-                where=model_name,
-                got="; ".join(against),
-                fix=fix,
-            )
-        flags = {
-            "promoted.dirty": str(done.dirty).lower(),
-            "promoted.forced": str(bool(against)).lower(),
-        }
-        _move(client, version, champion, {number: _record("promoted", reason) | flags})
+            what = f"version {number} is not promoted"
+            raise Refused(what, where=model_name, got="; ".join(against), fix=fix)
+        tags = _record("promoted", reason)
+        tags["promoted.dirty"] = str(dirty).lower()
+        tags["promoted.forced"] = str(bool(against)).lower()
+        _move(client, version, champion, {number: tags})
         return replace(done, previous=champion, forced=bool(against), changed=True)
 
 
@@ -238,22 +232,20 @@ def rollback(model_name: str, *, reason: str = "") -> Promotion:
         now = aliases(client, model_name)
         champion = now.get(CHAMPION)
         previous = now.get(PREVIOUS)
-        if (
-            is_completed
-            and champion
-            and ROLLED_BACK[0] in known_version(client, model_name, previous or "").tags
-        ):
-            return Promotion(model=model_name, version=champion, previous=previous)
+        if is_completed and champion and previous:
+            was_champion = known_version(client, model_name, previous)
+            if ROLLED_BACK[0] in was_champion.tags:
+                return Promotion(model=model_name, version=champion, previous=previous)
         if champion is None or previous is None or champion == previous:
+            what = "there is no earlier champion to go back to"
             got = f"champion {champion}, previous {previous}"
             fix = "unidec models promote VERSION --force accepts any version"
-            raise Refused(
-                "there is no earlier champion to go back to", where=model_name, got=got, fix=fix
-            )
-        back = _record(
-            "promoted", f"rollback from version {champion}" + (f": {reason}" if reason else "")
-        )
-        tags = {previous: back, champion: _record("rolled_back", reason)}
+            raise Refused(what, where=model_name, got=got, fix=fix)
+        why = f"rollback from version {champion}" + (f": {reason}" if reason else "")
+        tags = {
+            previous: _record("promoted", why),
+            champion: _record("rolled_back", reason),
+        }
         _move(client, known_version(client, model_name, previous), champion, tags)
         return Promotion(model=model_name, version=previous, previous=champion)
 
@@ -272,8 +264,7 @@ def recover(client: MlflowClient, model_name: str) -> bool:
     for key in champion.tags.keys() & set(ROLLED_BACK):
         client.delete_model_version_tag(model_name, number, key)
     for other, tags in pending["tags"].items():
-        for key, value in tags.items():
-            client.set_model_version_tag(model_name, other, key, value)
+        _set_tags(client, model_name, other, tags)
     client.delete_model_version_tag(model_name, number, PENDING_TAG)
     return True
 
@@ -289,9 +280,8 @@ def _move(
     number = str(version.version)
     verify_version(name, number, version.tags.get(HASH_TAG, ""))
     previous = champion or aliases(client, name).get(PREVIOUS)
-    client.set_model_version_tag(
-        name, number, PENDING_TAG, json.dumps({"previous": previous, "tags": tags})
-    )
+    pending = json.dumps({"previous": previous, "tags": tags})
+    client.set_model_version_tag(name, number, PENDING_TAG, pending)
     client.set_registered_model_alias(name, CHAMPION, number)
     recover(client, name)
 
@@ -313,9 +303,8 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
         with lock_file(lock, timeout=LOCK_SECONDS), tracking_to(uri):
             yield client, recover(client, model_name)
     except Timeout as error:
-        raise Refused(
-            "another promotion is under way", where=str(error.lock_file), fix="retry later"
-        ) from error
+        what = "another promotion is under way"
+        raise Refused(what, where=error.lock_file, fix="retry later") from error
 
 
 def _record(what: str, reason: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ by their commands.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -53,6 +52,7 @@ CODE_TAGS = (COMMIT_TAG, DIRTY_TAG, CHANGED_TAG, UNKNOWN_TAG)
 
 PARAMS = "params.yaml"  # among what changed: compared by its values, with those of its recipe
 _CODE = ("unidec", "flows")
+_DIFF = ("diff", "--name-only", "--relative", "-z")
 _LONGEST_TAG = 5000
 log = logging.getLogger(__name__)
 _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag's name
@@ -104,11 +104,11 @@ def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, s
     made = made_with and _parameters_sha256(made_with, project)
     if made and made != _committed_sha256(project, commit):
         changed[PARAMS] = made
-    tags[DIRTY_TAG] = "true" if changed else "false"
+    if not changed:
+        return tags | {DIRTY_TAG: "false"}
     text = json.dumps(changed, sort_keys=True)
-    if changed and len(text) <= _LONGEST_TAG:
-        tags[CHANGED_TAG] = text
-    return tags
+    more = {CHANGED_TAG: text} if len(text) <= _LONGEST_TAG else {}
+    return tags | {DIRTY_TAG: "true"} | more
 
 
 def unknown_code(tags: Mapping[str, str]) -> str:
@@ -128,13 +128,8 @@ def changed_between(root: Path | str, first: str, second: str, *more: str) -> li
     """Files of the code, and `more`, that differ between two commits; those that were added do not
     count.
     """
-    words = ("--diff-filter=a", first, second, "--", *_CODE, *more)
-    found = git(_project(root), "diff", "--name-only", "--relative", "-z", *words)
-    return (
-        ["files that git does not list"]
-        if found is None
-        else [name for name in found.split("\0") if name]
-    )
+    found = _differing(_project(root), first, second, *more)
+    return ["files that git does not list"] if found is None else found
 
 
 def uncommitted(tags: Mapping[str, str], root: Path | str = ".", at: str = "HEAD") -> list[str]:
@@ -150,18 +145,24 @@ def uncommitted(tags: Mapping[str, str], root: Path | str = ".", at: str = "HEAD
     project = _project(root)
     commit = tags.get(COMMIT_TAG, "")
     # files added since did not exist when the version was made
-    words = ("--diff-filter=a", commit, at, "--", *_CODE)
-    since = git(project, "diff", "--name-only", "--relative", "-z", *words)
+    since = _differing(project, commit, at)
     if since is None:
         return sorted(changed)
     made = changed.pop(PARAMS, None) or _committed_sha256(project, commit)
-    left = {name for name in since.split("\0") if name and name not in changed}
-    left |= {
-        name
-        for name, blob in changed.items()
-        if (git(project, "rev-parse", f"{at}:./{name}") or "") != blob
-    }
-    return sorted(left | ({PARAMS} if made != _committed_sha256(project, at) else set()))
+    left = set(since) - changed.keys()
+    for name, blob in changed.items():
+        if (git(project, "rev-parse", f"{at}:./{name}") or "") != blob:
+            left.add(name)
+    if made != _committed_sha256(project, at):
+        left.add(PARAMS)
+    return sorted(left)
+
+
+def _differing(project: Path, first: str, second: str, *more: str) -> list[str] | None:
+    """Like `changed_between`; None if git does not list them."""
+    words = [*_DIFF, "--diff-filter=a", first, second, "--", *_CODE, *more]
+    found = git(project, *words)
+    return None if found is None else list(filter(None, found.split("\0")))
 
 
 def _project(root: Path | str) -> Path:
@@ -169,20 +170,19 @@ def _project(root: Path | str) -> Path:
     to.
     """
     root = Path(root).resolve()
-    return next(
-        (folder for folder in (root, *root.parents[:3]) if (folder / "params.yaml").is_file()), root
-    )
+    levels = (root, *root.parents[:3])
+    return next((folder for folder in levels if (folder / PARAMS).is_file()), root)
 
 
 def _changed_files(project: Path, commit: str) -> dict[str, str]:
     """Tracked files that differ from the commit -> git's hash of their content, ""
     where deleted.
     """
-    found = ask(project, "diff", "--name-only", "--relative", "-z", commit, "--", *_CODE)
-    names = [name for name in found.split("\0") if name]
+    found = ask(project, *_DIFF, commit, "--", *_CODE)
+    names = list(filter(None, found.split("\0")))
     there = [name for name in names if (project / name).is_file()]
-    hashes = (git(project, "hash-object", "--", *there) or "").split() if there else []
-    return dict.fromkeys(names, "") | dict(zip(there, hashes, strict=False))
+    hashes = ask(project, "hash-object", "--", *there).split() if there else []
+    return dict.fromkeys(names, "") | dict(zip(there, hashes, strict=True))
 
 
 def _committed_sha256(project: Path, commit: str) -> str:
@@ -192,13 +192,12 @@ def _committed_sha256(project: Path, commit: str) -> str:
     text = git(project, "show", f"{commit}:./{PARAMS}")
     if text is None:
         return ""
-    with (
-        tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file,
-        contextlib.suppress(ConfigError),
-    ):
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
         print(text, file=file, flush=True)
-        return _parameters_sha256(load_params(file.name).model_dump(), project)
-    return ""
+        try:
+            return _parameters_sha256(load_params(file.name).model_dump(), project)
+        except ConfigError:
+            return ""
 
 
 def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
@@ -236,12 +235,20 @@ def artifact_tags(
     outs = _entries(lock, "outs")
     known = {path: outs[path] for path in only if path in outs}
     changed = _changed_outputs(root) if known else set()
-    differ = [path for path in known if changed is None or path in changed]
-    tags = {f"{DVC_TAG}{path}": md5 for path, md5 in known.items() if path not in differ}
-    source = _entries({"ingest": lock.get("ingest", {})}, "deps").get(raw.rstrip("/"))
+    tags = {}
+    differ = []
+    for path, md5 in known.items():
+        if changed is None or path in changed:
+            differ.append(path)
+        else:
+            tags[f"{DVC_TAG}{path}"] = md5
+    if differ:
+        tags[DIFFERS_TAG] = ", ".join(differ)
+    raw = raw.rstrip("/")
+    source = _entries({"ingest": lock.get("ingest", {})}, "deps").get(raw)
     if source and f"{DVC_TAG}{ARTIFACTS[0]}" in tags:
-        tags[DVC_TAG + _UNFIT.sub("_", raw.rstrip("/"))[:200]] = source
-    return tags | ({DIFFERS_TAG: ", ".join(differ)} if differ else {})
+        tags[DVC_TAG + _UNFIT.sub("_", raw)[:200]] = source
+    return tags
 
 
 def _changed_outputs(root: Path | str) -> set[str] | None:
@@ -260,13 +267,17 @@ def _changed_outputs(root: Path | str) -> set[str] | None:
 def _lock(root: Path | str) -> dict[str, Any]:
     """Stages of dvc.lock by name."""
     lock = Path(root) / "dvc.lock"
-    found = yaml.safe_load(lock.read_text(encoding="utf-8")) if lock.is_file() else None
-    return (found or {}).get("stages", {})
+    if not lock.is_file():
+        return {}
+    found = yaml.safe_load(lock.read_text(encoding="utf-8")) or {}
+    return found.get("stages", {})
 
 
 def _entries(stages: Mapping[str, Any], kind: str) -> dict[str, str]:
     """path -> hash of the stages' outputs or dependencies."""
-    entries = (entry for stage in stages.values() for entry in stage.get(kind, []))
-    return {
-        entry.get("path", "").rstrip("/"): entry["md5"] for entry in entries if entry.get("md5")
-    }
+    found = {}
+    for stage in stages.values():
+        for entry in stage.get(kind, []):
+            if entry.get("md5"):
+                found[entry.get("path", "").rstrip("/")] = entry["md5"]
+    return found

@@ -33,20 +33,8 @@ if TYPE_CHECKING:
 HASH_TAG = "bundle.sha256"
 # what a loaded bundle needs of our dependencies; versions come from the distribution's own metadata
 _SERVING = (
-    "torch",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "scipy",
-    "pandas",
-    "pyarrow",
-    "pydantic",
-    "pyyaml",
-    "tqdm",
-    "mlflow",
-    "faiss-cpu",
-    "onnx",
-    "onnxruntime",
+    "torch transformers safetensors numpy scipy pandas pyarrow pydantic pyyaml tqdm mlflow "
+    "faiss-cpu onnx onnxruntime"
 )
 
 # variables that would lead MLflow's fluent calls to another store, experiment or run
@@ -101,8 +89,9 @@ def register(
                 raise
         version = find_version(client, model_name, sha256)
         if version is None:
-            own = {HASH_TAG: sha256, "unidec.version": __version__}
-            all_tags = own | {key: without_credentials(tag) for key, tag in (tags or {}).items()}
+            all_tags = {HASH_TAG: sha256, "unidec.version": __version__}
+            for key, tag in (tags or {}).items():
+                all_tags[key] = without_credentials(tag)
             run = client.get_run(run_id) if run_id else None
             check_artifacts(client.get_experiment(run.info.experiment_id if run else "0"), uri)
             model_id, run_id = _log_model(client, bundle_path, run, all_tags)
@@ -116,19 +105,17 @@ def register(
                 model_id=model_id,
             )
             version = create_once(lambda: find_version(client, model_name, sha256), create)
-        verify_version(model_name, version.version, sha256)
-        if client.get_registered_model(model_name).aliases.get("challenger") != str(
-            version.version
-        ):
-            client.set_registered_model_alias(model_name, "challenger", str(version.version))
-    return int(version.version)
+        number = str(version.version)
+        verify_version(model_name, number, sha256)
+        if client.get_registered_model(model_name).aliases.get("challenger") != number:
+            client.set_registered_model_alias(model_name, "challenger", number)
+    return int(number)
 
 
 def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVersion | None:
     """The version that holds the bundle with this hash, or None."""
-    found = client.search_model_versions(
-        f"name = '{model_name}' and tags.`{HASH_TAG}` = '{sha256}'"
-    )
+    wanted = f"name = '{model_name}' and tags.`{HASH_TAG}` = '{sha256}'"
+    found = client.search_model_versions(wanted)
     return min(found, key=lambda version: int(version.version), default=None)
 
 
@@ -144,28 +131,21 @@ def model_card(card: Mapping[str, Any], sha256: str) -> str:
     facts = dict(card)
     splits = {split: values for split, values in facts.pop("metrics", {}).items() if values}
     names = sorted({name for values in splits.values() for name in values if "/" not in name})
-    lines = [
-        "# UniDEC bundle",
-        "",
-        "| metric | " + " | ".join(splits) + " |",
-        "|---" * (len(splits) + 1) + "|",
-    ]
+    lines = ["# UniDEC bundle", "", _row("metric", *splits), "|---" * (len(splits) + 1) + "|"]
     for name in names:
         shown = [f"{values[name]:.2f}" if name in values else "" for values in splits.values()]
-        lines.append(f"| {name} | " + " | ".join(shown) + " |")
-    lines += [
-        "",
-        *(
-            f"- {key}: {value}"
-            for key, value in facts.items()
-            if not isinstance(value, (Mapping, list))
-        ),
-    ]
-    lines += [
-        "",
-        '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`',
-    ]
-    return without_credentials("\n".join([*lines, "", f"Bundle sha256: `{sha256}`"]))
+        lines.append(_row(name, *shown))
+    lines.append("")
+    for key, value in facts.items():
+        if not isinstance(value, (Mapping, list)):
+            lines.append(f"- {key}: {value}")
+    load = 'mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})'
+    lines += ["", f"`{load}`", "", f"Bundle sha256: `{sha256}`"]
+    return without_credentials("\n".join(lines))
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def signature() -> ModelSignature:
@@ -176,13 +156,11 @@ def signature() -> ModelSignature:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
-    columns = [
-        ("string", "query"),
-        ("long", "rank"),
-        ("string", "label"),
-        ("string", "title"),
-        ("double", "score"),
-    ]
+    text = ColSpec("string", "query")
+    rank = ColSpec("long", "rank")
+    label = ColSpec("string", "label")
+    title = ColSpec("string", "title")
+    score = ColSpec("double", "score")
     params = [
         ParamSpec("k", "long", 5),
         ParamSpec("allow", "string", [], (-1,)),
@@ -191,8 +169,8 @@ def signature() -> ModelSignature:
         ParamSpec("head", "string", "both"),
     ]
     return ModelSignature(
-        inputs=Schema([ColSpec("string", "query")]),
-        outputs=Schema([ColSpec(kind, name) for kind, name in columns]),
+        inputs=Schema([text]),
+        outputs=Schema([text, rank, label, title, score]),
         params=ParamSchema(params),
     )
 
@@ -203,13 +181,11 @@ def serving_requirements() -> list[str]:
     """
     from packaging.requirements import Requirement
 
-    declared = [Requirement(line) for line in importlib.metadata.requires("unidec-xmc") or []]
-    kept = {
-        need.name.lower(): f"{need.name}{need.specifier}"
-        for need in declared
-        if need.name.lower() in _SERVING
-    }
-    return [kept[name] for name in _SERVING if name in kept]
+    kept = {}
+    for line in importlib.metadata.requires("unidec-xmc") or []:
+        need = Requirement(line)
+        kept[need.name.lower()] = f"{need.name}{need.specifier}"
+    return [kept[name] for name in _SERVING.split() if name in kept]
 
 
 def check_artifacts(experiment: Experiment | None, uri: str) -> None:
@@ -222,24 +198,19 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
     """
     path = sqlite_path(uri)
     address = urlsplit(experiment.artifact_location if experiment else "")
+    if path is None or address.scheme != "file":
+        return
     folder = Path(unquote(address.path))
     # MLflow creates the folder itself on the first write
-    if (
-        path is None
-        or address.scheme != "file"
-        or folder.is_relative_to(path.parent)
-        or folder.parent.is_dir()
-    ):
+    if folder.is_relative_to(path.parent) or folder.parent.is_dir():
         return
     raise ArtifactError(
         "the experiment keeps its files in a folder that no longer exists",
         where=str(path),
         got=str(folder),
         expected=str(path.parent / ARTIFACTS),
-        fix=(
-            "mount or move it back, or replace its address in the database: docs/servers.md, "
-            "'Moving a store'"
-        ),
+        fix="mount or move it back, or replace its address in the database: docs/servers.md, "
+        "'Moving a store'",
     )
 
 
@@ -259,11 +230,8 @@ def _log_model(
             stack.callback(client.update_run, run.info.run_id, status=run.info.status)
         own = run or create_once(lambda: _own_run(client, sha256), lambda: _new_run(client, sha256))
         active = stack.enter_context(mlflow.start_run(run_id=own.info.run_id)).info.run_id
-        steps = [
-            m.step
-            for m in client.get_run(active).data.to_proto().metrics
-            if m.key.startswith("training/")
-        ]
+        logged = client.get_run(active).data.to_proto().metrics
+        steps = [metric.step for metric in logged if metric.key.startswith("training/")]
         place = own.info.experiment_id
         params = own.data.params
         earlier = _logged_model(client, place, active, sha256)
@@ -322,16 +290,13 @@ def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None
     from mlflow.entities import Metric
 
     run = client.get_run(run_id)
-    used = run.inputs.dataset_inputs if run.inputs else []
-    data = (
-        {"dataset_name": used[0].dataset.name, "dataset_digest": used[0].dataset.digest}
-        if used
-        else {}
-    )
+    data = {}
+    if run.inputs and run.inputs.dataset_inputs:
+        used = run.inputs.dataset_inputs[0].dataset
+        data = {"dataset_name": used.name, "dataset_digest": used.digest}
     found = [metric for metric in run.data.to_proto().metrics if metric.key.startswith("test/")]
-    client.log_batch(
-        run_id, [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found]
-    )
+    linked = [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found]
+    client.log_batch(run_id, linked)
 
 
 def download(address: str, sha256: str, folder: Path | str | None) -> Path:
@@ -347,16 +312,18 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
     try:
         path = mlflow.artifacts.download_artifacts(address, dst_path=folder and str(folder))
     except OSError as error:
-        raise ArtifactError(
-            "the stored bundle cannot be read", where=address, got=error, fix=_FIX
-        ) from error
+        raise _unreadable(address, error) from error
     stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
     got = checked_sha256(stored[0].parent) if len(stored) == 1 else "no bundle"
     if got != sha256:
-        raise ArtifactError(
-            "the registry holds another bundle", where=address, got=got, expected=sha256, fix=_FIX
-        )
+        what = "the registry holds another bundle"
+        raise ArtifactError(what, where=address, got=got, expected=sha256, fix=_FIX)
     return stored[0].parent
+
+
+def _unreadable(address: str, error: Exception) -> ArtifactError:
+    what = "the stored bundle cannot be read"
+    return ArtifactError(what, where=address, got=error, fix=_FIX)
 
 
 def verify_version(model_name: str, version: str | int, sha256: str) -> None:
@@ -370,12 +337,12 @@ def verify_version(model_name: str, version: str | int, sha256: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             stored = MlflowClient().get_model_version_download_uri(model_name, str(version))
-            in_place = urlsplit(stored).scheme == "file"
-            download(stored if in_place else address, sha256, None if in_place else scratch)
+            if urlsplit(stored).scheme == "file":
+                download(stored, sha256, None)  # in place
+            else:
+                download(address, sha256, scratch)
         except (MlflowException, OSError) as error:
-            raise ArtifactError(
-                "the stored bundle cannot be read", where=address, got=error, fix=_FIX
-            ) from error
+            raise _unreadable(address, error) from error
 
 
 @contextlib.contextmanager

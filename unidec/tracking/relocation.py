@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -37,7 +36,9 @@ def follow_database(database: Path) -> bool:
     beside it. So is a
     database that cannot be written: MLflow refuses to write through it.
     """
-    if _former_artifacts(database) is None or not _is_writable(database):
+    # SQLite also writes a journal next to a database
+    is_writable = os.access(database, os.W_OK) and os.access(database.parent, os.W_OK)
+    if not is_writable or _former_artifacts(database) is None:
         return False
     from filelock import FileLock
 
@@ -52,11 +53,6 @@ def follow_database(database: Path) -> bool:
     return True
 
 
-def _is_writable(database: Path) -> bool:
-    """Whether SQLite can write a database, for which it also writes a journal next to it."""
-    return os.access(database, os.W_OK) and os.access(database.parent, os.W_OK)
-
-
 def _former_artifacts(database: Path) -> str | None:
     """The location that the store had as its folder of files; None if it is the present one, or
     chosen by hand.
@@ -67,7 +63,7 @@ def _former_artifacts(database: Path) -> str | None:
         folder = _local_folder(stem)
         if folder is None or folder.name != ARTIFACTS:
             continue
-        if folder == own or _is_same(folder, own):
+        if _is_same(folder, own):
             return None
         has_database = (folder.parent / database.name).is_file()
         is_former = own.is_dir() or has_database or not folder.is_dir()
@@ -80,12 +76,10 @@ def _experiment_locations(database: Path) -> list[str]:
     order = "ORDER BY CAST(experiment_id AS INTEGER)"
     try:
         with _opened(database) as connection:
-            rows = connection.execute(
-                f"SELECT artifact_location FROM experiments {order}"
-            ).fetchall()
+            rows = connection.execute(f"SELECT artifact_location FROM experiments {order}")
+            return [str(location) for (location,) in rows if location]
     except sqlite3.Error:  # MLflow says what is wrong with it
         return []
-    return [str(location) for (location,) in rows if location]
 
 
 def _local_folder(location: str) -> Path | None:
@@ -98,10 +92,7 @@ def _local_folder(location: str) -> Path | None:
 
 def _is_same(folder: Path, own: Path) -> bool:
     """Whether two paths lead to one folder, such as through a bind mount."""
-    try:
-        return folder.samefile(own)
-    except OSError:
-        return False
+    return folder == own or (folder.exists() and own.exists() and folder.samefile(own))
 
 
 def _replace_prefix(
@@ -112,10 +103,10 @@ def _replace_prefix(
     if column not in columns:  # of an older schema
         return
     rest = f"substr({column}, {len(old) + 1})"
-    is_below = f"substr({column}, 1, {len(old)}) = :old AND ({rest} = '' OR {rest} LIKE '/%')"
-    connection.execute(
-        f"UPDATE {table} SET {column} = :new || {rest} WHERE {is_below}", {"old": old, "new": new}
-    )
+    begins = f"substr({column}, 1, {len(old)}) = :old"
+    ends = f"({rest} = '' OR {rest} LIKE '/%')"
+    change = f"UPDATE {table} SET {column} = :new || {rest} WHERE {begins} AND {ends}"
+    connection.execute(change, {"old": old, "new": new})
 
 
 def _own_copy(database: Path) -> None:
@@ -127,10 +118,5 @@ def _own_copy(database: Path) -> None:
     os.replace(temporary, database)
 
 
-@contextlib.contextmanager
-def _opened(database: Path) -> Iterator[sqlite3.Connection]:
-    connection = sqlite3.connect(database, timeout=_BUSY_SECONDS)
-    try:
-        yield connection
-    finally:
-        connection.close()
+def _opened(database: Path) -> contextlib.closing[sqlite3.Connection]:
+    return contextlib.closing(sqlite3.connect(database, timeout=_BUSY_SECONDS))

@@ -28,7 +28,7 @@ def is_inside(folder: Path | str) -> bool:
     if os.environ.get("GIT_DIR"):
         return True
     folder = Path(folder).resolve()
-    return any(os.path.lexists(parent / ".git") for parent in (folder, *folder.parents))
+    return any(os.path.lexists(level / ".git") for level in (folder, *folder.parents))
 
 
 def ask(root: Path | str, *words: str) -> str:
@@ -37,30 +37,33 @@ def ask(root: Path | str, *words: str) -> str:
     Raises:
         GitError: the command failed.
     """
-    command = ["git", "-C", str(root), *words]
-    environment = os.environ | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    answer = _bytes(root, *words)
+    return answer.decode(errors="replace").strip()
+
+
+def _bytes(root: Path | str, *words: str, given: bytes | None = None) -> bytes:
+    """The output of a git command that reads `given` from its standard input."""
     try:
         done = subprocess.run(
-            command,
+            ["git", "-C", str(root), *words],
+            input=given,
             capture_output=True,
-            text=True,
-            errors="replace",
             timeout=_TIMEOUT_S,
             check=False,
-            env=environment,
+            env=os.environ | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"},
         )
     except FileNotFoundError as error:
-        raise GitError(
-            "git is not installed, but the folder is in a git repository: install git"
-        ) from error
+        what = "git is not installed, but the folder is in a git repository: install git"
+        raise GitError(what) from error
     except subprocess.TimeoutExpired as error:
         raise GitError(f"git {words[0]} did not answer within {_TIMEOUT_S} s") from error
     except OSError as error:
         raise GitError(f"git cannot be run: {error}") from error
     if done.returncode:
-        reason = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        said = (done.stderr or done.stdout).decode(errors="replace")
+        reason = " ".join(said.split()) or f"exit code {done.returncode}"
         raise GitError(f"git {words[0]}: {reason}"[:_LONGEST_REASON])
-    return done.stdout.strip()
+    return done.stdout
 
 
 def git(root: Path | str, *words: str) -> str | None:
@@ -79,41 +82,16 @@ def contents(root: Path | str, name: str) -> list[tuple[str, bytes]]:
     """
     commits = ask(root, "rev-list", "--all", "--reverse", f"--max-count={_MOST_COMMITS}").split()
     path = ask(root, "rev-parse", "--show-prefix") + name
-    asked = "".join(f"{commit}:{path}\n" for commit in commits).encode()
-    listed = _batch(root, "--batch-check=%(objectname)", asked).decode().splitlines()
-    blobs = {commit: blob for commit, blob in zip(commits, listed, strict=False) if " " not in blob}
-    unique = list(dict.fromkeys(blobs.values()))
-    texts = dict(
-        zip(
-            unique,
-            _objects(_batch(root, "--batch", "\n".join([*unique, ""]).encode())),
-            strict=True,
-        )
-    )
-    return [(commit, texts[blob]) for commit, blob in blobs.items()]
-
-
-def _batch(root: Path | str, option: str, asked: bytes) -> bytes:
-    command = ["git", "-C", str(root), "cat-file", option]
-    try:
-        return subprocess.run(
-            command, input=asked, capture_output=True, timeout=_TIMEOUT_S, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise GitError(f"git cat-file: {error}") from error
-
-
-def _objects(answer: bytes) -> list[bytes]:
-    """The contents in an answer of `git cat-file --batch`: a line "name type size", the content, a
-    line break.
-    """
+    asked = "".join(f"{commit}:{path}\n" for commit in commits)
+    answer = _bytes(root, "cat-file", "--batch-check=%(objectname)", given=asked.encode())
+    texts: dict[str, bytes] = {}
     found = []
-    place = 0
-    while place < len(answer):
-        start = answer.index(b"\n", place) + 1
-        size = int(answer[place:start].split()[-1])
-        found.append(answer[start : start + size])
-        place = start + size + 1
+    for commit, blob in zip(commits, answer.decode().splitlines(), strict=True):
+        if " " in blob:  # "... missing"
+            continue
+        if blob not in texts:
+            texts[blob] = _bytes(root, "cat-file", "blob", blob)
+        found.append((commit, texts[blob]))
     return found
 
 

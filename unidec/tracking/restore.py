@@ -21,7 +21,7 @@ from unidec.tracking.provenance import (
     changed_between,
     uncommitted,
 )
-from unidec.tracking.repository import GitError, contents, git, is_inside
+from unidec.tracking.repository import GitError, ask, contents, is_inside
 
 LOCK = "dvc.lock"
 _MOST_COMPARED = 50  # commits with the same dvc.lock whose code is compared
@@ -37,25 +37,28 @@ class RestorePoint:
     missing: list[str]
 
 
+def own_commit(tags: Mapping[str, str]) -> str | None:
+    """The commit that the flow made of a version's dvc.lock; else the one that was checked out."""
+    return tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
+
+
 def restore_point(
     tags: Mapping[str, str], run_id: str | None, root: Path | str = "."
 ) -> RestorePoint:
     """The oldest commit of any branch with the version's dvc.lock and code; else with its dvc.lock;
     else its own.
     """
-    own = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
+    own = own_commit(tags)
     lock = tags.get(LOCK_TAG)
     if own is None or not lock or not is_inside(root):
         return RestorePoint(own, [])
-    if git(root, "cat-file", "-e", f"{own}^{{commit}}") is None:  # of another clone
-        return RestorePoint(own, [])
     try:
+        ask(root, "cat-file", "-e", f"{own}^{{commit}}")  # else it is of another clone
         found = contents(root, LOCK)
     except GitError:
         return RestorePoint(own, [])
     holders = [commit for commit, text in found if hashlib.sha256(text).hexdigest() == lock]
-    if own in holders:
-        holders = [own, *(commit for commit in holders if commit != own)]
+    holders.sort(key=lambda commit: commit != own)  # its own commit first
     for commit in holders[:_MOST_COMPARED]:
         if not _code_that_differs(tags, commit, root):
             return RestorePoint(commit, [])

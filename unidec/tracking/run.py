@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from unidec.addresses import without_credentials
 from unidec.data.storage import write_json
 from unidec.tracking.once import create_once
+from unidec.tracking.process_alive import is_alive, this_process
 from unidec.tracking.store import (
     answers,
     experiment_id,
@@ -49,15 +49,12 @@ process: `mlflow.parentRunId` nests the run below another one; `mlflow.runName` 
 TRIAL_TAG = "trial"
 """Tag of a training with other parameters than params.yaml: which, such as optim.epochs=3."""
 # MLflow's limits
-_PARAMS_A_BATCH = 100
-_METRICS_A_BATCH = 1000
 _VALUE_LIMIT = 6000
 _DIGEST_LIMIT = 36
 _KEY_TAG = "unidec.run_key"
 _TWIN_TAG = "unidec.twin_of"
 _EVERY = 10.0  # seconds between two flushes of a training
-# tolerance: the clock that start times are computed from may have been adjusted
-_SECONDS_APART = 5.0
+_LONGEST_WARNING = 400
 _TIMES = 100  # a failed attempt is repeated after this multiple of its duration
 
 _ask_again: dict[str, float] = {}  # unreachable store -> when it may be tried again
@@ -105,22 +102,18 @@ class Tracker:
         """
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        outer = run_tags()
+        all_tags = dict(tags or {}) | run_tags()
+        name = all_tags.pop("mlflow.runName", None) or run_name or self._run_dir.name
         old = tracking_state(self._run_dir)
+        params = _without_credentials(params_flat)
         self._note(
             experiment=self.experiment,
-            run_name=outer.pop("mlflow.runName", None) or run_name or self._run_dir.name,
+            run_name=name,
             run_key=old.get("run_key") or uuid.uuid4().hex,
             run_id=old.get("run_id", run_id),
-            params={
-                key: without_credentials(str(value))[:_VALUE_LIMIT]
-                for key, value in params_flat.items()
-            },
-            tags={
-                key: without_credentials(str(tag))
-                for key, tag in (dict(tags or {}) | outer).items()
-            },
-            dataset=dict(dataset) if dataset else None,
+            params={key: value[:_VALUE_LIMIT] for key, value in params.items()},
+            tags=_without_credentials(all_tags),
+            dataset=dict(dataset or {}),
             begun=old.get("begun") or _now_ms(),
             status=None,
             holder=this_process(),
@@ -207,7 +200,7 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run."""
-        self._add(tags={key: without_credentials(str(value)) for key, value in tags.items()})
+        self._add(tags=_without_credentials(tags))
         self.flush()
 
     def _add(self, **entry: Any) -> None:
@@ -228,28 +221,28 @@ class Tracker:
 
     def flush(self) -> bool:
         """Send what the store has not confirmed; False if some of it is left for a later flush."""
-        self._flushed = begin = time.monotonic()
+        begin = time.monotonic()
+        self._flushed = begin
         if not self._state:
             return True
         if begin < _ask_again.get(self.uri, 0.0):
             return False
         try:
-            if not answers(self.uri):
-                raise ConnectionError("no answer")
             if self._client is None:
                 self._connect()
+            elif not answers(self.uri):
+                raise ConnectionError("no answer")
             self._send()
         # no error of MLflow, its database or the network may end a training
         except Exception as error:
             self._client = None  # the next attempt looks up how much arrived
             self._flushed = time.monotonic()
             if self.uri not in _ask_again:
-                words = (
-                    f"{self.uri} is unreachable; logs wait in {self._run_dir}: "
-                    f"{type(error).__name__}: {error}"
-                )
-                log.warning("%s", without_credentials(words).splitlines()[0][:400])
-            _ask_again[self.uri] = self._flushed + _TIMES * (self._flushed - begin)
+                where = f"{self.uri} is unreachable; logs wait in {self._run_dir}"
+                words = without_credentials(f"{where}: {type(error).__name__}: {error}")
+                log.warning("%s", words.splitlines()[0][:_LONGEST_WARNING])
+            took = self._flushed - begin
+            _ask_again[self.uri] = self._flushed + _TIMES * took
             return False
         if _ask_again.pop(self.uri, None) is not None:
             log.info("%s is back: all pending logs were sent", without_credentials(self.uri))
@@ -258,20 +251,19 @@ class Tracker:
     def _connect(self) -> None:
         client = open_client(self.uri)
         place = experiment_id(client, self.uri, self.experiment)
-        tags = {**self._state["tags"], _KEY_TAG: self._state["run_key"]}
+        state = self._state
+        tags = state["tags"] | {_KEY_TAG: state["run_key"]}
         run = create_once(
             lambda: self._find_run(client, place),
-            lambda: client.create_run(place, self._state["begun"], tags, self._state["run_name"]),
+            lambda: client.create_run(place, state["begun"], tags, state["run_name"]),
         )
         if run.info.run_id != self.run_id:  # another store gets the whole history
             self._note(sent=0)
         self._note(run_id=run.info.run_id, experiment_id=place)
         self._describe(client, run)
-        # the store keeps each metric's newest step beside the run: its whole history need not be
-        # read
-        self._newest = {
-            metric.key: (metric.step, metric.value) for metric in run.data.to_proto().metrics
-        }
+        # the store keeps each metric's newest step beside the run: its history need not be read
+        stored = run.data.to_proto().metrics
+        self._newest = {metric.key: (metric.step, metric.value) for metric in stored}
         self._client = client
 
     def _find_run(self, client: MlflowClient, place: str) -> Run | None:
@@ -290,7 +282,7 @@ class Tracker:
         They come from replies of the server that were lost after it had created a run.
         """
         place = self._state.get("experiment_id")
-        if not place or not self.run_id or not answers(self.uri):
+        if not place or not self.run_id:
             return []
         with contextlib.suppress(*store_errors()):
             wanted = f"{_with_key(self._state['run_key'])} and attributes.status = 'RUNNING'"
@@ -314,24 +306,21 @@ class Tracker:
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
         run_id = run.info.run_id
-        known = run.data.params
-        new = [
-            Param(key, value) for key, value in self._state["params"].items() if key not in known
+        params = [
+            Param(key, value)
+            for key, value in self._state["params"].items()
+            if key not in run.data.params
         ]
-        for start in range(0, len(new), _PARAMS_A_BATCH):
-            client.log_batch(run_id, params=new[start : start + _PARAMS_A_BATCH])
-        client.log_batch(
-            run_id, tags=[RunTag(key, str(value)) for key, value in self._state["tags"].items()]
-        )
-        if self._state["dataset"] and not (run.inputs and run.inputs.dataset_inputs):
-            about = dict(self._state["dataset"])
+        tags = [RunTag(key, value) for key, value in self._state["tags"].items()]
+        client.log_batch(run_id, params=params, tags=tags)
+        about = dict(self._state["dataset"] or {})
+        if about and not (run.inputs and run.inputs.dataset_inputs):
             source = json.dumps({"uri": str(about.pop("path", ""))})
             name = str(about.pop("name", "dataset"))
             digest = str(about.pop("digest", ""))[:_DIGEST_LIMIT]
             entity = Dataset(name, digest, "local", source, profile=json.dumps(about))
-            client.log_inputs(
-                run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", "training")])]
-            )
+            context = InputTag("mlflow.data.context", "training")
+            client.log_inputs(run_id, [DatasetInput(entity, [context])])
         if self.status is None and run.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")
 
@@ -341,36 +330,32 @@ class Tracker:
         assert self._client is not None and self.run_id is not None
         entries, sent = self._unconfirmed()
         newest = dict(self._newest)
-        metrics = list[Metric]()
+        metrics: list[Metric] = []
         final: dict[str, Metric] = {}
         tags: dict[str, str] = {}
+        ended: dict[str, Any] = {}
         for entry in entries:
             for name, value in entry.get("metrics", {}).items():
-                if entry["step"] > newest.get(name, (-1, 0.0))[0]:
-                    metrics.append(Metric(name, value, entry["at"], entry["step"]))
-                    newest[name] = (entry["step"], value)
-            final |= {
-                name: Metric(name, value, entry["at"], 0)
-                for name, value in entry.get("final", {}).items()
-            }
+                step = entry["step"]
+                if step > newest.get(name, (-1, 0.0))[0]:
+                    metrics.append(Metric(name, value, entry["at"], step))
+                    newest[name] = (step, value)
+            for name, value in entry.get("final", {}).items():
+                final[name] = Metric(name, value, entry["at"], 0)
             tags |= entry.get("tags", {})
-        changed = [
-            metric
-            for name, metric in final.items()
-            if newest.get(name, (0, None))[1] != metric.value
-        ]
-        newest |= {metric.key: (0, metric.value) for metric in changed}
-        metrics += changed
-        for start in range(0, len(metrics), _METRICS_A_BATCH):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_A_BATCH])
-        if tags:
-            self._client.log_batch(
-                self.run_id, tags=[RunTag(key, value) for key, value in tags.items()]
-            )
-        if (self._run_dir / UNSENT).is_dir():
-            self._client.log_artifacts(self.run_id, str(self._run_dir / UNSENT))
-            shutil.rmtree(self._run_dir / UNSENT)
-        ended = next((entry for entry in reversed(entries) if "status" in entry), None)
+            if "status" in entry:
+                ended = entry
+        for name, metric in final.items():
+            if newest.get(name, (0, None))[1] != metric.value:
+                metrics.append(metric)
+                newest[name] = (0, metric.value)
+        self._client.log_batch(
+            self.run_id, metrics, tags=[RunTag(key, value) for key, value in tags.items()]
+        )
+        unsent = self._run_dir / UNSENT
+        if unsent.is_dir():
+            self._client.log_artifacts(self.run_id, str(unsent))
+            shutil.rmtree(unsent)
         if ended and ended["status"] == self.status:  # else the training has been resumed since
             self._client.set_terminated(self.run_id, status=ended["status"], end_time=ended["at"])
         self._newest = newest
@@ -405,35 +390,6 @@ def _with_key(run_key: str) -> str:
     return f"tags.`{_KEY_TAG}` = '{run_key}'"
 
 
-def this_process() -> dict[str, Any]:
-    """{"host", "pid", "started" (seconds since 1970)} of the calling process; see `is_alive`."""
-    import psutil
-
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": psutil.Process().create_time(),
-    }
-
-
-def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
-    """Whether a process that `this_process` described still runs (not another one that reuses its
-    id); None if that cannot be known from here.
-    """
-    import psutil
-
-    try:
-        if not holder or holder["host"] != socket.gethostname():
-            return None
-        process = psutil.Process(int(holder["pid"]))
-        is_the_same = abs(process.create_time() - float(holder["started"])) < _SECONDS_APART
-        return is_the_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
 def metric_name(name: str) -> str:
     """A metric's name for MLflow, which allows no "@": "P@1" -> "P_at_1"."""
     return name.replace("@", "_at_")
@@ -457,11 +413,11 @@ def has_died(run_dir: Path) -> bool:
 def is_behind(run_dir: Path) -> bool:
     """Whether a run has ended, but the store has not confirmed everything that it logged."""
     state = tracking_state(run_dir)
+    if not state.get("status"):
+        return False
     logged = run_dir / LOGGED
     size = logged.stat().st_size if logged.exists() else 0
-    return bool(state.get("status")) and (
-        size > state.get("sent", 0) or (run_dir / UNSENT).exists()
-    )
+    return size > state.get("sent", 0) or (run_dir / UNSENT).exists()
 
 
 def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
@@ -484,7 +440,11 @@ def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
 
 def run_tags() -> dict[str, str]:
     """The tags of every run started in this process; see `RUN_TAGS`."""
-    return {key: str(tag) for key, tag in json.loads(os.environ.get(RUN_TAGS, "{}")).items()}
+    return dict(json.loads(os.environ.get(RUN_TAGS, "{}")))
+
+
+def _without_credentials(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {key: without_credentials(str(fact)) for key, fact in facts.items()}
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -506,12 +466,10 @@ def _system_figures(uri: str) -> dict[str, float]:
     try:
         monitor = _system_monitor(uri)
         monitor.collect_metrics()
-        figures = {
-            f"system/{name}": float(value) for name, value in monitor.aggregate_metrics().items()
-        }
+        figures = monitor.aggregate_metrics()
         for collector in monitor.monitors:
             collector.clear_metrics()
-        return figures
+        return {f"system/{name}": float(value) for name, value in figures.items()}
     except Exception as error:  # a sensor that fails must not end a training
         log.warning("no system metrics: %s", error)
         return {}

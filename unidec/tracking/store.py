@@ -41,6 +41,7 @@ _VARIABLES = "environment_variables.py"  # of MLflow
 _SCHEMES = frozenset(
     ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc")
 )
+_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306}
 _DATABASE_ATTEMPTS = 3  # MLflow's own 10 take minutes
 _LONGEST_REASON = 400
 VIEW = "unidec"
@@ -145,10 +146,7 @@ def tracking_uri(root: Path | str = ".") -> str:
             "not the address of a tracking store",
             where="MLFLOW_TRACKING_URI",
             got=uri,
-            expected=(
-                "http://127.0.0.1:5000, postgresql://..., mysql://..., or "
-                "sqlite:///mlflow/mlflow.db"
-            ),
+            expected="http://127.0.0.1:5000, postgresql://..., or sqlite:///mlflow/mlflow.db",
             fix="correct it, or unset it to use mlflow/mlflow.db",
         )
     path = sqlite_path(uri, root)
@@ -156,11 +154,9 @@ def tracking_uri(root: Path | str = ".") -> str:
 
 
 @functools.cache
-def _plugins() -> frozenset[str]:
+def _plugins() -> set[str]:
     """Schemes of addresses that plugins of MLflow add."""
-    return frozenset(
-        entry.name for entry in importlib.metadata.entry_points(group="mlflow.tracking_store")
-    )
+    return importlib.metadata.entry_points(group="mlflow.tracking_store").names
 
 
 def project_folder() -> Path:
@@ -170,7 +166,8 @@ def project_folder() -> Path:
     DVC sets DVC_ROOT to the checkout, and keeps its copies below `.dvc/tmp` there.
     """
     checkout = Path(os.environ.get("DVC_ROOT", ""))
-    return checkout if Path.cwd().is_relative_to((checkout / ".dvc" / "tmp").resolve()) else Path()
+    copies = (checkout / ".dvc" / "tmp").resolve()
+    return checkout if Path.cwd().is_relative_to(copies) else Path()
 
 
 def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
@@ -188,11 +185,9 @@ def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
     neither.
     """
     base = parse(os.environ.get("UNIDEC_MLFLOW_UI") or uri).without_user().rstrip("/")
-    return (
-        f"{base}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
-        if base.startswith("http")
-        else None
-    )
+    if not base.startswith("http"):
+        return None
+    return f"{base}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
 
 
 def answers(uri: str, seconds: float = 2.0) -> bool:
@@ -201,12 +196,12 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
     A server must answer a request, with any status; a database must accept a connection; a file
     always counts."""
     address = parse(uri)
-    port = {"postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
+    port = address.port or _DATABASE_PORTS.get(address.scheme.partition("+")[0])
     try:
         if address.scheme in ("http", "https"):
             urlopen(Request(uri, method="HEAD"), timeout=seconds).close()
         elif address.host and port:
-            socket.create_connection((address.host, address.port or port), seconds).close()
+            socket.create_connection((address.host, port), seconds).close()
     except HTTPError:
         return True
     except (OSError, HTTPException, ValueError) as error:
@@ -231,14 +226,8 @@ def prepare_store(uri: str | None = None) -> str:
     if _is_there(path):
         if follow_database(path):
             own = path.parent / ARTIFACTS
-            log.warning(
-                (
-                    "%s was copied or moved: its files are now in %s; copy them too if they are "
-                    "missing"
-                ),
-                path,
-                own,
-            )
+            words = "%s was copied or moved: its files are now in %s; copy them too if missing"
+            log.warning(words, path, own)
         return uri
     # the system releases it if its process dies, so it never becomes stale
     with lock_file(Path(f"{path}-lock")):
@@ -277,9 +266,8 @@ def open_client(uri: str) -> MlflowClient:
 
     utils.MAX_RETRY_COUNT = _DATABASE_ATTEMPTS
     if not answers(uri):
-        raise MlflowException(
-            f"{without_credentials(uri)} does not answer: check MLFLOW_TRACKING_URI"
-        )
+        shown = without_credentials(uri)
+        raise MlflowException(f"{shown} does not answer: check MLFLOW_TRACKING_URI")
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except MlflowException as error:
@@ -304,9 +292,8 @@ def check_store() -> None:
             raise
         fix = "start the server, or correct MLFLOW_TRACKING_URI; unset, it is mlflow/mlflow.db"
         got = " ".join(str(error).split())[:_LONGEST_REASON]
-        raise ConfigError(
-            "the tracking store cannot be used", where=uri, got=got, fix=fix
-        ) from error
+        what = "the tracking store cannot be used"
+        raise ConfigError(what, where=uri, got=got, fix=fix) from error
 
 
 def store_errors() -> tuple[type[Exception], ...]:

@@ -51,20 +51,16 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
         dry_run: DryRun = False,
     ) -> Any:
         if (uid is None or text is None) == (file is None) or (file and (uid or title)):
-            fix = (
-                'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update '
-                "likewise"
-            )
-            raise ConfigError(
-                "requires either a uid and a text, or --file", where="unidec labels", fix=fix
-            )
+            what = "requires either a uid and a text, or --file"
+            ways = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv'
+            raise ConfigError(what, where="unidec labels", fix=f"{ways}; update likewise")
         from unidec.bundle.label_file import LabelText
         from unidec.pipeline.labels import change_labels
 
-        texts: Any = {name: _read(file, params) or [LabelText(str(uid), str(text), title or "")]}
-        return _flat(
-            change_labels(params, bundle, **texts, out=out, register=register, dry_run=dry_run)
-        )
+        one = LabelText(str(uid), str(text), title or "")
+        texts: Any = {name: _read(file, params) or [one]}
+        options = {"out": out, "register": register, "dry_run": dry_run}
+        return _flat(change_labels(params, bundle, **texts, **options))
 
     run.__doc__ = about
     command(labels_app, *examples, name=name, loads=load_if_there)(run)
@@ -96,8 +92,9 @@ def remove(
 ) -> Any:
     """Remove labels: they are no longer predicted."""
     if bool(uids) == (file is not None):
+        what = "requires either uids or --file"
         fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
-        raise ConfigError("requires either uids or --file", where="unidec labels remove", fix=fix)
+        raise ConfigError(what, where="unidec labels remove", fix=fix)
     from unidec.pipeline.labels import change_labels
 
     uids = uids or [label.uid for label in _read(file, params)]
@@ -116,8 +113,9 @@ def refresh(
     outputs/refreshed.
     """
     result = pipeline.refresh_labels(params, version)
-    registered = pipeline.register(params, result.bundle) if register and result.bundle else None
-    return _flat(replace(result, registered=registered))
+    if register and result.bundle:
+        result = replace(result, registered=pipeline.register(params, result.bundle))
+    return _flat(result)
 
 
 def _flat(result: ChangedLabels) -> dict[str, Any]:

@@ -24,25 +24,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from unidec.version import __version__
 
-SECONDS = (
-    0.001,
-    0.002,
-    0.003,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-)
+_MILLISECONDS = (1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000)
+SECONDS = tuple(one / 1000 for one in _MILLISECONDS)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # the dual encoder's is a cosine; all parts: up to about 3
 SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))
@@ -120,17 +103,21 @@ def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:
     Args:
         engine: the current `Engine`; None if no model is loaded.
     """
-    yield GaugeMetricFamily("unidec_queue_queries", "Queries waiting for the model", queue_queries)
-    yield GaugeMetricFamily("unidec_ready", "1: a model is loaded", float(engine is not None))
+    yield _gauge("queue_queries", "Queries waiting for the model", queue_queries)
+    yield _gauge("ready", "1: a model is loaded", engine is not None)
     if engine is None:
         return
     identity = engine.identity
-    facts = {"sha256": identity.sha256, "runtime": engine.runtime, "unidec": __version__}
-    facts |= {name: getattr(identity, name) or "" for name in ("name", "version", "alias")}
+    facts = {
+        "sha256": identity.sha256,
+        "name": identity.name or "",
+        "version": identity.version or "",
+        "alias": identity.alias or "",
+        "runtime": engine.runtime,
+        "unidec": __version__,
+    }
     yield InfoMetricFamily("unidec_model", "The current model", facts)
-    yield GaugeMetricFamily(
-        "unidec_model_labels", "Labels of the current model", engine.bundle.num_labels
-    )
+    yield _gauge("model_labels", "Labels of the current model", engine.bundle.num_labels)
 
 
 def follow_metrics(state: dict[str, Any]) -> Iterable[Any]:
@@ -138,18 +125,15 @@ def follow_metrics(state: dict[str, Any]) -> Iterable[Any]:
     counts = {"swaps": "Swaps of the serving model", "refusals": "Versions that were refused"}
     for name, about in counts.items():
         yield CounterMetricFamily(f"unidec_follow_{name}", about, value=state[name])
-    for name, about, value in (
-        ("registry_up", "1: the registry answered the last request", state["registry"] == "up"),
-        (
-            "refused",
-            "1: the version that the alias names was refused",
-            state["refused"] is not None,
-        ),
-        (
-            "look_age_seconds",
-            "Seconds since the last request to the registry",
-            state["looked_seconds_ago"],
-        ),
-    ):
-        if value is not None:
-            yield GaugeMetricFamily(f"unidec_follow_{name}", about, value=float(value))
+    age = state["looked_seconds_ago"]
+    is_up = state["registry"] == "up"
+    is_refused = state["refused"] is not None
+    yield _gauge("follow_registry_up", "1: the registry answered the last request", is_up)
+    yield _gauge("follow_refused", "1: the version that the alias names was refused", is_refused)
+    if age is not None:
+        about = "Seconds since the last request to the registry"
+        yield _gauge("follow_look_age_seconds", about, age)
+
+
+def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"unidec_{name}", about, value=float(value))

@@ -12,14 +12,14 @@ import gc
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 from concurrent.futures import Future
-from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unidec.config import Serve
 from unidec.data.storage import MANIFEST
@@ -33,50 +33,46 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after this time
 BACKLOG = 2048
 DRAIN_SECONDS = 2.0  # after SIGTERM: open connections may send requests for this time
-OTHER_FILES = 512  # open files besides connections: the model's, the registry's, the log
 # Python's switch interval: the event loop waits no longer than this for the model's thread
 SWITCH_SECONDS = 0.001
-_NEEDED = ("uvicorn", "httptools", "prometheus_client", "orjson", "cachetools")
 
 log = logging.getLogger(__name__)
 
 
-def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
+def serve(source: str, settings: Serve) -> None:
     """Serve a bundle until a signal ends it.
 
     Args:
         source: a folder, `models:/name@alias` (which is followed) or `models:/name/version`.
-        settings: section `serve`. root: the project, for the tracking store.
+        settings: section `serve`.
 
     Raises:
-        ConfigError: the address is not available, a package is not installed, or there is no such
-        bundle.
-        ArtifactError: the bundle is damaged.
+        ConfigError: the address is not available, or there is no such version.
+        ArtifactError: there is no bundle, or it is damaged.
     """
     begun = time.monotonic()
-    _require()
     from unidec.serving.engine import Service
     from unidec.serving.follow import Follower
-    from unidec.serving.metrics import follow_metrics
+    from unidec.serving.prometheus import follow_metrics
 
     _log_to_stderr()
     service = Service(settings)
-    follower = service.follower = Follower(service, source, settings, root=root)
+    follower = service.follower = Follower(service, source, settings)
     if follower.address is None and not (Path(source) / MANIFEST).is_file():
         fix = "run `unidec index build`, or name a registered model: models:/unidec@champion"
         raise ArtifactError("no bundle here", where=source, fix=fix)
     service.metrics.watch(lambda: follow_metrics(follower.state()))
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
-    _allow_files(settings.max_connections)
+    _allow_open_files()
     with _listen(settings) as listener:
         follower.start()  # it loads while this thread imports the server
         try:
             server = _server(service, settings, api_key)
             address = _address(listener)
-            follower.found.add_done_callback(
-                lambda _: print(f"serve: listening at {address}", flush=True)
-            )
+
+            def listening(_: Future[None]) -> None:
+                print(f"serve: listening at {address}", flush=True)
 
             def loaded(first: Future[Identity]) -> None:
                 if first.exception() is None:
@@ -84,61 +80,29 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
                 else:
                     server.should_exit = True
 
+            follower.found.add_done_callback(listening)
             follower.first.add_done_callback(loaded)
-            # uvicorn sets its own, and re-raises at its end
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: None)
-            _end_at_hangup(server)
+            _end_in_order(server)
             server.run(sockets=[listener])
         finally:
             follower.stop()
-    if follower.first.done() and (error := follower.first.exception()) is not None:
-        raise error
+    if follower.first.done():
+        follower.first.result()  # raises what kept it from loading
 
 
-def _end_at_hangup(server: uvicorn.Server) -> None:
-    """End the server in order at SIGHUP, unless whoever started it ignores that signal (nohup)."""
-    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
-    if hangup is None or signal.getsignal(hangup) == signal.SIG_IGN:
-        return
-
-    def end(*_: Any) -> None:
-        server.should_exit = True
-
-    signal.signal(hangup, end)
+def _end_in_order(server: uvicorn.Server) -> None:
+    # uvicorn handles these two itself, and at its end raises them again for these handlers
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, server.handle_exit)
 
 
-def _allow_files(num_connections: int) -> None:
-    """Raise the limit of open files, as far as the system allows: each connection is one."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + OTHER_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
-        log.warning(
-            "only %d open files are allowed: raise `ulimit -Hn`, or lower serve.max_connections",
-            hard,
-        )
-
-
-def _require() -> None:
-    missing = [name for name in _NEEDED if util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            "not installed",
-            where="unidec serve",
-            got=", ".join(missing),
-            expected="the extra `serve`",
-            fix=(
-                'pip install "unidec-xmc[cpu,serve]", in a checkout pip install -e '
-                '".[cpu,serve]" -c constraints.txt'
-            ),
-        )
+def _allow_open_files() -> None:
+    """Each connection is an open file: as many as the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.Server:
@@ -149,8 +113,8 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """uvicorn resets connections that wait to be accepted, and closes idle ones while a
-            request is on its way. Here waiting ones are accepted first, and all may send requests
-            for `DRAIN_SECONDS` more: each answer carries `Connection: close`.
+            request is on its way (fault 27). Here waiting ones are accepted first, and all may send
+            requests for `DRAIN_SECONDS` more: each answer carries `Connection: close`.
             """
             self.server_state.default_headers.append((b"connection", b"close"))
             await _accept_rest(self, sockets or [])
@@ -159,31 +123,29 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
                 await asyncio.sleep(0.05)
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(
-        create_app(service, settings, api_key, hosts_of(settings, api_key)),
-        **server_options(settings),
+    return Server(server_config(create_app(service, settings, api_key), settings))
+
+
+def server_config(app: object, settings: Serve) -> uvicorn.Config:
+    """The server's options. The parser is written in C (httptools): h11 takes forty times as long
+    for a body of one-byte chunks, and blocks all other clients meanwhile (fault 36).
+    """
+    import uvicorn
+
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(settings.timeout_seconds) + 5,
     )
-    return Server(config)
-
-
-def server_options(settings: Serve) -> dict[str, Any]:
-    """Options of `uvicorn.Config`."""
-    from unidec.serving.connection import Connection
-
-    return {
-        "http": Connection,
-        "limit_concurrency": settings.max_connections,
-        "ws": "none",
-        "lifespan": "on",
-        "log_config": None,
-        "access_log": False,
-        "proxy_headers": False,
-        "server_header": False,
-        "date_header": False,
-        "backlog": BACKLOG,
-        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-        "timeout_graceful_shutdown": int(settings.timeout_seconds) + 5,
-    }
 
 
 async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -> None:
@@ -191,7 +153,7 @@ async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -
     await asyncio.sleep(0)
     waiting: list[socket.socket] = []
     for listener in listeners:
-        with contextlib.suppress(OSError):  # BlockingIOError: that was the last one
+        with contextlib.suppress(BlockingIOError):  # that was the last one
             while True:
                 waiting.append(listener.accept()[0])
     for listening in server.servers:
@@ -209,11 +171,9 @@ async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -
 
 def _listen(settings: Serve) -> socket.socket:
     """The socket, bound before anything is loaded: an address in use is reported at once."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        family, *_, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(
             "cannot listen",
@@ -225,7 +185,8 @@ def _listen(settings: Serve) -> socket.socket:
 
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"
 
 
 def _print_ready(service: Service, address: str, seconds: float) -> None:
@@ -233,23 +194,20 @@ def _print_ready(service: Service, address: str, seconds: float) -> None:
     assert engine is not None
     gc.collect()
     gc.freeze()  # what is loaded by now stays: garbage collection need not scan it
-    version = f", version {engine.identity.version}" if engine.identity.version else ""
-    print(
-        f"serve: ready at {address} after {seconds:.2f} s: bundle "
-        f"{engine.identity.sha256[:16]}{version}, "
-        f"{engine.runtime}, {engine.bundle.num_labels} labels",
-        flush=True,
-    )
+    identity = engine.identity
+    version = f", version {identity.version}" if identity.version else ""
+    bundle = f"bundle {identity.sha256[:16]}{version}"
+    model = f"{engine.runtime}, {engine.bundle.num_labels} labels"
+    print(f"serve: ready at {address} after {seconds:.2f} s: {bundle}, {model}", flush=True)
 
 
 def _api_key(settings: Serve) -> str | None:
-    """The API key from the environment; warns if others in the network may send requests without
-    one.
-    """
+    """The API key from the environment; warns if others may send requests without one."""
     key = os.environ.get(settings.api_key_env, "").strip() or None
     if key is None and not _is_loopback(settings.host):
         log.warning(
-            "anyone who can reach %s may send requests: set %s, or listen on 127.0.0.1",
+            "anyone who can reach %s may send requests: set %s, or listen on 127.0.0.1; on a "
+            "network also put a reverse proxy in front (docs/serving.md)",
             settings.host,
             settings.api_key_env,
         )
@@ -274,11 +232,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(
-        level=logging.WARNING,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    style = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=style)
     logging.getLogger("unidec").setLevel(logging.INFO)
     # uvicorn warns of every broken request: a client could fill the disk
     logging.getLogger("uvicorn").setLevel(logging.ERROR)

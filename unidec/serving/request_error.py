@@ -1,6 +1,4 @@
-"""Errors as clients see them: an HTTP status, and JSON that holds what, where, got, expected and
-fix.
-"""
+"""Errors as clients see them: an HTTP status, and JSON with what, where, got, expected and fix."""
 
 from __future__ import annotations
 
@@ -30,19 +28,24 @@ class RequestError(Exception):
         kind: str,
         what: str,
         *,
+        where: str = "",
+        got: object = "",
+        expected: object = "",
+        fix: str = "",
         retry_after: int | None = None,
         close: bool = False,
         headers: Iterable[tuple[bytes, bytes]] = (),
-        **parts: object,
     ) -> None:
         super().__init__(what)
         self.status = status
         self.kind = kind
         self.close = close
-        self.parts = dict.fromkeys(("what", "where", "got", "expected", "fix"), "")
-        got = shown(parts.pop("got", ""))  # which may be anything: nested too deep for str, too
-        self.parts |= {"what": what, "got": got} | {
-            name: str(value) for name, value in parts.items()
+        self.parts = {
+            "what": what,
+            "where": where,
+            "got": shown(got),
+            "expected": str(expected),
+            "fix": fix,
         }
         self.headers = list(headers)
         if retry_after is not None:
@@ -56,40 +59,43 @@ class RequestError(Exception):
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: short, printable, on one line; text as it is, anything else as
-    JSON.
-    """
+    """A value on one short, printable line: text as it is, anything else as JSON."""
     if isinstance(value, (list, dict)) and len(value) > 8:
-        value = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} entries"
+        kind = "a list" if isinstance(value, list) else "an object"
+        value = f"{kind} of {len(value)} entries"
     if not isinstance(value, str):
         try:
             value = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             value = f"a {type(value).__name__}"
-    cut = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}... ({len(value)} characters)"
-    return "".join(
-        c if c.isprintable() else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
-        for c in cut
-    )
+    if len(value) > MAX_SHOWN:
+        value = f"{value[:MAX_SHOWN]}... ({len(value)} characters)"
+    return "".join(map(_printable, value))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def wrong_values(errors: Sequence[Any]) -> RequestError:
     """The first of pydantic's errors, and how many more there are."""
     first = errors[0]
+    what = "a wrong value"
+    expected = first["msg"]
+    got = first.get("ctx", {}).get("actual_length", first["input"])
+    if first["type"] == "missing":
+        got = "nothing"
+    elif first["type"] == "extra_forbidden":
+        what = "an unknown key"
+        expected = "a key of this route"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    is_unknown = first["type"] == "extra_forbidden"
-    got = (
-        "nothing"
-        if first["type"] == "missing"
-        else first.get("ctx", {}).get("actual_length", first["input"])
-    )
+    place = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
     return RequestError(
         422,
         "wrong_value",
-        ("an unknown key" if is_unknown else "a wrong value") + more,
-        where=shown(place.lstrip(".") or "body"),
+        what + more,
+        where=shown("".join(place).lstrip(".") or "body"),
         got=got,
-        expected="a key of this route" if is_unknown else first["msg"],
+        expected=expected,
         fix="send a body as described in GET /openapi.json",
     )
