@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import re
 import shutil
 import sqlite3
 import sys
@@ -76,12 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A seed for each test, moved for all of them by UNIDEC_TEST_SEED."""
-    # tests/ranking and tests/bundle were one folder, and keep their seeds: some graphs do not find
-    # all labels
-    test = re.sub("^tests/(ranking|bundle)/", "tests/retrieval/", request.node.nodeid)
-    return np.random.default_rng(
-        [zlib.crc32(test.encode()), int(os.environ.get("UNIDEC_TEST_SEED", 0))]
-    )
+    seed = int(os.environ.get("UNIDEC_TEST_SEED", 0))
+    return np.random.default_rng([zlib.crc32(request.node.nodeid.encode()), seed])
 
 
 @pytest.fixture
@@ -277,9 +272,9 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A project with a Prefect server and worker at work, shared by the tests marked
     `operations`.
     """
-    with OperatedProject(tmp_path_factory.mktemp("world")) as world:
-        yield world
+    with OperatedProject(tmp_path_factory.mktemp("world")) as operated:
+        yield operated

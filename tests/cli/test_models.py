@@ -21,9 +21,9 @@ from unidec.tracking.store import open_client
 
 
 @pytest.fixture
-def world(memory_registry, tmp_path, monkeypatch, request, capsys):
-    """`world.run("models", "list")` -> exit code, output, errors; `world.store("a", **tags)`: a
-    version.
+def models_cli(memory_registry, tmp_path, monkeypatch, request, capsys):
+    """`models_cli.run("models", "list")` -> exit code, output, errors; `models_cli.store("a",
+    **tags)`: a version.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", memory_registry)
@@ -48,10 +48,10 @@ def world(memory_registry, tmp_path, monkeypatch, request, capsys):
     )
 
 
-def test_the_table_of_models(world):
-    assert world.run("models", "list") == (
+def test_the_table_of_models(models_cli):
+    assert models_cli.run("models", "list") == (
         0,
-        f"no versions of {world.name} yet: unidec models register creates one\n",
+        f"no versions of {models_cli.name} yet: unidec models register creates one\n",
         "",
     )
     made = {
@@ -59,21 +59,21 @@ def test_the_table_of_models(world):
         "dataset.sha256": "abcdef0123" * 6,
         "mlflow.source.git.commit": "1234567890" * 4,
     }
-    a = world.store(
-        "a", **world.passed(), **made, **{"gate.metrics": '{"nDCG@5": 31.25, "P@1": 3.0}'}
+    a = models_cli.store(
+        "a", **models_cli.passed(), **made, **{"gate.metrics": '{"nDCG@5": 31.25, "P@1": 3.0}'}
     )
-    run = world.client.create_run(world.client.create_experiment(world.name))
-    world.client.log_metric(run.info.run_id, "test/PSP_at_5", 12.5)
+    run = models_cli.client.create_run(models_cli.client.create_experiment(models_cli.name))
+    models_cli.client.log_metric(run.info.run_id, "test/PSP_at_5", 12.5)
     refused = {
         "gate.passed": "false",
         "gate.failed": "PSP@5, latency",
         "git.dirty": "true",
         "start.kind": "warm",
     }
-    b = world.store("b", **refused, **made, **{"start.version": a})
-    world.client.set_registered_model_alias(world.name, "champion", a)
-    world.client.set_registered_model_alias(world.name, "challenger", b)
-    code, shown, _ = world.run("models", "list")
+    b = models_cli.store("b", **refused, **made, **{"start.version": a})
+    models_cli.client.set_registered_model_alias(models_cli.name, "champion", a)
+    models_cli.client.set_registered_model_alias(models_cli.name, "challenger", b)
+    code, shown, _ = models_cli.run("models", "list")
     header, second, first = (line.split("\t") for line in shown.splitlines())
     assert code == 0 and header == [
         "version",
@@ -97,42 +97,53 @@ def test_the_table_of_models(world):
         "12345678 + changes",
         "refused: PSP@5, latency",
     ]
-    found = json.loads(world.run("models", "list", "--json")[1])
+    found = json.loads(models_cli.run("models", "list", "--json")[1])
     assert [row["version"] for row in found] == [b, a]
     assert found[1]["metrics"] == {"nDCG@5": 31.25} and found[0]["code"]["dirty"] is True
     c = str(
-        world.client.create_model_version(
-            world.name,
+        models_cli.client.create_model_version(
+            models_cli.name,
             source=(Path.cwd() / "a").as_uri(),
             run_id=run.info.run_id,
             tags={"rolled_back.at": "2026"},
         ).version
     )
     # the run's figures
-    assert world.run("models", "list")[1].splitlines()[1].split("\t")[:4] == [c, "", "", "12.50"]
-    assert json.loads(world.run("models", "list", "--json")[1])[0]["rolled_back"] == {"at": "2026"}
+    assert models_cli.run("models", "list")[1].splitlines()[1].split("\t")[:4] == [
+        c,
+        "",
+        "",
+        "12.50",
+    ]
+    assert json.loads(models_cli.run("models", "list", "--json")[1])[0]["rolled_back"] == {
+        "at": "2026"
+    }
 
 
-def test_promote_and_rollback(world):
-    a = world.store("a", **world.passed())
-    code, shown, _ = world.run("models", "promote", a, "--reason", "the first")
+def test_promote_and_rollback(models_cli):
+    a = models_cli.store("a", **models_cli.passed())
+    code, shown, _ = models_cli.run("models", "promote", a, "--reason", "the first")
     assert code == 0 and f"promote: version = {a}\n" in shown
     refused = {"git.dirty": "true", "gate.passed": "false", "gate.failed": "code"}
-    b = world.store("b", **(world.passed(a) | refused))
-    code, _, error = world.run("models", "promote", b)
+    b = models_cli.store("b", **(models_cli.passed(a) | refused))
+    code, _, error = models_cli.run("models", "promote", b)
     assert code == 6 and "did not pass the gate: code" in error and "--force" in error
-    assert world.run("models", "promote", b, "--force")[0] == 0
-    assert aliases(world.client, world.name) == {"champion": b, "previous": a}
-    code, shown, _ = world.run("models", "rollback", "--reason", "odd", "--json")
-    assert code == 0 and json.loads(shown) == {"model": world.name, "version": a, "previous": b}
-    assert world.run("models", "promote", b)[0] == 6
-    assert world.run("models", "promote", b, "--force")[0] == 0
-    assert world.run("models", "promote", "99")[0] == 2
-    assert world.run("models", "promote", b, "--params", "nowhere.yaml")[0] == 2
+    assert models_cli.run("models", "promote", b, "--force")[0] == 0
+    assert aliases(models_cli.client, models_cli.name) == {"champion": b, "previous": a}
+    code, shown, _ = models_cli.run("models", "rollback", "--reason", "odd", "--json")
+    assert code == 0 and json.loads(shown) == {
+        "model": models_cli.name,
+        "version": a,
+        "previous": b,
+    }
+    assert models_cli.run("models", "promote", b)[0] == 6
+    assert models_cli.run("models", "promote", b, "--force")[0] == 0
+    assert models_cli.run("models", "promote", "99")[0] == 2
+    assert models_cli.run("models", "promote", b, "--params", "nowhere.yaml")[0] == 2
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 6)])
-def test_the_gates_exit_code_says_what_it_said(world, monkeypatch, passed, code):
+def test_the_gates_exit_code_says_what_it_said(models_cli, monkeypatch, passed, code):
     asked = []
 
     def gate(params, version):
@@ -141,16 +152,16 @@ def test_the_gates_exit_code_says_what_it_said(world, monkeypatch, passed, code)
         return Verdict(passed, False, "unidec", [reason], "7", None, {}, "outputs/gate.html", None)
 
     monkeypatch.setattr(pipeline, "gate", gate)
-    got, shown, _ = world.run("models", "gate", "7")
+    got, shown, _ = models_cli.run("models", "gate", "7")
     assert got == code and asked == ["7"]
     assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown
     assert "version 7 (no champion to compare with): " in shown and "outputs/gate.html" in shown
-    got, shown, _ = world.run("models", "gate", "--json")
+    got, shown, _ = models_cli.run("models", "gate", "--json")
     assert got == code and json.loads(shown)["passed"] is passed and asked[-1] == "challenger"
 
 
-def test_an_unknown_metric_is_an_error_of_the_parameters(world):
-    code, _, error = world.run("models", "gate", "--set", "gate.metric=ndgc@5")
+def test_an_unknown_metric_is_an_error_of_the_parameters(models_cli):
+    code, _, error = models_cli.run("models", "gate", "--set", "gate.metric=ndgc@5")
     assert code == 2 and "gate.metric" in error and "nearest: nDCG@5" in error
 
 

@@ -71,7 +71,7 @@ def test_the_bootstrap_beside_a_slow_one_with_the_same_draws(metric: str) -> Non
         assert fast[r] == pytest.approx(values[0] - values[1], abs=1e-9)
 
 
-def world(num_queries: int = 400, num_labels: int = 60):
+def one_label_queries(num_queries: int = 400, num_labels: int = 60):
     """Each query has one label; a system is right where its column says so."""
     rng = np.random.default_rng(0)
     label = rng.integers(0, num_labels, num_queries)
@@ -97,7 +97,7 @@ def checks(found) -> dict[str, bool]:
 
 
 def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> None:
-    truth, weight, group, ranking = world()
+    truth, weight, group, ranking = one_label_queries()
     half = np.arange(400) % 2 == 0
     more = np.arange(400) % 5 > 0
     better = judged(ranking(more), ranking(half), truth, weight, group, RULES)
@@ -116,7 +116,7 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
 
 
 def test_a_little_better_by_chance_is_not_sure() -> None:
-    truth, weight, group, ranking = world()
+    truth, weight, group, ranking = one_label_queries()
     rng = np.random.default_rng(1)
     one = rng.random(400) < 0.5
     other = rng.random(400) < 0.5
@@ -136,7 +136,7 @@ def test_a_little_better_by_chance_is_not_sure() -> None:
 
 
 def test_margin_and_tolerance_count_to_the_point() -> None:
-    truth, weight, group, ranking = world()
+    truth, weight, group, ranking = one_label_queries()
     half = np.arange(400) % 2 == 0
     three = half.copy()
     three[np.flatnonzero(~half)[:12]] = True  # 12 of 400: 3 points
@@ -161,7 +161,7 @@ def test_margin_and_tolerance_count_to_the_point() -> None:
 
 
 def test_the_tail_alone_can_refuse() -> None:
-    truth, weight, group, ranking = world()
+    truth, weight, group, ranking = one_label_queries()
     label = truth.indices
     base = np.arange(400) % 2 == 0
     for hurt, name in itertools.product((0, 2), ("tail/R@10", "head/R@10")):
@@ -177,7 +177,7 @@ def test_the_tail_alone_can_refuse() -> None:
 
 
 def test_coverage_can_decide_without_a_bootstrap() -> None:
-    truth, weight, group, ranking = world()
+    truth, weight, group, ranking = one_label_queries()
     rules = RULES | {"metric": "coverage@5", "confidence": 0.0}
     found = judged(
         ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, rules

@@ -91,24 +91,26 @@ HARMS = [
 def test_hostile_versions_that_get_the_alias(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     texts = [served_bundle.text(row) for row in range(10)]
-    world = followed_server.FollowedRegistry(tmp_path, served_bundle.make_served_bundle, versions=2)
-    expected = {world.hashes["1"]: followed_server.expected_of(world.bundle("1"), texts)}
-    size = sum(file.stat().st_size for file in world.bundle("1").rglob("*") if file.is_file())
+    registry = followed_server.FollowedRegistry(
+        tmp_path, served_bundle.make_served_bundle, versions=2
+    )
+    expected = {registry.hashes["1"]: followed_server.expected_of(registry.bundle("1"), texts)}
+    size = sum(file.stat().st_size for file in registry.bundle("1").rglob("*") if file.is_file())
     bad = {}
     for harm in HARMS:
-        stored = world.make(harm.__name__, 3)
+        stored = registry.make(harm.__name__, 3)
         bundle = stored / "artifacts" / "bundle"
         harm(bundle)
         if harm not in UNSEALED:
             seal(bundle)
         sha256 = "0" * 64 if harm is another_hash else folder_sha256(bundle)
-        bad[world.add(stored, sha256)] = harm.__name__
-    with world.serving("serve.follow_seconds=0.2", "serve.cache_queries=0") as server:
+        bad[registry.add(stored, sha256)] = harm.__name__
+    with registry.serving("serve.follow_seconds=0.2", "serve.cache_queries=0") as server:
         with followed_server.Clients(server.port, expected, texts, num=1) as clients:
             time.sleep(2)
             before = server.memory()[1]
             for number, name in bad.items():
-                world.point(number)
+                registry.point(number)
                 server.until(
                     lambda number=number: (
                         (server.follow()["refused"] or {}).get("version") == number
@@ -124,7 +126,7 @@ def test_hostile_versions_that_get_the_alias(tmp_path, monkeypatch, capsys):
         assert server.follow()["refusals"] == len(bad) == len(why)
         assert not clients.wrong, clients.wrong[:3]
         assert set(clients.answers) == set(expected)
-        world.point("2")
+        registry.point("2")
         # the state is shown a moment after the version that answers
         server.until(lambda: server.version() == "2" and server.follow()["refused"] is None)
         copies = [

@@ -12,19 +12,19 @@ TIMES = 10
 EVERY = 2
 
 
-def test_ten_late_runs_collapse_to_one(world):
-    world.ready()
-    known = {run["id"] for run in world.server.runs(TRAIN)}
-    world.server.kill_workers()
-    world.schedule_once(seconds=20, count=TIMES, every=EVERY)
+def test_ten_late_runs_collapse_to_one(operated):
+    operated.ready()
+    known = {run["id"] for run in operated.server.runs(TRAIN)}
+    operated.server.kill_workers()
+    operated.schedule_once(seconds=20, count=TIMES, every=EVERY)
 
     def made() -> list[dict]:
-        return [run for run in world.server.runs(TRAIN) if run["id"] not in known]
+        return [run for run in operated.server.runs(TRAIN) if run["id"] not in known]
 
-    world.server.wait(lambda: len(made()) == TIMES, f"{TIMES} scheduled runs", 60)
-    world.server.kill_server()
+    operated.server.wait(lambda: len(made()) == TIMES, f"{TIMES} scheduled runs", 60)
+    operated.server.kill_server()
     time.sleep(20 + TIMES * EVERY)
-    world.up()
+    operated.up()
 
     def over() -> list[dict] | None:
         runs = made()
@@ -36,10 +36,10 @@ def test_ten_late_runs_collapse_to_one(world):
             else None
         )
 
-    runs = world.server.wait(over, "end of the late runs", 400)
+    runs = operated.server.wait(over, "end of the late runs", 400)
     states = sorted(run["state_type"] for run in runs)
     assert states == ["CANCELLED"] * (TIMES - 1) + ["COMPLETED"], [run["state"] for run in runs]
     for run in runs:
         if run["state_type"] == "CANCELLED":
             assert run["state"]["message"], "it says why"
-            assert not world.server.tasks(run["id"])
+            assert not operated.server.tasks(run["id"])

@@ -13,29 +13,29 @@ pytestmark = [pytest.mark.slow, pytest.mark.operations, pytest.mark.timeout(900)
 TRAIN = "unidec/train"
 
 
-def test_a_run_that_overlaps_is_refused(world):
-    world.ready()
-    before = len(world.project.registry().search_model_versions("name='unidec'"))
-    first = world.server.run(TRAIN, force=True)
-    world.until_task(first, "fetch")
-    second = world.server.run(TRAIN, force=True)
-    ended = world.server.ended(second, 60)
+def test_a_run_that_overlaps_is_refused(operated):
+    operated.ready()
+    before = len(operated.project.registry().search_model_versions("name='unidec'"))
+    first = operated.server.run(TRAIN, force=True)
+    operated.until_task(first, "fetch")
+    second = operated.server.run(TRAIN, force=True)
+    ended = operated.server.ended(second, 60)
     assert (
         ended["state_type"] == "CANCELLED" and "concurrency limit" in ended["state"]["message"]
     ), ended["state"]
     # past the server: the project's own lock
-    done = world.project.run(sys.executable, "-m", "flows.train", "--force", check=False)
+    done = operated.project.run(sys.executable, "-m", "flows.train", "--force", check=False)
     assert done.returncode != 0 and "under way" in done.stdout + done.stderr, (
         done.stdout + done.stderr
     )
     assert "Traceback" not in done.stderr
-    assert world.server.flow_run(first)["state_type"] == "RUNNING", "it goes on undisturbed"
-    world.server.completed(first, 600)
+    assert operated.server.flow_run(first)["state_type"] == "RUNNING", "it goes on undisturbed"
+    operated.server.completed(first, 600)
 
-    lock = yaml.safe_load((world.project.root / "dvc.lock").read_text())
+    lock = yaml.safe_load((operated.project.root / "dvc.lock").read_text())
     assert set(lock["stages"]) == set(
-        yaml.safe_load((world.project.root / "dvc.yaml").read_text())["stages"]
+        yaml.safe_load((operated.project.root / "dvc.yaml").read_text())["stages"]
     )
-    assert not world.project.stale()
-    assert len(world.project.registry().search_model_versions("name='unidec'")) <= before + 1
-    world.nothing_runs()
+    assert not operated.project.stale()
+    assert len(operated.project.registry().search_model_versions("name='unidec'")) <= before + 1
+    operated.nothing_runs()

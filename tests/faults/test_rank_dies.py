@@ -67,7 +67,7 @@ class Work:
             "unidec.cli", "train", *(word for value in settings for word in ("--set", value))
         )
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def processes(self, rank: int | None = None) -> list[int]:
@@ -91,7 +91,7 @@ class Work:
     def wait_for_checkpoint(self, process: subprocess.Popen, after: str = "") -> str:
         end = time.monotonic() + 300
         while not self.checkpoint() > after:
-            assert process.poll() is None and time.monotonic() < end, self.said()
+            assert process.poll() is None and time.monotonic() < end, self.log_text()
             time.sleep(0.05)
         return self.checkpoint()
 
@@ -133,8 +133,8 @@ def prepared(tiny_dataset, tiny_tokens, tiny_bert, tiny_params, tmp_path_factory
     )
     (folder / "params.yaml").write_text(json.dumps(params.model_dump()))
     work = Work(folder)
-    assert work.begin("unidec.cli", "data", "propensity").wait(120) == 0, work.said()
-    assert work.train(1).wait(400) == 0, work.said()
+    assert work.begin("unidec.cli", "data", "propensity").wait(120) == 0, work.log_text()
+    assert work.train(1).wait(400) == 0, work.log_text()
     return folder
 
 
@@ -165,19 +165,22 @@ def test_one_of_two_ranks_is_killed(work, prepared, then):
     process = work.train(2)
     before = work.wait_for_checkpoint(process)
     begin = work.kill_rank(1)
-    assert process.wait(60) == 5, work.said()
+    assert process.wait(60) == 5, work.log_text()
     seconds = time.monotonic() - begin
     print(f"ended after {seconds:.1f} s")
     assert seconds < 60
-    assert "a process of the training died" in work.said() and "SIGKILL" in work.said(), work.said()
+    assert "a process of the training died" in work.log_text() and "SIGKILL" in work.log_text(), (
+        work.log_text()
+    )
     work.nothing_left()
 
     again = work.train(then)
-    assert again.wait(600) == 0, work.said()
+    assert again.wait(600) == 0, work.log_text()
     steps = [
-        int(number) for number in re.findall(r"resumes after epoch .*\(step (\d+)\)", work.said())
+        int(number)
+        for number in re.findall(r"resumes after epoch .*\(step (\d+)\)", work.log_text())
     ]
-    assert len(steps) == 1 and steps[0] >= int(before.removeprefix("step-")), work.said()
+    assert len(steps) == 1 and steps[0] >= int(before.removeprefix("step-")), work.log_text()
     assert_same_model(work, prepared)
 
 
@@ -190,9 +193,9 @@ def test_killed_while_a_transformer_trains(work):
     )
     work.wait_for_checkpoint(process)
     work.kill_rank(1)
-    assert process.wait(60) == 5, work.said()
-    assert "another process of this training has died" in work.said(), work.said()
-    assert "RuntimeError" not in work.said(), work.said()
+    assert process.wait(60) == 5, work.log_text()
+    assert "another process of this training has died" in work.log_text(), work.log_text()
+    assert "RuntimeError" not in work.log_text(), work.log_text()
     work.nothing_left()
 
 
@@ -213,7 +216,7 @@ def test_torchrun_by_hand_starts_them_again(work, prepared):
     )
     work.wait_for_checkpoint(process)
     work.kill_rank(1)
-    assert process.wait(600) == 0, work.said()
+    assert process.wait(600) == 0, work.log_text()
     assert_same_model(work, prepared)
     work.nothing_left()
 
@@ -222,7 +225,7 @@ def test_restarts_are_a_parameter(work, prepared):
     process = work.train(2, restarts=1)
     work.wait_for_checkpoint(process)
     work.kill_rank(1)
-    assert process.wait(600) == 0, work.said()
+    assert process.wait(600) == 0, work.log_text()
     assert_same_model(work, prepared)
     work.nothing_left()
 
@@ -231,7 +234,7 @@ def test_terminated_it_saves_and_leaves_nothing(work):
     process = work.train(2)
     before = work.wait_for_checkpoint(process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143, work.said()
+    assert process.wait(30) == 143, work.log_text()
     work.nothing_left()
     assert work.checkpoint() >= before
     assert (
@@ -254,7 +257,7 @@ def test_a_rank_that_hangs_ends_the_job(work):
     [pid] = work.processes(1)
     os.kill(pid, signal.SIGSTOP)
     begin = time.monotonic()
-    assert process.wait(75) == 5, work.said()
+    assert process.wait(75) == 5, work.log_text()
     print(f"ended after {time.monotonic() - begin:.1f} s")
     assert time.monotonic() - begin < 60
     work.nothing_left()

@@ -55,7 +55,7 @@ def served(
         yield server
 
 
-def asked(served: Any) -> list[Any]:
+def fair_answers(served: Any) -> list[Any]:
     """What fair questions are answered: the same before and after."""
     what = {"queries": ["redcar oldboat", "newhouse bigtree", "🚗"], "k": 100}
     found = served.ask("/predict", what)["predictions"]
@@ -74,7 +74,7 @@ def no_trace(served: Any, quiet: str) -> None:
 
 def test_hostile_requests_are_refused_one_by_one(programs: SimpleNamespace, served: Any) -> None:
     """1,500 requests of every kind; what follows them is answered as before."""
-    before = asked(served)
+    before = fair_answers(served)
     quiet = served.log
     cases = programs.hostile_cases.make_cases(1500, seed=1)
     judge = programs.http_load.run(programs.hostile.attack(served.port, cases))
@@ -82,7 +82,7 @@ def test_hostile_requests_are_refused_one_by_one(programs: SimpleNamespace, serv
     assert sum(judge.kinds.values()) == 1500 and len(judge.kinds) >= len(programs.hostile_cases.MIX)
     refused = sum(count for status, count in judge.statuses.items() if 400 <= status < 500)
     assert refused > 900 and not any(status >= 500 for status in judge.statuses)
-    assert asked(served) == before
+    assert fair_answers(served) == before
     no_trace(served, quiet)
     counted = served.metrics()
     assert (
@@ -284,7 +284,7 @@ def test_ten_thousand_hostile_requests(
     each = 1000
     rate = 100.0
     with programs.served.Served(bundle, folder=tmp_path) as served:
-        before = asked(served)
+        before = fair_answers(served)
         quiet = served.log
         words = [
             f"{a} {b} {c} {d}"
@@ -336,7 +336,7 @@ def test_ten_thousand_hostile_requests(
         assert not faults, "\n".join(faults[:10])
         assert grown < GROWTH
         assert p99[1] <= 2 * p99[0]
-        assert asked(served) == before
+        assert fair_answers(served) == before
         no_trace(served, quiet)
 
 

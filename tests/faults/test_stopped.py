@@ -196,8 +196,8 @@ def project(prepared: Path, tmp_path: Path) -> Iterator[Project]:
 @pytest.fixture(scope="session")
 def never_stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     project = Project(prepared, tmp_path_factory.mktemp("never") / "project")
-    said = project.train(CLI)
-    assert "begins" in said and project.tracked() == (
+    printed = project.train(CLI)
+    assert "begins" in printed and project.tracked() == (
         "FINISHED",
         list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)),
     )
@@ -240,8 +240,8 @@ def test_stopped_and_gone_on_with(
     assert process.wait(30) == code, project.log
     assert "from the last checkpoint" in project.log and "Traceback" not in project.log
     step = check_stopped(project, sent)
-    said = project.train(command)
-    assert f"(step {step})" in said and "refresh" not in said.split("resumes")[0]
+    printed = project.train(command)
+    assert f"(step {step})" in printed and "refresh" not in printed.split("resumes")[0]
     assert project.outcome() == never_stopped
     assert project.tracked() == ("FINISHED", list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)))
 

@@ -124,9 +124,13 @@ def run(
 
 
 def is_worked_or_one_message(done: subprocess.CompletedProcess) -> bool:
-    said = done.stderr.decode(errors="replace")
-    is_message = done.returncode != 0 and 0 < len(said.splitlines()) <= 8
-    return "Traceback" not in said and "s3cret" not in said and (done.returncode == 0 or is_message)
+    messages = done.stderr.decode(errors="replace")
+    is_message = done.returncode != 0 and 0 < len(messages.splitlines()) <= 8
+    return (
+        "Traceback" not in messages
+        and "s3cret" not in messages
+        and (done.returncode == 0 or is_message)
+    )
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

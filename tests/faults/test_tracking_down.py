@@ -51,10 +51,10 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def way(server):
-    way = LossyProxy(server.port)
-    yield way
-    way.close()
+def proxy(server):
+    proxy = LossyProxy(server.port)
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture(autouse=True)
@@ -115,10 +115,10 @@ def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_p
     assert not is_behind(tmp_path / "run") and not (tmp_path / "run" / "tracking-files").exists()
 
 
-def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path, monkeypatch):
+def test_begun_and_killed_while_the_server_is_away(server, proxy, tmp_path, monkeypatch):
     run_dir = tmp_path / "runs" / "one"
-    way.close()  # nobody listens there any more
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
+    proxy.close()  # nobody listens there any more
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.uri)
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, str(run_dir)], stdout=subprocess.PIPE, text=True
     ) as child:
@@ -158,27 +158,27 @@ def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path, monkey
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, monkeypatch, seed):
+def test_lost_requests_and_lost_answers_double_nothing(server, proxy, tmp_path, monkeypatch, seed):
     """An answer that is lost leaves the figures stored and the sender in doubt: it sends them
     again.
     """
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.uri)
     draw = random.Random(seed)
     steps = 40
     expected = {}
     tracker = None
     for step in range(steps):
         if tracker is None or draw.random() < 0.1:  # another process goes on
-            way.fault = draw.choice(["", "refuse", "answer"])
+            proxy.fault = draw.choice(["", "refuse", "answer"])
             tracker = Tracker("down")
             tracker.start(tmp_path / "run", PARAMS, {"a": "b"}, DATASET)
-        way.fault = draw.choice(["", "", "refuse", "answer"])
+        proxy.fault = draw.choice(["", "", "refuse", "answer"])
         expected[step] = draw.random()
         tracker.log(step, {"loss": expected[step]})
         tracking._ask_again.clear()  # time passes
         tracker.flush()
-    way.fault = ""
+    proxy.fault = ""
     tracker.finish("FAILED")
     client = open_client(server.uri)
     assert history(server.uri, tracker.run_id, "loss") == list(expected.items())
@@ -191,22 +191,24 @@ def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, mo
     assert len(run.inputs.dataset_inputs) == 1
 
 
-def test_a_server_that_hangs_is_not_waited_for_again_and_again(server, way, tmp_path, monkeypatch):
+def test_a_server_that_hangs_is_not_waited_for_again_and_again(
+    server, proxy, tmp_path, monkeypatch
+):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.uri)
     tracker = Tracker("down")
     tracker.start(tmp_path / "run", {"seed": 0}, {}, DATASET)
-    way.fault = "hang"
+    proxy.fault = "hang"
     begin = time.perf_counter()
-    asked = way.connections
+    asked = proxy.connections
     for step in range(20):
         tracker.log(step, {"loss": float(step)})
         other = Tracker.resume(tmp_path / "run")  # each stage has a tracker of its own
         other.set_tags({"step": str(step)})
         tracker = Tracker.resume(tmp_path / "run")
-    assert time.perf_counter() - begin < 15 and way.connections - asked <= 4
-    way.fault = ""
+    assert time.perf_counter() - begin < 15 and proxy.connections - asked <= 4
+    proxy.fault = ""
     tracker.finish()
     assert history(server.uri, tracker.run_id, "loss") == [
         (step, float(step)) for step in range(20)

@@ -42,28 +42,28 @@ WORSE = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def registry(tmp_path_factory):
     memory = Path("/dev/shm")
     with (
         tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as store,
         pytest.MonkeyPatch.context() as m,
     ):
         folder = tmp_path_factory.mktemp("worse")
-        world = GatedRegistry(folder, Path(store))
+        registry = GatedRegistry(folder, Path(store))
         m.chdir(folder)
-        m.setenv("MLFLOW_TRACKING_URI", world.uri)
-        world.data()
-        world.champion = world.version(world.bundle("champion", wrong=range(18)))
-        assert pipeline.gate(world.params()).passed
-        pipeline.promote(world.params())
-        yield world
+        m.setenv("MLFLOW_TRACKING_URI", registry.uri)
+        registry.data()
+        registry.champion = registry.version(registry.bundle("champion", wrong=range(18)))
+        assert pipeline.gate(registry.params()).passed
+        pipeline.promote(registry.params())
+        yield registry
 
 
-def answers(world) -> bytes:
+def answers(registry) -> bytes:
     """Labels and scores of the champion's first 20, for 100 test queries, as the registry serves it
     now.
     """
-    bundle = Bundle.load(fetch_bundle(f"models:/{world.name}@champion", "runs/bundles"))
+    bundle = Bundle.load(fetch_bundle(f"models:/{registry.name}@champion", "runs/bundles"))
     dataset = XMCDataset.open("data/dataset")
     found = bundle.predict_arrays(dataset.query_texts(dataset.rows("test")[:100]), k=20)
     assert len(found.rows) == 100
@@ -75,39 +75,39 @@ def answers(world) -> bytes:
     "worse_in",
     [one if one == "P@1" else pytest.param(one, marks=pytest.mark.slow) for one in WORSE],
 )
-def test_a_worse_challenger_is_not_promoted(world, worse_in, monkeypatch):
+def test_a_worse_challenger_is_not_promoted(registry, worse_in, monkeypatch):
     monkeypatch.setattr(gating, "_MEASUREMENTS", 1)  # it is slower by far, whatever else runs here
     how, rules, expected = WORSE[worse_in]
-    params = world.params(**rules)
-    version = world.version(world.bundle(worse_in, **how))
+    params = registry.params(**rules)
+    version = registry.version(registry.bundle(worse_in, **how))
     result = pipeline.gate(params)
     failed = {reason.check for reason in result.reasons if not reason.passed}
     assert not result.passed and failed == expected
     with pytest.raises(Refused) as caught:
         pipeline.promote(params)
     page = Path(result.page).read_text()
-    tags = world.tags(version)
+    tags = registry.tags(version)
     for reason in (reason for reason in result.reasons if not reason.passed):
         assert reason.check in str(caught.value)
         assert str(escape(reason.words)) in page
         assert f"FAIL {reason.check}: {reason.words}" in tags["gate.reasons"]
-    assert world.aliases()["champion"] == world.champion
+    assert registry.aliases()["champion"] == registry.champion
     assert not [key for key in tags if key.startswith("promoted")]
 
 
-def test_a_better_one_is_promoted_and_a_rollback_answers_as_before_within_ten_seconds(world):
-    before = answers(world)
-    version = world.version(world.bundle("better"))
-    assert pipeline.gate(world.params(**UNSEEN)).passed
-    pipeline.promote(world.params())
-    assert world.aliases() == {
+def test_a_better_one_is_promoted_and_a_rollback_answers_as_before_within_ten_seconds(registry):
+    before = answers(registry)
+    version = registry.version(registry.bundle("better"))
+    assert pipeline.gate(registry.params(**UNSEEN)).passed
+    pipeline.promote(registry.params())
+    assert registry.aliases() == {
         "champion": version,
-        "previous": world.champion,
+        "previous": registry.champion,
         "challenger": version,
     }
-    assert answers(world) != before
-    params = world.folder / "params.yaml"
-    params.write_text(f"recipe: unidec\ntracking: {{model_name: {world.name}}}\n")
+    assert answers(registry) != before
+    params = registry.folder / "params.yaml"
+    params.write_text(f"recipe: unidec\ntracking: {{model_name: {registry.name}}}\n")
     words = ["models", "rollback", "--reason", "a test", "--params", str(params), "--json"]
     began = time.perf_counter()
     used = seconds_of_children()
@@ -121,12 +121,12 @@ def test_a_better_one_is_promoted_and_a_rollback_answers_as_before_within_ten_se
     taken = time.perf_counter() - began
     used = seconds_of_children() - used
     assert json.loads(done.stdout) == {
-        "model": world.name,
-        "version": world.champion,
+        "model": registry.name,
+        "version": registry.champion,
         "previous": version,
     }
-    assert answers(world) == before
-    assert world.tags(version)["rolled_back.reason"] == "a test"
+    assert answers(registry) == before
+    assert registry.tags(version)["rolled_back.reason"] == "a test"
     # on a busy machine the processor's time counts, not the wall's
     assert min(taken, used) < 10, (taken, used)
     print(f"rollback: {taken:.1f} s, {used:.1f} s of a processor")

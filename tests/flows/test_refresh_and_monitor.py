@@ -29,7 +29,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def world(place, monkeypatch):
+def stand_ins(place, monkeypatch):
     """`calls`: what the stages were asked; `stages`: they, to be changed; `events`."""
     from flows import decide, monitor, publish, refresh, reproduce
 
@@ -92,9 +92,9 @@ def world(place, monkeypatch):
     )
 
 
-def test_refreshed_labels_are_judged_and_promoted(world):
-    done = world.refresh.refresh.fn()
-    assert world.calls == [
+def test_refreshed_labels_are_judged_and_promoted(stand_ins):
+    done = stand_ins.refresh.refresh.fn()
+    assert stand_ins.calls == [
         "dvc ingest validate propensity",
         "refresh_labels",
         "register outputs/refreshed",
@@ -102,47 +102,47 @@ def test_refreshed_labels_are_judged_and_promoted(world):
         "promote 8",
     ]
     assert (done["added"], done["promoted"]["previous"]) == (2, "7")
-    assert [event for event, _ in world.events] == ["promoted"]
+    assert [event for event, _ in stand_ins.events] == ["promoted"]
 
 
-def test_labels_that_are_the_same_are_skipped(world):
-    world.stages.refresh_labels = world.stage(
+def test_labels_that_are_the_same_are_skipped(stand_ins):
+    stand_ins.stages.refresh_labels = stand_ins.stage(
         "refresh_labels", ChangedLabels(changed=False, bundle=None, reason="it has these labels")
     )
-    assert world.refresh.refresh.fn()["skipped"] == "it has these labels"
-    assert world.calls == ["dvc ingest validate propensity", "refresh_labels"]
-    assert world.events == [("skipped", {"reason": "it has these labels"})]
+    assert stand_ins.refresh.refresh.fn()["skipped"] == "it has these labels"
+    assert stand_ins.calls == ["dvc ingest validate propensity", "refresh_labels"]
+    assert stand_ins.events == [("skipped", {"reason": "it has these labels"})]
 
 
-def test_drift_is_published(world, place):
+def test_drift_is_published(stand_ins, place):
     (place / "live.jsonl").write_text('{"query": "a"}\n')
-    assert world.monitor.monitor.fn("live.jsonl")["drifted"]
-    ((event, given),) = world.events
+    assert stand_ins.monitor.monitor.fn("live.jsonl")["drifted"]
+    ((event, given),) = stand_ins.events
     assert (
         event == "drift"
         and given["findings"] == ["queries are shorter"]
         and given["queries"] == 500
     )
-    world.events.clear()
-    world.stages.monitor = world.stage("monitor", replace(world.window, drifted=False))
-    world.monitor.monitor.fn("live.jsonl")
-    assert world.events == []
+    stand_ins.events.clear()
+    stand_ins.stages.monitor = stand_ins.stage("monitor", replace(stand_ins.window, drifted=False))
+    stand_ins.monitor.monitor.fn("live.jsonl")
+    assert stand_ins.events == []
 
 
-def test_of_several_windows_the_newest_is_looked_at(world, place):
+def test_of_several_windows_the_newest_is_looked_at(stand_ins, place):
     for age, name in enumerate(("new", "old", "older")):
         (place / f"{name}.jsonl").write_text("{}")
         os.utime(place / f"{name}.jsonl", (1_000_000 - age, 1_000_000 - age))
-    world.monitor.monitor.fn(str(place / "*.jsonl"))
-    assert world.calls == [f"monitor {place / 'new.jsonl'}"]
+    stand_ins.monitor.monitor.fn(str(place / "*.jsonl"))
+    assert stand_ins.calls == [f"monitor {place / 'new.jsonl'}"]
     with pytest.raises(DataError, match="no such file"):
-        world.monitor.monitor.fn("nowhere/*.jsonl")
+        stand_ins.monitor.monitor.fn("nowhere/*.jsonl")
 
 
-def test_command_lines(world, place, stand_in, capsys):
+def test_command_lines(stand_ins, place, stand_in, capsys):
     skipped = {"skipped": "version 7 has these labels"}
-    refreshed = stand_in(world.refresh, "refresh", skipped)
-    monitored = stand_in(world.monitor, "monitor", plain(world.window))
+    refreshed = stand_in(stand_ins.refresh, "refresh", skipped)
+    monitored = stand_in(stand_ins.monitor, "monitor", plain(stand_ins.window))
     assert (
         main("refresh", ["--no-promote"]) == 0
         and main("monitor", ["a.csv", "--column", "text"]) == 0
@@ -156,6 +156,6 @@ def test_command_lines(world, place, stand_in, capsys):
     assert main("refresh", ["--json"]) == 0 and json.loads(capsys.readouterr().out) == skipped
     assert main("monitor", ["a.csv", "--json"]) == 0 and json.loads(
         capsys.readouterr().out
-    ) == plain(world.window)
+    ) == plain(stand_ins.window)
     assert refreshed[0] == {"promote": False}
     assert monitored[0] == {"queries": "a.csv", "column": "text", "bundle": None}

@@ -89,7 +89,7 @@ class StubEngine:
     card = {"stub": True}
 
 
-class Asked:
+class AppClient:
     """A running application."""
 
     def __init__(self, service: Service, settings: Serve, api_key: str | None) -> None:
@@ -177,13 +177,13 @@ class Asked:
 @contextlib.asynccontextmanager
 async def running(
     engine: Any = None, api_key: str | None = None, service: Service | None = None, **settings: Any
-) -> AsyncIterator[Asked]:
+) -> AsyncIterator[AppClient]:
     """An application within its lifespan."""
     section = Serve(**settings)
     service = service or Service(section)
     if engine is not None:
         service.swap(engine)
-    asked = Asked(service, section, api_key)
+    asked = AppClient(service, section, api_key)
     async with asked.app.router.lifespan_context(asked.app):
         yield asked
 

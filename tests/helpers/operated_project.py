@@ -72,7 +72,7 @@ class OperatedProject:
     ) -> None:
         self.server.stop()
 
-    # -- states of the world
+    # -- states
     # --------------------------------------------------------------------------------------
 
     def up(self) -> Self:

@@ -106,7 +106,7 @@ def test_a_residual_network_that_the_start_lacks_begins_as_the_identity(start):
 
 
 @pytest.mark.parametrize(
-    ("begin", "now", "said"),
+    ("begin", "now", "message"),
     [
         ({}, {"model.dim": 24}, r"head_de.0.weight: shape \[16, 32\] instead of \[24, 32\]"),
         ({}, {"encoder.kind": "both"}, "differs in encoder.kind"),
@@ -115,8 +115,8 @@ def test_a_residual_network_that_the_start_lacks_begins_as_the_identity(start):
         ({"encoder.residual": True}, {"encoder.residual": False}, "unknown: encoder.residual"),
     ],
 )
-def test_another_encoder_or_width_is_refused(start, begin, now, said):
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_another_encoder_or_width_is_refused(start, begin, now, message):
+    with pytest.raises(ConfigError, match=message) as caught:
         start(begin, **now)
     assert "encoder.start" in str(caught.value) and "fix" in str(caught.value)
 
@@ -128,7 +128,7 @@ def edit(path, change):
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "kind", "said"),
+    ("file", "change", "kind", "message"),
     [
         (
             "config.json",
@@ -152,13 +152,13 @@ def edit(path, change):
     ],
 )
 def test_another_transformer_is_refused_also_where_every_shape_fits(
-    tiny_bert, tiny_params, tmp_path, file, change, kind, said
+    tiny_bert, tiny_params, tmp_path, file, change, kind, message
 ):
     folder = tmp_path / "old"
     trained(tiny_bert, tiny_params(**{"encoder.kind": kind}), folder)
     edit(folder / file, change)
     write_manifest(folder, KIND, VERSION, {})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         create(tiny_bert, tiny_params(**{"encoder.kind": kind, "encoder.start": str(folder)}), 2)
 
 

@@ -32,7 +32,7 @@ NAME = "by-hand"
 
 
 @pytest.fixture(scope="module")
-def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def project(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A champion of the slice whose training queries vote, in a folder of its own with
     params.yaml.
     """
@@ -54,10 +54,10 @@ def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
 
 
 @pytest.fixture
-def params(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
-    monkeypatch.chdir(world.folder)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{world.folder}/mlflow.db")
-    return world.params
+def params(project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{project.folder}/mlflow.db")
+    return project.params
 
 
 def run(*arguments: str) -> dict:

@@ -18,7 +18,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.marks import from_feedback
 
 
-class World:
+class MarkedProject:
     """An ingested data set in the working folder, and a file of marks."""
 
     def __init__(self, work: Any, folder: Path) -> None:
@@ -71,95 +71,102 @@ class World:
 
 
 @pytest.fixture
-def world(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def project(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MarkedProject:
     monkeypatch.chdir(tmp_path)
-    return World(work, tmp_path)
+    return MarkedProject(work, tmp_path)
 
 
-def test_marks_become_pairs_and_filter_pairs(world: World) -> None:
-    uid, title, labels = world.query("train")
-    more = world.other(labels)
+def test_marks_become_pairs_and_filter_pairs(project: MarkedProject) -> None:
+    uid, title, labels = project.query("train")
+    more = project.other(labels)
     known = sorted(labels)[0]
-    world.mark(f"  {title.upper()} ", more, True)
-    world.mark(title, known, False)
-    world.mark("a query that is new", more, True)
-    world.mark("A  query that is NEW", known, False)
-    world.mark("only wrong", known, False)
-    found = world.run()
+    project.mark(f"  {title.upper()} ", more, True)
+    project.mark(title, known, False)
+    project.mark("a query that is new", more, True)
+    project.mark("A  query that is NEW", known, False)
+    project.mark("only wrong", known, False)
+    found = project.run()
     assert (found.marks, found.pairs, found.filter_pairs, found.queries) == (5, 2, 2, 1)
     assert (found.removed, found.only_negative, found.unknown) == (1, 1, 0)
-    new = next(row for row in world.rows("queries") if row["id"].startswith("feedback-"))
+    new = next(row for row in project.rows("queries") if row["id"].startswith("feedback-"))
     assert (new["text"], new["split"]) == ("A query that is NEW", "train")
-    assert {(uid, more), (new["id"], more)} <= world.pairs() and (uid, known) not in world.pairs()
-    assert world.pairs(name="filters") >= {(uid, known), (new["id"], known)}
-    assert len(world.rows("labels")) == len(world.labels)
+    assert {(uid, more), (new["id"], more)} <= project.pairs() and (
+        uid,
+        known,
+    ) not in project.pairs()
+    assert project.pairs(name="filters") >= {(uid, known), (new["id"], known)}
+    assert len(project.rows("labels")) == len(project.labels)
 
 
 def test_the_last_mark_decides_and_unknown_labels_are_named(
-    world: World, caplog: pytest.LogCaptureFixture
+    project: MarkedProject, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uid, title, labels = world.query("train")
-    label = world.other(labels)
-    world.mark(title, label, True)
-    world.mark(title, label, False)
-    world.mark(title, label, True, at="2020-01-01T00:00:00+00:00")  # of an older file
-    world.mark(title, "no such label", True)
-    with world.file.open("a") as file:
+    uid, title, labels = project.query("train")
+    label = project.other(labels)
+    project.mark(title, label, True)
+    project.mark(title, label, False)
+    project.mark(title, label, True, at="2020-01-01T00:00:00+00:00")  # of an older file
+    project.mark(title, "no such label", True)
+    with project.file.open("a") as file:
         file.write('{"query": "cut o')
-    found = world.run()
+    found = project.run()
     assert found.marks == 2 and found.repeated == 2 and found.unknown_labels == ["no such label"]
-    assert (uid, label) in world.pairs(name="filters") and (uid, label) not in world.pairs()
-    assert f"{world.file}:5 is skipped" in caplog.text
+    assert (uid, label) in project.pairs(name="filters") and (uid, label) not in project.pairs()
+    assert f"{project.file}:5 is skipped" in caplog.text
 
 
 @pytest.mark.parametrize("split", ["test", "validation"])
-def test_marks_on_held_out_queries_are_not_used(world: World, split: str) -> None:
-    _, title, labels = world.query(split)
-    world.mark(title, world.other(labels), True)
-    world.mark(title.upper(), sorted(labels)[0], False)
-    found = world.run()
+def test_marks_on_held_out_queries_are_not_used(project: MarkedProject, split: str) -> None:
+    _, title, labels = project.query(split)
+    project.mark(title, project.other(labels), True)
+    project.mark(title.upper(), sorted(labels)[0], False)
+    found = project.run()
     assert getattr(found, split) == 2 and not (
         found.pairs or found.filter_pairs or found.queries or found.removed
     )
-    assert len(world.rows("pairs")) == world.data.relevance.nnz
+    assert len(project.rows("pairs")) == project.data.relevance.nnz
 
 
 def test_the_same_marks_again_change_nothing_and_training_goes_on_with_the_same_splits(
-    world: World,
+    project: MarkedProject,
 ) -> None:
-    _, title, labels = world.query("train")
-    label = world.other(labels)
+    _, title, labels = project.query("train")
+    label = project.other(labels)
     for row in range(3):
-        world.mark(f"{title} again {row}", label, True)
-    world.mark(title, label, True)
-    world.run()
-    before = {path.name: path.read_bytes() for path in (world.folder / "out").iterdir()}
-    world.run()
-    assert before == {path.name: path.read_bytes() for path in (world.folder / "out").iterdir()}
-    world.params = world.work.params(**{"data.path": str(world.folder / "out")})
-    ingested = pipeline.ingest(world.params)
+        project.mark(f"{title} again {row}", label, True)
+    project.mark(title, label, True)
+    project.run()
+    before = {path.name: path.read_bytes() for path in (project.folder / "out").iterdir()}
+    project.run()
+    assert before == {path.name: path.read_bytes() for path in (project.folder / "out").iterdir()}
+    project.params = project.work.params(**{"data.path": str(project.folder / "out")})
+    ingested = pipeline.ingest(project.params)
     data = paths.open_dataset()
     for split in ("test", "validation"):
-        assert data.query_uids(data.rows(split)) == world.data.query_uids(world.data.rows(split))
-    assert ingested["train"] == world.data.rows("train").size + 3
-    again = world.run("next")
+        assert data.query_uids(data.rows(split)) == project.data.query_uids(
+            project.data.rows(split)
+        )
+    assert ingested["train"] == project.data.rows("train").size + 3
+    again = project.run("next")
     assert again.unchanged == 4 and not (again.pairs or again.queries or again.removed)
-    assert world.pairs("next") == world.pairs() and len(world.rows("queries", "next")) == len(
-        world.rows("queries")
+    assert project.pairs("next") == project.pairs() and len(project.rows("queries", "next")) == len(
+        project.rows("queries")
     )
 
 
-def test_a_model_is_trained_on_the_marks(world: World) -> None:
+def test_a_model_is_trained_on_the_marks(project: MarkedProject) -> None:
     """Through the stages of the pipeline; the query of the marks is among the training queries of
     the bundle.
     """
-    _, _, labels = world.query("train")
+    _, _, labels = project.query("train")
     for row in range(4):
-        world.mark(f"zzzz marked {row}", sorted(labels)[0], True)
-    world.mark("zzzz marked 0", world.other(labels), False)
-    world.run()
-    bert = world.work.folder / "bert"
-    params = world.work.params(**{"data.path": "out", "encoder.name": str(bert), "optim.epochs": 1})
+        project.mark(f"zzzz marked {row}", sorted(labels)[0], True)
+    project.mark("zzzz marked 0", project.other(labels), False)
+    project.run()
+    bert = project.work.folder / "bert"
+    params = project.work.params(
+        **{"data.path": "out", "encoder.name": str(bert), "optim.epochs": 1}
+    )
     for stage in (pipeline.ingest, pipeline.tokens, pipeline.propensity, pipeline.label_graph):
         stage(params)
     trained = pipeline.train(params)
@@ -173,25 +180,25 @@ def test_a_model_is_trained_on_the_marks(world: World) -> None:
     )
 
 
-def test_what_is_refused(world: World) -> None:
-    world.file.write_text('{"query": "x", "label": 3, "relevant": true}\n')
+def test_what_is_refused(project: MarkedProject) -> None:
+    project.file.write_text('{"query": "x", "label": 3, "relevant": true}\n')
     with pytest.raises(DataError, match=r"marks\.jsonl:1: not a mark"):
-        world.run()
-    (world.folder / "mine").mkdir()
-    (world.folder / "mine" / "notes.txt").write_text("mine")
+        project.run()
+    (project.folder / "mine").mkdir()
+    (project.folder / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="something else"):
-        world.run("mine")
-    assert (world.folder / "mine" / "notes.txt").read_text() == "mine"
+        project.run("mine")
+    assert (project.folder / "mine" / "notes.txt").read_text() == "mine"
 
 
 def test_the_command_says_counts_and_what_is_next(
-    world: World, capsys: pytest.CaptureFixture[str]
+    project: MarkedProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, title, labels = world.query("train")
-    world.mark(title, world.other(labels), True)
+    _, title, labels = project.query("train")
+    project.mark(title, project.other(labels), True)
     Path("params.yaml").write_text("recipe: unidec\n")
     with pytest.raises(SystemExit) as ended:
-        cli.app(args=["data", "from-feedback", str(world.file), "--output", "out"])
+        cli.app(args=["data", "from-feedback", str(project.file), "--output", "out"])
     assert not ended.value.code
     said = capsys.readouterr().out
     assert "from-feedback: pairs = 1" in said and "unidec init --data-path out" in said

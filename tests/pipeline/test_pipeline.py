@@ -65,67 +65,70 @@ def run_data_stages(params: Params) -> dict:
 
 def run_rounds(run: Run) -> dict[str, list[dict]]:
     """Trains a run; the reports of its phases."""
-    said: dict[str, list[dict]] = {
+    results: dict[str, list[dict]] = {
         name: [] for name in ("cluster", "mine", "train round", "validate")
     }
 
     def phase(name: str, number: int, work: Callable[[], dict]) -> dict:
-        assert number == len(said[name]) + 1
-        said[name].append(work())
-        return said[name][-1]
+        assert number == len(results[name]) + 1
+        results[name].append(work())
+        return results[name][-1]
 
     fit(run, phase)
-    return said
+    return results
 
 
 @pytest.fixture
 def done(in_work: SimpleNamespace) -> SimpleNamespace:
-    """Everything from raw files to metrics, once for all tests of this file; `said` holds what each
+    """Everything from raw files to metrics, once for all tests of this file; `results`: what each
     stage returned.
     """
-    if not hasattr(in_work, "said"):
+    if not hasattr(in_work, "results"):
         params = in_work.params()
-        said = run_data_stages(params)
+        results = run_data_stages(params)
         run = pipeline.start_run(params)
         in_work.folder_of_run = run.folder
         in_work.begun = (run.epoch, run.finished, run.num_rounds)
-        said |= run_rounds(run)
-        said["export"] = run.export()
-        said["index"] = pipeline.index(params)
-        said["evaluate"] = pipeline.evaluate(params)
-        in_work.said = said
+        results |= run_rounds(run)
+        results["export"] = run.export()
+        results["index"] = pipeline.index(params)
+        results["evaluate"] = pipeline.evaluate(params)
+        in_work.results = results
     return in_work
 
 
 def test_data_stages(done: SimpleNamespace) -> None:
-    said = done.said
-    assert {key: said["ingest"][key] for key in ("train", "validation", "test")} == {
+    results = done.results
+    assert {key: results["ingest"][key] for key in ("train", "validation", "test")} == {
         "train": 1900,
         "validation": 100,
         "test": 500,
     }
     dataset = XMCDataset.open(paths.DATASET)
     assert (
-        said["ingest"]["num_labels"] == dataset.num_labels
-        and said["ingest"]["sha256"] == dataset.sha256
+        results["ingest"]["num_labels"] == dataset.num_labels
+        and results["ingest"]["sha256"] == dataset.sha256
     )
     for which, size in (("queries", 2500), ("labels", dataset.num_labels)):
         tokens = paths.open_tokens(which)
-        assert len(tokens) == said["tokens"][f"{which}_texts"] == size
-        assert said["tokens"][f"{which}_tokens"] == len(tokens.ids)
+        assert len(tokens) == results["tokens"][f"{which}_texts"] == size
+        assert results["tokens"][f"{which}_tokens"] == len(tokens.ids)
         assert tokens.max_length == 16 and tokens.meta["text"] == "title"
     assert (
-        sum(said["propensity"][f"{name}_labels"] for name in ("tail", "torso", "head"))
+        sum(results["propensity"][f"{name}_labels"] for name in ("tail", "torso", "head"))
         == dataset.num_labels
     )
-    assert (said["propensity"]["a"], said["propensity"]["b"]) == (0.55, 1.5)
-    assert said["label_graph"]["labels"] == dataset.num_labels and said["label_graph"]["edges"] > 0
-    json.dumps(pipeline.plain(said))  # what a stage says can be passed between tasks
+    assert (results["propensity"]["a"], results["propensity"]["b"]) == (0.55, 1.5)
+    assert (
+        results["label_graph"]["labels"] == dataset.num_labels
+        and results["label_graph"]["edges"] > 0
+    )
+    json.dumps(pipeline.plain(results))  # what a stage says can be passed between tasks
 
 
 def test_rounds(done: SimpleNamespace) -> None:
-    refreshes = done.said["mine"]
-    rounds = done.said["validate"]
+    refreshes = done.results["mine"]
+    rounds = done.results["validate"]
     run = done.folder_of_run
     assert run.parent == paths.RUNS and len(run.name) == 16
     assert done.begun == (0, False, 2)
@@ -161,7 +164,7 @@ def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
 
 def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
     run = done.folder_of_run
-    assert done.said["export"] == str(paths.MODEL)
+    assert done.results["export"] == str(paths.MODEL)
     assert read_manifest(paths.MODEL, "model", 1)["meta"] == {
         "run": run.name,
         "seen": {"text": "title", "complete": True},
@@ -180,9 +183,9 @@ def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
 
 def test_bundle_and_index(done: SimpleNamespace) -> None:
     bundle = Bundle.load(paths.BUNDLE)
-    said = done.said["index"]
-    assert said.clf_weight in CLF_WEIGHTS and bundle.info.clf_weight == said.clf_weight
-    assert bundle.num_labels == said.labels == XMCDataset.open(paths.DATASET).num_labels
+    results = done.results["index"]
+    assert results.clf_weight in CLF_WEIGHTS and bundle.info.clf_weight == results.clf_weight
+    assert bundle.num_labels == results.labels == XMCDataset.open(paths.DATASET).num_labels
     assert not list(paths.BUNDLE.rglob("*.jsonl"))
     # the tuned weight is the best on the validation split, by metrics computed one weight after the
     # other; of equal scores (the tiny tokenizer reads some titles alike) the smaller row comes
@@ -199,9 +202,9 @@ def test_bundle_and_index(done: SimpleNamespace) -> None:
         score_NL[ranking.filter_pairs.nonzero()] = -np.inf
         best_NL = np.argsort(-score_NL.round(6), axis=1, kind="stable")
         scored[weight] = ranking.metrics_of(best_NL[:, :100])["nDCG@5"]
-    assert scored[said.clf_weight] == max(scored.values())
-    assert said.validation["nDCG@5"] == pytest.approx(max(scored.values()))
-    assert not said.calibrated and bundle.info.calibration is None, (
+    assert scored[results.clf_weight] == max(scored.values())
+    assert results.validation["nDCG@5"] == pytest.approx(max(scored.values()))
+    assert not results.calibrated and bundle.info.calibration is None, (
         "too few of the ten best labels are relevant"
     )
 
@@ -218,13 +221,13 @@ def test_evaluation(done: SimpleNamespace) -> None:
     # alike
     assert metrics["index"]["recall@10"] > 99.8 and metrics["index"]["recall@100"] > 99.8
     assert {"de", "clf"} <= metrics.keys() and max(metrics["de"]["P@1"], metrics["clf"]["P@1"]) > 3
-    assert done.said["evaluate"].metrics["P@1"] == test["P@1"]
+    assert done.results["evaluate"].metrics["P@1"] == test["P@1"]
     page = paths.REPORT.read_text()
     assert (
         "Against the better TF-IDF baseline of each metric, on 500 test queries, the model gains "
         in page
     )
-    assert done.said["evaluate"].against_baselines in unescape(page)
+    assert done.results["evaluate"].against_baselines in unescape(page)
     assert (
         metrics["baselines"].keys() == {"knn", "mix"}
         and 10 < metrics["baselines"]["mix"]["P@1"] < 100
@@ -272,7 +275,7 @@ def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
     client = MlflowClient(f"sqlite:///{done.folder}/mlflow.db")
     run = client.get_run(Tracker.resume(done.folder_of_run).run_id)
     assert run.data.params["pool.beta"] == "2" and run.data.params["encoder.name"] == "bert"
-    assert run.data.metrics["test/P_at_1"] == done.said["evaluate"].metrics["P@1"]
+    assert run.data.metrics["test/P_at_1"] == done.results["evaluate"].metrics["P@1"]
     assert [m.step for m in client.get_metric_history(run.info.run_id, "training/loss")] == [0, 10]
     assert len(client.get_metric_history(run.info.run_id, "validation/P_at_1")) == 2
     names = {file.path for file in client.list_artifacts(run.info.run_id)}
@@ -345,7 +348,7 @@ def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> Non
     metrics = paths.METRICS.read_bytes()
     bundle = folder_sha256(paths.BUNDLE)
     table = paths.PREDICTIONS.read_bytes()
-    assert pipeline.index(done.params()) == done.said["index"]
+    assert pipeline.index(done.params()) == done.results["index"]
     assert folder_sha256(paths.BUNDLE) == bundle
     pipeline.evaluate(done.params())
     assert paths.METRICS.read_bytes() == metrics and paths.PREDICTIONS.read_bytes() == table
@@ -499,14 +502,14 @@ def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float)
 @pytest.mark.usefixtures("other_bundle")
 def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleNamespace) -> None:
     params = done.params(**{"index.knn_weight": "auto", "index.knn_neighbours": 20})
-    said = pipeline.index(params)
+    results = pipeline.index(params)
     bundle = Bundle.load(paths.BUNDLE)
     dataset = XMCDataset.open(paths.DATASET)
     info = bundle.info
     tried = bundle.info.card["tuning"]
-    assert info.knn is not None and said.knn_weight == info.knn.weight in KNN_WEIGHTS
+    assert info.knn is not None and results.knn_weight == info.knn.weight in KNN_WEIGHTS
     best = max(tried, key=lambda line: line["nDCG@5"])
-    assert best["nDCG@5"] == said.validation["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
+    assert best["nDCG@5"] == results.validation["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
     chosen = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight}
     assert any(
         line["nDCG@5"] == best["nDCG@5"] and chosen.items() <= line.items() for line in tried
@@ -522,7 +525,7 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     # queries alone
     every = bundle.neighbours
     bundle.neighbours = training_neighbours(bundle.model, dataset, "fp32")
-    assert said.validation["nDCG@5"] > done.said["index"].validation["nDCG@5"]
+    assert results.validation["nDCG@5"] > done.results["index"].validation["nDCG@5"]
     for line in (best, tried[0], tried[-1]):
         dense = dense_ndcg(bundle, "validation", line["clf_weight"], line["knn_weight"])
         # ties: the tiny tokenizer reads some titles alike
@@ -547,7 +550,7 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     of_training = voting[: left.shape[0]]
     assert left.nnz == of_training.nnz - (of_training.getnnz(axis=1) > 0).sum()
     before = folder_sha256(paths.BUNDLE)
-    assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
+    assert pipeline.index(params) == results and folder_sha256(paths.BUNDLE) == before
 
 
 @pytest.mark.usefixtures("other_bundle")
@@ -601,16 +604,16 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
         )
         assert not pipeline.index(params).fusion
     assert "by the weighted sum of the scores 100.00" in capsys.readouterr().err
-    said = pipeline.index(params)
+    results = pipeline.index(params)
     bundle = Bundle.load(paths.BUNDLE)
-    assert said.fusion and said.calibrated and bundle.info.fusion is not None
-    gain = said.validation["nDCG@5"] - blend.validation["nDCG@5"]
+    assert results.fusion and results.calibrated and bundle.info.fusion is not None
+    gain = results.validation["nDCG@5"] - blend.validation["nDCG@5"]
     assert gain == pytest.approx(bundle.info.fusion.gain["nDCG@5"], abs=1e-3) and gain > 0
     told = bundle.info.card["fusion"]
     (chosen,) = (row for row in told["by_tail"] if row["tail"] == bundle.info.fusion.tail)
     assert (
         chosen["nDCG@5"]
-        == said.validation["nDCG@5"]
+        == results.validation["nDCG@5"]
         >= max(row["nDCG@5"] for row in told["by_tail"]) - 0.1
     )
     assert (
@@ -618,7 +621,7 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
         and max(told["lost_without"].values()) > 0
     )
     before = folder_sha256(paths.BUNDLE)
-    assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
+    assert pipeline.index(params) == results and folder_sha256(paths.BUNDLE) == before
     # the bundle ranks the test split by it, and the profile has the scores that it gives to queries
     # that do not vote
     dataset = XMCDataset.open(paths.DATASET)
@@ -654,7 +657,7 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
 @pytest.mark.usefixtures("other_bundle")
 def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
     params = done.params(
-        **{"index.knn_weight": 0.5, "index.clf_weight": done.said["index"].clf_weight}
+        **{"index.knn_weight": 0.5, "index.clf_weight": done.results["index"].clf_weight}
     )
     assert pipeline.index(params).knn_weight == 0.5
     pipeline.evaluate(params)
@@ -698,9 +701,9 @@ def test_votes_that_do_not_help_are_left_out(
         "votes",
         lambda self, encoded: PairScores.none((len(encoded), self.neighbours.num_labels)),
     )
-    said = pipeline.index(done.params(**{"index.knn_weight": "auto"}))
+    results = pipeline.index(done.params(**{"index.knn_weight": "auto"}))
     bundle = Bundle.load(paths.BUNDLE)
-    assert said.knn_weight == 0 and said.clf_weight == done.said["index"].clf_weight
+    assert results.knn_weight == 0 and results.clf_weight == done.results["index"].clf_weight
     assert bundle.neighbours is None and bundle.info.card["tuning"]
 
 

@@ -55,7 +55,7 @@ def other_labels(raw: RawData) -> RawData:
 
 
 @pytest.fixture(scope="module")
-def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def project(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A champion of the slice, in a folder of its own; `params`, `champion` (as registered)."""
     folder = tmp_path_factory.mktemp("refresh")
     for name in ("raw", "bert"):
@@ -76,10 +76,10 @@ def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
 
 
 @pytest.fixture
-def params(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
-    monkeypatch.chdir(world.folder)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{world.folder}/mlflow.db")
-    return world.params
+def params(project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{project.folder}/mlflow.db")
+    return project.params
 
 
 def test_unchanged_data_changes_nothing(params: Params) -> None:
@@ -92,7 +92,7 @@ def test_unchanged_data_changes_nothing(params: Params) -> None:
         pipeline.refresh_labels(params, "nobody")
 
 
-def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
+def test_the_labels_of_today(params: Params, project: SimpleNamespace) -> None:
     before = Bundle.load(paths.BUNDLE)
     raw = other_labels(read_raw(Path("raw")))
     shutil.rmtree("raw")
@@ -103,7 +103,7 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
     pipeline.ingest(params)
     bundle_sha256 = folder_sha256(paths.BUNDLE)
 
-    result = world.result = pipeline.refresh_labels(params)
+    result = project.result = pipeline.refresh_labels(params)
     dataset = XMCDataset.open(paths.DATASET)
     after = Bundle.load(paths.REFRESHED)
     uids = dataset.label_uids()
@@ -133,7 +133,7 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
     )
 
 
-def test_registered_again(params: Params, world: SimpleNamespace) -> None:
+def test_registered_again(params: Params, project: SimpleNamespace) -> None:
     sha256 = folder_sha256(paths.REFRESHED)
     registered = pipeline.register(params, paths.REFRESHED)
     assert registered.version == 2

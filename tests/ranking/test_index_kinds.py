@@ -71,10 +71,13 @@ def test_scores_are_exact_and_most_is_found(rng, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_labels", "dim"), [(1, 1), (3, 5), (30, 4), (90, 7)])
 def test_few_labels_are_all_found(rng, kind, num_labels, dim):
-    """So few that a compressed index scores them all; more results than labels."""
+    """So few that a compressed index scores them all, and a graph can link each with each; more
+    results than labels.
+    """
     vectors = _clusters(rng, num_labels, dim)
     queries = _clusters(rng, 5, dim)
-    index = LabelIndex.build(vectors, kind, links=4)
+    links = {"links": 64, "build": 128} if kind == "hnsw" else {"links": 4}
+    index = LabelIndex.build(vectors, kind, **links)
     scores, labels = index.search(queries, num_labels + 2)
     wanted_scores, wanted = slow_search(queries, vectors, num_labels)
     assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) == 1.0

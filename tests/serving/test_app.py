@@ -225,7 +225,7 @@ def test_every_answer_is_as_the_openapi_says(engine: Engine) -> None:
 
 def test_the_openapi_has_limits_and_examples_that_are_right() -> None:
     settings = Serve(max_queries=9, max_k=8, max_query_chars=77)
-    app = asgi.Asked(Service(settings), settings, None).app
+    app = asgi.AppClient(Service(settings), settings, None).app
     post = app.openapi()["paths"]["/predict"]["post"]
     body = post["requestBody"]["content"]["application/json"]
     assert (

@@ -39,7 +39,7 @@ class Engine:
     def __init__(self, folder: Path, identity: Identity | None) -> None:
         about = json.loads((folder / "about.json").read_text())
         self.identity = identity or Identity(about["sha256"])
-        self.says = about["says"]
+        self.version_that_answers = about["says"]
         self.score = about.get("score", 1.0)
         self.warmed = 0
         titles = pa.array(["one title", "another"])
@@ -48,7 +48,10 @@ class Engine:
         )
 
     def answer(self, requests: list[Any]) -> list[Any]:
-        return [SimpleNamespace(labels=[self.says], scores=[self.score]) for _ in requests]
+        return [
+            SimpleNamespace(labels=[self.version_that_answers], scores=[self.score])
+            for _ in requests
+        ]
 
     def warm(self, batch: int | None = None) -> None:
         self.warmed += 1
@@ -100,7 +103,7 @@ class Probes:
         return Probe(about["sha256"], *[0.1] * 7)
 
 
-class World:
+class FollowingService:
     """A service, its follower, and what the follower sees."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
@@ -135,7 +138,7 @@ class World:
         self.follower.start()
         self.follower.first.result(60)
 
-    def says(self) -> str:
+    def version_that_answers(self) -> str:
         assert self.service.current is not None
         return self.service.current.answer([None])[0].labels[0]
 
@@ -152,64 +155,70 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
+def following(tmp_path: Path) -> Iterator[FollowingService]:
+    following = FollowingService(tmp_path)
     for version in "123":
-        world.shelf.add(version)
-    yield world
-    for follower in world.followers:
+        following.shelf.add(version)
+    yield following
+    for follower in following.followers:
         follower.stop()
 
 
-def test_the_first_one_serves_warm_and_without_a_probe(world):
-    world.start()
-    engine = world.service.current
-    assert world.says() == "1" and engine.warmed == 1 and world.probes.runs == 0
+def test_the_first_one_serves_warm_and_without_a_probe(following):
+    following.start()
+    engine = following.service.current
+    assert (
+        following.version_that_answers() == "1"
+        and engine.warmed == 1
+        and following.probes.runs == 0
+    )
     assert engine.identity == Identity("1" * 16, "m", "1", "champion", "d" * 64)
-    assert world.follower.first.result() == engine.identity
-    assert world.service.previous is None
+    assert following.follower.first.result() == engine.identity
+    assert following.service.previous is None
 
 
-def test_the_alias_moves_and_moves_back(world):
-    world.start()
-    first = world.service.current
-    world.shelf.alias = "2"
-    world.until(lambda: world.says() == "2")
-    assert world.service.current.warmed == 1 and world.probes.runs == 1
-    world.until(lambda: world.follower.state()["swaps"] == 1)
-    world.shelf.alias = "1"
-    world.until(lambda: world.says() == "1")
-    assert world.service.current is first, "the very one from memory"
-    world.until(lambda: world.follower.state()["swaps"] == 2)
-    assert world.shelf.fetched == ["1", "2"] and len(world.loaded) == 2
-    state = world.follower.state()
+def test_the_alias_moves_and_moves_back(following):
+    following.start()
+    first = following.service.current
+    following.shelf.alias = "2"
+    following.until(lambda: following.version_that_answers() == "2")
+    assert following.service.current.warmed == 1 and following.probes.runs == 1
+    following.until(lambda: following.follower.state()["swaps"] == 1)
+    following.shelf.alias = "1"
+    following.until(lambda: following.version_that_answers() == "1")
+    assert following.service.current is first, "the very one from memory"
+    following.until(lambda: following.follower.state()["swaps"] == 2)
+    assert following.shelf.fetched == ["1", "2"] and len(following.loaded) == 2
+    state = following.follower.state()
     assert state["wanted"] == {"version": "1", "sha256": "1" * 16} and state["refused"] is None
     json.dumps(state)
 
 
 def test_without_a_previous_one_the_way_back_is_a_load(tmp_path):
-    world = World(tmp_path, keep_previous=False)
-    world.shelf.add("1"), world.shelf.add("2")
-    world.start()
+    following = FollowingService(tmp_path, keep_previous=False)
+    following.shelf.add("1"), following.shelf.add("2")
+    following.start()
     for version in "212":
-        world.shelf.alias = version
-        world.until(lambda version=version: world.says() == version)
-        assert world.service.previous is None
-    world.follower.stop()
-    assert len(world.loaded) == 4
+        following.shelf.alias = version
+        following.until(lambda version=version: following.version_that_answers() == version)
+        assert following.service.previous is None
+    following.follower.stop()
+    assert len(following.loaded) == 4
 
 
-def test_a_version_that_fails_its_probe_is_refused_once(world, caplog, monkeypatch):
-    world.start()
-    world.probes.error = ArtifactError("a fresh process cannot serve it", where="here")
+def test_a_version_that_fails_its_probe_is_refused_once(following, caplog, monkeypatch):
+    following.start()
+    following.probes.error = ArtifactError("a fresh process cannot serve it", where="here")
     with caplog.at_level(logging.WARNING, logger="unidec"):
-        world.shelf.alias = "2"
-        world.until(lambda: world.follower.state()["refused"])
-        world.looks(5)
-        assert world.probes.runs == 1, "not tried again at each look"
-    assert world.follower.state()["refusals"] == 1
-    refused = world.follower.state()["refused"]
-    assert world.says() == "1" and len(world.loaded) == 1, "it was never loaded here"
+        following.shelf.alias = "2"
+        following.until(lambda: following.follower.state()["refused"])
+        following.looks(5)
+        assert following.probes.runs == 1, "not tried again at each look"
+    assert following.follower.state()["refusals"] == 1
+    refused = following.follower.state()["refused"]
+    assert following.version_that_answers() == "1" and len(following.loaded) == 1, (
+        "it was never loaded here"
+    )
     assert (
         refused["version"] == "2"
         and refused["sha256"] == "2" * 16
@@ -219,281 +228,315 @@ def test_a_version_that_fails_its_probe_is_refused_once(world, caplog, monkeypat
         sum("version 2 is refused, still serving version 1" in text for text in caplog.messages)
         == 1
     )
-    world.probes.error = None
+    following.probes.error = None
     monkeypatch.setattr(follow, "RETRY_SECONDS", 0)
-    world.until(lambda: world.says() == "2")
-    world.until(lambda: world.follower.state()["refused"] is None)
+    following.until(lambda: following.version_that_answers() == "2")
+    following.until(lambda: following.follower.state()["refused"] is None)
 
 
-def test_a_refused_version_is_tried_again_later(world, monkeypatch):
+def test_a_refused_version_is_tried_again_later(following, monkeypatch):
     monkeypatch.setattr(follow, "RETRY_SECONDS", 0.3)
-    world.start()
-    world.probes.error = ArtifactError("no memory at the moment")
-    world.shelf.alias = "2"
-    world.until(lambda: world.follower.state()["refused"])
-    world.probes.error = None
-    world.until(lambda: world.says() == "2")
-    assert world.probes.runs == 2
+    following.start()
+    following.probes.error = ArtifactError("no memory at the moment")
+    following.shelf.alias = "2"
+    following.until(lambda: following.follower.state()["refused"])
+    following.probes.error = None
+    following.until(lambda: following.version_that_answers() == "2")
+    assert following.probes.runs == 2
 
 
-def test_the_alias_moves_back_from_a_refused_one(world):
-    world.start()
-    world.probes.error = ArtifactError("no")
-    world.shelf.alias = "2"
-    world.until(lambda: world.follower.state()["refused"])
-    world.shelf.alias = "1"
-    world.until(lambda: world.follower.state()["refused"] is None)
-    assert world.says() == "1"
+def test_the_alias_moves_back_from_a_refused_one(following):
+    following.start()
+    following.probes.error = ArtifactError("no")
+    following.shelf.alias = "2"
+    following.until(lambda: following.follower.state()["refused"])
+    following.shelf.alias = "1"
+    following.until(lambda: following.follower.state()["refused"] is None)
+    assert following.version_that_answers() == "1"
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("of a library"), MemoryError(), RuntimeError("torch")], ids=repr
 )
-def test_whatever_loading_raises_the_old_one_serves(world, error, monkeypatch):
-    world.start()
+def test_whatever_loading_raises_the_old_one_serves(following, error, monkeypatch):
+    following.start()
 
     def fails(*args: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(world.follower, "_load", fails)
-    world.shelf.alias = "2"
-    world.until(lambda: world.follower.state()["refused"])
-    assert world.says() == "1" and type(error).__name__ in world.follower.state()["refused"]["why"]
-    monkeypatch.setattr(world.follower, "_load", world.load)
-    world.shelf.alias = "3"
-    world.until(lambda: world.says() == "3")
+    monkeypatch.setattr(following.follower, "_load", fails)
+    following.shelf.alias = "2"
+    following.until(lambda: following.follower.state()["refused"])
+    assert (
+        following.version_that_answers() == "1"
+        and type(error).__name__ in following.follower.state()["refused"]["why"]
+    )
+    monkeypatch.setattr(following.follower, "_load", following.load)
+    following.shelf.alias = "3"
+    following.until(lambda: following.version_that_answers() == "3")
 
 
-def test_a_version_without_a_hash_is_refused(world):
-    world.start()
-    world.shelf.kept["5"] = Identity("", "m", "5")
-    world.shelf.alias = "5"
-    world.until(lambda: world.follower.state()["refused"])
-    assert "without its bundle's hash" in world.follower.state()["refused"][
+def test_a_version_without_a_hash_is_refused(following):
+    following.start()
+    following.shelf.kept["5"] = Identity("", "m", "5")
+    following.shelf.alias = "5"
+    following.until(lambda: following.follower.state()["refused"])
+    assert "without its bundle's hash" in following.follower.state()["refused"][
         "why"
-    ] and world.shelf.fetched == ["1"]
+    ] and following.shelf.fetched == ["1"]
 
 
-def test_a_registry_that_is_away(world, caplog):
-    world.start()
+def test_a_registry_that_is_away(following, caplog):
+    following.start()
     with caplog.at_level(logging.INFO, logger="unidec"):
-        world.shelf.alias = RegistryAway("the registry does not answer", got="a refused connection")
-        world.looks(4)
-        state = world.follower.state()
+        following.shelf.alias = RegistryAway(
+            "the registry does not answer", got="a refused connection"
+        )
+        following.looks(4)
+        state = following.follower.state()
         assert (
             state["registry"] == "away"
             and "does not answer" in state["problem"]
-            and world.says() == "1"
+            and following.version_that_answers() == "1"
         )
-        world.shelf.alias = "2"
-        world.until(lambda: world.says() == "2")
-    assert world.follower.state()["registry"] == "up" and world.follower.state()["problem"] is None
+        following.shelf.alias = "2"
+        following.until(lambda: following.version_that_answers() == "2")
+    assert (
+        following.follower.state()["registry"] == "up"
+        and following.follower.state()["problem"] is None
+    )
     assert sum("does not answer" in text for text in caplog.messages) == 1, (
         "said once, not at each look"
     )
     assert sum("answers again" in text for text in caplog.messages) == 1
 
 
-def test_a_registry_that_goes_away_while_it_is_fetched_from_refuses_nothing(world):
-    world.start()
+def test_a_registry_that_goes_away_while_it_is_fetched_from_refuses_nothing(following):
+    following.start()
 
     def lost(found: Identity) -> None:
-        world.shelf.fetching = lambda found: None
+        following.shelf.fetching = lambda found: None
         raise RegistryAway("gone")
 
-    world.shelf.fetching = lost
-    world.shelf.alias = "2"
-    world.until(lambda: world.says() == "2")
-    assert world.follower.state()["refusals"] == 0
+    following.shelf.fetching = lost
+    following.shelf.alias = "2"
+    following.until(lambda: following.version_that_answers() == "2")
+    assert following.follower.state()["refusals"] == 0
 
 
-def test_an_alias_that_is_taken_away(world):
-    world.start()
-    world.shelf.alias = ConfigError("not in the registry: no such alias")
-    world.until(lambda: world.follower.state()["problem"])
-    assert world.says() == "1" and "still serving version 1" in world.follower.state()["problem"]
-    world.shelf.alias = "2"
-    world.until(lambda: world.says() == "2")
-    world.until(lambda: world.follower.state()["problem"] is None)
+def test_an_alias_that_is_taken_away(following):
+    following.start()
+    following.shelf.alias = ConfigError("not in the registry: no such alias")
+    following.until(lambda: following.follower.state()["problem"])
+    assert (
+        following.version_that_answers() == "1"
+        and "still serving version 1" in following.follower.state()["problem"]
+    )
+    following.shelf.alias = "2"
+    following.until(lambda: following.version_that_answers() == "2")
+    following.until(lambda: following.follower.state()["problem"] is None)
 
 
-def test_an_alias_that_moves_on_while_a_version_is_fetched(world):
-    world.start()
+def test_an_alias_that_moves_on_while_a_version_is_fetched(following):
+    following.start()
 
     def moves(found: Identity) -> None:
         if found.version == "2":
-            world.shelf.alias = "3"
+            following.shelf.alias = "3"
 
-    world.shelf.fetching = moves
+    following.shelf.fetching = moves
     seen = set()
-    world.shelf.alias = "2"
-    world.until(lambda: seen.add(world.says()) or world.says() == "3")
-    assert seen == {"1", "3"}, "what was withdrawn meanwhile never serves"
-    assert world.shelf.fetched == ["1", "2", "3"]
-
-
-def test_what_is_dropped_is_freed_in_memory_and_on_disk(world):
-    world.start()
-    for version in "23":
-        world.shelf.alias = version
-        world.until(lambda version=version: world.says() == version)
-    world.until(lambda: world.loaded[0]() is None)
-    assert (
-        world.loaded[1]() is world.service.previous and world.loaded[2]() is world.service.current
+    following.shelf.alias = "2"
+    following.until(
+        lambda: (
+            seen.add(following.version_that_answers()) or following.version_that_answers() == "3"
+        )
     )
-    world.until(lambda: not (world.shelf.folder / ("1" * 16)).exists())
-    assert (world.shelf.folder / ("2" * 16)).exists() and (world.shelf.folder / ("3" * 16)).exists()
+    assert seen == {"1", "3"}, "what was withdrawn meanwhile never serves"
+    assert following.shelf.fetched == ["1", "2", "3"]
 
 
-def test_the_copy_of_a_refused_version_does_not_stay(world):
-    world.start()
-    world.probes.error = ArtifactError("no")
-    world.shelf.alias = "2"
-    world.until(lambda: world.follower.state()["refused"])
-    world.until(lambda: not (world.shelf.folder / ("2" * 16)).exists())
-    assert (world.shelf.folder / ("1" * 16)).exists()
-
-
-def test_a_copy_that_was_there_before_is_left(world):
-    (world.shelf.folder / ("1" * 16)).mkdir(parents=True)
-    world.start()
+def test_what_is_dropped_is_freed_in_memory_and_on_disk(following):
+    following.start()
     for version in "23":
-        world.shelf.alias = version
-        world.until(lambda version=version: world.says() == version)
-    world.until(lambda: world.loaded[0]() is None)
-    assert (world.shelf.folder / ("1" * 16)).exists()
+        following.shelf.alias = version
+        following.until(lambda version=version: following.version_that_answers() == version)
+    following.until(lambda: following.loaded[0]() is None)
+    assert (
+        following.loaded[1]() is following.service.previous
+        and following.loaded[2]() is following.service.current
+    )
+    following.until(lambda: not (following.shelf.folder / ("1" * 16)).exists())
+    assert (following.shelf.folder / ("2" * 16)).exists() and (
+        following.shelf.folder / ("3" * 16)
+    ).exists()
 
 
-def test_a_request_keeps_what_it_began_with(world):
-    world.start()
-    mine = world.service.current
+def test_the_copy_of_a_refused_version_does_not_stay(following):
+    following.start()
+    following.probes.error = ArtifactError("no")
+    following.shelf.alias = "2"
+    following.until(lambda: following.follower.state()["refused"])
+    following.until(lambda: not (following.shelf.folder / ("2" * 16)).exists())
+    assert (following.shelf.folder / ("1" * 16)).exists()
+
+
+def test_a_copy_that_was_there_before_is_left(following):
+    (following.shelf.folder / ("1" * 16)).mkdir(parents=True)
+    following.start()
     for version in "23":
-        world.shelf.alias = version
-        world.until(lambda version=version: world.says() == version)
-    assert mine.answer([None])[0].labels == ["1"] and world.loaded[0]() is mine
+        following.shelf.alias = version
+        following.until(lambda version=version: following.version_that_answers() == version)
+    following.until(lambda: following.loaded[0]() is None)
+    assert (following.shelf.folder / ("1" * 16)).exists()
 
 
-def test_too_little_memory_costs_the_previous_one_first_and_then_refuses(world, monkeypatch):
+def test_a_request_keeps_what_it_began_with(following):
+    following.start()
+    mine = following.service.current
+    for version in "23":
+        following.shelf.alias = version
+        following.until(lambda version=version: following.version_that_answers() == version)
+    assert mine.answer([None])[0].labels == ["1"] and following.loaded[0]() is mine
+
+
+def test_too_little_memory_costs_the_previous_one_first_and_then_refuses(following, monkeypatch):
     free = [1 << 40]
     monkeypatch.setattr(follow, "available_host", lambda: free[0])
-    world.start()
-    world.shelf.alias = "2"
-    world.until(lambda: world.says() == "2")
-    world.until(lambda: world.service.previous is not None)
+    following.start()
+    following.shelf.alias = "2"
+    following.until(lambda: following.version_that_answers() == "2")
+    following.until(lambda: following.service.previous is not None)
     free[0] = 0
-    world.shelf.alias = "3"
-    world.until(lambda: world.follower.state()["refused"])
-    assert world.says() == "2" and "too little memory" in world.follower.state()["refused"]["why"]
-    assert world.service.previous is None
+    following.shelf.alias = "3"
+    following.until(lambda: following.follower.state()["refused"])
+    assert (
+        following.version_that_answers() == "2"
+        and "too little memory" in following.follower.state()["refused"]["why"]
+    )
+    assert following.service.previous is None
     free[0] = 1 << 40
     monkeypatch.setattr(follow, "RETRY_SECONDS", 0)
-    world.until(lambda: world.says() == "3")
+    following.until(lambda: following.version_that_answers() == "3")
 
 
-def test_at_the_start_an_unknown_alias_is_an_error(world):
-    world.follower.start()
+def test_at_the_start_an_unknown_alias_is_an_error(following):
+    following.follower.start()
     with pytest.raises(ConfigError, match="not in the registry"):
-        world.follower.first.result(60)
-    assert world.service.current is None
+        following.follower.first.result(60)
+    assert following.service.current is None
 
 
-def test_at_the_start_a_registry_that_is_away_is_an_error_the_first_time(world):
-    world.shelf.alias = RegistryAway("gone")
-    world.follower.start()
+def test_at_the_start_a_registry_that_is_away_is_an_error_the_first_time(following):
+    following.shelf.alias = RegistryAway("gone")
+    following.follower.start()
     with pytest.raises(RegistryAway):
-        world.follower.first.result(60)
+        following.follower.first.result(60)
 
 
-def short(world: World, version: str) -> None:
+def short(following: FollowingService, version: str) -> None:
     """Copies are named by the first 16 characters of the hash; here the hash is no longer."""
-    assert (world.shelf.folder / world.shelf.kept[version].sha256[:16]).is_dir()
+    assert (following.shelf.folder / following.shelf.kept[version].sha256[:16]).is_dir()
 
 
-def test_a_start_while_the_registry_is_away_serves_what_served_last(world):
-    world.start()
-    world.shelf.alias = "2"
-    world.until(lambda: world.says() == "2")
-    short(world, "2")
-    world.until(lambda: world.follower.state()["swaps"] == 1)
-    world.follower.stop()
-    world.begin()
-    world.shelf.alias = RegistryAway("gone")
-    world.follower.start()
-    assert world.follower.first.result(60).version == "2" and world.says() == "2"
-    assert world.follower.state()["registry"] == "away"
-    world.shelf.alias = "3"
-    world.until(lambda: world.says() == "3")
+def test_a_start_while_the_registry_is_away_serves_what_served_last(following):
+    following.start()
+    following.shelf.alias = "2"
+    following.until(lambda: following.version_that_answers() == "2")
+    short(following, "2")
+    following.until(lambda: following.follower.state()["swaps"] == 1)
+    following.follower.stop()
+    following.begin()
+    following.shelf.alias = RegistryAway("gone")
+    following.follower.start()
+    assert (
+        following.follower.first.result(60).version == "2"
+        and following.version_that_answers() == "2"
+    )
+    assert following.follower.state()["registry"] == "away"
+    following.shelf.alias = "3"
+    following.until(lambda: following.version_that_answers() == "3")
 
 
-def test_a_start_takes_the_copy_of_what_served_last(world):
-    world.start()
-    world.follower.stop()
-    world.begin()
-    world.start("1")
-    assert world.says() == "1" and world.probes.runs == 0
+def test_a_start_takes_the_copy_of_what_served_last(following):
+    following.start()
+    following.follower.stop()
+    following.begin()
+    following.start("1")
+    assert following.version_that_answers() == "1" and following.probes.runs == 0
 
 
-def test_a_start_with_another_champion_never_serves_the_last_one(world):
-    world.start()
-    world.follower.stop()
-    world.begin()
-    world.start("2")
-    assert world.says() == "2" and world.service.previous is None and world.probes.runs == 1
+def test_a_start_with_another_champion_never_serves_the_last_one(following):
+    following.start()
+    following.follower.stop()
+    following.begin()
+    following.start("2")
+    assert (
+        following.version_that_answers() == "2"
+        and following.service.previous is None
+        and following.probes.runs == 1
+    )
 
 
-def test_a_start_with_a_champion_that_is_refused_serves_what_served_last(world):
-    world.start()
-    world.follower.stop()
-    world.begin()
-    world.probes.error = ArtifactError("a fresh process cannot serve it")
-    world.start("2")
-    assert world.says() == "1" and world.follower.state()["refused"]["version"] == "2"
+def test_a_start_with_a_champion_that_is_refused_serves_what_served_last(following):
+    following.start()
+    following.follower.stop()
+    following.begin()
+    following.probes.error = ArtifactError("a fresh process cannot serve it")
+    following.start("2")
+    assert (
+        following.version_that_answers() == "1"
+        and following.follower.state()["refused"]["version"] == "2"
+    )
 
 
 @pytest.mark.parametrize(
     "note", ["", "[]", "{}", '{"version": 1}', '{"sha256": "../..", "version": "1"}']
 )
-def test_a_note_that_is_damaged_is_no_hindrance(world, note):
-    note_known(world.follower._copies, world.follower._uri, world.follower.source, {})
-    [file] = world.follower._copies.glob(".served-*.json")
+def test_a_note_that_is_damaged_is_no_hindrance(following, note):
+    note_known(following.follower._copies, following.follower._uri, following.follower.source, {})
+    [file] = following.follower._copies.glob(".served-*.json")
     file.write_text(note)
-    world.start()
-    assert world.says() == "1"
+    following.start()
+    assert following.version_that_answers() == "1"
 
 
 def test_a_folder_is_loaded_once(tmp_path):
-    world = World(tmp_path)
+    following = FollowingService(tmp_path)
     folder = tmp_path / "bundle"
     folder.mkdir()
     (folder / "about.json").write_text(json.dumps({"sha256": "a", "says": "a"}))
-    world.begin(str(folder))
-    world.follower.start()
-    assert world.follower.first.result(60).version is None
+    following.begin(str(folder))
+    following.follower.start()
+    assert following.follower.first.result(60).version is None
     (folder / "about.json").write_text(json.dumps({"sha256": "b", "says": "b"}))
     time.sleep(0.1)
-    assert world.says() == "a" and world.follower.state()["registry"] == "not asked"
-    world.follower.stop()
+    assert (
+        following.version_that_answers() == "a"
+        and following.follower.state()["registry"] == "not asked"
+    )
+    following.follower.stop()
 
 
 @pytest.mark.parametrize(
     ("source", "seconds"), [("models:/m/1", 0.02), (ALIAS, 0.0)], ids=["version", "never"]
 )
 def test_a_number_and_an_alias_not_to_be_followed_are_looked_up_once(tmp_path, source, seconds):
-    world = World(tmp_path, follow_seconds=seconds)
-    world.shelf.add("1")
-    world.begin(source)
-    world.start()
+    following = FollowingService(tmp_path, follow_seconds=seconds)
+    following.shelf.add("1")
+    following.begin(source)
+    following.start()
     time.sleep(0.1)
-    assert world.shelf.looks == 1
-    world.follower.stop()
+    assert following.shelf.looks == 1
+    following.follower.stop()
 
 
-def test_stop_is_quick_and_leaves_no_thread(world):
-    world.start()
+def test_stop_is_quick_and_leaves_no_thread(following):
+    following.start()
     began = time.monotonic()
-    world.follower.stop()
+    following.follower.stop()
     assert time.monotonic() - began < 1
-    assert not world.follower._thread.is_alive()
+    assert not following.follower._thread.is_alive()
 
 
 def test_an_address_that_is_none_is_refused_at_once():

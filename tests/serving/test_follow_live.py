@@ -21,7 +21,7 @@ NUM_TEXTS = 30
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return followed_server.FollowedRegistry(tmp_path_factory.mktemp("world"), make_served_bundle)
 
 
@@ -31,9 +31,9 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(world: Any, texts: list[str]) -> dict[str, Any]:
+def expected(registry: Any, texts: list[str]) -> dict[str, Any]:
     found = {
-        world.hashes[version]: followed_server.expected_of(world.bundle(version), texts)
+        registry.hashes[version]: followed_server.expected_of(registry.bundle(version), texts)
         for version in "123"
     }
     for text in texts[:5]:
@@ -44,23 +44,23 @@ def expected(world: Any, texts: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-def test_swaps_and_rollbacks_under_load(world, expected, texts, capsys):
-    world.point("1")
-    with world.serving("serve.follow_seconds=0.2") as server:
+def test_swaps_and_rollbacks_under_load(registry, expected, texts, capsys):
+    registry.point("1")
+    with registry.serving("serve.follow_seconds=0.2") as server:
         assert server.version() == "1"
         took = []
         at_rest = []
         with followed_server.Clients(server.port, expected, texts) as clients:
             time.sleep(1)
             for version in SWAPS:
-                world.point(version)
+                registry.point(version)
                 took.append(server.until(lambda version=version: server.version() == version))
                 time.sleep(0.5)
                 at_rest.append(len(clients.seconds))
         follow = server.follow()
     assert not clients.wrong, clients.wrong[:5]
     assert sum(clients.answers.values()) == len(clients.seconds) > 100
-    assert set(clients.answers) == {world.hashes[version] for version in "123"}, (
+    assert set(clients.answers) == {registry.hashes[version] for version in "123"}, (
         "each version answered some"
     )
     assert follow["swaps"] == 8 and not follow["refusals"] and follow["problem"] is None
@@ -80,17 +80,17 @@ def test_twenty_swaps_leave_memory_where_it_was(tmp_path, capsys):
     """Each one loads: nothing is kept. A bundle of 60,000 labels takes some 20 MB; twenty of them
     would show.
     """
-    world = followed_server.FollowedRegistry(
+    registry = followed_server.FollowedRegistry(
         tmp_path, make_served_bundle, versions=2, num_labels=60_000
     )
-    with world.serving(
+    with registry.serving(
         "serve.follow_seconds=0.2", "serve.keep_previous=false", "serve.cache_queries=0"
     ) as server:
         sizes = []
         with followed_server.Clients(server.port, defaultdict(dict), ["redcar bluecar"], num=1):
             for turn in range(20):
                 version = "21"[turn % 2]
-                world.point(version)
+                registry.point(version)
                 server.until(lambda version=version: server.version() == version)
                 time.sleep(1)
                 sizes.append(server.memory()[0] / 1e6)

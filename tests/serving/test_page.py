@@ -39,10 +39,10 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
-    world = page_server.PageServer()
-    running = page_server.RunningApp(world.app)
-    world.address = running.address
-    yield world
+    page_stub = page_server.PageServer()
+    running = page_server.RunningApp(page_stub.app)
+    page_stub.address = running.address
+    yield page_stub
     running.stop()
 
 

@@ -31,7 +31,7 @@ def store(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def store_of_four(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A registry of four versions: two good ones, one with another's hash, one without a bundle."""
     root = tmp_path_factory.mktemp("shop")
     client = open_client(store(root))
@@ -49,30 +49,32 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(root=root, client=client, uri=store(root))
 
 
-def registry(shop: SimpleNamespace, copies: Path, **address: Any) -> Registry:
+def registry(store_of_four: SimpleNamespace, copies: Path, **address: Any) -> Registry:
     return Registry(
         Address(**({"name": NAME, "alias": "champion", "version": None} | address)),
         copies,
-        shop.uri,
+        store_of_four.uri,
     )
 
 
-def test_what_is_found(shop, tmp_path):
-    sha256 = folder_sha256(shop.root / "one" / "artifacts" / "bundle")
-    assert registry(shop, tmp_path).find() == Identity(sha256, NAME, "1", "champion", "d" * 64)
-    found = registry(shop, tmp_path, alias=None, version="1").find()
+def test_what_is_found(store_of_four, tmp_path):
+    sha256 = folder_sha256(store_of_four.root / "one" / "artifacts" / "bundle")
+    assert registry(store_of_four, tmp_path).find() == Identity(
+        sha256, NAME, "1", "champion", "d" * 64
+    )
+    found = registry(store_of_four, tmp_path, alias=None, version="1").find()
     assert found == Identity(sha256, NAME, "1", None, "d" * 64)
     for nothing in ({"alias": "nobody"}, {"alias": None, "version": "99"}):
         with pytest.raises(ConfigError, match="one of champion, 4, 3, 2, 1"):
-            registry(shop, tmp_path, **nothing).find()
+            registry(store_of_four, tmp_path, **nothing).find()
     with pytest.raises(ConfigError, match=f"(?s)no such model.*{NAME}"):
-        registry(shop, tmp_path, name="no-such-model").find()
+        registry(store_of_four, tmp_path, name="no-such-model").find()
 
 
-def test_what_is_fetched(shop, tmp_path):
-    sha256 = folder_sha256(shop.root / "two" / "artifacts" / "bundle")
+def test_what_is_fetched(store_of_four, tmp_path):
+    sha256 = folder_sha256(store_of_four.root / "two" / "artifacts" / "bundle")
     for _ in range(2):
-        folder = registry(shop, tmp_path).fetch(Identity(sha256, version="2"))
+        folder = registry(store_of_four, tmp_path).fetch(Identity(sha256, version="2"))
         assert folder == (tmp_path / sha256[:16]).resolve()
         assert (folder / "labels.json").read_text() == '["two"]'
 
@@ -84,33 +86,33 @@ def refused(client: Registry, version: str) -> str:
 
 
 @pytest.mark.parametrize(("version", "why"), [("3", "another bundle"), ("4", "no bundle")])
-def test_what_is_refused(shop, tmp_path, version, why):
-    assert why in refused(registry(shop, tmp_path), version)
+def test_what_is_refused(store_of_four, tmp_path, version, why):
+    assert why in refused(registry(store_of_four, tmp_path), version)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")], (
         "nothing is left"
     )
 
 
-def test_a_damaged_file_is_refused(shop, tmp_path):
-    store_version(shop.client, "damaged", shop.root / "damaged", "whole")
-    file = shop.root / "damaged" / "artifacts" / "bundle" / "labels.json"
+def test_a_damaged_file_is_refused(store_of_four, tmp_path):
+    store_version(store_of_four.client, "damaged", store_of_four.root / "damaged", "whole")
+    file = store_of_four.root / "damaged" / "artifacts" / "bundle" / "labels.json"
     file.write_text(file.read_text().replace("whole", "whale"))
-    assert "damaged" in refused(registry(shop, tmp_path, name="damaged"), "1")
+    assert "damaged" in refused(registry(store_of_four, tmp_path, name="damaged"), "1")
 
 
-def test_a_link_in_a_stored_bundle_is_not_followed(shop, tmp_path):
-    store_version(shop.client, "link", shop.root / "link", "one")
-    (shop.root / "link" / "artifacts" / "bundle" / "more.json").symlink_to("/etc/hostname")
-    assert "more.json" in refused(registry(shop, tmp_path, name="link"), "1")
+def test_a_link_in_a_stored_bundle_is_not_followed(store_of_four, tmp_path):
+    store_version(store_of_four.client, "link", store_of_four.root / "link", "one")
+    (store_of_four.root / "link" / "artifacts" / "bundle" / "more.json").symlink_to("/etc/hostname")
+    assert "more.json" in refused(registry(store_of_four, tmp_path, name="link"), "1")
     assert not list(tmp_path.rglob("more.json"))
 
 
 def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_is_away(
-    shop, tmp_path, monkeypatch
+    store_of_four, tmp_path, monkeypatch
 ):
-    store_version(shop.client, "gone", shop.root / "gone", "one")
-    (shop.root / "gone" / "artifacts").rename(shop.root / "gone" / "elsewhere")
-    client = registry(shop, tmp_path, name="gone")
+    store_version(store_of_four.client, "gone", store_of_four.root / "gone", "one")
+    (store_of_four.root / "gone" / "artifacts").rename(store_of_four.root / "gone" / "elsewhere")
+    client = registry(store_of_four, tmp_path, name="gone")
     assert "cannot be fetched" in refused(client, "1") or "no bundle" in refused(client, "1")
 
     def lost(*args: Any, **options: Any) -> Any:
@@ -142,10 +144,10 @@ def test_addresses_that_are_none(text):
     ],
 )
 def test_what_the_registry_does_not_have_is_answered_with_what_it_has(
-    shop, tmp_path, address, meant
+    store_of_four, tmp_path, address, meant
 ):
     with pytest.raises(ConfigError, match="not in the registry") as caught:
-        fetch_bundle(address, tmp_path, uri=shop.uri)
+        fetch_bundle(address, tmp_path, uri=store_of_four.uri)
     error = caught.value
     listed = NAME if "no such model" in error.what else "champion, 4, 3, 2, 1"
     assert (
@@ -162,7 +164,7 @@ def test_a_model_without_a_version_is_told_how_to_get_one(tmp_path):
     assert "unidec models register" in str(caught.value.fix) and "nearest" not in str(caught.value)
 
 
-def test_a_server_with_a_bad_address_ends_with_the_fix(shop, tmp_path):
+def test_a_server_with_a_bad_address_ends_with_the_fix(store_of_four, tmp_path):
     for source, code, said in (
         (f"models:/{NAME}@champoin", 2, "nearest: champion"),
         (f"model:/{NAME}@champion", 2, "models:/name@alias"),
@@ -172,7 +174,7 @@ def test_a_server_with_a_bad_address_ends_with_the_fix(shop, tmp_path):
             [sys.executable, "-m", "unidec.cli", "serve", source, "--port", "0"],
             cwd=tmp_path,
             text=True,
-            env=os.environ | {"MLFLOW_TRACKING_URI": shop.uri},
+            env=os.environ | {"MLFLOW_TRACKING_URI": store_of_four.uri},
             capture_output=True,
             timeout=120,
         )

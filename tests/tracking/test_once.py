@@ -33,13 +33,13 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def way(server, monkeypatch, tmp_path):
-    way = LossyProxy(server.port)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
+def proxy(server, monkeypatch, tmp_path):
+    proxy = LossyProxy(server.port)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.uri)
     monkeypatch.setattr(tracking, "_ask_again", {})
     monkeypatch.chdir(tmp_path)
-    yield way
-    way.close()
+    yield proxy
+    proxy.close()
 
 
 def creates(request: bytes) -> bool:
@@ -72,7 +72,7 @@ def train_and_register(name):
 
 
 @pytest.mark.filterwarnings("ignore:Operation with range")
-def test_each_reply_to_a_creation_is_lost_once(server, way):
+def test_each_reply_to_a_creation_is_lost_once(server, proxy):
     asked = set()
 
     def first_of_its_kind(request: bytes) -> bool:
@@ -81,10 +81,10 @@ def test_each_reply_to_a_creation_is_lost_once(server, way):
         asked.add(kind)
         return is_first
 
-    way.fault = "some"
-    way.lost = first_of_its_kind
+    proxy.fault = "some"
+    proxy.lost = first_of_its_kind
     tracker, version = train_and_register("first-lost")
-    way.fault = ""
+    proxy.fault = ""
     runs, models, versions = everything(server, "first-lost")
     assert [run.info.run_id for run in runs] == [tracker.run_id] and runs[
         0
@@ -97,11 +97,11 @@ def test_each_reply_to_a_creation_is_lost_once(server, way):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Operation with range")
-def test_a_seventh_of_all_replies_is_lost(server, way, monkeypatch):
+def test_a_seventh_of_all_replies_is_lost(server, proxy, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
     dice = random.Random(3)
-    way.fault = "some"
-    way.lost = lambda _request: dice.random() < 0.15
+    proxy.fault = "some"
+    proxy.lost = lambda _request: dice.random() < 0.15
     for number in itertools.count():
         try:
             tracker, _ = train_and_register("seventh")
@@ -109,14 +109,14 @@ def test_a_seventh_of_all_replies_is_lost(server, way, monkeypatch):
         except Exception:  # as a flow retries
             assert number < 5
     tracker.finish()
-    way.fault = ""
+    proxy.fault = ""
     tracker.flush()
     runs, models, versions = everything(server, "seventh")
     assert len(runs) == 1 and len(models) == 1 and runs[0].info.status == "FINISHED"
     assert len([found for found in versions if found.name == "seventh"]) == 1
 
 
-def test_the_doctor_ends_twins(server, way):
+def test_the_doctor_ends_twins(server, proxy):
     """Of an older version of unidec, or of a server that acted after it was given up."""
     tracker = Tracker("twins")
     run_id = tracker.start(Path("runs/one"), {"seed": 0})

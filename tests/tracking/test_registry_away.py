@@ -115,7 +115,7 @@ def broken(kind: str, database: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A registry with one version, whose bundle can be served."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fetch, "LOCK_SECONDS", 0.5)
@@ -127,9 +127,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
 
 
-def remember(world: SimpleNamespace, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def remember(project: SimpleNamespace, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the version had been fetched from this address."""
-    noted = last_known(fetch.COPIES, world.followed.uri, SOURCE)
+    noted = last_known(fetch.COPIES, project.followed.uri, SOURCE)
     assert noted is not None
     note_known(fetch.COPIES, uri, SOURCE, noted)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -137,15 +137,15 @@ def remember(world: SimpleNamespace, uri: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_known_version_is_used_and_said(
-    world: SimpleNamespace,
+    project: SimpleNamespace,
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = bundle_folder(SOURCE)
     expected = unidec.load(SOURCE, "torch").predict(["redcar"], k=3)
-    with broken(kind, world.database) as uri:
-        remember(world, uri, monkeypatch)
+    with broken(kind, project.database) as uri:
+        remember(project, uri, monkeypatch)
         with pytest.raises(RegistryAway):  # nothing was fetched for this address
             bundle_folder("models:/served@challenger")
         caplog.clear()
@@ -168,42 +168,44 @@ def test_the_last_known_version_is_used_and_said(
 
 
 def test_without_a_copy_or_with_a_damaged_one_it_is_an_error(
-    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = bundle_folder(SOURCE)
-    with broken("refused", world.database) as uri:
-        remember(world, uri, monkeypatch)
+    with broken("refused", project.database) as uri:
+        remember(project, uri, monkeypatch)
         name = next(folder.glob("*.arrow"))
         name.write_bytes(name.read_bytes()[:-1] + b"x")
         with pytest.raises(ArtifactError, match="does not answer"):
             bundle_folder(SOURCE)
 
 
-def test_an_answer_counts_even_if_it_is_no(world: SimpleNamespace) -> None:
+def test_an_answer_counts_even_if_it_is_no(project: SimpleNamespace) -> None:
     """An alias that is gone is no registry that is away: another model is never used silently."""
     bundle_folder(SOURCE)
-    world.followed.client.delete_registered_model_alias("served", "champion")
+    project.followed.client.delete_registered_model_alias("served", "champion")
     with pytest.raises(ConfigError, match="no such alias"):
         bundle_folder(SOURCE)
 
 
-def test_an_intact_copy_is_used_in_a_read_only_folder(world: SimpleNamespace) -> None:
+def test_an_intact_copy_is_used_in_a_read_only_folder(project: SimpleNamespace) -> None:
     folder = bundle_folder(SOURCE)
     before = sorted(path.name for path in fetch.COPIES.iterdir())
     lock = fetch.COPIES / f".{folder.name}.lock"
     lock.unlink(missing_ok=True)
     assert bundle_folder(SOURCE) == folder and not lock.exists()
-    assert folder_sha256(folder) == world.followed.hashes["1"] and before
+    assert folder_sha256(folder) == project.followed.hashes["1"] and before
 
 
-def test_a_server_and_a_prediction_say_it_in_a_process_of_their_own(world: SimpleNamespace) -> None:
+def test_a_server_and_a_prediction_say_it_in_a_process_of_their_own(
+    project: SimpleNamespace,
+) -> None:
     """From the start, with the damaged database that the issue names."""
-    environment = os.environ | {"MLFLOW_TRACKING_URI": world.followed.uri}
+    environment = os.environ | {"MLFLOW_TRACKING_URI": project.followed.uri}
     words = [sys.executable, "-m", "unidec.cli"]
     run: dict[str, Any] = {
         "capture_output": True,
         "text": True,
-        "cwd": world.root,
+        "cwd": project.root,
         "env": environment,
     }
     predict = [
@@ -217,13 +219,13 @@ def test_a_server_and_a_prediction_say_it_in_a_process_of_their_own(world: Simpl
         "--json",
     ]
     before = subprocess.run(predict, check=True, **run)
-    world.database.write_bytes(b"garbage " * 1000)
+    project.database.write_bytes(b"garbage " * 1000)
     after = subprocess.run(predict, check=True, **run)
     assert after.stdout == before.stdout and len(json.loads(after.stdout.splitlines()[0])) > 1
     assert "using version 1" in after.stderr and "Traceback" not in after.stderr
     server = subprocess.Popen(
         [*words, "serve", SOURCE, "--port", "0", "--set", "serve.runtime=torch"],
-        cwd=world.root,
+        cwd=project.root,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -237,14 +239,14 @@ def test_a_server_and_a_prediction_say_it_in_a_process_of_their_own(world: Simpl
     assert "serving version 1" in errors and "Traceback" not in errors
 
 
-def test_the_database_of_another_mlflow_is_away(world: SimpleNamespace) -> None:
-    with contextlib.closing(sqlite3.connect(world.database)) as opened:
+def test_the_database_of_another_mlflow_is_away(project: SimpleNamespace) -> None:
+    with contextlib.closing(sqlite3.connect(project.database)) as opened:
         opened.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
         opened.commit()
     code = (
         "from unidec.tracking.fetch import bundle_folder; bundle_folder('models:/served@champion')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=world.root
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=project.root
     )
     assert "RegistryAway" in done.stderr

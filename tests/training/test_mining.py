@@ -11,7 +11,7 @@ from unidec.training import mining
 from unidec.training.mining import mine_hard_negatives
 
 
-class World:
+class MiningCase:
     """A data set of 30 rows and 20 labels, of which some rows are mined."""
 
     def __init__(self, rng, mined=22):
@@ -46,24 +46,24 @@ class World:
 @pytest.mark.parametrize("num_negatives", [1, 4, 20, 33])
 def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
     monkeypatch.setattr(mining, "BLOCK", block)
-    world = World(rng)
-    shortlist, report = world.mine(num_negatives)
+    case = MiningCase(rng)
+    shortlist, report = case.mine(num_negatives)
     assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)
     expected = np.full((30, num_negatives), -1)
     scores = []
     reached = []
-    for n, row in enumerate(world.rows):
+    for n, row in enumerate(case.rows):
         best = [
-            j for j in world.ranked(n) if not world.positive[row, j] and not world.filtered[row, j]
+            j for j in case.ranked(n) if not case.positive[row, j] and not case.filtered[row, j]
         ][:num_negatives]
         expected[row, : len(best)] = best
-        scores += [float(world.query[n] @ world.label[j]) for j in best]
+        scores += [float(case.query[n] @ case.label[j]) for j in best]
         ahead = (
-            world.ranked(n)[: world.ranked(n).index(best[-1])]
+            case.ranked(n)[: case.ranked(n).index(best[-1])]
             if len(best) == num_negatives
             else range(20)
         )
-        reached += [j in ahead for j in np.flatnonzero(world.positive[row])]
+        reached += [j in ahead for j in np.flatnonzero(case.positive[row])]
     assert np.array_equal(shortlist, expected)
     assert report["queries"] == 22
     assert report["negative_score"] == pytest.approx(np.mean(scores), rel=1e-5)
@@ -73,60 +73,58 @@ def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
 @pytest.mark.parametrize("tile", [1, 3, 7, 19, 20])
 def test_tiles_of_labels_change_nothing(tile, rng, monkeypatch):
     """Also where scores are equal, within a tile and across."""
-    world = World(rng)
-    world.label[:, :] = rng.integers(-1, 2, world.label.shape)
-    world.query[:, :] = rng.integers(-1, 2, world.query.shape)
-    world.label[[5, 14, 19]] = world.label[2]
-    whole = world.mine(6)
+    case = MiningCase(rng)
+    case.label[:, :] = rng.integers(-1, 2, case.label.shape)
+    case.query[:, :] = rng.integers(-1, 2, case.query.shape)
+    case.label[[5, 14, 19]] = case.label[2]
+    whole = case.mine(6)
     monkeypatch.setattr(search, "LABELS_AT_ONCE", tile)
-    tiled = world.mine(6)
+    tiled = case.mine(6)
     np.testing.assert_array_equal(tiled[0], whole[0])
     del whole[1]["seconds"], tiled[1]["seconds"]
     assert tiled[1] == whole[1]
 
 
 def test_in_bfloat16_nearly_the_same_labels_are_found(rng):
-    world = World(rng, mined=30)
-    world.rows = rng.choice(60, size=30, replace=False)
-    world.query, world.label = (rng.normal(size=(n, 32)).astype(np.float32) for n in (30, 3000))
-    world.positive, world.filtered = (rng.random((60, 3000)) < 0.01 for _ in range(2))
-    whole, _ = world.mine(20)
+    case = MiningCase(rng, mined=30)
+    case.rows = rng.choice(60, size=30, replace=False)
+    case.query, case.label = (rng.normal(size=(n, 32)).astype(np.float32) for n in (30, 3000))
+    case.positive, case.filtered = (rng.random((60, 3000)) < 0.01 for _ in range(2))
+    whole, _ = case.mine(20)
     with torch.autocast("cpu", torch.bfloat16):
-        half, report = world.mine(20)
+        half, report = case.mine(20)
     same = [
         len(set(ours) & set(theirs)) / 20
-        for ours, theirs in zip(half[world.rows], whole[world.rows], strict=True)
+        for ours, theirs in zip(half[case.rows], whole[case.rows], strict=True)
     ]
     assert np.mean(same) > 0.9 and not np.array_equal(half, whole)
-    assert not (world.positive | world.filtered)[world.rows[:, None], half[world.rows]].any()
-    assert report["positives_found"] == pytest.approx(
-        world.mine(20)[1]["positives_found"], abs=0.02
-    )
+    assert not (case.positive | case.filtered)[case.rows[:, None], half[case.rows]].any()
+    assert report["positives_found"] == pytest.approx(case.mine(20)[1]["positives_found"], abs=0.02)
 
 
 def test_no_queries(rng):
-    world = World(rng)
-    world.rows = world.rows[:0]
-    world.query = world.query[:0]
-    shortlist, report = world.mine(3)
+    case = MiningCase(rng)
+    case.rows = case.rows[:0]
+    case.query = case.query[:0]
+    shortlist, report = case.mine(3)
     assert (shortlist == -1).all() and report["queries"] == 0
 
 
 def test_vectors_that_are_not_finite_are_refused(rng):
-    world = World(rng)
-    world.query[5, 1] = np.nan
+    case = MiningCase(rng)
+    case.query[5, 1] = np.nan
     with pytest.raises(DataError, match="not finite"):
-        world.mine(2)
+        case.mine(2)
 
 
 def test_all_lists_searched_equal_the_exact_search(rng, monkeypatch):
     """Twenty labels make one list; with several lists all are searched here."""
-    world = World(rng)
-    exact, report = world.mine(6)
+    case = MiningCase(rng)
+    exact, report = case.mine(6)
     for rows_a_list in (40, 5):
         monkeypatch.setattr(mining, "_ROWS_A_LIST", rows_a_list)
         monkeypatch.setattr(mining, "_LISTS_A_PROBE", 1)
-        found, approximate = world.mine(6, mining="faiss")
+        found, approximate = case.mine(6, mining="faiss")
         np.testing.assert_array_equal(found, exact)
         assert approximate.pop("recall") == 1.0 and "recall" not in report
         assert {**approximate, "seconds": 0} == pytest.approx({**report, "seconds": 0})
@@ -136,20 +134,18 @@ def test_the_recall_of_an_approximate_search_is_reported(rng):
     num_rows = 60
     num_labels = 3000
     wanted = 10
-    world = World(rng, mined=30)
-    world.rows = rng.choice(num_rows, size=30, replace=False)
-    world.query, world.label = (
-        rng.normal(size=(n, 8)).astype(np.float32) for n in (30, num_labels)
-    )
-    world.positive, world.filtered = (rng.random((num_rows, num_labels)) < 0.01 for _ in range(2))
-    exact, _ = world.mine(wanted)
-    found, report = world.mine(wanted, mining="faiss")
-    hits = [len(set(found[row]) & set(exact[row])) for row in world.rows]
+    case = MiningCase(rng, mined=30)
+    case.rows = rng.choice(num_rows, size=30, replace=False)
+    case.query, case.label = (rng.normal(size=(n, 8)).astype(np.float32) for n in (30, num_labels))
+    case.positive, case.filtered = (rng.random((num_rows, num_labels)) < 0.01 for _ in range(2))
+    exact, _ = case.mine(wanted)
+    found, report = case.mine(wanted, mining="faiss")
+    hits = [len(set(found[row]) & set(exact[row])) for row in case.rows]
     assert (
         report["recall"] == pytest.approx(sum(hits) / (30 * wanted)) and 0.2 < report["recall"] <= 1
     )
-    for row in world.rows:
+    for row in case.rows:
         assert (
-            not (world.positive | world.filtered)[row, found[row]].any()
+            not (case.positive | case.filtered)[row, found[row]].any()
             and len(set(found[row])) == wanted
         )

@@ -204,7 +204,7 @@ def test_resumed_by_another_number_of_ranks(place):
         "layers": COMMON | CASES["one layer"] | {"optim.encode_chunk": 7},
     }
 
-    def begun(by):
+    def cut_off(by):
         return {
             name: case | {"until": 11, "run": f"{name} by {by}"} for name, case in cases.items()
         }
@@ -212,8 +212,8 @@ def test_resumed_by_another_number_of_ranks(place):
     alone = rank_processes.train(
         ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS
     )
-    rank_processes.run(2, "train", place, cases=begun("two"), steps=STEPS)
-    rank_processes.train(ALONE, place, begun("one"), STEPS)
+    rank_processes.run(2, "train", place, cases=cut_off("two"), steps=STEPS)
+    rank_processes.train(ALONE, place, cut_off("one"), STEPS)
     for world, before in ((1, "two"), (3, "two"), (2, "one")):
         resumed = {
             name: case | {"run": f"{name} by {before}, then {world}"}

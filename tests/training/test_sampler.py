@@ -20,7 +20,7 @@ from unidec.training.sampler import (
 )
 
 
-class World:
+class SamplerCase:
     """A small random data set; some filter pairs are positives, and the shortlist breaks every
     rule.
     """
@@ -53,7 +53,7 @@ class World:
         }
 
 
-def check_pairs(world, batch):
+def check_pairs(case, batch):
     """Everything in a batch that follows from its rows and its pool alone."""
     pool = batch.pool_S.tolist()
     assert pool == sorted(set(pool))
@@ -65,7 +65,7 @@ def check_pairs(world, batch):
         (i, s)
         for i, row in enumerate(batch.rows_B)
         for s, label in enumerate(pool)
-        if world.positive[row, label]
+        if case.positive[row, label]
     ]
     assert pairs == expected
     ignored = list(zip(batch.ignored_row_F.tolist(), batch.ignored_col_F.tolist(), strict=True))
@@ -73,12 +73,10 @@ def check_pairs(world, batch):
         (i, s)
         for i, row in enumerate(batch.rows_B)
         for s, label in enumerate(pool)
-        if world.filtered[row, label] and not world.positive[row, label]
+        if case.filtered[row, label] and not case.positive[row, label]
     ]
-    assert batch.num_positives_B.tolist() == [
-        int(world.positive[row].sum()) for row in batch.rows_B
-    ]
-    dense = world.relevance.toarray()
+    assert batch.num_positives_B.tolist() == [int(case.positive[row].sum()) for row in batch.rows_B]
+    dense = case.relevance.toarray()
     assert batch.relevance_P.dtype == np.float32 and batch.sampled_P.dtype == bool
     assert batch.relevance_P.tolist() == [dense[batch.rows_B[i], pool[s]] for i, s in pairs]
 
@@ -95,61 +93,61 @@ def sampled_labels(batch):
 
 
 def test_pairs_of_the_pool_equal_set_intersections(rng):
-    world = World(rng)
+    case = SamplerCase(rng)
     samplers = [
-        world.sampler(),
-        world.sampler(size=9),
-        world.sampler(size=3),
-        world.sampler(eta=0),
-        world.sampler(fill=True),
-        world.sampler(size=20, fill=True),
+        case.sampler(),
+        case.sampler(size=9),
+        case.sampler(size=3),
+        case.sampler(eta=0),
+        case.sampler(fill=True),
+        case.sampler(size=20, fill=True),
     ]
     for step in range(6):
         rows = rng.choice(40, size=rng.integers(1, 15), replace=False)
         for sampler in samplers:
             for up_to in (0, 20, 30):
                 drawn = sampler.batch(
-                    rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=up_to
+                    rows, epoch=0, step=step, shortlist_NH=case.shortlist, up_to=up_to
                 )
-                check_pairs(world, drawn)
+                check_pairs(case, drawn)
 
 
 def test_without_a_limit_the_pool_is_sampled_positives_and_hard_negatives(rng):
-    world = World(rng)
+    case = SamplerCase(rng)
     rows = rng.choice(40, size=12, replace=False)
-    batch = world.sampler().batch(rows, epoch=1, step=2, shortlist_NH=world.shortlist)
+    batch = case.sampler().batch(rows, epoch=1, step=2, shortlist_NH=case.shortlist)
     sampled = sampled_labels(batch)
     for i, row in enumerate(rows):
-        positives = set(np.flatnonzero(world.positive[row]).tolist())
+        positives = set(np.flatnonzero(case.positive[row]).tolist())
         assert sampled[i] <= positives and len(sampled[i]) == min(2, len(positives))
     from_positives = set().union(*sampled.values())
     hard = set(batch.pool_S.tolist()) - from_positives
-    assert hard <= set().union(*(world.allowed(row) for row in rows))
+    assert hard <= set().union(*(case.allowed(row) for row in rows))
     assert len(batch.pool_S) <= sum(len(s) for s in sampled.values()) + sum(
-        min(3, len(world.allowed(r))) for r in rows
+        min(3, len(case.allowed(r))) for r in rows
     )
 
 
 def test_hard_negatives_of_one_query(rng):
     """With one query in the batch the pool shows which negatives it drew."""
-    world = World(rng)
+    case = SamplerCase(rng)
     for row in range(40):
         for eta in (1, 3, 8, 50):
-            sampler = world.sampler(eta=eta)
-            batch = sampler.batch(np.array([row]), epoch=0, step=0, shortlist_NH=world.shortlist)
+            sampler = case.sampler(eta=eta)
+            batch = sampler.batch(np.array([row]), epoch=0, step=0, shortlist_NH=case.shortlist)
             hard = set(batch.pool_S.tolist()) - sampled_labels(batch)[0]
-            assert hard <= world.allowed(row)
-            assert len(hard) == min(eta, len(world.allowed(row)))
+            assert hard <= case.allowed(row)
+            assert len(hard) == min(eta, len(case.allowed(row)))
 
 
 def test_no_shortlist_and_an_empty_one(rng):
-    world = World(rng)
+    case = SamplerCase(rng)
     rows = np.arange(10)
     nothing = np.full((40, 4), -1, dtype=np.int32)
-    without = world.sampler().batch(rows, epoch=0, step=0, shortlist_NH=None)
+    without = case.sampler().batch(rows, epoch=0, step=0, shortlist_NH=None)
     assert set(without.pool_S.tolist()) == set().union(*sampled_labels(without).values())
     for empty in (nothing, nothing[:, :0]):
-        batch = world.sampler().batch(rows, epoch=0, step=0, shortlist_NH=empty)
+        batch = case.sampler().batch(rows, epoch=0, step=0, shortlist_NH=empty)
         assert batch.pool_S.tolist() == without.pool_S.tolist()
 
 
@@ -168,19 +166,19 @@ def frequency_cut(counts, room):
 @pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 8, 12, 16, 20, 24, 28, 100])
 def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill, rng):
-    world = World(rng)
+    case = SamplerCase(rng)
     rows = rng.choice(40, size=10, replace=False)
     # eta beyond the shortlist: every allowed entry is drawn, so frequencies are known.
-    unlimited = world.sampler(eta=8).batch(rows, epoch=3, step=4, shortlist_NH=world.shortlist)
+    unlimited = case.sampler(eta=8).batch(rows, epoch=3, step=4, shortlist_NH=case.shortlist)
     sampled = sampled_labels(unlimited)
     groups = [Counter(label for labels in sampled.values() for label in labels)]
-    groups.append(Counter(label for row in rows for label in world.allowed(row)))
+    groups.append(Counter(label for row in rows for label in case.allowed(row)))
     if fill:
-        groups.append(Counter(further_positives(world, rows, sampled)))
-    limited = world.sampler(eta=8, size=size, fill=fill).batch(
-        rows, epoch=3, step=4, shortlist_NH=world.shortlist
+        groups.append(Counter(further_positives(case, rows, sampled)))
+    limited = case.sampler(eta=8, size=size, fill=fill).batch(
+        rows, epoch=3, step=4, shortlist_NH=case.shortlist
     )
-    check_pairs(world, limited)
+    check_pairs(case, limited)
     pool = set(limited.pool_S.tolist())
     earlier = set()
     room = size
@@ -198,10 +196,10 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill
         assert labels == sampled[i] & pool
 
 
-def further_positives(world, rows, sampled):
+def further_positives(case, rows, sampled):
     """Each query's positives that were not drawn, query after query."""
     left = [
-        set(np.flatnonzero(world.positive[row]).tolist()) - sampled[i] for i, row in enumerate(rows)
+        set(np.flatnonzero(case.positive[row]).tolist()) - sampled[i] for i, row in enumerate(rows)
     ]
     return [label for labels in left for label in labels]
 
@@ -212,23 +210,23 @@ def test_a_filled_pool_is_the_one_without_and_further_positives(size, eta, rng):
     """Nothing else of the batch is drawn differently, and the room is used as far as there are
     positives.
     """
-    world = World(rng)
+    case = SamplerCase(rng)
     for step in range(5):
         rows = rng.choice(40, size=10, replace=False)
         plain, filled = (
-            world.sampler(eta=eta, size=size, fill=fill).batch(
-                rows, epoch=1, step=step, shortlist_NH=world.shortlist
+            case.sampler(eta=eta, size=size, fill=fill).batch(
+                rows, epoch=1, step=step, shortlist_NH=case.shortlist
             )
             for fill in (False, True)
         )
-        check_pairs(world, filled)
+        check_pairs(case, filled)
         assert sampled_labels(filled) == sampled_labels(plain), (
             "further positives are not marked as sampled"
         )
         before = set(plain.pool_S.tolist())
         after = set(filled.pool_S.tolist())
-        unlimited = world.sampler(eta=0).batch(rows, epoch=1, step=step, shortlist_NH=None)
-        left = set(further_positives(world, rows, sampled_labels(unlimited))) - before
+        unlimited = case.sampler(eta=0).batch(rows, epoch=1, step=step, shortlist_NH=None)
+        left = set(further_positives(case, rows, sampled_labels(unlimited))) - before
         assert before <= after and after - before <= left
         assert len(after - before) == (
             len(left) if size == 0 else min(len(left), size - len(before))
@@ -244,16 +242,16 @@ def test_a_fill_that_finds_nothing_changes_nothing(rng):
     """Every positive is sampled, the limit cuts sampled positives already, or no query has a
     positive.
     """
-    world = World(rng)
-    none = sp.csr_matrix(world.relevance.shape, dtype=np.float32)
+    case = SamplerCase(rng)
+    none = sp.csr_matrix(case.relevance.shape, dtype=np.float32)
     for relevance, options in (
-        (world.relevance, {"beta": 30, "size": 25}),
-        (world.relevance, {"beta": 2, "size": 1}),
+        (case.relevance, {"beta": 30, "size": 25}),
+        (case.relevance, {"beta": 2, "size": 1}),
         (none, {"beta": 2, "size": 5}),
         (none, {"beta": 2, "size": 0}),
     ):
         one, other = (
-            PoolSampler(relevance, world.filter_pairs, eta=0, seed=1, fill=fill, **options).batch(
+            PoolSampler(relevance, case.filter_pairs, eta=0, seed=1, fill=fill, **options).batch(
                 np.arange(40), epoch=0, step=0, shortlist_NH=None
             )
             for fill in (False, True)
@@ -262,8 +260,8 @@ def test_a_fill_that_finds_nothing_changes_nothing(rng):
 
 
 def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
-    world = World(rng)
-    batch = world.sampler(beta=1).batch(np.arange(12), epoch=0, step=0, up_to=30)
+    case = SamplerCase(rng)
+    batch = case.sampler(beta=1).batch(np.arange(12), epoch=0, step=0, up_to=30)
     assert batch.pool_S.tolist() == list(range(30))
     assert (
         np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
@@ -279,16 +277,14 @@ def test_a_pool_is_filled_up_by_labels_drawn_alike(rng, size):
     """Those of the pool are in it, the others as often as their number says, none more often than
     another.
     """
-    world = World(rng)
+    case = SamplerCase(rng)
+    sampler = case.sampler(size=size)
     rows = np.arange(5)
     count = np.zeros(30)
     for step in range(4000):
-        pool = world.sampler(size=size).batch(
-            rows, epoch=0, step=step, shortlist_NH=world.shortlist
-        )
-        more = world.sampler(size=size).batch(
-            rows, epoch=0, step=step, shortlist_NH=world.shortlist, up_to=24
-        )
+        given = {"epoch": 0, "step": step, "shortlist_NH": case.shortlist}
+        pool = sampler.batch(rows, **given)
+        more = sampler.batch(rows, **given, up_to=24)
         assert set(pool.pool_S) <= set(more.pool_S) and (np.diff(more.pool_S) > 0).all()
         assert sampled_labels(pool) == {
             row: own & set(pool.pool_S) for row, own in sampled_labels(more).items()
@@ -310,15 +306,15 @@ def as_bytes(batch):
 
 
 def test_a_batch_depends_on_seed_epoch_and_step_only(rng):
-    world = World(rng)
+    case = SamplerCase(rng)
     rows = np.arange(25)
 
     def draw(sampler, epoch, step):
-        return as_bytes(sampler.batch(rows, epoch=epoch, step=step, shortlist_NH=world.shortlist))
+        return as_bytes(sampler.batch(rows, epoch=epoch, step=step, shortlist_NH=case.shortlist))
 
     limits = {"size": 25, "fill": True}
-    one = world.sampler(**limits)
-    other = world.sampler(**limits)
+    one = case.sampler(**limits)
+    other = case.sampler(**limits)
     first = draw(one, 2, 5)
     for epoch, step in ((0, 0), (2, 6), (3, 5)):
         draw(other, epoch, step)
@@ -327,10 +323,10 @@ def test_a_batch_depends_on_seed_epoch_and_step_only(rng):
         draw(one, 2, 6),
         draw(one, 3, 5),
         draw(one, 5, 2),
-        draw(world.sampler(**limits, seed=8), 2, 5),
+        draw(case.sampler(**limits, seed=8), 2, 5),
     ]
     assert all(another != first for another in different)
-    assert draw(world.sampler(seed=-1), 0, 0) == draw(world.sampler(seed=-1), 0, 0)
+    assert draw(case.sampler(seed=-1), 0, 0) == draw(case.sampler(seed=-1), 0, 0)
 
 
 def test_sampling_is_uniform():
@@ -550,23 +546,23 @@ def test_weights_leave_the_other_draws_as_they_were(rng):
     """Hard negatives come from the same random numbers; a batch depends on seed, epoch and step
     only.
     """
-    world = World(rng)
+    case = SamplerCase(rng)
     weight_L = rng.random(30) + 0.1
     for step in range(5):
         batches = [
-            world.sampler(beta=99, **options).batch(
-                np.arange(20), epoch=1, step=step, shortlist_NH=world.shortlist
+            case.sampler(beta=99, **options).batch(
+                np.arange(20), epoch=1, step=step, shortlist_NH=case.shortlist
             )
             for options in ({}, {"weight_L": weight_L}, {"weight_L": weight_L})
         ]
         assert as_bytes(batches[0]) == as_bytes(batches[1]) == as_bytes(batches[2])
         few = [
-            world.sampler(beta=1, weight_L=weight_L).batch(
+            case.sampler(beta=1, weight_L=weight_L).batch(
                 np.arange(20), epoch=1, step=step, shortlist_NH=None
             )
             for _ in range(2)
         ]
-        check_pairs(world, few[0])
+        check_pairs(case, few[0])
         assert as_bytes(few[0]) == as_bytes(few[1])
 
 

@@ -48,8 +48,10 @@ def test_stock_modules_give_the_models_vectors(
     capfd.readouterr()
     caplog.clear()
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
-    said = "".join(capfd.readouterr()) + caplog.text
-    assert "pooler" not in said and "MISSING" not in said and "UNEXPECTED" not in said, said
+    printed = "".join(capfd.readouterr()) + caplog.text
+    assert "pooler" not in printed and "MISSING" not in printed and "UNEXPECTED" not in printed, (
+        printed
+    )
     got = model.encode(real_model.TEXTS)
     expected = real_model.queries(
         scored_by(bundle.info, head), *real_model.one_by_one(bundle, real_model.TEXTS)
