@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from unidec.bundle.array_file import damaged
+from unidec.bundle.checked_arrays import damaged
 
 _MAGIC = b"ARROW1\0\0"
 _HEADER_FIELD = 2  # field of the flatbuffer table Message that holds its header, here a RecordBatch

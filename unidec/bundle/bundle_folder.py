@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from unidec.bundle.array_file import damaged, read_array
 from unidec.bundle.arrow_file import read_texts_table
 from unidec.bundle.bundle_model import typical_texts, write_model
+from unidec.bundle.checked_arrays import damaged, read_array
 from unidec.bundle.neighbour_files import FILES as NEIGHBOURS
 from unidec.bundle.neighbour_files import write_neighbours
 from unidec.data.dataset import write_texts_table

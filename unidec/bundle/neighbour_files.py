@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from unidec.bundle.array_file import csr_arrays, damaged, read_array, read_csr
 from unidec.bundle.arrow_file import read_texts_table
+from unidec.bundle.checked_arrays import csr_arrays, damaged, read_array, read_csr
 from unidec.data.dataset import write_texts_table
 from unidec.model.words import WordSpace
 from unidec.ranking.neighbours import Neighbours
