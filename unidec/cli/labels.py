@@ -15,7 +15,7 @@ from unidec.errors import ConfigError
 
 if TYPE_CHECKING:
     from unidec.bundle.label_change import LabelText
-    from unidec.pipeline.labels import ChangedLabels
+    from unidec.pipeline.label_stages import ChangedLabels
 
 labels_app = group(
     "labels",
@@ -59,7 +59,7 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
                 "requires either a uid and a text, or --file", where="unidec labels", fix=fix
             )
         from unidec.bundle.label_change import LabelText
-        from unidec.pipeline.labels import change_labels
+        from unidec.pipeline.label_stages import change_labels
 
         texts: Any = {name: _read(file, params) or [LabelText(str(uid), str(text), title or "")]}
         return _flat(
@@ -98,7 +98,7 @@ def remove(
     if bool(uids) == (file is not None):
         fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
         raise ConfigError("requires either uids or --file", where="unidec labels remove", fix=fix)
-    from unidec.pipeline.labels import change_labels
+    from unidec.pipeline.label_stages import change_labels
 
     uids = uids or [label.uid for label in _read(file, params)]
     return _flat(
