@@ -20,7 +20,7 @@ from unidec.config import Params
 from unidec.data.tokens import TokenCache
 from unidec.model.faiss_library import faiss_module
 from unidec.model.search import exact_search
-from unidec.pipeline.plan import MARGIN, Plan, Sizes, plan_memory
+from unidec.pipeline.memory_plan import MARGIN, Plan, Sizes, plan_memory
 from unidec.ranking.index import LabelIndex, recall
 from unidec.training.mining import mine_hard_negatives
 

@@ -20,7 +20,7 @@ from flows.ending import Ending, leave
 from unidec import interrupt
 from unidec.addresses import mask_logs, masked_excepthook
 from unidec.config import parse_overrides
-from unidec.errors import UnidecError, in_one_message, is_of_surroundings
+from unidec.errors import in_one_message
 from unidec.surroundings import output_failure
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
@@ -32,20 +32,17 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
     """
     is_program = words is None
     words = list(sys.argv[1:] if words is None else words)
+    is_debug = "--debug" in words
     mask_logs()
     sys.excepthook = masked_excepthook
-    is_debug = "--debug" in words
     try:
         code = _run(name, [word for word in words if word != "--debug"], is_program)
     except Exception as error:  # Prefect's log has the traceback of a flow
-        if is_debug or not is_of_surroundings(error):
+        told = in_one_message(error, f"python -m flows.{name} --debug ...")
+        if is_debug or told is None:
             raise
-        print(
-            in_one_message(error, f"python -m flows.{name} --debug ..."),
-            file=sys.stderr,
-            flush=True,
-        )
-        return 1
+        print(told[0], file=sys.stderr, flush=True)
+        return told[1]
     if failure := output_failure():
         print(f"the result could not be printed: {failure.strerror}", file=sys.stderr, flush=True)
     return code
@@ -55,11 +52,7 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     # a training without options may have nothing to do: flows.train.prepare starts the server if it
     # is needed
     if not {"-h", "--help"} & set(words) and (words or name != "train"):
-        try:
-            server.start()  # takes seconds, as do the imports that follow
-        except UnidecError as error:
-            print(error, file=sys.stderr)
-            return error.exit_code
+        server.start()  # takes seconds, as do the imports that follow
     # not as __main__: workers import it under this name
     module = importlib.import_module(f"flows.{name}")
     interrupt.end_guard()

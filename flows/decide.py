@@ -58,27 +58,19 @@ def decide(
     lifecycle.say(outcome({"version": version, "model": name, **done}))
     event: dict[str, Any] = {"version": version}
     if "promoted" in done:
-        event |= {
-            "previous": done["promoted"]["previous"],
-            "metrics": verdict.metrics.get("challenger", {}),
-        }
+        event["previous"] = done["promoted"]["previous"]
+        event["metrics"] = verdict.metrics.get("challenger", {})
         publish.emit(name, "promoted", event)
     if "refused" in done:
-        publish.emit(
-            name,
-            "refused",
-            event | {"champion": verdict.champion, "reasons": done["gate"]["reasons"]},
-        )
+        event |= {"champion": verdict.champion, "reasons": done["gate"]["reasons"]}
+        publish.emit(name, "refused", event)
         if verdict.champion is None:
             # a damaged bundle has to be trained again; other checks can be overruled
             command = f"{_program()} models promote {version}{' --force' if failed else ''}"
             if failed.keys() & {"hash", "loads"}:
                 command = "make train ARGS=--force"
-            done["no_champion"] = {
-                "version": version,
-                "reason": done["refused"],
-                "command": command,
-            }
+            missing = {"version": version, "reason": done["refused"], "command": command}
+            done["no_champion"] = missing
     return done
 
 
@@ -95,17 +87,13 @@ def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
             shared["push"] = "done"
     if params.retrain.commit != "none":
         with publish.harmless("nothing was committed"):
-            verdict = (
-                "champion"
-                if "promoted" in done
-                else "refused"
-                if "refused" in done
-                else "registered"
-            )
-            extra = [str(reproduce.dvc_file(params.source))] if params.source.kind == "dvc" else []
-            shared |= lifecycle.run(
-                "commit", publish.commit, params, done["version"], verdict, extra
-            )
+            verdict = "refused" if "refused" in done else "registered"
+            if "promoted" in done:
+                verdict = "champion"
+            source = params.source
+            extra = [str(reproduce.dvc_file(source))] if source.kind == "dvc" else []
+            version = done["version"]
+            shared |= lifecycle.run("commit", publish.commit, params, version, verdict, extra)
     return {"shared": shared} if shared else {}
 
 
@@ -120,9 +108,8 @@ def outcome(done: Mapping[str, Any]) -> str:
         before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
         return f"{version} is the champion{before}"
     if "refused" in done:
-        return (
-            f"{version} is not promoted, see outputs/gate.html: {' '.join(done['refused'].split())}"
-        )
+        why = " ".join(done["refused"].split())
+        return f"{version} is not promoted, see outputs/gate.html: {why}"
     if gate.get("passed") and not gate.get("already"):
         return f"{version} passed the gate but is not promoted: `unidec models promote` promotes it"
     if "skipped" in done:
@@ -136,18 +123,22 @@ def summary(done: Mapping[str, Any]) -> str:
     """
     if "metrics" not in done and "version" not in done:
         return f"done: {', '.join(done['steps'])}"
+    program = _program()
     report = Path(done.get("report", "outputs/report.html"))
-    lines = [*table(done), *(f"warning: {words}" for words in done.get("warnings", ()))]
+    lines = table(done) + [f"warning: {words}" for words in done.get("warnings", ())]
     lines += [outcome(done), f"report: {_shown(report)}"]
-    lines += [f"MLflow run: {done['run_url']}"] if done.get("run_url") else []
+    if done.get("run_url"):
+        lines.append(f"MLflow run: {done['run_url']}")
     bundle = _shown(report.with_name("bundle"))
     served = f"models:/{done['model']}@champion" if _has_champion(done) else bundle
     where = "" if bundle == str(paths.BUNDLE) else f" --bundle {bundle}"
-    predict = f'{_program()} predict "some text" -k 5{where}'
-    pages = "make ui" if Path("Makefile").is_file() else f"{_program()} models list"
-    return "\n".join(
-        [*lines, "next:", f"  {predict}", f"  {_program()} serve {served}", f"  {pages}"]
-    )
+    lines += [
+        "next:",
+        f'  {program} predict "some text" -k 5{where}',
+        f"  {program} serve {served}",
+    ]
+    lines.append("  make ui" if Path("Makefile").is_file() else f"  {program} models list")
+    return "\n".join(lines)
 
 
 def _has_champion(done: Mapping[str, Any]) -> bool:
@@ -165,23 +156,20 @@ def table(done: Mapping[str, Any]) -> list[str]:
     """
     if "metrics" not in done:
         return []
-    rows = {f"version {done['version']}" if done.get("version") else "this model": done["metrics"]}
+    name = f"version {done['version']}" if done.get("version") else "this model"
+    rows = {name: done["metrics"]}
     gate = done.get("gate", {})
     if champion := gate.get("metrics", {}).get("champion"):
-        rows[f"{'former ' if 'promoted' in done else ''}champion, version {gate['champion']}"] = (
-            champion
-        )
-    rows |= {BASELINES[name]: figures for name, figures in done.get("baselines", {}).items()}
+        former = "former " if "promoted" in done else ""
+        rows[f"{former}champion, version {gate['champion']}"] = champion
+    for name, figures in done.get("baselines", {}).items():
+        rows[BASELINES[name]] = figures
     metrics = [name for name in shown("compared") if "/" not in name]
-    cells = {
-        name: [f"{row[key]:.1f}" if key in row else "-" for key in metrics]
-        for name, row in rows.items()
-    }
-    head = {"test split, percent": metrics}
-    return [
-        f"{name:<30}" + "".join(f"{cell:>8}" for cell in row)
-        for name, row in (head | cells).items()
-    ]
+    lines = [f"{'test split, percent':<30}" + "".join(f"{key:>8}" for key in metrics)]
+    for name, figures in rows.items():
+        cells = [f"{figures[key]:.1f}" if key in figures else "-" for key in metrics]
+        lines.append(f"{name:<30}" + "".join(f"{cell:>8}" for cell in cells))
+    return lines
 
 
 def _program() -> str:

@@ -52,9 +52,8 @@ def show_task(name: str, result: Any) -> None:
     """
     rows = [{"what": what, "value": value} for what, value in rows_of(pipeline.plain(result))]
     if rows and FlowRunContext.get() is not None:
-        key = re.sub(
-            r"[^a-z]+", "-", re.split(r"( of)?( version| round)? \d", name.lower())[0]
-        ).strip("-")
+        stem = re.split(r"( of)?( version| round)? \d", name.lower())[0]
+        key = re.sub(r"[^a-z]+", "-", stem).strip("-")
         create_table_artifact(rows[:MOST_ROWS], key=key, description=name)
 
 
@@ -69,13 +68,10 @@ def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield str(value["check"]), state + str(value["words"])
         elif isinstance(value, Mapping | list):
             yield from rows_of(value, f"{prefix}{key}: ")
-        elif isinstance(value, str | int | float | Path) and value != "" and "/" not in str(key):
-            shown = (
-                f"{value:.5g}"
-                if isinstance(value, float)
-                else without_credentials(str(value))[:1000]
-            )
-            yield f"{prefix}{key}", shown
+        elif isinstance(value, float) and "/" not in str(key):
+            yield f"{prefix}{key}", f"{value:.5g}"
+        elif isinstance(value, str | int | Path) and value != "" and "/" not in str(key):
+            yield f"{prefix}{key}", without_credentials(str(value))[:1000]
 
 
 @harmless("the run's result could not be shown in Prefect")
@@ -85,17 +81,15 @@ def show_result(done: Mapping[str, Any]) -> None:
     """
     if FlowRunContext.get() is None:
         return
-    checks = [
-        f"- {'passed' if reason['passed'] else 'REFUSED'}: {reason['check']}, {reason['words']}"
-        for reason in done.get("gate", {}).get("reasons", ())
-    ]
-    links = [f"- MLflow run: <{done['run_url']}>"] if done.get("run_url") else []
-    pages = [
-        f"- `{path.resolve()}`"
-        for path in (Path("outputs", page) for page in PAGES)
-        if path.exists()
-    ]
-    lines = [f"version {done['version']}", *checks, *links, *pages]
+    checks = []
+    for reason in done.get("gate", {}).get("reasons", ()):
+        state = "passed" if reason["passed"] else "REFUSED"
+        checks.append(f"- {state}: {reason['check']}, {reason['words']}")
+    lines = [f"version {done['version']}", *checks]
+    if done.get("run_url"):
+        lines.append(f"- MLflow run: <{done['run_url']}>")
+    pages = [Path("outputs", page) for page in PAGES]
+    lines += [f"- `{page.resolve()}`" for page in pages if page.exists()]
     create_markdown_artifact(without_credentials("\n".join(lines)), key="result")
 
 
@@ -125,21 +119,17 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
     if _git("status", "--porcelain", "--", *paths):
         message = f"Retrain: version {version} of {name}, {verdict}"
         # without hooks, which check code
-        _git("commit", "--quiet", "--no-verify", "--message", message, "--only", "--", *paths)
+        how = ("--quiet", "--no-verify", f"--message={message}", "--only")
+        _git("commit", *how, "--", *paths)
     done = {"commit": _git("rev-parse", "HEAD")}
     with harmless("the commit could not be recorded with the version"):
         client = open_client(tracking_uri())
         client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if params.retrain.commit == "tag":
         done["tag"] = f"{name}-v{version}".replace(" ", "-")
+        message = f"version {version} of {name}: {verdict}"
         if not _git("tag", "--list", done["tag"]):
-            _git(
-                "tag",
-                "--annotate",
-                done["tag"],
-                "--message",
-                f"version {version} of {name}: {verdict}",
-            )
+            _git("tag", "--annotate", done["tag"], f"--message={message}")
     return done
 
 
@@ -159,12 +149,17 @@ def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
     """
     if not current_flow_run.id:
         return
-    about = {
-        "prefect.resource.id": f"unidec.model.{model_name}",
-        "prefect.resource.name": model_name,
-    }
-    cause = {
-        "prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}",
-        "prefect.resource.role": "cause",
-    }
-    emit_event(event=f"unidec.{event}", resource=about, related=[cause], payload=dict(payload))
+    emit_event(
+        event=f"unidec.{event}",
+        resource={
+            "prefect.resource.id": f"unidec.model.{model_name}",
+            "prefect.resource.name": model_name,
+        },
+        related=[
+            {
+                "prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}",
+                "prefect.resource.role": "cause",
+            }
+        ],
+        payload=dict(payload),
+    )

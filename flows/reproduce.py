@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -14,8 +15,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -134,9 +135,8 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
         message.
         MayRecover: DVC or a stage was killed, or DVC waits for a lock or a network.
     """
-    imports = ThreadPoolExecutor(1)
-    imports.submit(pipeline.import_training)
-    imports.shutdown(wait=False)
+    # importing the modules of training takes seconds
+    threading.Thread(target=pipeline.import_training, daemon=True).start()
     code, output = run(["repro", *stages], log.info)
     if code == 0:
         return dict(re.findall(r"^([\w-]+: [^=\n]+) = (.*)$", output, re.MULTILINE))
@@ -152,18 +152,14 @@ def in_words(printed: Mapping[str, str]) -> str:
     """The result of `make_data` in one line: the stages that ran, and the size of an ingested data
     set.
     """
-    stages = list(dict.fromkeys(name.partition(":")[0] for name in printed))
-    queries = sum(
-        int(printed.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test")
-    )
-    size = (
-        f": {queries:,} queries, {int(printed['ingest: num_labels']):,} labels" if queries else ""
-    )
-    return (
-        f"data: ran {', '.join(stages)}{size}"
-        if stages
-        else "data: brought up to date from DVC's cache"
-    )
+    if not printed:
+        return "data: brought up to date from DVC's cache"
+    stages = dict.fromkeys(name.partition(":")[0] for name in printed)
+    line = f"data: ran {', '.join(stages)}"
+    if "ingest: num_labels" not in printed:
+        return line
+    queries = sum(int(printed[f"ingest: {split}"]) for split in ("train", "validation", "test"))
+    return f"{line}: {queries:,} queries, {int(printed['ingest: num_labels']):,} labels"
 
 
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
@@ -184,10 +180,8 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
             return True, []  # `dvc repro` reports what is wrong
         raise failure(["status"], code, output[-2000:])
     status = json.loads(lines[-1])
-    first = next(
-        (number for number, stage in enumerate(MODEL_STAGES) if stage in status), len(MODEL_STAGES)
-    )
-    return any(stage in status for stage in data_stages), list(MODEL_STAGES[first:])
+    work = itertools.dropwhile(lambda stage: stage not in status, MODEL_STAGES)
+    return not status.keys().isdisjoint(data_stages), list(work)
 
 
 def commit(stages: Sequence[str]) -> None:
@@ -202,13 +196,13 @@ def inputs_state() -> dict[str, tuple[int, ...]]:
 
     If they differ after a training, dvc.lock would record other inputs than the model was trained
     on."""
-    facts = {
-        str(file): file.stat()
-        for pattern in _INPUTS
-        for file in Path().glob(pattern)
-        if file.is_file()
-    }
-    return {name: (fact.st_size, fact.st_mtime_ns, fact.st_ino) for name, fact in facts.items()}
+    state = {}
+    for pattern in _INPUTS:
+        for file in Path().glob(pattern):
+            fact = file.stat()
+            if file.is_file():
+                state[str(file)] = (fact.st_size, fact.st_mtime_ns, fact.st_ino)
+    return state
 
 
 def dvc(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None) -> str:

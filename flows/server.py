@@ -27,13 +27,8 @@ TIMEOUT_S = 120.0
 LOST = "Prefect's temporary server ended (killed, or out of memory)"
 lost = threading.Event()  # set when the server's process ended before the flow
 _processes: list[subprocess.Popen[bytes]] = []  # the server's process, once it was started
-_ENVIRONMENT = {
-    # as Prefect's own
-    "PREFECT_UI_ENABLED": "0",
-    "PREFECT__SERVER_EPHEMERAL": "1",
-    "PREFECT__SERVER_FINAL": "1",
-    "PREFECT_API_BLOCKS_REGISTER_ON_START": "0",  # a block that is saved registers itself
-}
+# a block that is saved registers itself
+_ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT_API_BLOCKS_REGISTER_ON_START": "0"}
 
 
 def is_needed() -> bool:
@@ -110,6 +105,7 @@ def _watch(process: subprocess.Popen[bytes], over: threading.Event) -> None:
 def main() -> None:
     """The server's process."""
     import uvicorn
+    from prefect.server.api.server import create_app
     from psutil import NoSuchProcess
 
     from unidec.pipeline.parent_watch import watch
@@ -117,8 +113,7 @@ def main() -> None:
     with contextlib.suppress(NoSuchProcess):
         watch(int(sys.argv[2]))  # not os.getppid(): the flow's process may be gone already
         uvicorn.run(
-            "prefect.server.api.server:create_app",
-            factory=True,
+            create_app(ephemeral=True, final=True),
             host="127.0.0.1",
             port=int(sys.argv[1]),
             log_level="error",

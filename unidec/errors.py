@@ -137,19 +137,27 @@ _SURROUNDINGS = (
 )
 
 
-def is_of_surroundings(error: BaseException) -> bool:
-    """Whether an error comes from the system, a server or a database; any other unknown error is a
-    bug.
+def in_one_message(error: Exception, how: str) -> tuple[str, int] | None:
+    """What a program prints of an error, and its exit code; None: a bug, which has a traceback.
+
+    Args:
+        how: the command that shows more of an error of the system, a server or a database.
     """
-    package, _, _ = type(error).__module__.partition(".")
-    return isinstance(error, OSError) or package in _SURROUNDINGS
-
-
-def in_one_message(error: BaseException, how: str) -> str:
-    """An error of the surroundings in a few words; `how` is the command that shows more."""
-    words = " ".join(str(error).split()) or "no message"
-    message = without_credentials(words)[:_LONGEST_MESSAGE]
-    return f"error: {type(error).__name__}: {message}\n  fix: {how} shows where it happened"
+    found: Exception | None = error
+    if isinstance(error, ModuleNotFoundError):
+        found = missing_package(error)
+    elif isinstance(error, OSError):
+        found = system_error(error)
+    if isinstance(found, Stopped):
+        return str(found), found.exit_code
+    if isinstance(found, UnidecError):
+        return f"error: {found}", found.exit_code
+    package = type(error).__module__.partition(".")[0]
+    if package not in _SURROUNDINGS and not isinstance(error, OSError):
+        return None
+    message = without_credentials(" ".join(str(error).split()))[:_LONGEST_MESSAGE]
+    kind = type(error).__name__
+    return f"error: {kind}: {message or 'no message'}\n  fix: {how} shows where it happened", 1
 
 
 _EXTRAS = {

@@ -18,7 +18,7 @@ from unidec.config import leaves, load_params, with_settings
 from unidec.data.dataset import XMCDataset
 from unidec.errors import ConfigError
 from unidec.pipeline import paths
-from unidec.pipeline.plan import Sizes, plan_memory
+from unidec.pipeline.memory_plan import Sizes, plan_memory
 from unidec.training.sampler import queries_a_batch
 
 DATA_SETS = (

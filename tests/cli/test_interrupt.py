@@ -30,7 +30,7 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=False)
     [
         ("unidec.cli", "typer", ["data", "ingest"]),
         ("unidec.cli", "unidec.config", ["data", "ingest"]),
-        ("unidec.cli", "unidec.pipeline.data", ["data", "ingest"]),  # within the command
+        ("unidec.cli", "unidec.pipeline.data_stages", ["data", "ingest"]),  # within the command
         ("unidec.cli", "pyarrow.compute", ["data", "ingest"]),
         ("flows.train", "prefect", []),
     ],

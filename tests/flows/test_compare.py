@@ -8,13 +8,18 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import yaml
+from prefect.cache_policies import NO_CACHE
 
 from unidec.comparison import cell
+from unidec.comparison.tune import Subject
 from unidec.comparison.workspace import Comparison, load_comparison, select
+from unidec.errors import TrainingError, UnidecError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -222,3 +227,37 @@ def test_a_signal_ends_the_cells_in_order(
         and "Traceback" not in printed
     )
     assert "stopped d/first/0" in stage.log()
+
+
+TUNED = """
+name: t
+data:
+  d: {path: raw}
+tuning: {data: d, file: chosen.yaml, trials: 2, ranges: {lr: {low: 0.5, high: 4}}}
+cells:
+  first: {recipe: ngame}
+  second: {recipe: depsl}
+"""
+
+
+def test_if_all_searches_fail_each_is_named_with_its_reason(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import task
+
+    from flows import compare
+
+    def fails(subject: Subject, trials: int, stopping: threading.Event) -> None:
+        raise TrainingError("all trials failed", where=subject.name, got=trials)
+
+    search = task(fails, name="search", persist_result=False, cache_policy=NO_CACHE)
+    monkeypatch.setattr(compare, "search", search)
+    (stage.root / "c.yaml").write_text(TUNED)
+    with pytest.raises(UnidecError) as caught:
+        compare.compare("c.yaml", folder="ws", tune=True)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2 of 2 searches have no result" and lines[-1] == "chosen: chosen.yaml"
+    for cell_name in ("first", "second"):
+        assert f"d/{cell_name}/0: t {cell_name}: all trials failed" in lines
+    assert caught.value.exit_code == 1
+    assert not yaml.safe_load((stage.root / "chosen.yaml").read_text())

@@ -16,7 +16,7 @@ from unidec.evaluation.significance import Check
 from unidec.pipeline import plain
 from unidec.pipeline.drift_check import WindowDrift
 from unidec.pipeline.gating import Verdict
-from unidec.pipeline.labels import ChangedLabels
+from unidec.pipeline.label_stages import ChangedLabels
 from unidec.pipeline.registration import Registration
 from unidec.tracking.promotion import Promotion
 

@@ -17,7 +17,7 @@ from unidec.config import Params, load_params
 from unidec.errors import ConfigError, DataError, Refused, TrainingError
 from unidec.evaluation.significance import Check
 from unidec.pipeline import plain, runs
-from unidec.pipeline.data import Fetched
+from unidec.pipeline.data_stages import Fetched
 from unidec.pipeline.drift_check import DataChange
 from unidec.pipeline.evaluation import Evaluation
 from unidec.pipeline.gating import Verdict

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unidec.training.refresh import Refresh
+from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import Trainer
 
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")

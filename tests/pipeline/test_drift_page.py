@@ -13,7 +13,7 @@ from helpers.html_page import Page
 
 from unidec.data.profile import LENGTH_EDGES
 from unidec.evaluation.drift import Check
-from unidec.pipeline.drift_check import _write
+from unidec.pipeline.drift_page import Comparison
 
 CHECKS = [
     Check("bad", "lengths", "distance", None, 0.7, (None, 0.1), (None, 0.5), 0.02),
@@ -31,16 +31,16 @@ def side(words: dict[str, int], first: int, **more: Any) -> dict[str, Any]:
 
 
 def page(**changes: Any) -> Page:
-    sides = (changes.pop("old", {}), changes.pop("new", {}))
-    more = {"reason": changes.pop("reason", "")}
     values: dict[str, Any] = {
         "title": "Change",
         "names": ("before", "now"),
+        "old": {},
+        "new": {},
         "checks": CHECKS,
-        "facts": {},
+        "reason": "",
     }
     with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder), sides=sides, more=more, **(values | changes))
+        Comparison(**(values | changes)).write(Path(folder))
         html = (Path(folder) / "index.html").read_text()
     html = re.sub(r' xmlns(:\w+)?="[^"]*"', "", html)  # names, not addresses
     assert "<script" not in html and "http:" not in html and "https:" not in html

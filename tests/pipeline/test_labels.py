@@ -22,7 +22,7 @@ from unidec.config import Params, to_yaml
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError, DataError
 from unidec.pipeline import paths
-from unidec.pipeline.labels import change_labels
+from unidec.pipeline.label_stages import change_labels
 from unidec.ranking.query_encoder import open_encoder
 from unidec.tracking.lineage import lineage
 from unidec.tracking.store import prepare_store, tracking_uri

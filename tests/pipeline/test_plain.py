@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from unidec.pipeline import plain
-from unidec.pipeline.labels import ChangedLabels
+from unidec.pipeline.label_stages import ChangedLabels
 from unidec.pipeline.registration import Registration
 from unidec.pipeline.start import ChosenStart
 from unidec.ranking.index_tune import Measured

@@ -25,7 +25,7 @@ from unidec.data.raw import RawData
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError
 from unidec.pipeline import paths
-from unidec.pipeline.labels import ChangedLabels
+from unidec.pipeline.label_stages import ChangedLabels
 from unidec.tracking.lineage import lineage
 from unidec.tracking.store import tracking_uri
 

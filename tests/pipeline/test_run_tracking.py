@@ -5,7 +5,8 @@ from __future__ import annotations
 from unidec.config import Params, Warm, flatten
 from unidec.evaluation.metrics import evaluate
 from unidec.pipeline.evaluation import markdown_table, split_figures
-from unidec.pipeline.training import model_params, step_figures
+from unidec.pipeline.training import step_figures
+from unidec.pipeline.training_record import model_params
 
 FLAT = flatten(Params())
 

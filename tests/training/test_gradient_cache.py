@@ -7,10 +7,10 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from helpers.live_bytes import LiveBytes
 from helpers.trainings import with_first_round
 
 from unidec.model.row_table import RowTable
+from unidec.pipeline.live_bytes import LiveBytes
 from unidec.training import gradient_cache as module
 from unidec.training.gradient_cache import TextChunks, cut_texts, encode_texts
 

@@ -43,15 +43,7 @@ from unidec.cli.commands import (
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml, what_decides
 from unidec.cores import one_thread_of_blas
-from unidec.errors import (
-    ConfigError,
-    Stopped,
-    UnidecError,
-    in_one_message,
-    is_of_surroundings,
-    missing_package,
-    system_error,
-)
+from unidec.errors import ConfigError, Stopped, in_one_message
 from unidec.user import name_user
 from unidec.version import __version__
 
@@ -223,7 +215,7 @@ def plan(
     """Estimate the memory of a training, and suggest settings that fit; exit code 1: it does not
     fit.
     """
-    from unidec.pipeline.plan import plan_command
+    from unidec.pipeline.memory_plan import plan_command
 
     planned = plan_command(params, labels, queries, tokens, device_memory)
     return Shown(planned.as_dict(), planned.lines(), 1 if planned.short else 0)
@@ -346,31 +338,16 @@ def main() -> None:
     interrupt.guard_work()
     try:
         _run(_arguments())
-    except UnidecError as error:
-        if debug:
-            raise
-        print(
-            error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr, flush=True
-        )
-        if isinstance(error, Stopped) and any(
-            not thread.daemon for thread in threading.enumerate()[1:]
-        ):
-            os._exit(error.exit_code)  # a second Ctrl-C came while a checkpoint was being written
-        sys.exit(error.exit_code)
-    except ModuleNotFoundError as error:
-        missing = missing_package(error)
-        if debug or missing is error:
-            raise
-        sys.exit(f"error: {missing}")
     except Exception as error:
-        refused = system_error(error) if isinstance(error, OSError) else None
-        if debug or not (refused or is_of_surroundings(error)):
+        told = in_one_message(error, "unidec --debug ...")
+        if debug or told is None:
             raise
-        if refused is not None:
-            print(f"error: {refused}", file=sys.stderr, flush=True)
-            sys.exit(refused.exit_code)
-        print(in_one_message(error, "unidec --debug ..."), file=sys.stderr, flush=True)
-        sys.exit(1)
+        message, code = told
+        print(message, file=sys.stderr, flush=True)
+        threads = threading.enumerate()[1:]
+        if isinstance(error, Stopped) and not all(thread.daemon for thread in threads):
+            os._exit(code)  # a second Ctrl-C came while a checkpoint was being written
+        sys.exit(code)
     except interrupt.Interrupted:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(interrupt.EXIT_CODE)

@@ -15,7 +15,7 @@ from unidec.errors import ConfigError
 
 if TYPE_CHECKING:
     from unidec.bundle.label_file import LabelText
-    from unidec.pipeline.labels import ChangedLabels
+    from unidec.pipeline.label_stages import ChangedLabels
 
 labels_app = group(
     "labels",
@@ -55,7 +55,7 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
             ways = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv'
             raise ConfigError(what, where="unidec labels", fix=f"{ways}; update likewise")
         from unidec.bundle.label_file import LabelText
-        from unidec.pipeline.labels import change_labels
+        from unidec.pipeline.label_stages import change_labels
 
         one = LabelText(str(uid), str(text), title or "")
         texts: Any = {name: _read(file, params) or [one]}
@@ -95,7 +95,7 @@ def remove(
         what = "requires either uids or --file"
         fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
         raise ConfigError(what, where="unidec labels remove", fix=fix)
-    from unidec.pipeline.labels import change_labels
+    from unidec.pipeline.label_stages import change_labels
 
     uids = uids or [label.uid for label in _read(file, params)]
     return _flat(

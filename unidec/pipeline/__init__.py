@@ -13,13 +13,13 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unidec.pipeline.data import fetch, ingest, label_graph, propensity, tokens, validate
+    from unidec.pipeline.data_stages import fetch, ingest, label_graph, propensity, tokens, validate
     from unidec.pipeline.dependencies import inputs
     from unidec.pipeline.drift_check import data_change, drift, monitor
     from unidec.pipeline.evaluation import evaluate
     from unidec.pipeline.gating import gate, needs_gate, promote
     from unidec.pipeline.indexing import index
-    from unidec.pipeline.labels import refresh_labels
+    from unidec.pipeline.label_stages import refresh_labels
     from unidec.pipeline.marks import from_feedback
     from unidec.pipeline.preflight import check_before_work
     from unidec.pipeline.registration import register
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "drift_check": "data_change drift monitor",
-    "data": "fetch ingest label_graph propensity tokens validate",
+    "data_stages": "fetch ingest label_graph propensity tokens validate",
     "evaluation": "evaluate",
     "gating": "gate needs_gate promote",
     "indexing": "index",
     "dependencies": "inputs",
-    "labels": "refresh_labels",
+    "label_stages": "refresh_labels",
     "marks": "from_feedback",
     "preflight": "check_before_work",
     "registration": "register",

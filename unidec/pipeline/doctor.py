@@ -82,20 +82,17 @@ def exit_code(findings: Collection[Finding]) -> int:
     """Exit code of the findings that were not fixed: 0 none, 1 only warnings, 4 something is
     broken.
     """
-    return max(
-        (_EXIT_CODES[finding.severity] for finding in findings if finding.done is None), default=0
-    )
+    left = [_EXIT_CODES[finding.severity] for finding in findings if finding.done is None]
+    return max(left, default=0)
 
 
 def rows_of(findings: Collection[Finding]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the printed table."""
     rows = []
     for one in findings:
-        advice = (
-            f"done: {one.done}"
-            if one.done
-            else one.fix + (" (--fix applies this)" if one.fixable else "")
-        )
+        advice = f"{one.fix} (--fix applies this)" if one.fixable else one.fix
+        if one.done:
+            advice = f"done: {one.done}"
         rows.append([one.severity, one.what, one.where, advice])
     return ["severity", "what", "where", "fix"], rows
 
@@ -104,23 +101,19 @@ def _half_written() -> Iterator[Defect]:
     """Temporary folders and files whose writing process is gone."""
     training_runs = is_held()
 
-    def remove(path: Path) -> str:
-        remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
-        return "removed"
-
     temporary = {path for top in ("data", "outputs", "runs") for path in Path(top).rglob(".*.tmp")}
-    for path in sorted(path for path in temporary if temporary.isdisjoint(path.parents)):
-        # the names that several ranks share, and those of an interrupted removal, hold no process
-        # id
-        without_pid = path.name.endswith((".ranks.tmp", ".gone.0.00000000.tmp"))
-        if (not training_runs) if without_pid else is_stale(path):
-            yield (
-                "warning",
-                "half-written; the process that wrote it is gone",
-                path,
-                "remove it",
-                partial(remove, path),
-            )
+    outermost = [path for path in temporary if temporary.isdisjoint(path.parents)]
+    what = "half-written; the process that wrote it is gone"
+    for path in sorted(outermost):
+        # the names that several ranks share hold no process id
+        is_shared = path.name.endswith(".ranks.tmp")
+        if is_stale(path) or (is_shared and not training_runs):
+            yield "warning", what, path, "remove it", partial(_remove, path)
+
+
+def _remove(path: Path) -> str:
+    remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return "removed"
 
 
 def _artifacts(folder: Path, deep: bool) -> Iterator[Defect]:
@@ -184,11 +177,8 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
         return "ended as KILLED"
 
     def send() -> str:
-        return (
-            "sent"
-            if Tracker.resume(run_dir).flush()
-            else "the store does not answer: the records are kept"
-        )
+        is_sent = Tracker.resume(run_dir).flush()
+        return "sent" if is_sent else "the store does not answer: the records are kept"
 
     def end_twins() -> str:
         return f"ended {Tracker.resume(run_dir).end_twins()} as KILLED"
@@ -199,21 +189,11 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
         yield "warning", "a damaged record of the MLflow run", run_dir / STATE, fix, None
     elif has_died(run_dir):
         what = f"MLflow run {state.get('run_id')} was never ended, and its process is gone"
-        yield (
-            "warning",
-            what,
-            run_dir,
-            "end it as KILLED; a training that resumes opens it again",
-            end,
-        )
+        fix = "end it as KILLED; a training that resumes opens it again"
+        yield "warning", what, run_dir, fix, end
     elif is_behind(run_dir):
-        yield (
-            "warning",
-            "some records were not sent to the tracking store",
-            run_dir,
-            "send them",
-            send,
-        )
+        what = "some records were not sent to the tracking store"
+        yield "warning", what, run_dir, "send them", send
     if twins := Tracker.resume(run_dir).twins():
         what = (
             f"MLflow has further runs with the key of {state['run_id']}: replies of its server "

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from unidec.bundle.text_file import Window, read_window
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.profile import (
-    LENGTH_EDGES,
     PROFILE_KEY,
     VERSION,
     measure_texts,
@@ -32,15 +31,14 @@ from unidec.data.profile import (
     share,
     spaced,
 )
-from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
+from unidec.data.storage import MANIFEST, file_sha256, swap_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import Check, compare, not_judged, served_facts
-from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.metrics import by_query
-from unidec.evaluation.page import Table, render
 from unidec.metric_names import shown
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
+from unidec.pipeline.drift_page import FINDINGS, PAGE, Comparison, Side
 from unidec.tracking.fetch import fetch_bundle, find_alias
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import answers, sqlite_path, store_errors, tracking_uri
@@ -48,12 +46,7 @@ from unidec.tracking.store import answers, sqlite_path, store_errors, tracking_u
 MAX_QUERIES = 20_000  # of a larger window this many evenly spaced queries are used
 BATCH = 1024
 K = 100
-MOVED_WORDS = 15
-_PAGE = "index.html"
-_FINDINGS = "drift.json"
 _TOKENIZER = Path("model", "tokenizer")  # in a bundle
-# the figures of one side, as `compare` takes them; empty: nothing was compared
-Side = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -130,42 +123,43 @@ def data_change(params: Params) -> DataChange:
     from unidec.validation.checkpoint_run import run_change_suite
 
     dataset = paths.open_dataset()
-    accepted, reason, old, new = _beside_champion(params, dataset)
-    checks = compare(old, new, params.drift) if old else []
-    docs = "docs/index.html" if old else ""
-    facts = {"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}}
+    beside = _beside_champion(params, dataset)
+    checks = beside.checks(params)
+    stops = [check.words for check in checks if check.state == "stop"]
+    warnings = [check.words for check in checks if check.state == "warning"]
     with swap_folder(paths.CHANGE) as folder:
         expectations = run_change_suite(checks, folder / "docs") if checks else []
-        stops = [check.words for check in checks if check.state == "stop"]
-        warnings = [check.words for check in checks if check.state == "warning"]
-        more: Side = {
-            "accepted": accepted,
-            "reason": reason,
-            "stops": stops,
-            "warnings": warnings,
-            "dataset_sha256": dataset.sha256,
-            "expectations": expectations,
-        }
-        _write(
-            folder,
-            f"Change of {dataset.name}",
-            ("accepted", "now"),
-            (old, new),
-            checks,
-            facts,
-            more,
-            docs,
-        )
-    page = str(paths.CHANGE / _PAGE)
+        Comparison(
+            title=f"Change of {dataset.name}",
+            names=("accepted", "now"),
+            old=beside.old,
+            new=beside.new,
+            checks=checks,
+            reason=beside.reason,
+            facts={
+                "accepted": beside.accepted or "none",
+                "now": {"dataset_sha256": dataset.sha256},
+            },
+            more={
+                "accepted": beside.accepted,
+                "stops": stops,
+                "warnings": warnings,
+                "dataset_sha256": dataset.sha256,
+                "expectations": expectations,
+            },
+            docs="docs/index.html" if checks else "",
+        ).write(folder)
+    page = str(paths.CHANGE / PAGE)
     if stops:
-        fix = (
-            "correct the source; or, if this is what the data is now, raise drift.stop_change or "
-            "drift.stop_distance"
-        )
         raise DataError(
-            "the data changed beyond the limits", where=page, got="; ".join(stops), fix=fix
+            "the data changed beyond the limits",
+            where=page,
+            got="; ".join(stops),
+            fix="correct the source; or, if this is what the data is now, raise drift.stop_change "
+            "or drift.stop_distance",
         )
-    return DataChange(accepted, reason, stops, warnings, page, docs and str(paths.CHANGE / docs))
+    docs = str(paths.CHANGE / "docs" / "index.html") if checks else ""
+    return DataChange(beside.accepted, beside.reason, stops, warnings, page, docs)
 
 
 def champion_change(params: Params) -> dict[str, Any]:
@@ -177,58 +171,74 @@ def champion_change(params: Params) -> dict[str, Any]:
     """
     uri = tracking_uri()
     database = sqlite_path(uri)
-    accepted: dict[str, str] | None = None
-    old: Side = {}
-    new: Side = {}
-    reason = "the registry does not answer"
+    beside = _Beside(reason="the registry does not answer")
     if database is not None and not database.is_file():
-        reason = "there is no registry yet: nothing to compare with"
+        beside = _Beside(reason="there is no registry yet: nothing to compare with")
     elif answers(uri):
         try:
-            accepted, reason, old, new = _beside_champion(params, paths.open_dataset())
+            beside = _beside_champion(params, paths.open_dataset())
         except store_errors() as error:
-            reason = (
-                "the champion's data could not be read: "
-                f"{without_credentials(str(error)).splitlines()[0]}"
-            )
-    names = (f"version {accepted['version']}" if accepted else "accepted", "now")
-    checks = compare(old, new, params.drift) if old else []
-    return {"checks": checks, "names": names, "charts": _charts(names, old, new), "reason": reason}
+            why = without_credentials(str(error)).splitlines()[0]
+            beside = _Beside(reason=f"the champion's data could not be read: {why}")
+    shown = Comparison(
+        title="",
+        names=(f"version {beside.accepted['version']}" if beside.accepted else "accepted", "now"),
+        old=beside.old,
+        new=beside.new,
+        checks=beside.checks(params),
+        reason=beside.reason,
+    )
+    return {
+        "checks": shown.checks,
+        "names": shown.names,
+        "charts": shown.charts(),
+        "reason": shown.reason,
+    }
 
 
-def _beside_champion(
-    params: Params, dataset: XMCDataset
-) -> tuple[dict[str, str] | None, str, Side, Side]:
-    """`DataChange.accepted` and `.reason`, and the figures of the champion's training data and of
-    the data set.
+@dataclass(frozen=True, kw_only=True)
+class _Beside:
+    """The champion's training data beside the data set: `DataChange.accepted` and `.reason`, and
+    the figures of both.
     """
+
+    accepted: dict[str, str] | None = None
+    reason: str
+    old: Side = field(default_factory=dict)
+    new: Side = field(default_factory=dict)
+
+    def checks(self, params: Params) -> list[Check]:
+        return compare(self.old, self.new, params.drift) if self.old else []
+
+
+def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
     model = params.tracking.model_name
-    if (champion := find_alias(model, "champion")) is None:
-        return None, f"{model} has no champion yet: nothing to compare with", {}, {}
-    accepted = {"model": model, "version": str(champion.version), "dataset_sha256": dataset.sha256}
-    same_data = "the champion was trained on this very data"
+    champion = find_alias(model, "champion")
+    if champion is None:
+        return _Beside(reason=f"{model} has no champion yet: nothing to compare with")
+    version = str(champion.version)
+    accepted = {"model": model, "version": version, "dataset_sha256": dataset.sha256}
+    same = _Beside(accepted=accepted, reason="the champion was trained on this very data")
     tags = champion.tags
     # after a refresh of the labels the tag names the data of the labels, not of the training
     if tags.get("dataset.sha256") == dataset.sha256 and tags.get("start.kind") != "refresh":
-        return accepted, same_data, {}, {}  # no need to fetch its bundle
-    bundle = fetch_bundle(f"models:/{model}/{champion.version}", paths.BUNDLES)
+        return same  # no need to fetch its bundle
+    bundle = fetch_bundle(f"models:/{model}/{version}", paths.BUNDLES)
     info = read_info(bundle)
     accepted["dataset_sha256"] = str(info.dataset.get("sha256"))
-    if (profile := read_profile(bundle)) is None:
-        return (
-            accepted,
-            f"version {champion.version} of {model} has no profile that this code can read",
-            {},
-            {},
-        )
+    profile = read_profile(bundle)
+    if profile is None:
+        reason = f"version {version} of {model} has no profile that this code can read"
+        return _Beside(accepted=accepted, reason=reason)
     if profile["sha256"] == dataset.sha256:
-        return accepted, same_data, {}, {}
+        return same
     new = _figures(profile, bundle / _TOKENIZER, dataset)
     before = set(read_labels(bundle, info.num_labels)["uid"].to_pylist())
     now = set(dataset.label_uids())
-    removed = len(before - now) / max(len(before), 1)
+    left = len(before - now) / max(len(before), 1)
     added = len(now - before) / max(len(now), 1)
-    return accepted, "", profile, new | {"label_changes": {"left": removed, "new": added}}
+    new["label_changes"] = {"left": left, "new": added}
+    return _Beside(accepted=accepted, reason="", old=profile, new=new)
 
 
 def drift(
@@ -255,39 +265,27 @@ def drift(
         old, tokenizer = _of_bundle(fetch_bundle(source, paths.BUNDLES), source)
     else:
         tokenizer = resolve_encoder(params.encoder.name)
-        tokens = params.tokens
-        old = _figures(
-            {"max_length": tokens.max_length, "text": tokens.text},
-            tokenizer,
-            XMCDataset.open(source),
-        )
+        read = {"max_length": params.tokens.max_length, "text": params.tokens.text}
+        old = _figures(read, tokenizer, XMCDataset.open(source))
     is_dataset = (later / MANIFEST).is_file()
     texts = XMCDataset.open(later) if is_dataset else read_window(later, column, params.raw).texts
     new = _figures(old, tokenizer, texts)
-    reason = not_judged(new.get("count"), params.drift)
-    facts = {
-        "earlier": source,
-        "later": str(second),
-        "earlier data": old["rows"],
-        "later data": new.get("rows", {}),
-    }
-    checks = compare(old, new, params.drift)
+    found = _compared(params, f"Drift from {old['name']}", old, new)
+    found = replace(
+        found,
+        names=("earlier", "later"),
+        facts={
+            "earlier": source,
+            "later": str(second),
+            "earlier data": old["rows"],
+            "later data": new.get("rows", {}),
+        },
+        more={"judged": not found.reason},
+    )
     out = paths.DRIFT / _digest(first, second)
     with swap_folder(out) as folder:
-        more = {"judged": not reason, "reason": reason}
-        outcome = _write(
-            folder,
-            f"Drift from {old['name']}",
-            ("earlier", "later"),
-            (old, new),
-            checks,
-            facts,
-            more,
-        )
-    drifted, found = outcome
-    return DataDrift(
-        drifted, found, not reason, reason, page=str(out / _PAGE), result=str(out / _FINDINGS)
-    )
+        found.write(folder)
+    return DataDrift(**_results(found, out))
 
 
 def monitor(
@@ -321,51 +319,65 @@ def monitor(
     metrics = None
     new["count"] = total
     if old["served"] is not None:
-        new["served"] = served_facts(*_answers(loaded, window.texts), old["served"]["score_edges"])
+        vectors, scores = _answers(loaded, window.texts)
+        new["served"] = served_facts(vectors, scores, old["served"]["score_edges"])
     if window.labels is not None:
         new["metrics"], new["unknown_labels"], new["labelled"] = _quality(loaded, window)
         metrics = {name: value for name, (value, _) in new["metrics"].items()}
-    checks = compare(
-        {**old, "metrics": loaded.info.metrics.get("validation", {})}, new, params.drift
-    )
-    reason = not_judged(total, params.drift)
-    facts = {
-        "queries": total,
-        "looked at": len(window.texts),
-        "bundle": loaded.sha256,
-        "data set": old["name"],
-        "data set sha256": old["sha256"],
-        "metrics": metrics or {},
-    }
-    model = {"source": source, "bundle_sha256": loaded.sha256}
-    more = {
-        "judged": not reason,
-        "reason": reason,
-        "queries": total,
-        "metrics": metrics,
-        "model": model,
-    }
-    window = Path(queries_path).name.partition(".")[0]
-    name = f"{window}-{_digest(file_sha256(queries_path), loaded.sha256)}"
-    out = paths.MONITOR / name
+    of_validation = loaded.info.metrics.get("validation", {})
     title = f"Window of {total:,} queries"
-    with swap_folder(out) as folder:
-        drifted, found = _write(
-            folder, title, ("trained on", "window"), (old, new), checks, facts, more
-        )
-    result = WindowDrift(
-        drifted,
+    found = _compared(params, title, {**old, "metrics": of_validation}, new)
+    model = {"source": source, "bundle_sha256": loaded.sha256}
+    found = replace(
         found,
-        not reason,
-        reason,
-        page=str(out / _PAGE),
-        result=str(out / _FINDINGS),
-        queries=total,
-        metrics=metrics,
-        model=model,
-        run_url=None,
+        facts={
+            "queries": total,
+            "looked at": len(window.texts),
+            "bundle": loaded.sha256,
+            "data set": old["name"],
+            "data set sha256": old["sha256"],
+            "metrics": metrics or {},
+        },
+        more={
+            "judged": not found.reason,
+            "queries": total,
+            "metrics": metrics,
+            "model": model,
+        },
     )
-    return replace(result, run_url=_track(params, result, checks, name))
+    stem = Path(queries_path).name.partition(".")[0]
+    name = f"{stem}-{_digest(file_sha256(queries_path), loaded.sha256)}"
+    out = paths.MONITOR / name
+    with swap_folder(out) as folder:
+        found.write(folder)
+    result = WindowDrift(
+        **_results(found, out), queries=total, metrics=metrics, model=model, run_url=None
+    )
+    return replace(result, run_url=_track(params, result, found.checks, name))
+
+
+def _compared(params: Params, title: str, old: Side, new: Side) -> Comparison:
+    """A window of queries, or a later data set, compared; a window of few queries is not judged."""
+    return Comparison(
+        title=title,
+        names=("trained on", "window"),
+        old=old,
+        new=new,
+        checks=compare(old, new, params.drift),
+        reason=not_judged(new.get("count"), params.drift),
+    )
+
+
+def _results(found: Comparison, out: Path) -> dict[str, Any]:
+    """The fields of a `DataDrift`; its files are in the folder `out`."""
+    return {
+        "drifted": found.drifted,
+        "findings": found.findings,
+        "judged": not found.reason,
+        "reason": found.reason,
+        "page": str(out / PAGE),
+        "result": str(out / FINDINGS),
+    }
 
 
 def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
@@ -408,119 +420,31 @@ def _quality(
     has), the share of labels that the bundle does not know, which count as misses, and the number
     of queries that have labels.
     """
-    labelled = [
-        (text, set(uids))
-        for text, uids in zip(window.texts, window.labels or [], strict=True)
-        if uids
-    ]
+    texts = []
+    rows = []
+    columns = []
     row_of = dict(bundle.row_of)
-    rows = [row for row, (_, uids) in enumerate(labelled) for _ in uids]
-    columns = [row_of.setdefault(uid, len(row_of)) for _, uids in labelled for uid in uids]
-    unknown = share(sum(column >= bundle.num_labels for column in columns), len(columns))
-    if not labelled:
+    for text, uids in zip(window.texts, window.labels or [], strict=True):
+        if not uids:
+            continue
+        for uid in set(uids):
+            rows.append(len(texts))
+            columns.append(row_of.setdefault(uid, len(row_of)))
+        texts.append(text)
+    num_unknown = sum(column >= bundle.num_labels for column in columns)
+    unknown = share(num_unknown, len(columns))
+    if not texts:
         return {}, unknown, 0
-    truth = sp.csr_matrix(
-        (np.ones(len(rows), np.float32), (rows, columns)), shape=(len(labelled), len(row_of))
-    )
-    predicted = bundle.predict_arrays(
-        [text for text, _ in labelled], min(K, bundle.num_labels)
-    ).rows
+    ones = np.ones(len(rows), np.float32)
+    truth = sp.csr_matrix((ones, (rows, columns)), shape=(len(texts), len(row_of)))
+    predicted = bundle.predict_arrays(texts, min(K, bundle.num_labels)).rows
     parts = by_query(predicted, truth, shown("window"), np.ones(len(row_of)))
-    percent = {name: 100.0 * above_N / below_N.mean() for name, (above_N, below_N) in parts.items()}
-    figures = {
-        name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()
-    }
-    return figures, unknown, len(labelled)
-
-
-def _write(
-    folder: Path,
-    title: str,
-    names: tuple[str, str],
-    sides: tuple[Side, Side],
-    checks: Sequence[Check],
-    facts: Mapping[str, Any],
-    more: Mapping[str, Any],
-    docs: str = "",
-) -> tuple[bool, list[dict[str, object]]]:
-    """Write drift.json and index.html into a folder.
-
-    Args:
-        names: of the two sides, on the page. facts: shown on the page. docs: relative address of
-        Data Docs, or "".
-        more: further keys of drift.json; a "reason" is shown instead of a verdict.
-
-    Returns:
-        whether any figure drifted, and the findings; both are in drift.json.
-    """
-    old, new = sides
-    reason = more.get("reason", "")
-    findings = [check.to_json() for check in checks]
-    moved = _moved_words(*(side["queries"]["words"] for side in sides)) if old and new else []
-    html = render(
-        "drift",
-        title=title,
-        names=names,
-        checks=checks,
-        facts_shown=facts,
-        reason=reason,
-        docs=docs,
-        distributions=_charts(names, old, new),
-        words=Table(
-            ["word", *names], moved, caption="Words that moved most, by share of all words"
-        ),
-    )
-    drifted = any(finding["drifted"] for finding in findings)
-    write_json(folder / _FINDINGS, {"drifted": drifted, "findings": findings, **more})
-    (folder / _PAGE).write_text(html, encoding="utf-8")
-    return drifted, findings
-
-
-def _charts(names: Sequence[str], old: Side, new: Side) -> list[Chart | None]:
-    """The lengths of queries and labels, and the scores of the best labels, of both sides."""
-    charts = [
-        _lengths(which, names, old[which], new[which])
-        for which in ("queries", "labels")
-        if which in old and which in new
-    ]
-    if old.get("served") and new.get("served"):
-        scores = [side["served"]["score_quantiles"] for side in (old, new)]
-        lines = [Line(name, range(len(of)), of) for name, of in zip(names, scores, strict=True)]
-        charts.append(
-            line_chart("Score of the best label", lines, "percent of queries", "top score at most")
-        )
-    return charts
-
-
-def _lengths(which: str, names: Sequence[str], old: Side, new: Side) -> Chart | None:
-    counts = [side["length"]["histogram"] for side in (old, new)]
-    filled = [i for i, pair in enumerate(zip(*counts, strict=True)) if any(pair)] or [0]
-    some = slice(filled[0], filled[-1] + 1)
-    bars = [
-        (name, [100 * count / max(sum(side), 1) for count in side[some]])
-        for name, side in zip(names, counts, strict=True)
-    ]
-    edges = [str(edge) for edge in LENGTH_EDGES[some]]
-    return bar_chart(f"Length of {which}", edges, bars, "percent", x_label="characters from")
-
-
-def _moved_words(*words: Side) -> list[list[str]]:
-    """Table rows of the words whose share changed most.
-
-    Each side has only its most frequent words; any other word counts with the share of the rarest
-    of them.
-    """
-    old, new = (
-        {word: count / max(of["count"], 1) for word, count in of["top"].items()} for of in words
-    )
-    least = [min(of.values(), default=0.0) for of in (old, new)]
-    change = {
-        word: abs(new.get(word, least[1]) - old.get(word, least[0])) for word in {**old, **new}
-    }
-    moved = sorted(change, key=lambda word: (-change[word], word))[:MOVED_WORDS]
-    return [
-        [word, *(f"{of[word]:.2%}" if word in of else "–" for of in (old, new))] for word in moved
-    ]
+    figures = {}
+    for name, (above_N, below_N) in parts.items():
+        percent_N = 100.0 * above_N / below_N.mean()
+        error = percent_N.std() / np.sqrt(len(percent_N))
+        figures[name] = (float(percent_N.mean()), float(error))
+    return figures, unknown, len(texts)
 
 
 def _digest(*parts: object) -> str:

@@ -135,33 +135,24 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
         }
         write_json(GATE_JSON, details)
         write_page(GATE_PAGE, render("gate", verdict=details))
-        promotion.record_verdict(
-            client, challenger, details, _conditions(params, challenger, champion)
-        )
-        _purge(
-            {
-                version.tags.get(HASH_TAG, "")[:16]
-                for version in (challenger, champion)
-                if version is not None
-            }
-        )
+        conditions = _conditions(params, challenger, champion)
+        promotion.record_verdict(client, challenger, details, conditions)
+        judged = [version for version in (challenger, champion) if version is not None]
+        _purge({version.tags.get(HASH_TAG, "")[:16] for version in judged})
     for check in checks:
-        log.log(
-            logging.INFO if check.passed else logging.WARNING,
-            "gate: %s: %s",
-            check.check,
-            check.words,
-        )
+        level = logging.INFO if check.passed else logging.WARNING
+        log.log(level, "gate: %s: %s", check.check, check.words)
+    compared = details.get("metrics", {}).items()
     return Verdict(
-        all(check.passed for check in checks),
-        already,
-        name,
-        checks,
-        str(challenger.version),
-        str(champion.version) if champion else None,
-        {which: headline(values) for which, values in details.get("metrics", {}).items()},
-        str(GATE_PAGE),
-        challenger.run_id or None,
+        passed=all(check.passed for check in checks),
+        already=already,
+        model=name,
+        reasons=checks,
+        challenger=str(challenger.version),
+        champion=str(champion.version) if champion else None,
+        metrics={which: headline(values) for which, values in compared},
+        page=str(GATE_PAGE),
+        run=challenger.run_id or None,
     )
 
 
@@ -180,10 +171,10 @@ def needs_gate(params: Params, version: str | int) -> bool:
         return True
     if champion.version == challenger.version or ROLLED_BACK[0] in challenger.tags:
         return False
-    refused = challenger.tags.get("gate.passed") == "false"
-    return not refused or challenger.tags.get("gate.settings") != _conditions(
-        params, challenger, champion
-    )
+    if challenger.tags.get("gate.passed") != "false":
+        return True
+    conditions = _conditions(params, challenger, champion)
+    return challenger.tags.get("gate.settings") != conditions
 
 
 def promote(
@@ -222,49 +213,32 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
     The first champion replaces nothing, so uncommitted changes are accepted for it.
     """
     tags = version.tags
+    force = f"`unidec models promote {version.version} --force`"
+    accepted = ", which gate.allow_dirty accepts"
     commit = tags.get(COMMIT_TAG, "")[:12]
-    checks = [
-        Check(
-            "code",
-            True,
-            commit or None,
-            None,
-            f"commit {commit}" if commit else "not in a git repository",
-        )
-    ]
+    files = uncommitted(tags)
     if reason := unknown_code(tags):
         what = f"unknown, because git does not answer ({reason})"
+        fix = accepted if rules.allow_dirty else f": fix that and run `make train`, or run {force}"
+        check = Check("code", rules.allow_dirty, "unknown", "clean", what + fix)
+    elif files:
+        listed = ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
+        what = f"made with uncommitted changes ({listed})"
         fix = (
-            f": fix that and run `make train`, or run `unidec models promote {version.version} "
-            "--force`"
-        )
-        if rules.allow_dirty:
-            fix = ", which gate.allow_dirty accepts"
-        checks = [Check("code", rules.allow_dirty, "unknown", "clean", what + fix)]
-    elif files := uncommitted(tags):
-        what = (
-            "made with uncommitted changes "
-            f"({', '.join(files[:5])}{', ...' if len(files) > 5 else ''})"
-        )
-        fix = (
-            ": commit them and run `make train`, or run `unidec models promote "
-            f"{version.version} --force`"
+            accepted if rules.allow_dirty else f": commit them and run `make train`, or run {force}"
         )
         if champion is None:
             fix = ", accepted for a first champion; commit them, or later models are refused"
             log.warning("gate: version %s was %s%s", version.version, what, fix)
-        elif rules.allow_dirty:
-            fix = ", which gate.allow_dirty accepts"
-        checks = [
-            Check("code", champion is None or rules.allow_dirty, "dirty", "clean", what + fix)
-        ]
-    if ROLLED_BACK[0] in tags:
-        what = (
-            f"{rolled_back_words(tags)}; `unidec models promote {version.version} --force` "
-            "overrules that"
-        )
-        checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, what))
-    return checks
+        is_accepted = champion is None or rules.allow_dirty
+        check = Check("code", is_accepted, "dirty", "clean", what + fix)
+    else:
+        words = f"commit {commit}" if commit else "not in a git repository"
+        check = Check("code", True, commit or None, None, words)
+    if ROLLED_BACK[0] not in tags:
+        return [check]
+    what = f"{rolled_back_words(tags)}; {force} overrules that"
+    return [check, Check("rolled back", False, tags[ROLLED_BACK[0]], None, what)]
 
 
 def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
@@ -364,12 +338,10 @@ def servability(
                     return [Check("loads", False, None, None, str(error).replace("\n", " "))], {}
                 # the champion cannot be served: there is nothing to compare times and sizes with
                 continue
-            if name in probes:  # the shortest times count: other processes only add to them
-                shortest = {
-                    time: min(getattr(probe, time), getattr(probes[name], time)) for time in _TIMES
-                }
-                probe = replace(probe, **shortest)
-            probes[name] = probe
+            # the shortest times count: other processes only add to them
+            before = probes.get(name, probe)
+            shortest = {time: min(getattr(probe, time), getattr(before, time)) for time in _TIMES}
+            probes[name] = replace(probe, **shortest)
         checks = resource_checks(probes, rules)
         if all(check.passed or check.check.startswith("size") for check in checks):
             break
@@ -388,34 +360,23 @@ def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
         ("load time", "load_seconds", rules.max_load_seconds, "s from start to the first answer"),
         ("latency", "p95_ms", rules.max_latency_ms, "ms, p95 of single queries"),
         ("size", "megabytes", rules.max_megabytes, "MB on disk"),
-        (
-            "load ratio",
-            "load_cpu_seconds",
-            rules.max_load_ratio,
-            "s of processor time to the first answer",
-        ),
-        (
-            "latency ratio",
-            "p95_cpu_ms",
-            rules.max_latency_ratio,
-            "ms of processor time, p95 of a query",
-        ),
-        ("size ratio", "megabytes", rules.max_size_ratio, "MB"),
     ):
         got = getattr(probe, key)
-        words = f"{getattr(probe, key):.3g} {unit}, at most {limit:g}"
-        if name.endswith("ratio"):
-            champions = getattr(champion, key) if champion else 0.0
-            if not champions:
-                continue
-            ratio = got / champions
-            words = (
-                f"{got:.3g} against {champions:.3g} {unit}: {ratio:.2f} times the champion's, at "
-                f"most {limit:g}"
-            )
-            got = ratio
         if limit:
+            words = f"{got:.3g} {unit}, at most {limit:g}"
             checks.append(Check(name, got <= limit, got, limit, words))
+    for name, key, limit, unit in (
+        ("load", "load_cpu_seconds", rules.max_load_ratio, "s of processor time to an answer"),
+        ("latency", "p95_cpu_ms", rules.max_latency_ratio, "ms of processor time, p95 of a query"),
+        ("size", "megabytes", rules.max_size_ratio, "MB"),
+    ):
+        before = getattr(champion, key) if champion else 0.0
+        if limit and before:
+            got = getattr(probe, key)
+            ratio = got / before
+            words = f"{got:.3g} against {before:.3g} {unit}: {ratio:.2f} times the champion's"
+            words += f", at most {limit:g}"
+            checks.append(Check(f"{name} ratio", ratio <= limit, ratio, limit, words))
     return checks
 
 
@@ -432,29 +393,26 @@ def rank_queries(
     row_of = {uid: row for row, uid in enumerate(dataset.label_uids())}
     row_of_B = np.array([row_of.get(uid, -1) for uid in bundle.uids.to_pylist()], dtype=np.int64)
     removed = int((row_of_B < 0).sum())
-    texts = own_texts(bundle, dataset, rows)
+    places = K + min(removed, _MOST_REMOVED)
     filtered = dataset.filter_pairs[rows]
-    uids = dataset.labels["uid"]
+    excluded = [dataset.labels["uid"].take(row.indices).to_pylist() for row in filtered]
+    texts = own_texts(bundle, dataset, rows)
     parts = [np.zeros((0, K), dtype=np.int32)]
     with progress(total=len(texts), desc=f"queries by {bundle.sha256[:8]}", unit="query") as bar:
         for start in range(0, len(texts), _BLOCK):
-            block = texts[start : start + _BLOCK]
-            exclude = [
-                uids.take(filtered[i].indices).to_pylist() for i in range(start, start + len(block))
-            ]
-            predicted = bundle.predict_arrays(block, K + min(removed, _MOST_REMOVED), exclude).rows
+            block = slice(start, start + _BLOCK)
+            predicted = bundle.predict_arrays(texts[block], places, excluded[block]).rows
             mapped_NK = np.where(predicted >= 0, row_of_B[np.maximum(predicted, 0)], -1)
             parts.append(moved_up(mapped_NK, K).astype(np.int32))
-            bar.update(len(block))
+            bar.update(len(predicted))
     unknown = dataset.num_labels - (len(row_of_B) - removed)
     return np.concatenate(parts), {"unknown": unknown, "removed": removed}
 
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
     """Texts of queries, with or without their content as in the training of the bundle's model."""
-    return dataset.query_texts(
-        rows, "title+content" if bundle.info.text == "title+content" else "title"
-    )
+    text = "title+content" if bundle.info.text == "title+content" else "title"
+    return dataset.query_texts(rows, text)
 
 
 def _fetch(version: ModelVersion) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,14 @@ def from_feedback(params: Params, files: Sequence[Path], output: Path) -> FromFe
     _check_output(output)
     dataset = paths.open_dataset()
     read = [mark for file in files for mark in read_marks(file)]
-    last = _last_of_each(read)
-    result = FromFeedback(marks=len(last), repeated=len(read) - len(last), output=str(output))
+    by_query: dict[str, dict[str, Mark]] = {}  # the latest mark of each query and label
+    for mark in sorted(read, key=lambda mark: mark.at):
+        by_query.setdefault(same_text(mark.query), {})[mark.label] = mark
+    num_last = sum(map(len, by_query.values()))
+    result = FromFeedback(marks=num_last, repeated=len(read) - num_last, output=str(output))
     tables = _Tables(dataset, params.tokens.text, result)
-    for query, marks in _by_query(last).items():
-        tables.take(query, marks)
+    for query, marks in by_query.items():
+        tables.take(query, list(marks.values()))
     with swap_folder(output) as folder:
         tables.write(folder)
     return result
@@ -104,17 +107,19 @@ def read_marks(path: Path) -> list[Mark]:
     """
     marks = []
     for line, row in readable_rows(path, _COLUMNS):
-        query = row.get("query")
-        label = row.get("label")
-        relevant = row.get("relevant")
-        is_mark = isinstance(label, str) and isinstance(relevant, bool)
-        if not is_mark or not isinstance(query, str) or not query.strip():
-            expected = '{"query": "a text", "label": "a uid", "relevant": true}'
-            fix = "name a file that `unidec serve --feedback` wrote"
-            raise DataError(
-                "not a mark", where=f"{path}:{line}", got=str(row)[:200], expected=expected, fix=fix
-            )
-        marks.append(Mark(query, str(label), bool(relevant), str(row.get("at") or "")))
+        match row:
+            case {"query": str(query), "label": str(label), "relevant": bool(relevant)} if (
+                query.strip()
+            ):
+                marks.append(Mark(query, label, relevant, str(row.get("at") or "")))
+            case _:
+                raise DataError(
+                    "not a mark",
+                    where=f"{path}:{line}",
+                    got=str(row)[:200],
+                    expected='{"query": "a text", "label": "a uid", "relevant": true}',
+                    fix="name a file that `unidec serve --feedback` wrote",
+                )
     return marks
 
 
@@ -135,21 +140,6 @@ def _check_output(folder: Path) -> None:
         )
 
 
-def _last_of_each(marks: Iterable[Mark]) -> list[Mark]:
-    """The latest mark of each query and label."""
-    last: dict[tuple[str, str], Mark] = {}
-    for mark in sorted(marks, key=lambda mark: mark.at):
-        last[same_text(mark.query), mark.label] = mark
-    return list(last.values())
-
-
-def _by_query(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
-    found: dict[str, list[Mark]] = {}
-    for mark in marks:
-        found.setdefault(same_text(mark.query), []).append(mark)
-    return found
-
-
 class _Tables:
     """The rows of the tables: those of a data set, changed by marks."""
 
@@ -159,9 +149,8 @@ class _Tables:
         self.uids = dataset.query_uids()
         self.label_uids = dataset.label_uids()
         self.labels = frozenset(self.label_uids)
-        self.split_of = dict(
-            zip(self.uids, (SPLITS[number] for number in dataset.split_N), strict=True)
-        )
+        splits = [SPLITS[number] for number in dataset.split_N]
+        self.split_of = dict(zip(self.uids, splits, strict=True))
         self.new: dict[str, str] = {}  # uid -> text
         self.pairs = self._pairs_of(dataset.relevance)
         self.filters = self._pairs_of(dataset.filter_pairs)
@@ -172,10 +161,10 @@ class _Tables:
 
     def _pairs_of(self, matrix: Any) -> dict[tuple[str, str], float]:
         found = matrix.tocoo()
-        rows = zip(found.row.tolist(), found.col.tolist(), found.data.tolist(), strict=True)
-        return {
-            (self.uids[row], self.label_uids[column]): float(value) for row, column, value in rows
-        }
+        queries = [self.uids[row] for row in found.row]
+        labels = [self.label_uids[column] for column in found.col]
+        keys = zip(queries, labels, strict=True)
+        return dict(zip(keys, found.data.astype(float).tolist(), strict=True))
 
     def take(self, query: str, marks: Sequence[Mark]) -> None:
         """Apply the marks of one query."""
@@ -183,10 +172,8 @@ class _Tables:
         known = [mark for mark in marks if mark.label in self.labels]
         unknown = [mark.label for mark in marks if mark.label not in self.labels]
         result.unknown += len(unknown)
-        room = _NAMED - len(result.unknown_labels)
-        result.unknown_labels += [
-            uid for uid in dict.fromkeys(unknown) if uid not in result.unknown_labels
-        ][:room]
+        named = dict.fromkeys([*result.unknown_labels, *unknown])
+        result.unknown_labels = list(named)[:_NAMED]
         uids = list(self.uids_of.get(query, {}))
         splits = {self.split_of[uid] for uid in uids}
         if "test" in splits:
@@ -206,9 +193,8 @@ class _Tables:
     def _change(self, uids: Sequence[str], marks: Iterable[Mark]) -> None:
         result = self.result
         for mark in marks:
-            here, there = (
-                (self.pairs, self.filters) if mark.relevant else (self.filters, self.pairs)
-            )
+            here = self.pairs if mark.relevant else self.filters
+            there = self.filters if mark.relevant else self.pairs
             keys = [(uid, mark.label) for uid in uids]
             missing = [key for key in keys if key not in here]
             wrong = [key for key in keys if there.pop(key, None) is not None]
@@ -222,28 +208,22 @@ class _Tables:
 
     def write(self, folder: Path) -> None:
         """Write the four tables."""
-        queries = self.dataset.queries.to_pylist()
-        labels = self.dataset.labels.to_pylist()
-        texts = [
-            (row["uid"], row["title"], row["content"], self.split_of[row["uid"]]) for row in queries
+        queries = []
+        for row in self.dataset.queries.to_pylist():
+            split = self.split_of[row["uid"]]
+            queries.append({**_text_row(row), "split": split})
+        for uid, text in sorted(self.new.items()):
+            queries.append({"id": uid, "text": text, "content": "", "split": "train"})
+        labels = [_text_row(row) for row in self.dataset.labels.to_pylist()]
+        pairs = [
+            {"query_id": query, "label_id": label, "relevance": value}
+            for (query, label), value in sorted(self.pairs.items())
         ]
-        texts += [(uid, text, "", "train") for uid, text in sorted(self.new.items())]
-        rows: dict[str, list[Mapping[str, Any]]] = {
-            "queries.jsonl": [_row(("id", "text", "content", "split"), cells) for cells in texts],
-            "labels.jsonl": [
-                {"id": row["uid"], "text": row["title"], "content": row["content"]}
-                for row in labels
-            ],
-            "pairs.jsonl": [
-                _row(("query_id", "label_id", "relevance"), (*key, value))
-                for key, value in sorted(self.pairs.items())
-            ],
-            "filters.jsonl": [_row(("query_id", "label_id"), key) for key in sorted(self.filters)],
-        }
-        for name, lines in rows.items():
+        filters = [{"query_id": query, "label_id": label} for query, label in sorted(self.filters)]
+        for name, rows in zip(FILES, (queries, labels, pairs, filters), strict=True):
             with (folder / name).open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _row(names: Sequence[str], cells: Sequence[Any]) -> Mapping[str, Any]:
-    return dict(zip(names, cells, strict=True))
+def _text_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {"id": row["uid"], "text": row["title"], "content": row["content"]}

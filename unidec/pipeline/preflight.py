@@ -18,7 +18,7 @@ from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, DataError, UnidecError, missing_package
 from unidec.model.sources import PACKAGED, check_positions, resolve_encoder
 from unidec.pipeline import paths
-from unidec.pipeline.data import source_files
+from unidec.pipeline.data_stages import source_files
 from unidec.tracking.store import sqlite_path, tracking_uri
 from unidec.user import check_writable
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from unidec.config import RESULTS, Params, flatten, keys_deciding
+from unidec.config import Params
 from unidec.data.storage import (
     files_sha256,
     read_json_lines,
@@ -34,7 +34,7 @@ from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import launch, paths, runs
 from unidec.pipeline.launch import LAUNCHER, Job, Launcher
 from unidec.pipeline.lock import one_at_a_time
-from unidec.pipeline.plan import check_fits
+from unidec.pipeline.memory_plan import check_fits
 from unidec.pipeline.ranking import Ranking, validation_metrics
 from unidec.pipeline.seen import write_record
 from unidec.pipeline.start import (
@@ -44,10 +44,9 @@ from unidec.pipeline.start import (
     open_start,
     read_start,
     run_identity,
-    start_tags,
 )
-from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash, unknown_code
-from unidec.tracking.run import TRIAL_TAG, Tracker, reconcile_runs, run_tags
+from unidec.pipeline.training_record import begin_tracking
+from unidec.tracking.run import Tracker, reconcile_runs
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures, Report, RoundReport, fit
@@ -340,7 +339,7 @@ def start_run(
             f"epoch {run.epoch} was trained but not validated before the kill: validated now"
         )
     if track:
-        _begin_tracking(run, state.get("notes", {}).get("mlflow_run_id"), accepted)
+        begin_tracking(run, state.get("notes", {}).get("mlflow_run_id"), accepted)
     return run
 
 
@@ -457,55 +456,6 @@ def step_figures(figures: Mapping[str, float]) -> Figures:
     number.
     """
     return {f"training/{name}": value for name, value in figures.items() if name != "step"}
-
-
-def model_params(
-    flat: Mapping[str, str | int | float], is_warm: bool
-) -> dict[str, str | int | float]:
-    """The parameters (by dotted keys) that decide a result, and the recipe's name; those of section
-    `warm` only for a warm start.
-    """
-    return {key: flat[key] for key in ["recipe", *keys_deciding(*RESULTS, warm=is_warm)]}
-
-
-def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> None:
-    """Start or resume the MLflow run of this training."""
-    params = run.params
-    dataset = paths.open_dataset()
-    experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
-    tags = (
-        code_tags()
-        | start_tags()
-        | {
-            "dataset.sha256": dataset.sha256,
-            "run.folder": run.folder.name,
-            "accepted": "; ".join(accepted)[:5000],
-            "dvc_experiment": experiment,
-            f"{DVC_TAG}{paths.DATASET}": dvc_hash(str(paths.DATASET)) or "",
-        }
-    )
-    data = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
-    data |= {
-        key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")
-    }
-    name = f"{dataset.name} {params.recipe or params.model.heads} {_how(experiment, run.folder)}"
-    logged = model_params(flatten(params), read_start() is not None)
-    tags = {key: tag for key, tag in tags.items() if tag}
-    if reason := unknown_code(tags):
-        run.lines.append(f"git does not answer, so the gate will refuse the model: {reason}")
-    Tracker(params.tracking.experiment).start(run.folder, logged, tags, data, name, run_id)
-
-
-def _how(experiment: str, folder: Path) -> str:
-    """What the end of an MLflow run's name says: the experiment of DVC, or which command trained,
-    and the run.
-    """
-    run = folder.name[:6]
-    if experiment:
-        return experiment
-    if trial := run_tags().get(TRIAL_TAG):
-        return f"trial {trial[:200]} {run}"
-    return f"dvc repro {run}" if os.environ.get("DVC_STAGE") else run
 
 
 def _progress_line(run: Run, checkpoint: Path | None) -> str:

@@ -7,29 +7,29 @@ import sys
 
 import numpy as np
 import pytest
-from helpers.live_bytes import LiveBytes
+import torch
 from helpers.tiny_data import make_raw
+from transformers import AutoModel
 
 from unidec import cli
 from unidec.config import Params, load_params, with_settings
 from unidec.data.dataset import write_dataset
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError
-from unidec.model import full_bce, losses
-from unidec.model.encoder import TransformerEncoder
-from unidec.pipeline import data as data_stages
-from unidec.pipeline import paths, plan
-from unidec.pipeline.plan import (
+from unidec.model.encoder import TransformerEncoder, transformer_options
+from unidec.pipeline import data_stages, memory_probe, paths
+from unidec.pipeline.live_bytes import LiveBytes
+from unidec.pipeline.memory_plan import (
     MARGIN,
     REMEDIES,
     Amount,
-    Formulas,
     Plan,
-    Sizes,
     check_fits,
-    empty_encoder,
+    gib,
     plan_memory,
+    stored_sizes,
 )
+from unidec.pipeline.memory_probe import Sizes, encoder_config, measure, num_rows
 from unidec.training import trainer as trainer_module
 
 ALL, ONE, FROZEN = (
@@ -57,31 +57,19 @@ def data(tiny_bert, tmp_path_factory):
     return dataset, tokens
 
 
-@pytest.fixture
-def live():
-    """Counts the bytes of tensors that live."""
-    return LiveBytes()
-
-
-def sizes_of(dataset, queries, labels):
-    lengths = [
-        (float(tokens.lengths().mean()), int(tokens.lengths().max()))
-        for tokens in (queries, labels)
-    ]
-    counts = (
-        dataset.num_queries,
-        len(dataset.rows("train")),
-        dataset.num_labels,
-        int(dataset.relevance.nnz),
+def measured(params, dataset, tokens):
+    """What a training of this data needs on a CPU."""
+    lengths = [(float(of.lengths().mean()), int(of.lengths().max())) for of in tokens]
+    sizes = Sizes(
+        num_queries=dataset.num_queries,
+        num_train=len(dataset.rows("train")),
+        num_labels=dataset.num_labels,
+        num_pairs=int(dataset.relevance.nnz),
+        query_tokens=lengths[0],
+        label_tokens=lengths[1],
+        vocab_size=tokens[0].vocab_size,
     )
-    return Sizes(*counts, *lengths, queries.vocab_size)
-
-
-def formulas(params, dataset, tokens):
-    half = params.optim.precision == "bf16"
-    return Formulas(
-        params, sizes_of(dataset, *tokens), empty_encoder(params.encoder.name), False, half
-    )
+    return measure(params, sizes, gpu=False, half=params.optim.precision == "bf16")
 
 
 def by_name(amounts):
@@ -121,15 +109,15 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     trainer.refresh()
     trainer.train_round()
     params = Params.model_validate(trainer.settings.everything)
-    found = formulas(params, trainer.dataset, list(trainer.encoding.tokens.values()))
+    found = measured(params, trainer.dataset, list(trainer.encoding.tokens.values()))
 
-    weights = dict(trainer.model.named_parameters())
-    dense = [p for name, p in weights.items() if not name.endswith(plan._TABLES)]
+    rows = trainer.optimisers.row_states()
+    tables = {f"{name}.weight" for name in rows}
+    dense = [p for name, p in trainer.model.named_parameters() if name not in tables]
     adamw = trainer.optimisers.adamw.state
     moments = sum(
         adamw[p][key].nbytes for p in dense if p in adamw for key in ("exp_avg", "exp_avg_sq")
     )
-    rows = trainer.optimisers.row_states()
     of_rows = {name: sum(x.nbytes for x in tensors.values()) for name, tensors in rows.items()}
     bag = sum(size for name, size in of_rows.items() if name.startswith("encoder."))
     real = {
@@ -137,9 +125,7 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
         "token table": bag,
         "classifier rows": sum(of_rows.values()) - bag,
     }
-    assert by_name(found.state()) == real
-    gradients = sum(p.nbytes for p in dense if p.requires_grad)
-    assert by_name(found.step())["gradients"] == gradients
+    assert found.state == real
     assert trainer.model.encoder.width == found.width
     # a checkpoint holds these tensors, AdamW's step counts and torch's random state
     newest = max((trainer.run_dir / "checkpoints").glob("step-*"))
@@ -157,43 +143,37 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
 )
 def test_parameters_of_the_known_encoders(name, millions):
     """As their model cards state them, without the pooling head."""
-    count = sum(p.numel() for p in empty_encoder(name).parameters())
-    assert round(count / 1e6, 1) == millions
+    config = encoder_config(name)
+    with torch.device("meta"):
+        encoder = AutoModel.from_config(config, **transformer_options(config))
+    assert round(sum(p.numel() for p in encoder.parameters()) / 1e6, 1) == millions
     with pytest.raises(ConfigError, match="more trainable layers"):
-        TransformerEncoder(empty_encoder(name), "mean", 13)
+        TransformerEncoder(encoder, "mean", 13)
 
 
 def test_encoders_by_folder(tmp_path, tiny_bert):
-    found = empty_encoder(str(tiny_bert))
-    assert found.config.num_hidden_layers == 3 and all(
-        p.device.type == "meta" for p in found.parameters()
-    )
+    assert encoder_config(str(tiny_bert)).num_hidden_layers == 3
     with pytest.raises(ArtifactError):
-        empty_encoder(str(tmp_path))
+        encoder_config(str(tmp_path))
 
 
 def test_ranks_share_the_classifier_alone(data, tiny_params):
-    alone, three = (
-        by_name(formulas(tiny_params(**{"run.devices": n}), *data).state()) for n in (1, 3)
-    )
-    assert (
-        three.pop("classifier rows") == 134 * 16 * 12
-        and alone.pop("classifier rows") == 400 * 16 * 12
-    )
-    assert alone == three  # 134 of 400 labels: the largest part
+    alone, three = (measured(tiny_params(**{"run.devices": n}), *data).state for n in (1, 3))
+    # the largest part: 134 of 400 labels
+    assert three.pop("classifier rows") == pytest.approx(134 * 16 * 12, rel=0.01)
+    assert alone.pop("classifier rows") == 400 * 16 * 12
+    assert alone == three
 
 
 def test_ranks_share_all_labels_but_not_a_pool(data, tiny_params):
-    def found(**overrides):
-        return formulas(
-            tiny_params(**{"run.devices": 3, "pool.de_labels": "all"} | overrides), *data
-        )
+    def found(ranks, **overrides):
+        found = measured(tiny_params(**{"run.devices": ranks} | overrides), *data)
+        return found.step["heads and losses"]
 
-    shared = found()
-    gathered = found(**{"loss.de": "triplet"})
-    assert (shared.de_labels, gathered.de_labels, shared.labels) == (134, 400, 400)
-    assert shared.clf_labels == gathered.clf_labels < 400
-    assert found(**{"pool.clf_labels": "all"}).clf_labels == 134
+    wide = {"pool.clf_labels": "all", "model.heads": "clf", "pool.eta": 0}
+    assert found(3, **wide) < 0.6 * found(1, **wide)
+    triplets = wide | {"loss.clf": "triplet", "loss.clf_bce": 0.0}
+    assert found(3, **triplets) > 0.6 * found(1, **triplets)
 
 
 # -- a step: an upper estimate
@@ -275,7 +255,7 @@ SLOW_PEAKS = {
     [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_PEAKS else name for name in PEAKS],
 )
 def test_the_peak_of_training_steps(
-    name, data, live, tiny_params, tiny_distilbert, tmp_path, monkeypatch
+    name, data, tiny_params, tiny_distilbert, tmp_path, monkeypatch
 ):
     """All tensors of two steps on a processor: estimated at most 5% too low, and at most three
     times too high.
@@ -301,6 +281,7 @@ def test_the_peak_of_training_steps(
     trainer.made = trainer_module.Refresh.load(trainer.refresher.folder(0), 0)
     trainer.model.train()
     batches = sorted(trainer.made.batches(trainer.rows, params.pool.batch_size, 0, 0), key=len)[-2:]
+    live = LiveBytes()
     for rows in trainer.optimisers.row_states().values():
         for tensor in rows.values():
             live.add(tensor)
@@ -315,25 +296,19 @@ def test_the_peak_of_training_steps(
             trainer.at.step += 1
             del batch
 
-    found = formulas(params, dataset, tokens)
-    assert np.diff(trainer.made.offsets).max() <= found.queries
-    assert max(pools) <= max(found.de_labels, found.clf_labels)
-    planned = sum(amount.num_bytes for amount in (*found.state(), *found.step()))
+    found = measured(params, dataset, tokens)
+    assert np.diff(trainer.made.offsets).max() <= found.num_queries
+    assert max(pools) <= found.num_labels
+    planned = sum(found.state.values()) + sum(found.step.values())
     assert 0.95 * live.peak <= planned <= 3 * live.peak
 
 
-def test_constants_of_the_code():
-    assert plan._FULL_BCE_CHUNK == full_bce.CHUNK
-    assert plan._TRIPLET_BLOCK == losses.BLOCK
-
-
 def test_a_frozen_transformer_keeps_nothing(data, tiny_params):
-    assert not by_name(formulas(tiny_params(**FROZEN), *data).step())["activations"]
+    assert measured(tiny_params(**FROZEN), *data).step["transformer"] == 0
 
 
 def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
     sizes = Sizes.given(1_000_000, 100_000, 8)
-    shape = empty_encoder("distilbert-base-uncased")
     of_all = {
         "model.heads": "clf",
         "pool.clf_labels": "all",
@@ -341,57 +316,74 @@ def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
         "loss.clf_bce": 0.0,
     }
     bce, softmax = (
-        by_name(
-            Formulas(tiny_params(**of_all, **{"loss.clf": loss}), sizes, shape, True, False).step()
-        )
+        measure(tiny_params(**of_all, **{"loss.clf": loss}), sizes, gpu=True, half=False)
         for loss in ("bce", "ds")
     )
-    assert bce["logits and losses"] < 0.03 * softmax["logits and losses"]
+    assert bce.step["heads and losses"] < 0.1 * softmax.step["heads and losses"]
+    assert bce.num_labels == softmax.num_labels == 1_000_000
+
+
+def test_a_step_over_all_labels_grows_by_the_label(tiny_params, monkeypatch):
+    """What a probe of fewer labels says of all of them is what a probe of all says."""
+    params = tiny_params(**{"pool.de_labels": "all", "pool.clf_labels": "all"})
+    sizes = Sizes.given(3000, 1000, 8)
+    whole = measure(params, sizes, gpu=False, half=False)
+    monkeypatch.setattr(memory_probe, "MOST_TEXTS", 1000)
+    of_few = measure(params, sizes, gpu=False, half=False)
+    assert of_few.state == whole.state and of_few.num_labels == whole.num_labels
+    for part, size in whole.step.items():
+        assert of_few.step[part] == pytest.approx(size, rel=0.02)
+
+
+def test_chunks_and_recomputing_hold_less_of_a_transformer(data, tiny_params):
+    every = {"pool.de_labels": "all", **ALL}
+    whole, chunked, recomputed = (
+        measured(tiny_params(**every | more), *data).step["transformer"]
+        for more in ({}, {"optim.encode_chunk": 50}, {"run.recompute": True})
+    )
+    assert chunked < recomputed < whole
 
 
 def test_sizes_follow_what_the_heads_see(data, tiny_params):
     num_labels = data[0].num_labels
 
     def found(**overrides):
-        return formulas(tiny_params(**overrides), *data)
+        return measured(tiny_params(**overrides), *data)
 
     plain = found()
-    every = found(**{"pool.de_labels": "all"})
-    assert plain.de_labels < every.de_labels == num_labels
-    assert plain.clf_labels == every.clf_labels == plain.de_labels
-    assert every.texts - plain.texts == every.de_labels - plain.de_labels
-    assert (
-        plain.shortlist > 0
-        and not found(**{"pool.de_labels": "all", "model.heads": "de"}).shortlist
-    )
-    alone = found(**{"model.heads": "clf"})
-    listed = found(**{"model.heads": "clf", "model.levels": [9, 3], "pool.shortlist": 20})
-    assert listed.shortlist == plain.shortlist * 60 / (
-        plain.params.pool.eta * plain.params.pool.refresh
-    )
-    assert alone.texts == alone.queries
-    assert (
-        found(**{"model.heads": "clf", "model.clf_residual": True}).texts
-        == alone.queries + alone.clf_labels
-    )
-    part = found(**{"pool.de_labels": "all", "optim.encode_chunk": 50})
-    assert part.texts == every.texts and part.held == 50 and every.held == every.texts
-    assert part.held_padded == 50 * max(int(lengths.lengths().max()) for lengths in data[1])
-    half = found(**{"pool.gandalf": True, "label_graph.share": 0.5})
-    assert half.rows == plain.rows + num_labels // 2
-    assert (
-        found(**{"model.heads": "de", "pool.eta": 0, "pool.simcse": True}).rows
-        == plain.rows + num_labels
-    )
+    assert plain.num_labels < num_labels
+    assert found(**{"pool.clf_labels": "all"}).num_labels == num_labels
+    alone = found(**{"model.heads": "clf"}).step
+    assert alone["heads and losses"] < plain.step["heads and losses"]  # no label texts
+    texts = found(**{"model.heads": "clf", "model.clf_residual": True}).step
+    assert alone["heads and losses"] < texts["heads and losses"]
+
+
+def test_hard_negatives_and_rows(data, tiny_params):
+    """A shortlist where there are hard negatives; labels as queries where their texts are."""
+    sizes = Sizes.given(400, 1080, 8)
+
+    def shortlist(**overrides):
+        plan = plan_memory(tiny_params(**overrides), sizes, {"device": GIB})
+        return by_name(plan.amounts).get("hard negatives", 0)
+
+    plain = shortlist()
+    pool = tiny_params().pool
+    assert plain == 4 * 1080 * pool.eta * pool.refresh
+    assert not shortlist(**{"pool.de_labels": "all", "model.heads": "de"})
+    listed = {"model.heads": "clf", "model.levels": [9, 3], "pool.shortlist": 20}
+    assert shortlist(**listed) == 4 * 1080 * 60
+    half = tiny_params(**{"pool.gandalf": True, "label_graph.share": 0.5})
+    assert num_rows(half, sizes) == 1080 + 200
+    simcse = tiny_params(**{"model.heads": "de", "pool.eta": 0, "pool.simcse": True})
+    assert num_rows(simcse, sizes) == 1080 + 400
 
 
 def test_degenerate_sizes(tiny_params):
     params = tiny_params(**{"pool.batch_size": 512})
-    shape = empty_encoder(params.encoder.name)
     for labels, queries, tokens in ((1, 1, 1), (1, 5000, 512), (10**9, 1, 32)):
-        found = Formulas(params, Sizes.given(labels, queries, tokens), shape, True, True)
-        amounts = [*found.state(), *found.step(), *found.refresh(), *found.index()]
-        assert all(amount.num_bytes >= 0 for amount in amounts) and amounts[0].num_bytes > 0
+        plan = plan_memory(params, Sizes.given(labels, queries, tokens), {"device": GIB})
+        assert all(amount.num_bytes >= 0 for amount in plan.amounts) and plan.state_bytes > 0
 
 
 def test_places(tiny_params, data):
@@ -443,11 +435,7 @@ def test_a_small_training_is_one_line():
 
 
 def test_amounts_in_words():
-    assert (
-        plan.gib(0) == "0.00 MiB"
-        and plan.gib(1 << 30) == "1.00 GiB"
-        and plan.gib(5 << 20) == "5.00 MiB"
-    )
+    assert gib(0) == "0.00 MiB" and gib(1 << 30) == "1.00 GiB" and gib(5 << 20) == "5.00 MiB"
 
 
 # -- on a working folder, and by hand
@@ -489,7 +477,7 @@ def test_the_training_here_fits(ingested):
     check_fits(params)
     planned = plan_memory(params)
     assert not planned.short and planned.device == "cpu" and planned.lines()[-1].startswith("fits")
-    sizes = Sizes.stored(params)
+    sizes = stored_sizes(params)
     assert (sizes.num_queries, sizes.num_train, sizes.num_labels) == (2500, 1900, 4497)
 
 

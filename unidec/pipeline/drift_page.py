@@ -1,0 +1,119 @@
+"""The page and the JSON file of a comparison of two versions of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unidec.data.profile import LENGTH_EDGES
+from unidec.data.storage import write_json
+from unidec.evaluation.drift import Check
+from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
+from unidec.evaluation.page import Table, render
+
+PAGE = "index.html"
+FINDINGS = "drift.json"
+_MOVED_WORDS = 15
+# figures of one side, as `unidec.evaluation.drift.compare` takes them; empty: none compared
+Side = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two versions of the data, and what was found.
+
+    Attributes:
+        names: of the earlier and the later side, on the page.
+        reason: why nothing was compared or judged, or "".
+        facts: shown on the page. more: further keys of drift.json.
+        docs: relative address of Data Docs, or "".
+    """
+
+    title: str
+    names: tuple[str, str]
+    old: Side
+    new: Side
+    checks: Sequence[Check]
+    reason: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    docs: str = ""
+
+    @property
+    def drifted(self) -> bool:
+        """Whether any figure drifted."""
+        return any(check.drifted for check in self.checks)
+
+    @property
+    def findings(self) -> list[dict[str, object]]:
+        """The checks for JSON."""
+        return [check.to_json() for check in self.checks]
+
+    def charts(self) -> list[Chart | None]:
+        """The lengths of queries and labels, and the scores of the best labels, of both sides."""
+        old = self.old
+        new = self.new
+        both = [which for which in ("queries", "labels") if which in old and which in new]
+        charts = [self._lengths(which) for which in both]
+        if old.get("served") and new.get("served"):
+            scores = [side["served"]["score_quantiles"] for side in (old, new)]
+            lines = [
+                Line(name, range(len(of)), of) for name, of in zip(self.names, scores, strict=True)
+            ]
+            title = "Score of the best label"
+            charts.append(line_chart(title, lines, "percent of queries", "top score at most"))
+        return charts
+
+    def _lengths(self, which: str) -> Chart | None:
+        counts = [side[which]["length"]["histogram"] for side in (self.old, self.new)]
+        filled = [number for number, pair in enumerate(zip(*counts, strict=True)) if any(pair)]
+        shown = slice(min(filled, default=0), max(filled, default=0) + 1)
+        bars = []
+        for name, side in zip(self.names, counts, strict=True):
+            total = max(sum(side), 1)
+            bars.append((name, [100 * count / total for count in side[shown]]))
+        edges = [str(edge) for edge in LENGTH_EDGES[shown]]
+        title = f"Length of {which}"
+        return bar_chart(title, edges, bars, "percent", x_label="characters from")
+
+    def write(self, folder: Path) -> None:
+        """Write drift.json and index.html into a folder."""
+        head = ["word", *self.names]
+        moved = moved_words(self.old, self.new) if self.old and self.new else []
+        html = render(
+            "drift",
+            title=self.title,
+            names=self.names,
+            checks=self.checks,
+            facts_shown=self.facts,
+            reason=self.reason,
+            docs=self.docs,
+            distributions=self.charts(),
+            words=Table(head, moved, caption="Words that moved most, by share of all words"),
+        )
+        found = {"drifted": self.drifted, "findings": self.findings, "reason": self.reason}
+        write_json(folder / FINDINGS, {**found, **self.more})
+        (folder / PAGE).write_text(html, encoding="utf-8")
+
+
+def moved_words(*sides: Side) -> list[list[str]]:
+    """Table rows of the words whose share changed most.
+
+    Each side has only its most frequent words; any other word counts with the share of the rarest
+    of them.
+    """
+    shares = []
+    for side in sides:
+        words = side["queries"]["words"]
+        total = max(words["count"], 1)
+        shares.append({word: count / total for word, count in words["top"].items()})
+    old, new = shares
+    least_old, least_new = (min(of.values(), default=0.0) for of in shares)
+    change = {}
+    for word in {**old, **new}:
+        change[word] = abs(new.get(word, least_new) - old.get(word, least_old))
+    moved = sorted(change, key=lambda word: (-change[word], word))[:_MOVED_WORDS]
+    shown = [[f"{of[word]:.2%}" if word in of else "–" for of in shares] for word in moved]
+    return [[word, *cells] for word, cells in zip(moved, shown, strict=True)]

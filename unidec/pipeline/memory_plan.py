@@ -1,0 +1,442 @@
+"""Memory of a training: how much it needs, whether that fits here, and settings that would fit
+(`unidec plan`).
+
+Weights, tables and their optimisers' state are exact, and the largest step is run once without its
+memory (`unidec.pipeline.memory_probe`). Clustering, mining and the index are upper estimates.
+Memory-mapped files do not count: the system drops their pages if needed.
+
+Legend: L labels, n training rows, D width of a head, W width of the encoder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+import psutil
+import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from unidec.config import Params, with_settings
+from unidec.errors import ConfigError
+from unidec.machine import available_disk, available_host
+from unidec.pipeline import paths
+from unidec.pipeline.memory_probe import STATE, Measured, Sizes, measure, num_rows
+from unidec.pipeline.start import effective
+from unidec.training.precision import autocast_type, choose_device
+from unidec.training.sampler import draws_pools
+
+Place = Literal["device", "host", "disk"]
+Phase = Literal["always", "step", "refresh", "index"]
+Free = Mapping[Place, int | None]
+Settings = dict[str, bool | int | str]  # key path -> value
+PLACES: dict[Place, str] = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
+SPACE: dict[Place, str] = PLACES | {"disk": "disk space"}
+PHASES: dict[Phase, str] = {
+    "always": "all the time",
+    "step": "a training step",
+    "refresh": "clustering and mining",
+    "index": "validation and indexing",
+}
+# share of the free memory to keep free: allocators round up and fragment, other processes need some
+MARGIN = 0.05
+SMALL = 0.1  # share of the free memory: a plan that needs less everywhere is printed as one line
+FP16 = 2
+FP32 = 4
+INT32 = 4
+INT64 = 8
+CONTEXT_BYTES = 512 << 20  # the GPU's driver, its libraries and cuBLAS's workspaces: an assumption
+_ROW_SETS = 2  # copies of a step's classifier rows: those in use, and those being written back
+_BLOCK = 1 << 16  # rows that are projected or scored together
+# most points that clustering looks at together, on a GPU and on a CPU
+_POINTS = {True: 1 << 20, False: 1 << 16}
+_NAME_BYTES = 57  # of a Python string, and of its characters 8 a token
+# tried in this order: first settings that do not change what is learnt, then lower precision, then
+# less data
+REMEDIES: tuple[Settings, ...] = (
+    {"run.recompute": True},
+    {"optim.encode_chunk": 256},
+    {"run.table_place": "host"},
+    {"run.table_place": "disk"},
+    {"model.clf_dtype": "bf16"},
+    {"optim.clf_state": "adagrad"},
+    {"optim.clf_state": "sgd"},
+    {"pool.clf_labels": "pool"},
+    {"pool.de_labels": "pool"},
+    {"tokens.max_length": 32},
+)
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Bytes of memory: their purpose, where they are held, and in which phase."""
+
+    name: str
+    place: Place
+    num_bytes: int
+    phase: Phase = "always"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory that a training needs, and the free memory.
+
+    Attributes:
+        device: "cuda" or "cpu". step: a description of the largest step.
+        free: free bytes by place; a place of unknown size counts as large enough.
+        advice: if the training does not fit, settings with which it does; None: none are known.
+    """
+
+    amounts: tuple[Amount, ...]
+    device: str
+    step: str
+    free: Free
+    advice: Settings | None = None
+
+    def needed(self, place: Place) -> dict[Phase, int]:
+        """Bytes at a place in each phase, including what is held all the time."""
+        here = [amount for amount in self.amounts if amount.place == place]
+        return {
+            phase: sum(a.num_bytes for a in here if a.phase in ("always", phase))
+            for phase in PHASES
+        }
+
+    def peak(self, place: Place) -> tuple[Phase, int]:
+        """The phase that needs most memory at a place, and its bytes."""
+        return max(self.needed(place).items(), key=operator.itemgetter(1))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, tables and their optimisers' state: of one rank on a GPU, of all ranks
+        on a CPU.
+        """
+        return sum(amount.num_bytes for amount in self.amounts if amount.name in STATE)
+
+    @property
+    def shortages(self) -> dict[Place, float]:
+        """Places where the training does not fit: needed memory divided by free memory."""
+        return {
+            place: self.peak(place)[1] / max(size, 1)
+            for place, size in self.free.items()
+            if size is not None and self.peak(place)[1] > (1 - MARGIN) * size
+        }
+
+    @property
+    def short(self) -> list[str]:
+        """A line for each place where the training does not fit."""
+        lines = []
+        for place in self.shortages:
+            phase, size = self.peak(place)
+            free = gib(self.free[place] or 0)
+            lines.append(f"{PLACES[place]}: {gib(size)} needed, {free} free ({PHASES[phase]})")
+        return lines
+
+    @property
+    def missing(self) -> str:
+        """How much is missing where: "1.20 GiB more disk space"."""
+        parts = []
+        for place in self.shortages:
+            needed = self.peak(place)[1] / (1 - MARGIN)
+            parts.append(f"{gib(needed - (self.free[place] or 0))} more {SPACE[place]}")
+        return " and ".join(parts)
+
+    def settings(self, form: str) -> list[str]:
+        """The settings of `advice` in this form, such as "--set {}={}"."""
+        return [form.format(key, str(value).lower()) for key, value in (self.advice or {}).items()]
+
+    def as_dict(self) -> dict[str, object]:
+        """The plan for JSON; the peak of a place is its phase and bytes."""
+        return {
+            "fits": not self.short,
+            "state_bytes": self.state_bytes,
+            "peaks": {place: self.peak(place) for place in PLACES},
+            "estimate": {
+                "amounts": [asdict(one) for one in self.amounts],
+                "device": self.device,
+                "step": self.step,
+            },
+            "free": self.free,
+            "short": self.short,
+            "advice": self.advice,
+        }
+
+    def lines(self) -> list[str]:
+        """The plan as printed: the largest amounts of each place, whether it fits, and settings
+        that would; a single line if little memory is needed.
+        """
+        lines = [f"largest step: {self.step}"]
+        heads = []
+        is_small = True
+        for place, name in PLACES.items():
+            phase, needed = self.peak(place)
+            if not needed:
+                continue
+            free = self.free.get(place) or 0
+            is_small = is_small and needed <= SMALL * free
+            size = gib(needed) + (f" of {gib(free)} free" if free else "")
+            heads.append(f"{name} {size}")
+            lines.append(f"{name}: {size}, {PHASES[phase]}")
+            held = [a for a in self.amounts if a.place == place and a.phase in ("always", phase)]
+            held.sort(key=lambda amount: -amount.num_bytes)
+            lines += [f"  {amount.name:<32}{gib(amount.num_bytes):>12}" for amount in held[:5]]
+        if is_small:
+            return [f"fits: {', '.join(heads)} (--json: all amounts)"]
+        if not self.short:
+            return [*lines, "fits"]
+        fix = " ".join(self.settings("--set {}={}")) or f"{self.missing}: no known setting fits"
+        return [*lines, f"does not fit: {'; '.join(self.short)}", f"fix: {fix}"]
+
+
+def gib(num_bytes: float) -> str:
+    """ "1.23 GiB", small amounts in MiB."""
+    mib = num_bytes / 2**20
+    return f"{mib / 1024:,.2f} GiB" if mib >= 102.4 else f"{mib:,.2f} MiB"
+
+
+def _state(params: Params, measured: Measured) -> Iterable[Amount]:
+    """What is held from step to step, exact to the byte."""
+    for name, num_bytes in measured.state.items():
+        is_table = name == "classifier rows"
+        yield Amount(name, params.run.table_place if is_table else "device", num_bytes)
+
+
+def _step(params: Params, measured: Measured, num_labels: int, gpu: bool) -> Iterable[Amount]:
+    """What a step allocates and frees."""
+    for name, num_bytes in measured.step.items():
+        yield Amount(name, "device", num_bytes, "step")
+    if gpu and params.run.table_place != "device":
+        row_bytes = measured.state["classifier rows"] * params.run.devices / num_labels
+        rows = math.ceil(_ROW_SETS * measured.num_labels * row_bytes)
+        yield Amount("classifier rows of a step", "device", rows, "step")
+        yield Amount("classifier rows in flight", "host", rows, "step")
+
+
+def _shortlist(params: Params, sizes: Sizes) -> int:
+    """Bytes of the hard negatives of a round."""
+    pool = params.pool
+    if pool.eta == 0 or not draws_pools(params.model, pool):
+        return 0
+    each = pool.eta * pool.refresh
+    if pool.shortlist:
+        each = pool.shortlist * params.model.labels_a_cluster
+    return INT32 * each * (sizes.num_queries + sizes.num_labels * pool.gandalf)
+
+
+def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Amount]:
+    """A refresh: clustering copies up to half of the points (a GPU holds all of them); mining holds
+    all vectors on a GPU, and a tile of scores.
+    """
+    shortlist = _shortlist(params, sizes)
+    if not shortlist and params.pool.batches != "clustered":
+        return
+    dim = params.model.dim
+    rows = num_rows(params, sizes)
+    labels = sizes.num_labels if shortlist else 0
+    vectors = (rows + labels) * dim
+    encoded = min(rows + labels, 2 * _BLOCK) * (width + dim)
+    clustered = max(rows // 2, 3 * min(rows, _POINTS[gpu])) * dim + 12 * rows
+    mined = 512 * min(labels, _BLOCK)
+    if gpu:
+        clustered += rows * dim
+        mined += vectors
+    yield Amount("query and label vectors", "host", FP32 * (vectors + encoded), "refresh")
+    yield Amount("clustering, mining", "device", FP32 * max(clustered, mined), "refresh")
+    yield Amount("hard negatives", "host", shortlist, "refresh")
+
+
+def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]:
+    """The sampler, label vectors and the index while it is built (twice the vectors: unquantised,
+    with links or ids), and files on disk.
+    """
+    model = params.model
+    labels = sizes.num_labels
+    rows = num_rows(params, sizes)
+    texts = sizes.num_queries + labels
+    heads = 2 if model.heads == "both" else 1
+    vectors = FP32 * labels * heads * (model.dim + model.clf_bias)
+    names = math.ceil(labels * (_NAME_BYTES + 8 * sizes.label_tokens[0]))
+    weights = sum(measured.state.values())
+    weights += measured.state["classifier rows"] * (params.run.devices - 1)
+    block = FP32 * _BLOCK * (512 + measured.width + model.dim)
+    yield Amount("sampler", "host", 4 * INT64 * (texts + rows))
+    in_memory = 4 * vectors + 2 * names + block
+    yield Amount("label vectors, names and index", "host", in_memory, "index")
+    # two checkpoints are kept while a third is written
+    checkpoint = weights + INT64 * rows + _shortlist(params, sizes)
+    yield Amount("checkpoints", "disk", 3 * checkpoint)
+    yield Amount("model and bundle", "disk", 2 * (weights + vectors) + names)
+    if params.encoder.frozen or params.encoder.trainable_layers == 0:
+        cached = FP16 * texts * measured.width
+        yield Amount("cached outputs of what is frozen", "disk", cached)
+
+
+def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None:
+    """Settings with which a training fits: a single one of `REMEDIES` or a smaller batch; if no
+    single one is enough, those that help, combined one after another; None if even all of them are
+    not enough.
+    """
+
+    def missing(settings: Settings) -> float:
+        changed = with_settings(params, settings)
+        return math.inf if changed is None else sum(plan_of(changed).shortages.values())
+
+    now = missing({})
+    helpful: list[Settings] = []
+    for remedy in [*REMEDIES, *_smaller_batches(params)]:
+        shortage = missing(remedy)
+        if not shortage:
+            return remedy
+        if shortage < now:
+            helpful.append(remedy)
+    for remedy in itertools.accumulate(helpful, operator.or_):
+        if not missing(remedy):
+            return remedy
+    return None
+
+
+def _smaller_batches(params: Params) -> Iterable[Settings]:
+    """Batches and pools of half the size, a quarter, ...; of at least 16 queries."""
+    pool = params.pool
+    size = pool.size or pool.batch_size * (pool.beta + pool.eta)
+    for half in range(1, pool.batch_size.bit_length() - 4):
+        yield {"pool.batch_size": pool.batch_size >> half, "pool.size": size >> half}
+
+
+def plan_memory(
+    params: Params,
+    sizes: Sizes | None = None,
+    free: Free | None = None,
+    training_only: bool = False,
+) -> Plan:
+    """Find the memory of a training and compare it with the free memory.
+
+    Args:
+        params: all parameters.
+        sizes: of the data; None: of the ingested data set.
+        free: free bytes by place, instead of measured ones. With "device", a GPU of another
+            machine, nothing is measured here.
+        training_only: omit the index, which can be built on another machine.
+    """
+    sizes = sizes or stored_sizes(params)
+    process = int(psutil.Process().memory_info().rss)
+    gpu = True
+    half = params.optim.precision != "fp32"
+    available = dict[Place, int | None](free or {})
+    if "device" not in available:
+        device = choose_device(params.device)
+        gpu = device.type == "cuda"
+        half = autocast_type(params.optim.precision, device) is not None
+        available = {
+            "host": available_host() + process,
+            "disk": available_disk(paths.RUNS),
+            **available,
+        }
+        if gpu:
+            available["device"] = int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
+
+    def plan_of(other: Params) -> Plan:
+        measured = measure(other, sizes, gpu=gpu, half=half)
+        amounts = [
+            *_state(other, measured),
+            *_step(other, measured, sizes.num_labels, gpu),
+            *_refresh(other, sizes, measured.width, gpu),
+            *_index(other, sizes, measured),
+            Amount("process", "host", process),
+            Amount("driver and libraries", "device", CONTEXT_BYTES * gpu),
+        ]
+        counted = [
+            _of_all_ranks(amount, params.run.devices, gpu)
+            for amount in amounts
+            if amount.num_bytes and not (training_only and amount.phase == "index")
+        ]
+        step = f"{measured.num_queries:,} queries, {measured.num_labels:,} labels"
+        step += ", bf16" if half else ", fp32"
+        return Plan(tuple(counted), "cuda" if gpu else "cpu", step, available)
+
+    plan = plan_of(params)
+    return replace(plan, advice=advise(params, plan_of)) if plan.shortages else plan
+
+
+def _of_all_ranks(amount: Amount, ranks: int, gpu: bool) -> Amount:
+    """All ranks are processes of one machine, with a GPU each, or on its CPU."""
+    place = "host" if amount.place == "device" and not gpu else amount.place
+    return replace(
+        amount, place=place, num_bytes=amount.num_bytes * (ranks if place == "host" else 1)
+    )
+
+
+def stored_sizes(params: Params) -> Sizes:
+    """Sizes of the ingested data set and its token caches."""
+    dataset = paths.open_dataset()
+    queries = paths.open_tokens("queries")
+    labels = paths.open_tokens("labels")
+    graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
+    lengths = [tokens.lengths() for tokens in (queries, labels)]
+    of_queries, of_labels = ((float(of.mean()), int(of.max())) for of in lengths)
+    return Sizes(
+        num_queries=dataset.num_queries,
+        num_train=len(dataset.rows("train")),
+        num_labels=dataset.num_labels,
+        num_pairs=int(dataset.relevance.nnz) + (0 if graph is None else int(graph.nnz)),
+        query_tokens=of_queries,
+        label_tokens=of_labels,
+        vocab_size=queries.vocab_size,
+    )
+
+
+def check_fits(params: Params, free: Free | None = None) -> None:
+    """Raise a ConfigError, with settings that fit, if a training does not fit. `free`: as for
+    `plan_memory`.
+    """
+    if not params.run.check_memory:
+        return
+    # a run replaces or reuses their files
+    folders = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    reusable = sum(file.stat().st_size for file in files)
+    disk = available_disk(paths.RUNS) + reusable
+    plan = plan_memory(params, None, {"disk": disk, **(free or {})}, training_only=True)
+    if not plan.short:
+        return
+    lacking = " and ".join(SPACE[place] for place in plan.shortages)
+    advice = " or ".join(filter(None, [plan.missing, ", ".join(plan.settings("{}: {}"))]))
+    raise ConfigError(
+        f"the training does not fit: too little {lacking}",
+        where=str(paths.RUNS.absolute()),
+        got="; ".join(plan.short),
+        expected=f"at most {1 - MARGIN:.0%} of what is free",
+        fix=f"{advice}; `unidec plan` lists the amounts, run.check_memory: false skips this check",
+    )
+
+
+def plan_command(
+    params: Params, labels: int | None, queries: int | None, tokens: int | None, device: str | None
+) -> Plan:
+    """The plan of `unidec plan`, for another data set with these sizes or (None) data/dataset, and
+    for another GPU with this memory, such as "16GiB", or (None) this machine.
+    """
+    sizes = Sizes.given(labels, queries, tokens) if labels and queries and tokens else None
+    if sizes is None and (labels or queries or tokens):
+        raise ConfigError(
+            "sizes are missing",
+            where="unidec plan",
+            expected="all of --labels, --queries and --tokens",
+        )
+    free: Free = {"device": _bytes_of(device)} if device else {}
+    return plan_memory(params if sizes else effective(params), sizes, free)
+
+
+def _bytes_of(size: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(size))
+    except ValidationError as error:
+        raise ConfigError(
+            "not a size of memory",
+            where="--device-memory",
+            got=size,
+            expected="a size such as 16GiB or 141GB",
+        ) from error

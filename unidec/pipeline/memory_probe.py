@@ -1,0 +1,467 @@
+"""Measures the memory of a training and of its largest step, without their memory and work: model,
+batch, losses and optimisers are the real ones, on tensors without values whose bytes are counted.
+Of a transformer two chunks of texts are measured; the others need as much by the token.
+
+Legend: B queries of a batch, L labels, W width of the encoder, C texts of a chunk, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unidec.config import Params
+from unidec.data.tokens import GPU_CHUNK_TOKENS, TokenCache
+from unidec.errors import ConfigError
+from unidec.methods.assembly import additions, chosen_methods, rows_of
+from unidec.methods.inception import token_layers
+from unidec.methods.label_clusters import LABEL_CLUSTER
+from unidec.methods.simcse import texts_as_labels
+from unidec.model.batch import TextChunks
+from unidec.model.encoder import (
+    EncoderInput,
+    InputBuilder,
+    TextEncoder,
+    TransformerEncoder,
+    transformer_options,
+)
+from unidec.model.pool import TrainingPairs
+from unidec.model.row_table import Placement
+from unidec.model.sources import resolve_encoder
+from unidec.model.unidec import UniDEC
+from unidec.pipeline.live_bytes import AsOnGPU, LiveBytes
+from unidec.training.batches import Batches, TrainingTexts
+from unidec.training.distributed import Ranks
+from unidec.training.gradient_cache import encode_texts
+from unidec.training.gradients import Gradients
+from unidec.training.objective import Objective
+from unidec.training.optim import Optimisers
+from unidec.training.sampler import (
+    encoded_labels,
+    head_labels,
+    queries_a_batch,
+    weighs_by_propensity,
+)
+
+CPU = torch.device("cpu")
+# encoders that can be planned for without their files
+KNOWN = {
+    "distilbert-base-uncased": "distilbert",
+    "msmarco-distilbert-base-v4": "distilbert",
+    "bert-base-uncased": "bert",
+}
+STATE = ("encoder and heads", "token table", "classifier rows")
+# a step over all labels is probed with at most so many of them: what it needs grows by the label
+MOST_TEXTS = 1 << 12
+MOST_LABELS = 1 << 17
+_TEXTS = 1 << 12  # different texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a data set.
+
+    Attributes:
+        num_queries: of all splits; num_train: for training; num_labels: L.
+        num_pairs: stored query-label pairs, and entries of the label graph if training uses it.
+        query_tokens, label_tokens: number of tokens of a text: mean and maximum.
+        vocab_size: of the tokenizer.
+    """
+
+    num_queries: int
+    num_train: int
+    num_labels: int
+    num_pairs: int
+    query_tokens: tuple[float, int]
+    label_tokens: tuple[float, int]
+    vocab_size: int = 30522
+
+    @classmethod
+    def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
+        """Sizes from counts alone. Default of `pairs`: 5 labels a query (the papers' data sets have
+        2 to 22).
+        """
+        length = (float(tokens), tokens)
+        return cls(
+            num_queries=queries,
+            num_train=queries,
+            num_labels=labels,
+            num_pairs=5 * queries if pairs is None else pairs,
+            query_tokens=length,
+            label_tokens=length,
+        )
+
+    @property
+    def labels_a_query(self) -> int:
+        """The mean, rounded up."""
+        return min(math.ceil(self.num_pairs / self.num_queries), self.num_labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Bytes of a training, by part.
+
+    Attributes:
+        state: held from step to step, exact: those of `STATE`, with their optimisers' state.
+        step: allocated and freed in the largest step.
+        num_queries, num_labels: of that step. width: W.
+    """
+
+    state: dict[str, int]
+    step: dict[str, int]
+    num_queries: int
+    num_labels: int
+    width: int
+
+
+class _OneOf(Ranks):
+    """The first of several ranks, without the others: what they would send is memory without
+    values.
+    """
+
+    def sum_rows(self, tables: Any) -> None:
+        pass
+
+    def _all_reduce(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
+        return x_RD.new_empty(sum(sizes), *x_RD.shape[1:])
+
+
+class _Repeated(TokenCache):
+    """As many texts as are asked for, the same few again and again: some of the greatest length, as
+    many as the mean allows, the others of one token.
+    """
+
+    def __init__(self, count: int, tokens: tuple[float, int], most: int, vocab_size: int) -> None:
+        mean, longest = (min(number, most) for number in tokens)
+        share = (mean - 1) / max(longest - 1, 1)
+        is_long = np.random.default_rng(0).permutation(_TEXTS) < math.ceil(share * _TEXTS)
+        offsets = np.cumsum([0, *np.where(is_long, longest, 1)])
+        super().__init__(np.arange(offsets[-1]) % vocab_size, offsets, vocab_size, 0, longest)
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def lengths(self, rows: Any = None) -> Any:
+        return super().lengths(np.asarray(rows) % _TEXTS)
+
+    def places(self, rows: Any) -> Any:
+        return super().places(np.asarray(rows) % _TEXTS)
+
+
+class _Builder(InputBuilder):
+    """Chunks of texts as on a GPU."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        return GPU_CHUNK_TOKENS
+
+
+def encoder_config(name: str) -> Any:
+    """The config of a transformer, whose weights are not needed.
+
+    `name` is a folder or name that `resolve_encoder` finds, or one of `KNOWN`.
+
+    Raises:
+        ArtifactError: there is no such encoder. ConfigError: its config.json is not a
+        transformer's.
+    """
+    from transformers import AutoConfig
+
+    known = None if Path(name).is_dir() else KNOWN.get(name.rpartition("/")[2])
+    if known:
+        return AutoConfig.for_model(known)
+    file = str(resolve_encoder(name) / "config.json")
+    try:
+        return AutoConfig.from_pretrained(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "not a transformer's config.json",
+            where=file,
+            got=str(error)[:200],
+            fix="save it with AutoModel.save_pretrained",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Bytes of a chunk of texts [C, T] in a transformer: held for its backward pass, by the token;
+    held once for all chunks (casts of weights); allocated in its backward pass (gradients).
+    """
+
+    each_token: float
+    once: int
+    backward: int
+
+
+@functools.lru_cache(maxsize=64)
+def _measure_chunk(
+    name: str, trainable_layers: int, shape: tuple[int, int], gpu: bool, half: bool
+) -> _Chunk:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        if gpu:
+            stack.enter_context(AsOnGPU())
+        encoder = TransformerEncoder(_transformer(name, gpu), "mean", trainable_layers).train()
+        ids_CT = torch.zeros(shape, dtype=torch.int64)
+        live = stack.enter_context(LiveBytes())
+        with _autocast(half):
+            first = encoder(ids_CT, ids_CT == 0)
+            of_first = live.now
+            second = encoder(ids_CT, ids_CT == 0)
+        held = live.now
+        live.peak = held
+        if trainable_layers:
+            torch.autograd.backward(second.sum())
+        peak = live.peak
+        del first
+    each = held - of_first
+    return _Chunk(each / ids_CT.numel(), max(of_first - each, 0), peak - held)
+
+
+def _transformer(name: str, gpu: bool) -> torch.nn.Module:
+    from transformers import AutoModel
+
+    config = encoder_config(name)
+    options = transformer_options(config)
+    if gpu and AutoModel._model_mapping[type(config)]._supports_sdpa:
+        options["attn_implementation"] = "sdpa"
+    return AutoModel.from_config(config, dtype=torch.float32, **options)
+
+
+def _autocast(half: bool) -> contextlib.AbstractContextManager[Any]:
+    """The context in which steps compute."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=half)
+
+
+def num_rows(params: Params, sizes: Sizes) -> int:
+    """Training rows: queries, and label texts that are queries."""
+    share = params.label_graph.share * params.pool.gandalf + params.pool.simcse
+    return sizes.num_train + math.ceil(share * sizes.num_labels)
+
+
+def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
+    """What one rank of a training needs, of the largest step.
+
+    Args:
+        gpu: the device is a GPU. half: transformers compute in bfloat16.
+
+    Raises:
+        ConfigError: more layers to train than the encoder has.
+    """
+    few = _fewer_labels(params, sizes.num_labels)
+    probe = _Probe(params, sizes, sizes.num_labels, gpu=gpu, half=half)
+    if few == sizes.num_labels:
+        return probe.step()
+    found = _Probe(params, sizes, few, gpu=gpu, half=half).step()
+    with_half = _Probe(params, sizes, few // 2, gpu=gpu, half=half).step()
+    times = (sizes.num_labels - few) / (few // 2)  # what the other half of them adds
+    step = {}
+    for part, size in found.step.items():
+        step[part] = math.ceil(size + times * max(size - with_half.step[part], 0))
+    return replace(found, state=probe.state(), step=step, num_labels=sizes.num_labels)
+
+
+def _fewer_labels(params: Params, num_labels: int) -> int:
+    """The number of labels of a probe: all, or fewer where a step uses them all."""
+    if "all" not in head_labels(params.model, params.pool):
+        return num_labels
+    encodes_all = encoded_labels(params.model, params.pool, params.model.clf_residual) == "all"
+    return min(num_labels, MOST_TEXTS if encodes_all else MOST_LABELS)
+
+
+class _Probe:
+    """A training without values, and its largest step."""
+
+    def __init__(
+        self, params: Params, sizes: Sizes, num_labels: int, *, gpu: bool, half: bool
+    ) -> None:
+        self.params = params
+        self.sizes = sizes
+        self.num_labels = num_labels
+        rows = num_rows(params, sizes)
+        self.num_batch = min(queries_a_batch(params.pool, rows), rows)
+        # labels of the batch's queries, and its hard negatives
+        self.num_used = self.num_batch * (sizes.labels_a_query + params.pool.eta)
+        self.num_used = min(self.num_used, num_labels)
+        self.gpu = gpu
+        self.half = half
+        self.ranks = _OneOf(world=params.run.devices)
+        self._autocast = functools.partial(_autocast, half)
+        self.no_memory = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.no_memory:
+            self.model = self._new_model()
+            self.optimisers = Optimisers(self.model, params.training.optim, 1000)
+        self._give_values()
+
+    def _new_model(self) -> UniDEC:
+        settings = self.params.encoder
+        begin, end = self.ranks.part(self.num_labels)
+        placement = Placement(first_row=begin, num_rows=end - begin)
+        config = encoder_config(settings.name)
+        num_tokens = max(self.sizes.vocab_size, config.vocab_size)
+        transformer = _transformer(settings.name, self.gpu) if settings.has_transformer else None
+        width = config.hidden_size
+        layers = token_layers(settings, width)
+        encoder = TextEncoder(settings, transformer, num_tokens, width, layers)
+        if encoder.transformer is not None:
+            encoder.transformer.forward = self._outputs  # type: ignore[method-assign]
+        model = UniDEC(
+            settings, self.params.model, self.num_labels, encoder, placement, add=additions
+        )
+        return model.train()
+
+    def _give_values(self) -> None:
+        """To what the host reads of the model."""
+        bag = self.model.encoder.bag
+        if bag is not None and bag.num_words:
+            bag.continues = torch.arange(bag.num_tokens) % 2 == 1
+            bag.features(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))  # keeps a copy
+        if size := self.params.model.labels_a_cluster:
+            self.model.register_buffer(LABEL_CLUSTER, torch.arange(self.num_labels) // size)
+
+    def state(self) -> dict[str, int]:
+        """Weights, tables and their optimisers' state."""
+        tables = self.optimisers.row_states()
+        rows = {name: sum(x.nbytes for x in state.values()) for name, state in tables.items()}
+        of_bag = sum(size for name, size in rows.items() if name.startswith("encoder."))
+        weights = {f"{name}.weight" for name in tables}
+        dense = sum(p.nbytes for name, p in self.model.named_parameters() if name not in weights)
+        dense += 2 * sum(parameter.nbytes for parameter in self.optimisers.dense)  # AdamW's moments
+        amounts = (dense, of_bag, sum(rows.values()) - of_bag)
+        return dict(zip(STATE, amounts, strict=True))
+
+    def step(self) -> Measured:
+        """Run the step: what a transformer holds, and the rest without it."""
+        batches, objective = self._parts()
+        with self.no_memory, warnings.catch_warnings():
+            # a table whose rows are all used compares addresses, which are the same here
+            warnings.filterwarnings("ignore", "Accessing the data pointer", UserWarning)
+            batch = batches.prepare(np.arange(self.num_batch), 0, 0, self._negatives())
+            encoder = self.model.encoder
+            with LiveBytes() as live:
+                for tensor in self.model.parameters():
+                    live.add(tensor)
+                for state in self.optimisers.row_states().values():
+                    for tensor in state.values():
+                        live.add(tensor)
+                begin = live.now
+                x_BW, backward = encode_texts(encoder, batch.texts, self._autocast)
+                losses = objective.losses(x_BW, batch, 0)
+                backward(torch.stack(list(losses.values())).sum())
+                norm = Gradients(self.model, self.optimisers, self.ranks, None).complete()
+                peak = live.peak - begin
+                live.peak = live.now
+                moments = 2 * sum(p.nbytes for p in self.optimisers.dense if p.grad is not None)
+                self.optimisers.step(0, norm, torch.zeros(()))
+                peak = max(peak, live.peak - begin - moments)
+        of_all = self.model.heads != "de" and batch.clf.ids is None
+        return Measured(
+            state=self.state(),
+            step={"transformer": self._of_transformer(batch.texts), "heads and losses": peak},
+            num_queries=self.num_batch,
+            num_labels=self.num_labels if of_all else len(batch.pool.pool_S),
+            width=encoder.width,
+        )
+
+    def _outputs(self, ids_CT: Tensor, _mask_CT: Tensor) -> Tensor:
+        """What the transformer returns, without its work."""
+        width = self.model.encoder.part_width
+        is_trained = not self.model.encoder.takes_vectors
+        return torch.zeros(len(ids_CT), width, requires_grad=is_trained)
+
+    def _of_transformer(self, texts: EncoderInput | TextChunks) -> int:
+        """Bytes of the transformer in a step: of the texts whose activations are held together."""
+        if self.model.encoder.takes_vectors:
+            return 0
+        parts = [part for _, part in texts.chunks] if isinstance(texts, TextChunks) else [texts]
+        shapes = [[tuple(ids.shape) for _, ids, _ in part.chunks] for part in parts]
+        if not any(shapes):
+            return 0
+        largest = max(itertools.chain(*shapes), key=math.prod)
+        held = max(sum(map(math.prod, chunks)) for chunks in shapes)
+        if self.params.run.recompute:
+            held = math.prod(largest)
+        settings = self.params.encoder
+        chunk = _measure_chunk(
+            settings.name, settings.trainable_layers, largest, self.gpu, self.half
+        )
+        return math.ceil(held * chunk.each_token) + chunk.once + chunk.backward
+
+    def _parts(self) -> tuple[Batches, Objective]:
+        """Batches and losses of the training, on few queries."""
+        settings = self.params.training
+        model = self.model
+        pairs = self._pairs()
+        texts = self._texts(pairs)
+        related = cast(Any, SimpleNamespace(rows=lambda _: pairs.rows, relevance=pairs.relevance))
+        graph = None
+        if settings.model.clf_graph:  # each label is related to the next one
+            graph = sp.eye_array(self.num_labels, k=1, format="csr", dtype=np.float32)
+        rows = rows_of(model, related, graph, cast(Any, None))
+        if settings.pool.simcse:
+            pairs = texts_as_labels(pairs)
+        methods, pairs = chosen_methods(settings, model, rows, pairs, self._autocast)
+        weights = np.broadcast_to(1.0, (self.num_labels,))
+        batches = Batches(
+            settings,
+            texts,
+            pairs,
+            methods,
+            build=(_Builder if self.gpu else InputBuilder)(model.encoder, CPU),
+            device=CPU,
+            ranks=self.ranks,
+            inverse_L=weights if weighs_by_propensity(settings.loss, settings.pool) else None,
+        )
+        objective = Objective(
+            settings.loss, model, methods, seed=0, ranks=self.ranks, autocast=self._autocast
+        )
+        return batches, objective
+
+    def _pairs(self) -> TrainingPairs:
+        """Queries with as many labels as the mean; behind those of the batch others that have the
+        same labels.
+        """
+        num_queries = self.num_batch * (1 + self.params.model.clf_queries)
+        each = self.sizes.labels_a_query
+        row_P = np.repeat(np.arange(num_queries), each)
+        label_P = np.arange(len(row_P)) % self.num_used
+        shape = (num_queries, self.num_labels)
+        relevance = sp.csr_matrix((np.ones(len(row_P), np.float32), (row_P, label_P)), shape)
+        return TrainingPairs(
+            rows=np.arange(num_queries),
+            relevance=relevance,
+            filter_pairs=sp.csr_matrix(shape, dtype=bool),
+            soft=self.params.pool.gandalf,
+        )
+
+    def _negatives(self) -> np.ndarray:
+        """Hard negatives of the batch, int32 [B, H]: no positives while there are others."""
+        eta = self.params.pool.eta
+        number = np.arange(self.num_batch * eta, dtype=np.int32)
+        labels = self.num_used - 1 - number % self.num_used
+        return labels.reshape(self.num_batch, eta)
+
+    def _texts(self, pairs: TrainingPairs) -> TrainingTexts:
+        most = self.params.tokens.max_length
+        sizes = self.sizes
+        queries = _Repeated(len(pairs.rows), sizes.query_tokens, most, sizes.vocab_size)
+        labels = _Repeated(self.num_labels, sizes.label_tokens, most, sizes.vocab_size)
+        return TrainingTexts({"queries": queries, "labels": labels})
