@@ -59,7 +59,7 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
 
         one = LabelText(str(uid), str(text), title or "")
         texts: Any = {name: _read(file, params) or [one]}
-        options = {"out": out, "register": register, "dry_run": dry_run}
+        options: Any = {"out": out, "register": register, "dry_run": dry_run}
         return _flat(change_labels(params, bundle, **texts, **options))
 
     run.__doc__ = about

@@ -100,7 +100,7 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
     tests = []
     for data, of_data in page.contrasts.items():
         for test in of_data:
-            entry = {
+            compared = {
                 "data": data,
                 "cell": test.system,
                 "against": test.against,
@@ -110,7 +110,7 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
                 "high": _rounded(test.high),
                 "p": _rounded(test.p_adjusted, 5),
             }
-            tests.append(entry)
+            tests.append(compared)
     return {
         "title": page.title,
         "lineage": page.lineage,

@@ -189,7 +189,7 @@ def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
 def with_needed(steps: Mapping[str, Step], names: Iterable[str]) -> list[Step]:
     """The named steps and those that they need, in the order of `steps`."""
     chosen = set(names)
-    for step in reversed(steps.values()):
+    for step in reversed(list(steps.values())):
         if step.name in chosen:
             chosen.update(step.needs)
     return [step for step in steps.values() if step.name in chosen]
@@ -223,7 +223,7 @@ def _run_step(job: Job, root: Path, data: Step, before: Step | None, is_needed: 
     """
     # the data set has a key of its own
     decide = keys_deciding("label_graph", "training", "index", "evaluation")
-    code = RUN_CODE
+    code: tuple[str, ...] = RUN_CODE
     if job.kind == "peer":
         decide = _PEERS_TAKE
         code = PEER_CODE

@@ -156,9 +156,9 @@ def verdict(compared: Sequence[Comparison]) -> str:
     """
     if not compared:
         return ""
-    gained = []
-    lost = []
-    undecided = []
+    gained: list[str] = []
+    lost: list[str] = []
+    undecided: list[str] = []
     for one in compared:
         kind = gained if one.better else lost if one.worse else undecided
         kind.append(f"{in_words(one.metric)} {one.difference:+.1f}")
@@ -198,8 +198,8 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> l
             "same text as a training query: the metrics reward memorising them. Remove them "
             "from the test split, or from training."
         )
-    trivial = []
-    surprising = []
+    trivial: list[str] = []
+    surprising: list[str] = []
     for name, value in metrics.items():
         if "@" in name and "/" not in name and value >= PERFECT:
             is_trivial = _is_trivial(name, dataset.num_labels)

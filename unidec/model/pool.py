@@ -77,7 +77,7 @@ class PoolBatch:
     ignored_col_F: np.ndarray
 
 
-def _entries(matrix: sp.csr_matrix, rows_B: np.ndarray) -> tuple[np.ndarray, ...]:
+def row_entries(matrix: sp.csr_matrix, rows_B: np.ndarray) -> tuple[np.ndarray, ...]:
     """Entries of some rows: batch positions int64 [Q], labels int64 [Q], values [Q]."""
     chosen = matrix[rows_B]
     row_Q = np.repeat(np.arange(len(rows_B)), np.diff(chosen.indptr))
@@ -141,8 +141,8 @@ class PoolSampler:
         """
         rows_B = np.asarray(rows_B, dtype=np.int64)
         rng = step_rng(self.seed, epoch, step, _POOL)
-        row_Q, label_Q, relevance_Q = _entries(self.relevance, rows_B)
-        filter_row_Q, filter_label_Q, _ = _entries(self.filter_pairs, rows_B)
+        row_Q, label_Q, relevance_Q = row_entries(self.relevance, rows_B)
+        filter_row_Q, filter_label_Q, _ = row_entries(self.filter_pairs, rows_B)
         count_B = np.bincount(row_Q, minlength=len(rows_B))
         sampled_Q = self._sample_positives(row_Q, label_Q, count_B, rng)
         # pairs as numbers

@@ -420,7 +420,7 @@ def _quality(
     has), the share of labels that the bundle does not know, which count as misses, and the number
     of queries that have labels.
     """
-    texts = []
+    texts: list[str] = []
     rows = []
     columns = []
     row_of = dict(bundle.row_of)

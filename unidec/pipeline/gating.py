@@ -23,7 +23,7 @@ import numpy as np
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Gate, Params
-from unidec.data.dataset import XMCDataset
+from unidec.data.dataset import Text, XMCDataset
 from unidec.data.storage import files_sha256, write_json
 from unidec.data.temporary import remove_folder
 from unidec.errors import ArtifactError
@@ -411,7 +411,7 @@ def rank_queries(
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
     """Texts of queries, with or without their content as in the training of the bundle's model."""
-    text = "title+content" if bundle.info.text == "title+content" else "title"
+    text: Text = "title+content" if bundle.info.text == "title+content" else "title"
     return dataset.query_texts(rows, text)
 
 

@@ -220,7 +220,8 @@ class _Tables:
             for (query, label), value in sorted(self.pairs.items())
         ]
         filters = [{"query_id": query, "label_id": label} for query, label in sorted(self.filters)]
-        for name, rows in zip(FILES, (queries, labels, pairs, filters), strict=True):
+        tables: list[list[dict[str, Any]]] = [queries, labels, pairs, filters]
+        for name, rows in zip(FILES, tables, strict=True):
             with (folder / name).open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 

@@ -34,11 +34,11 @@ from unidec.methods.simcse import texts_as_labels
 from unidec.model.batch import TextChunks
 from unidec.model.encoder import (
     EncoderInput,
-    InputBuilder,
     TextEncoder,
     TransformerEncoder,
     transformer_options,
 )
+from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.pool import TrainingPairs
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
@@ -149,7 +149,8 @@ class _Repeated(TokenCache):
     """
 
     def __init__(self, count: int, tokens: tuple[float, int], most: int, vocab_size: int) -> None:
-        mean, longest = (min(number, most) for number in tokens)
+        mean = min(tokens[0], most)
+        longest = min(tokens[1], most)
         share = (mean - 1) / max(longest - 1, 1)
         is_long = np.random.default_rng(0).permutation(_TEXTS) < math.ceil(share * _TEXTS)
         offsets = np.cumsum([0, *np.where(is_long, longest, 1)])
@@ -322,7 +323,7 @@ class _Probe:
         layers = token_layers(settings, width)
         encoder = TextEncoder(settings, transformer, num_tokens, width, layers)
         if encoder.transformer is not None:
-            encoder.transformer.forward = self._outputs  # type: ignore[method-assign]
+            encoder.transformer.forward = self._outputs  # type: ignore[assignment, method-assign]
         model = UniDEC(
             settings, self.params.model, self.num_labels, encoder, placement, add=additions
         )
@@ -357,8 +358,8 @@ class _Probe:
             batch = batches.prepare(np.arange(self.num_batch), 0, 0, self._negatives())
             encoder = self.model.encoder
             with LiveBytes() as live:
-                for tensor in self.model.parameters():
-                    live.add(tensor)
+                for parameter in self.model.parameters():
+                    live.add(parameter)
                 for state in self.optimisers.row_states().values():
                     for tensor in state.values():
                         live.add(tensor)

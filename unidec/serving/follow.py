@@ -410,7 +410,8 @@ def _sha256_of(engine: Engine | None) -> str | None:
 def _identity(noted: dict[str, Any]) -> Identity:
     """The version of a note, whichever release wrote it."""
     known = [one.name for one in fields(Identity)]
-    return Identity(**{name: noted.get(name) for name in known})
+    values: dict[str, Any] = {name: noted.get(name) for name in known}
+    return Identity(**values)
 
 
 def _num_bytes(folder: Path) -> int:

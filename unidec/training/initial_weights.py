@@ -222,7 +222,7 @@ def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _array(path: Path, ndim: int) -> Tensor:
-    return torch.from_numpy(load_array(path, np.float32, ndim, mmap=False))
+    return torch.from_numpy(np.array(load_array(path, np.float32, ndim)))
 
 
 def _add(table: RowTable, labels: np.ndarray, values: Tensor) -> None:

@@ -105,8 +105,8 @@ def features(
     for name, lines in texts.items():
         words = sp.csr_matrix(vectorizer.transform(lines))
         if vectors is not None:
-            own = vectors["queries"][rows[name]] if name in rows else vectors["labels"]
-            words = sp.hstack([words, own], format="csr")
+            beside = vectors["queries"][rows[name]] if name in rows else vectors["labels"]
+            words = sp.hstack([words, beside], format="csr")
         matrices[f"X.{name}"] = words
     for name, own in rows.items():
         if name != "test":
