@@ -14,7 +14,7 @@ import yaml
 import unidec
 from unidec import cli
 from unidec.bundle import predict_file as predict_files  # before a fake takes the bundle's place
-from unidec.cli import commands, data, labels, models
+from unidec.cli import commands, data_commands, label_commands, models
 from unidec.config import Params, known_keys, load_params
 from unidec.errors import ArtifactError, ConfigError, DataError, Stopped
 from unidec.pipeline import plain
@@ -73,7 +73,7 @@ class Stages(types.ModuleType):
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
     fake = Stages()
-    for module in (cli, commands, data, labels, models):
+    for module in (cli, commands, data_commands, label_commands, models):
         monkeypatch.setattr(module, "pipeline", fake)
     return fake
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from html_page import Page
+from helpers.html_page import Page
 from scipy.sparse import csr_matrix
 
 from unidec import metric_names as names
