@@ -136,15 +136,16 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
 def at_work() -> Iterator[None]:
     """Wrap a flow's body: marks earlier runs that crashed, and tags MLflow runs with this flow run.
 
-    If a worker started the run, it ends when the worker is gone, because then it can no longer be
-    cancelled."""
+    A run that a worker or `dvc repro` started ends when that is gone, because then it can no longer
+    be cancelled.
+    """
     one_line_for_known_errors()
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         yield
         return
     reconcile.reconcile_crashed_runs(context.flow_run)
-    if "PREFECT__FLOW_RUN_ID" in os.environ:
+    if "PREFECT__FLOW_RUN_ID" in os.environ or "DVC_STAGE" in os.environ:
         watch(os.getppid())
     ending.body.begin()
     try:

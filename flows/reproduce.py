@@ -136,7 +136,7 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
         MayRecover: DVC or a stage was killed, or DVC waits for a lock or a network.
     """
     # importing the modules of training takes seconds
-    threading.Thread(target=pipeline.import_training, daemon=True).start()
+    threading.Thread(target=pipeline.import_training).start()
     code, output = run(["repro", *stages], log.info)
     if code == 0:
         return dict(re.findall(r"^([\w-]+: [^=\n]+) = (.*)$", output, re.MULTILINE))
@@ -158,7 +158,8 @@ def in_words(printed: Mapping[str, str]) -> str:
     line = f"data: ran {', '.join(stages)}"
     if "ingest: num_labels" not in printed:
         return line
-    queries = sum(int(printed[f"ingest: {split}"]) for split in ("train", "validation", "test"))
+    sizes = [printed.get(f"ingest: {split}", 0) for split in ("train", "validation", "test")]
+    queries = sum(map(int, sizes))
     return f"{line}: {queries:,} queries, {int(printed['ingest: num_labels']):,} labels"
 
 
@@ -199,8 +200,8 @@ def inputs_state() -> dict[str, tuple[int, ...]]:
     state = {}
     for pattern in _INPUTS:
         for file in Path().glob(pattern):
-            fact = file.stat()
             if file.is_file():
+                fact = file.stat()
                 state[str(file)] = (fact.st_size, fact.st_mtime_ns, fact.st_ino)
     return state
 

@@ -248,7 +248,7 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert project.stale() == ["evaluate"]
     project.edit("unidec/recipes/unidec.yaml", "optim: {", "optim: {clip_norm: 0.5, ")
     # a default
-    project.edit("unidec/config/data_sections.py", 'key("title",', 'key("title+content",')
+    project.edit("unidec/config/data_sections.py", '"title", "fields', '"title+content", "fields')
     project.edit("unidec/recipes/unidec.yaml", "text: title, ", "")
     assert project.stale() == ["evaluate", "tokens", "train", "validate"]
     project.edit("unidec/ranking/__init__.py", "", "ADDED = 1\n")

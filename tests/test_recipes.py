@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
 from unidec.data.tokens import encode_texts
-from unidec.model import losses
+from unidec.model import soft_topk
 from unidec.model.first_rows import start_table
 from unidec.model.pool import num_clusters
 from unidec.model.unidec import UniDEC
@@ -376,13 +376,13 @@ def test_no_step_waits_for_the_device(
     trainer.made = Refresh.load(trainer.refresher.folder(0), 0)
     # on a CPU it ends early, which waits; tests/model/test_losses.py has it on "meta"
     if params.loss.de == "softtopk":
-        solved = losses.thresholds
+        solved = soft_topk.thresholds
 
         def thresholds(*given):
             with _disable_current_modes():
                 return solved(*given)
 
-        monkeypatch.setattr(losses, "thresholds", thresholds)
+        monkeypatch.setattr(soft_topk, "thresholds", thresholds)
     trainer.model.train()
     batches = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
     for step in range(3):

@@ -43,6 +43,27 @@ def deploy(prefect_server):
             client.delete_deployment(deployment)
 
 
+@pytest.mark.parametrize("stage", ["train", None])
+def test_a_stage_ends_with_dvc(lifecycle, deploy, monkeypatch, stage):
+    """A killed `dvc repro` leaves no training behind."""
+    from prefect import flow
+
+    watched = []
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    monkeypatch.delenv("PREFECT__FLOW_RUN_ID", raising=False)
+    if stage is not None:
+        monkeypatch.setenv("DVC_STAGE", stage)
+    monkeypatch.setattr(lifecycle, "watch", watched.append)
+
+    @flow(name="unidec-stage")
+    def body() -> None:
+        with lifecycle.at_work():
+            pass
+
+    assert deploy(body).state.is_completed()
+    assert watched == ([os.getppid()] if stage is not None else [])
+
+
 def test_what_mlflow_gets_to_know(lifecycle, deploy, monkeypatch):
     from prefect import flow
 

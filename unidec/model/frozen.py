@@ -22,6 +22,7 @@ import torch
 
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
 from unidec.data.tokens import TokenCache, length_chunks, same_texts
+from unidec.errors import ArtifactError
 from unidec.model.encoder import TextEncoder, TransformerEncoder
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.weights import output_settings
@@ -135,7 +136,13 @@ class FrozenCaches:
                 self._compute(values, facts["what"], sources, known)
                 values.flush()
         with verify_once(path) as needed:
-            read_manifest(path, KIND, VERSION, verify=needed)
+            stored = read_manifest(path, KIND, VERSION, verify=needed)["meta"].get("key")
+        if stored != key:
+            raise ArtifactError(
+                "the cache belongs to another encoder or to other texts",
+                where=path,
+                fix="delete the folder: it will be computed again",
+            )
         return load_array(path / "values.npy", np.float16, ndim=2)
 
     def _compute(
