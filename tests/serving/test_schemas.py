@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import tracemalloc
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unidec.config import Serve
+from unidec.data.tokens import is_blank
 from unidec.serving import schemas
 from unidec.serving.request_error import RequestError, shown
 
@@ -61,8 +63,8 @@ def test_what_is_not_given_has_its_default() -> None:
         ({"queries": "a"}, "queries", "list"),
         ({"queries": ["a", 1]}, "queries[1]", "string"),
         ({"queries": ["a", None]}, "queries[1]", "string"),
-        ({"queries": [" \t\n\u3000"]}, "queries[0]", "pattern"),
-        ({"queries": [""]}, "queries[0]", "pattern"),
+        ({"queries": [" \t\n\u3000"]}, "queries[0]", "something to read"),
+        ({"queries": [""]}, "queries[0]", "something to read"),
         ({"queries": ["a", "\u200b\ufeff"]}, "queries[1]", "something to read"),
         ({"queries": ["\x00"]}, "queries[0]", "something to read"),
         ({"queries": ["x" * 11]}, "queries[0]", "at most 10 characters"),
@@ -183,3 +185,10 @@ def test_a_request_at_its_limits_is_read_whatever_its_texts_hold() -> None:
 )
 def test_any_other_json_is_refused(value: Any) -> None:
     assert refusal(value)[0] in (400, 422)  # no such value has `queries`
+
+
+def test_the_schema_says_which_characters_are_invisible() -> None:
+    """The pattern of a query and `is_blank` agree on each character of the basic plane."""
+    visible = re.compile(f"[^{schemas.INVISIBLE}]")
+    for character in map(chr, range(0x10000)):
+        assert (visible.search(character) is None) == is_blank(character), repr(character)

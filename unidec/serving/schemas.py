@@ -66,9 +66,18 @@ EXPLAIN_EXAMPLE = {"query": "editor for plain text", "k": 5}
 FEEDBACK_EXAMPLE = {"query": "editor for plain text", "label": "L7", "relevant": True}
 
 
+# characters below U+10000 that show nothing (`tokens.is_blank`): the inside of a character class in
+# regular expressions of Python, Rust or ECMAScript
+INVISIBLE = (
+    r"\x00-\x20\x7f-\xa0\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u1680\u180e"
+    r"\u2000-\u200f\u2028-\u202f\u205f-\u2064\u2066-\u206f\u3000\ufeff\ufff9-\ufffb"
+)
+
+
 def request_models(settings: Serve) -> RequestModels:
     """The models with a server's limits."""
-    written = Field(max_length=settings.max_query_chars, pattern=r"[^\s\x85]")
+    has_visible = {"pattern": f"[^{INVISIBLE}]"}  # in words where it fails: `_not_blank`
+    written = Field(max_length=settings.max_query_chars, json_schema_extra=has_visible)
     text: Any = Annotated[str, written, AfterValidator(_not_blank)]
     some = Field(min_length=1, max_length=settings.max_queries, fail_fast=True)
     queries: Any = Annotated[list[text], some]
@@ -114,7 +123,7 @@ def _shared_fields(settings: Serve) -> dict[str, Any]:
 
 
 def _not_blank(text: str) -> str:
-    """Invisible characters alone are no text; the pattern in the schema covers white space."""
+    """Invisible characters alone are no text."""
     if is_blank(text):
         raise PydanticCustomError("blank", "a text with something to read")
     return text
