@@ -73,7 +73,7 @@ def test_a_store_that_cannot_be_read_fails_no_report(tmp_path, monkeypatch, away
     if away == "no answer":
         tracker.uri = f"http://127.0.0.1:{free_port()}"
         # it did a moment ago
-        monkeypatch.setattr("unidec.tracking.fetch.answers", lambda _uri: True)
+        monkeypatch.setattr("unidec.tracking.store.answers", lambda _uri: True)
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     else:
         place = tmp_path / "other" / "mlflow.db"

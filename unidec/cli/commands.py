@@ -123,7 +123,7 @@ def command(
 
         @functools.wraps(function)
         def run(**given: Any) -> None:
-            as_json = given.pop("as_json", False)
+            as_json = given.pop("as_json") if prints else False
             if needs_params:
                 assignments = given.pop("assignments")
                 given["params"] = loads(given["params"], assignments)

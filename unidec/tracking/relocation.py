@@ -36,9 +36,7 @@ def follow_database(database: Path) -> bool:
     beside it. So is a
     database that cannot be written: MLflow refuses to write through it.
     """
-    # SQLite also writes a journal next to a database
-    is_writable = os.access(database, os.W_OK) and os.access(database.parent, os.W_OK)
-    if not is_writable or _former_artifacts(database) is None:
+    if not _is_writable(database) or _former_artifacts(database) is None:
         return False
     from filelock import FileLock
 
@@ -51,6 +49,11 @@ def follow_database(database: Path) -> bool:
             for where in _LOCATIONS:
                 _replace_prefix(connection, where, former, artifacts_uri(database))
     return True
+
+
+def _is_writable(database: Path) -> bool:
+    """Whether SQLite can write a database, for which it also writes a journal next to it."""
+    return os.access(database, os.W_OK) and os.access(database.parent, os.W_OK)
 
 
 def _former_artifacts(database: Path) -> str | None:
