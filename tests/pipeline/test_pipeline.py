@@ -232,7 +232,7 @@ def test_evaluation(done: SimpleNamespace) -> None:
         metrics["baselines"].keys() == {"knn", "mix"}
         and 10 < metrics["baselines"]["mix"]["P@1"] < 100
     )
-    assert "Share of predictions that are right, by score" in page
+    assert 'id="calibration"' not in page  # too few relevant predictions for probabilities
     assert (
         f"{metrics['baselines']['mix']['P@1']:.2f}" in page and "TF-IDF kNN + label match" in page
     )
@@ -603,7 +603,7 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
             indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=perfect)
         )
         assert not pipeline.index(params).fusion
-    assert "by the weighted sum of the scores 100.00" in capsys.readouterr().err
+    assert "without one 100.00; the weighted sum of the scores ranks" in capsys.readouterr().err
     results = pipeline.index(params)
     bundle = Bundle.load(paths.BUNDLE)
     assert results.fusion and results.calibrated and bundle.info.fusion is not None

@@ -136,7 +136,7 @@ class _OneOf(Ranks):
     def sum_rows(self, tables: Any) -> None:
         pass
 
-    def _all_reduce(self, *_: Any, **__: Any) -> None:
+    def all_reduce(self, *_: Any, **__: Any) -> None:
         pass
 
     def _gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
