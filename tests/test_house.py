@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -176,6 +177,46 @@ def test_tests_mirror_the_library() -> None:
     for path in (ROOT / "tests").rglob("test_*.py"):
         top = path.relative_to(ROOT / "tests").parts[0].removesuffix(".py")
         assert top in special or top.removeprefix("test_") in modules, f"{path} mirrors nothing"
+
+
+def expressions_by_line(tree: ast.AST) -> Counter[int]:
+    """How many expression nodes each line has, without annotations and docstrings."""
+    left_out: set[int] = set()
+    for node in ast.walk(tree):
+        parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            parts.append(node.value)
+        for part in filter(None, parts):
+            left_out.update(map(id, ast.walk(part)))
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.expr))
+    return Counter(node.lineno for node in nodes if id(node) not in left_out)
+
+
+def test_lines_are_plain() -> None:
+    """A line is dense from 12 expression nodes on. The limits only ever fall."""
+    files = [*(ROOT / "unidec").rglob("*.py"), *(ROOT / "flows").rglob("*.py")]
+    nodes = 0
+    lines = 0
+    dense = 0
+    skips = 0
+    long_calls = 0
+    for path in files:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        by_line = expressions_by_line(tree)
+        nodes += by_line.total()
+        lines += len(by_line)
+        dense += sum(count >= 12 for count in by_line.values())
+        skips += source.count("fmt: skip")
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        long_calls += sum(len(call.args) >= 6 for call in calls)
+    assert 0 < nodes <= 128_000
+    assert dense <= 0.08 * lines
+    assert skips <= 10
+    assert long_calls <= 15
+    names = Counter(path.name for path in files if not path.name.startswith("__"))
+    assert not [name for name, count in names.items() if count > 1]
+    assert PYPROJECT["tool"]["ruff"]["line-length"] == 100
 
 
 def test_files_and_functions_keep_to_the_house_rules() -> None:

@@ -13,7 +13,8 @@ from helpers.label_vectors import label_vectors
 from helpers.tiny_transformer import write_word_transformer
 from scipy.sparse import csr_matrix
 
-from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
+from unidec.bundle.bundle_info import KnnInfo
 from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts

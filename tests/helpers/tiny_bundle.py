@@ -15,7 +15,8 @@ from helpers.label_vectors import label_vectors
 from scipy.sparse import csr_matrix
 
 from unidec.bundle import predict_file as files
-from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
+from unidec.bundle.bundle_info import KnnInfo
 from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
 from unidec.model.words import WordSpace

@@ -17,7 +17,8 @@ from helpers.tiny_bundle import TITLES, UIDS, predict_file, write_tiny_bundle
 from scipy.sparse import csr_matrix
 
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.bundle_folder import KIND, VERSION, BundleLabels, KnnInfo, Scoring, write_bundle
+from unidec.bundle.bundle_folder import KIND, VERSION, BundleLabels, Scoring, write_bundle
+from unidec.bundle.bundle_info import KnnInfo
 from unidec.bundle.neighbour_files import FILES
 from unidec.data.storage import folder_sha256, read_manifest, write_manifest
 from unidec.data.tokens import encode_texts

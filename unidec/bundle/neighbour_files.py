@@ -7,19 +7,17 @@ Legend: M training queries, L labels, D width of a head, F words and C columns o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from unidec.bundle.arrow_file import read_texts_table
+from unidec.bundle.bundle_info import BundleInfo
 from unidec.bundle.checked_arrays import csr_arrays, damaged, read_array, read_csr
 from unidec.data.dataset import write_texts_table
 from unidec.model.words import WordSpace
 from unidec.ranking.neighbours import Neighbours
-
-if TYPE_CHECKING:
-    from unidec.bundle.bundle_folder import BundleInfo
 
 _FOLDER = "neighbours"
 _LABELS = ("indptr.npy", "labels.npy")

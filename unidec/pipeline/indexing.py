@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
+from unidec.bundle.bundle_info import KnnInfo
 from unidec.config import Params, recorded
 from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset

@@ -238,7 +238,8 @@ def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Am
     labels = sizes.num_labels if shortlist else 0
     vectors = (rows + labels) * dim
     encoded = min(rows + labels, 2 * _BLOCK) * (width + dim)
-    clustered = max(rows // 2, 3 * min(rows, _POINTS[gpu])) * dim + 12 * rows
+    sampled = 3 * min(rows, _POINTS[gpu])
+    clustered = max(rows // 2, sampled) * dim + 12 * rows
     mined = 512 * min(labels, _BLOCK)
     if gpu:
         clustered += rows * dim

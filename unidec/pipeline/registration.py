@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unidec.bundle.bundle_folder import BundleInfo, read_info
+from unidec.bundle.bundle_folder import read_info
+from unidec.bundle.bundle_info import BundleInfo
 from unidec.config import Params
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError

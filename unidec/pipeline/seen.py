@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from unidec.bundle.bundle_folder import BundleInfo, read_info
+from unidec.bundle.bundle_folder import read_info
+from unidec.bundle.bundle_info import BundleInfo
 from unidec.bundle.neighbour_files import read_titles
 from unidec.config import Validation
 from unidec.data.dataset import Text, XMCDataset
@@ -134,7 +135,10 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
     seen = {name: of_bundle(folder, dataset) for name, folder in folders.items()}
     masks = {name: found.among(dataset, rows) for name, found in seen.items() if found is not None}
     counts = {name: int(masks[name].sum()) if name in masks else None for name in folders}
-    left = rows[~np.logical_or.reduce([np.zeros(len(rows), dtype=bool), *masks.values()])]
+    is_seen = np.zeros(len(rows), dtype=bool)
+    for mask in masks.values():
+        is_seen |= mask
+    left = rows[~is_seen]
     words = [_counted(name, counts[name], len(rows)) for name in folders]
     words += [
         f"the {name} may have seen more: the model that it started from has no record of its "
@@ -152,7 +156,8 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
         if is_enough
         else f"only {len(left):,} are left, too few to judge on"
     )
-    check = Check(CHECK, is_enough, len(left), min(FEWEST, -(-len(rows) // 2)), "; ".join(words))
+    half = -(-len(rows) // 2)
+    check = Check(CHECK, is_enough, len(left), min(FEWEST, half), "; ".join(words))
     return Unseen(left, counts, check)
 
 
@@ -167,7 +172,8 @@ def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
         return "", 0
     new = found.among(dataset, rows) & ~_of_dataset(dataset, found.text).among(dataset, rows)
     num = int(new.sum())
-    return f"{num:,} of {len(rows):,} test queries ({num / len(rows):.1%})", num
+    share = num / len(rows)
+    return f"{num:,} of {len(rows):,} test queries ({share:.1%})", num
 
 
 def leaks(num: int, dataset: XMCDataset, limits: Validation) -> bool:

@@ -278,7 +278,9 @@ def check_start(params: Params) -> list[str]:
 
 def _listed(keys: list[str], most: int = 4) -> str:
     """ "a, b, c, d and 3 more"."""
-    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
+    shown = ", ".join(keys[:most])
+    num_more = len(keys) - most
+    return f"{shown} and {num_more} more" if num_more > 0 else shown
 
 
 def _changed_parameters(params: Params, bundle: Path) -> list[str]:

@@ -339,7 +339,8 @@ def start_run(
             f"epoch {run.epoch} was trained but not validated before the kill: validated now"
         )
     if track:
-        begin_tracking(run, state.get("notes", {}).get("mlflow_run_id"), accepted)
+        run_id = state.get("notes", {}).get("mlflow_run_id")
+        run.lines += begin_tracking(run.params, run.folder, run_id, accepted)
     return run
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from unidec.config import RESULTS, flatten, keys_deciding
+from unidec.config import RESULTS, Params, flatten, keys_deciding
 from unidec.pipeline import paths
 from unidec.pipeline.start import read_start, start_tags
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash, unknown_code
 from unidec.tracking.run import TRIAL_TAG, Tracker, run_tags
-
-if TYPE_CHECKING:
-    from unidec.pipeline.training import Run
 
 
 def model_params(
@@ -26,9 +22,10 @@ def model_params(
     return {key: flat[key] for key in ["recipe", *keys_deciding(*RESULTS, warm=is_warm)]}
 
 
-def begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> None:
-    """Start or resume the MLflow run of this training."""
-    params = run.params
+def begin_tracking(
+    params: Params, folder: Path, run_id: str | None, accepted: Collection[str]
+) -> list[str]:
+    """Start or resume the MLflow run of the training in `folder`; returns what to tell its user."""
     dataset = paths.open_dataset()
     experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
     tags = (
@@ -36,7 +33,7 @@ def begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> N
         | start_tags()
         | {
             "dataset.sha256": dataset.sha256,
-            "run.folder": run.folder.name,
+            "run.folder": folder.name,
             "accepted": "; ".join(accepted)[:5000],
             "dvc_experiment": experiment,
             f"{DVC_TAG}{paths.DATASET}": dvc_hash(str(paths.DATASET)) or "",
@@ -46,12 +43,13 @@ def begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> N
     data |= {
         key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")
     }
-    name = f"{dataset.name} {params.recipe or params.model.heads} {_how(experiment, run.folder)}"
+    recipe = params.recipe or params.model.heads
+    name = f"{dataset.name} {recipe} {_how(experiment, folder)}"
     logged = model_params(flatten(params), read_start() is not None)
     tags = {key: tag for key, tag in tags.items() if tag}
-    if reason := unknown_code(tags):
-        run.lines.append(f"git does not answer, so the gate will refuse the model: {reason}")
-    Tracker(params.tracking.experiment).start(run.folder, logged, tags, data, name, run_id)
+    Tracker(params.tracking.experiment).start(folder, logged, tags, data, name, run_id)
+    reason = unknown_code(tags)
+    return [f"git does not answer, so the gate will refuse the model: {reason}"] if reason else []
 
 
 def _how(experiment: str, folder: Path) -> str:

@@ -76,7 +76,7 @@ INVISIBLE = (
 
 def request_models(settings: Serve) -> RequestModels:
     """The models with a server's limits."""
-    has_visible = {"pattern": f"[^{INVISIBLE}]"}  # in words where it fails: `_not_blank`
+    has_visible: Any = {"pattern": f"[^{INVISIBLE}]"}  # in words where it fails: `_not_blank`
     written = Field(max_length=settings.max_query_chars, json_schema_extra=has_visible)
     text: Any = Annotated[str, written, AfterValidator(_not_blank)]
     some = Field(min_length=1, max_length=settings.max_queries, fail_fast=True)

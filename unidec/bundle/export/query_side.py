@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.bundle_folder import BundleInfo
+from unidec.bundle.bundle_info import BundleInfo
 from unidec.bundle.export.vectors import (
     ExportFacts,
     check_replaceable,
@@ -204,7 +204,8 @@ def padded_words(
     before_BT = key_BT.cumsum(1) - key_BT
     sum_BT = before_BT + key_BT - before_BT.gather(1, place_T - inside_BT)
     row_BT = len(continues_V) + _remainder(_mixed(sum_BT), num_buckets)
-    next_begins_BT = torch.cat([begins_BT[:, 1:], torch.ones_like(begins_BT[:, :1])], 1)
+    end_B1 = torch.ones_like(begins_BT[:, :1])
+    next_begins_BT = torch.cat([begins_BT[:, 1:], end_B1], 1)
     ends_BT = (inside_BT > 0) & next_begins_BT
     words_before_BT = ends_BT.long().cumsum(1) - ends_BT.long()
     return row_BT, ends_BT, place_T + words_before_BT

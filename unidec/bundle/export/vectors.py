@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from unidec.bundle import bundle_folder
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.bundle_folder import BundleInfo
+from unidec.bundle.bundle_info import BundleInfo
 from unidec.data.storage import folder_sha256, read_manifest, write_file
 from unidec.errors import ConfigError, DataError
 from unidec.progress import Progress, progress
