@@ -165,10 +165,12 @@ def table(done: Mapping[str, Any]) -> list[str]:
     for name, figures in done.get("baselines", {}).items():
         rows[BASELINES[name]] = figures
     metrics = [name for name in shown("compared") if "/" not in name]
-    lines = [f"{'test split, percent':<30}" + "".join(f"{key:>8}" for key in metrics)]
+    head = "".join(f"{key:>8}" for key in metrics)
+    lines = [f"{'test split, percent':<30}{head}"]
     for name, figures in rows.items():
         cells = [f"{figures[key]:.1f}" if key in figures else "-" for key in metrics]
-        lines.append(f"{name:<30}" + "".join(f"{cell:>8}" for cell in cells))
+        row = "".join(f"{cell:>8}" for cell in cells)
+        lines.append(f"{name:<30}{row}")
     return lines
 
 

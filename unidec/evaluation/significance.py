@@ -312,12 +312,13 @@ def challenge(
 def _confidence(comparison: Mapping[str, Any], rules: Gate) -> Check:
     """A check that the challenger is ahead by the margin in enough resamples."""
     share = comparison["confidence"]
+    num_queries = comparison["num_queries"]
     low, high = comparison["intervals"][rules.metric]
     ahead = f"worse by at most {-rules.margin:.2f}"
     if rules.margin > 0:
         ahead = f"ahead by {rules.margin:.2f}"
     words = (
-        f"in {share:.1%} of the resamples of {comparison['num_queries']:,} queries the challenger "
+        f"in {share:.1%} of the resamples of {num_queries:,} queries the challenger "
         f"is {ahead} points, {rules.confidence:.0%} required; 95 % interval: "
         f"{low:+.2f} to {high:+.2f} points"
     )
@@ -328,6 +329,8 @@ def _check(
     name: str, new: dict[str, float], old: dict[str, float], limit: float, rule: str
 ) -> Check:
     """A check that the difference new - old of a metric is at least `limit`."""
-    gap = new[name] - old[name]
-    words = f"{new[name]:.2f} against {old[name]:.2f}: {gap:+.2f} points, {rule}"
+    after = new[name]
+    before = old[name]
+    gap = after - before
+    words = f"{after:.2f} against {before:.2f}: {gap:+.2f} points, {rule}"
     return Check(name, gap >= limit - _TIE, gap, limit, words)

@@ -129,7 +129,8 @@ def same_text(text: str) -> str:
 
 
 def _check_output(folder: Path) -> None:
-    other = sorted({path.name for path in folder.iterdir()} - set(FILES)) if folder.is_dir() else []
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    other = sorted(names - set(FILES))
     if folder.is_file() or other:
         raise ConfigError(
             "the folder holds something else",

@@ -131,8 +131,9 @@ class Plan:
         lines = []
         for place in self.shortages:
             phase, size = self.peak(place)
+            needed = gib(size)
             free = gib(self.free[place] or 0)
-            lines.append(f"{PLACES[place]}: {gib(size)} needed, {free} free ({PHASES[phase]})")
+            lines.append(f"{PLACES[place]}: {needed} needed, {free} free ({PHASES[phase]})")
         return lines
 
     @property
@@ -141,7 +142,8 @@ class Plan:
         parts = []
         for place in self.shortages:
             needed = self.peak(place)[1] / (1 - MARGIN)
-            parts.append(f"{gib(needed - (self.free[place] or 0))} more {SPACE[place]}")
+            free = self.free[place] or 0
+            parts.append(f"{gib(needed - free)} more {SPACE[place]}")
         return " and ".join(parts)
 
     def settings(self, form: str) -> list[str]:
@@ -182,7 +184,9 @@ class Plan:
             lines.append(f"{name}: {size}, {PHASES[phase]}")
             held = [a for a in self.amounts if a.place == place and a.phase in ("always", phase)]
             held.sort(key=lambda amount: -amount.num_bytes)
-            lines += [f"  {amount.name:<32}{gib(amount.num_bytes):>12}" for amount in held[:5]]
+            for amount in held[:5]:
+                size = gib(amount.num_bytes)
+                lines.append(f"  {amount.name:<32}{size:>12}")
         if is_small:
             return [f"fits: {', '.join(heads)} (--json: all amounts)"]
         if not self.short:

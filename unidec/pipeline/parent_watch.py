@@ -22,7 +22,8 @@ def watch(*pids: int) -> None:
     launcher, is gone, and ends it after `GRACE_S`.
     """
     launcher = os.environ.get(LAUNCHER)
-    watched = [pid for pid in (*pids, *([int(launcher)] if launcher else [])) if pid > 1]
+    candidates = [*pids, int(launcher or 0)]
+    watched = [pid for pid in candidates if pid > 1]
 
     def look() -> None:
         try:

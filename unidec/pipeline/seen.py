@@ -150,7 +150,9 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
     if not is_enough and _is_accepted(len(rows) - len(left), len(rows), limits):
         words.append(f"all are judged on, which {ACCEPT} accepts")
         return Unseen(rows, counts, Check(CHECK, True, len(rows), None, "; ".join(words)))
-    judged = "all" if len(left) == len(rows) else f"the {len(left):,} that neither has seen"
+    judged = f"the {len(left):,} that neither has seen"
+    if len(left) == len(rows):
+        judged = "all"
     words.append(
         f"both are judged on {judged}"
         if is_enough

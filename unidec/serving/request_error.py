@@ -89,7 +89,8 @@ def wrong_values(errors: Sequence[Any]) -> RequestError:
         what = "an unknown key"
         expected = "a key of this route"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    place = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+    keys = first["loc"]
+    place = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys]
     return RequestError(
         422,
         "wrong_value",

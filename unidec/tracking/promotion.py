@@ -309,4 +309,5 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
 
 def _record(what: str, reason: str) -> dict[str, str]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {f"{what}.at": now, f"{what}.by": user(), f"{what}.reason": without_credentials(reason)}
+    facts = {"at": now, "by": user(), "reason": without_credentials(reason)}
+    return {f"{what}.{name}": fact for name, fact in facts.items()}

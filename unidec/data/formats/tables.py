@@ -302,7 +302,8 @@ class _Cells:
         # an empty row was already noted: it is not a JSON object
         elif column in self.needed and row:
             names = list(map(str, row))
-            self.source.note(f"no {column}", self.name, line, ", ".join(names[:10])[:80])
+            first = ", ".join(names[:10])
+            self.source.note(f"no {column}", self.name, line, first[:80])
             if column not in row and (fix := names_like(names, [column])):
                 self.source.advise(fix)
         return ""
