@@ -375,7 +375,7 @@ def step_gradients(ranks: Any, folder: Path, cases: dict[str, Any]) -> dict[str,
         trainer.model.train()
         if (
             trainer.model.encoder.bag is not None
-            and trainer.model.encoder.bag.inception is not None
+            and trainer.model.encoder.bag.token_layers is not None
         ):
             # no key sets it, and each rank draws its own
             trainer.model.encoder.bag.inception.dropout.p = 0.0
