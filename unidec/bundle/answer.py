@@ -239,11 +239,11 @@ class Answerer:
         bundle = self.bundle
         first = requests[0]
         # depends on the search options alone, so that a request alone gets the same answer
-        k = min(_searched_k(first), bundle.num_labels)
+        k = min(_searched_k(first), bundle.info.num_labels)
         denied = [self._rows(request.deny) for request in requests]
         excluded = []
         for query, (rows_N, _) in enumerate(denied):
-            excluded.append(query * bundle.num_labels + rows_N)
+            excluded.append(query * bundle.info.num_labels + rows_N)
         allowed, unknown_allowed = self._rows(first.allow or ())
         ranked = bundle.ranker.rank(
             encoded,

@@ -69,8 +69,8 @@ class Engine:
         self.files = MappedFiles(self.bundle.path)
         self.runtime: str = answerer.encoder.name
         self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
-        self.card = card(self.bundle, settings)
-        self.card |= {"model": asdict(identity), "runtime": self.runtime}
+        self.card = {"model": asdict(identity), "runtime": self.runtime}
+        self.card |= card(self.bundle, settings)
         self.answer: Callable[[Sequence[Request]], list[Prediction]] = answerer.answer
         self.explain = answerer.explain
         self.check = answerer.check

@@ -236,7 +236,7 @@ class Routes:
                 "in place",
             )
         self.figures.error(error.kind)
-        body = facts | {"error": error.parts, "ready": False}
+        body = {"error": error.parts} | facts | {"ready": False}
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
 
     async def version(self) -> Response:
