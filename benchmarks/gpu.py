@@ -10,8 +10,7 @@ the others run. The exit code is 1 if `correctness` or `synchronisations` failed
 its tolerance, or an error.
 
 Nothing is downloaded: encoders have random weights (the tokenizer is that of extra `minilm`), data
-are synthetic. Times
-of a step do not depend on the weights' values; quality is not measured here.
+are synthetic. Times of a step do not depend on the weights' values; quality is not measured here.
 """
 
 from __future__ import annotations

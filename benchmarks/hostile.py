@@ -37,8 +37,7 @@ class Judge:
     what was sent.
 
     What was refused late is in `late`: it may have stood behind others, or the machine is busy.
-    `attack` asks it again
-    alone, and it is a fault where it is late again and again.
+    `attack` asks it again alone, and it is a fault where it is late again and again.
     """
 
     faults: list[str] = field(default_factory=list)
@@ -179,8 +178,7 @@ def started(port: int, *, count: int, rate: float, seed: int) -> subprocess.Pope
     JSON.
 
     What making the requests costs this machine is over by then: it is no part of what they cost a
-    server. Fair requests
-    of very many queries are not among them.
+    server. Fair requests of very many queries are not among them.
     """
     words = [
         sys.executable,

@@ -5,9 +5,8 @@
     results.json python benchmarks/hostile_load.py --only 'query parameters' 'one-byte chunks'
 
 An attack runs in a process of its own and is bounded: so many bytes a second, or so many
-connections. Valid queries
-come at times drawn before (`http_load.open_loop`), first alone, then beside the attack. Goal: p99
-at most twice that alone (`GOAL`). Only loopback is asked."""
+connections. Valid queries come at times drawn before (`http_load.open_loop`), first alone, then
+beside the attack. Goal: p99 at most twice that alone (`GOAL`). Only loopback is asked."""
 
 from __future__ import annotations
 

@@ -4,12 +4,11 @@
     the last line
 
 *Closed loop*: so many clients, each asks again when it was answered. It measures throughput. Its
-latencies leave out
-what a stalled server would have done to those who had come meanwhile (coordinated omission).
+latencies leave out what a stalled server would have done to those who had come meanwhile
+(coordinated omission).
 *Open loop*: requests come at times drawn before (a Poisson process), answered or not, and each
-latency counts from the
-time at which the request was due, not from when it could be sent: whoever had to wait for a
-connection waited too.
+latency counts from the time at which the request was due, not from when it could be sent: whoever
+had to wait for a connection waited too.
 
 Only loopback is ever asked. Latencies are milliseconds.
 """

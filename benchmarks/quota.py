@@ -4,12 +4,11 @@
     python benchmarks/quota.py --project . --output benchmarks/results/quota.json
 
 Three runs of one training: alone; in a control group (container) of `--cores` cores; and beside
-`--busy` processes
-that never wait. By default it is `make train` in a project, each time with another seed, so that
-nothing is reused; `--small` is `unidec.fit` on 1,200 queries. The fair time is the processor time
-of the run alone, divided by the cores that it can have, or its wall time if that is longer. Beside
-busy processes, a training of as many threads as cores has its share of them. Requires root, or a
-control group that may be written."""
+`--busy` processes that never wait. By default it is `make train` in a project, each time with
+another seed, so that nothing is reused; `--small` is `unidec.fit` on 1,200 queries. The fair time
+is the processor time of the run alone, divided by the cores that it can have, or its wall time if
+that is longer. Beside busy processes, a training of as many threads as cores has its share of them.
+Requires root, or a control group that may be written."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ several of them.
     python benchmarks/scale_step.py FOLDER '{"labels": 1000000, "device": "cpu", ...}'
 
 Reads lines from stdin: `run K` trains K steps and answers with the milliseconds of each, `end`
-answers with memory and
-ends. The trainer is the real one, on synthetic data; hard negatives are uniform over all labels,
-the hardest case for caches: two thirds of a pool's rows lie anywhere in the table."""
+answers with memory and ends. The trainer is the real one, on synthetic data; hard negatives are
+uniform over all labels, the hardest case for caches: two thirds of a pool's rows lie anywhere in
+the table."""
 
 from __future__ import annotations
 

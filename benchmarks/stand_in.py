@@ -114,8 +114,7 @@ def stand_in(
 
     Returns:
         a row of `table`: a stage's seconds, or nothing where it did not run; the most memory on top
-        of what the process
-        held before; `result` is "ok" or the first error.
+        of what the process held before; `result` is "ok" or the first error.
 
     Raises:
         ConfigError: no such data set, method, share or stage.

@@ -3,9 +3,8 @@ recipe computes (in float32, as always): value and gradient to the encoder's out
 classifier's rows.
 
 What is compared is the whole path of a recipe: its parameters, the pool drawn for it, `Objective`
-with heads, both
-directions and weights. The formulas here know of a pool only its labels, whatever the code does to
-be fast.
+with heads, both directions and weights. The formulas here know of a pool only its labels, whatever
+the code does to be fast.
 
 Legend: B queries, S labels of the pool, L all labels, W width of the encoder.
 """

@@ -5,8 +5,8 @@ way.
     (negative: the signal)
 
 A job: {"call": "promote" | "rollback" | "register", "uri", "name", "version" or "bundle", "writes":
-n}: the child is
-killed before its n-th write to the registry; without "writes" by whoever started it.
+n}: the child is killed before its n-th write to the registry; without "writes" by whoever started
+it.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def command(
     """Decorator: add a function as a command of `group`, with the options that it needs.
 
     If the function has an argument `params: Params`, it receives the loaded parameters, and the
-    command has --params
-    and --set. If it returns a result, the result is printed, and the command has --json.
+    command has --params and --set. If it returns a result, the result is printed, and the command
+    has --json.
 
     Args:
         group: group of the command; `app` for none.

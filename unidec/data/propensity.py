@@ -51,8 +51,8 @@ def inverse_propensity(
     """Inverse propensities `1 + C (N_l + B)^(-A)` with `C = (log N - 1)(B + 1)^A`, float64 [L].
 
     Every value is finite and at least 1: with fewer than three training queries C would be
-    negative, and 0 is used;
-    with B = 0 a label without training queries is treated as if it had one.
+    negative, and 0 is used; with B = 0 a label without training queries is treated as if it had
+    one.
 
     Args:
         label_counts_L: N_l, number of training queries of each label [L], at least 0.

@@ -98,8 +98,7 @@ def replaces_inputs() -> Iterator[None]:
     """`one_at_a_time` for a stage that replaces inputs of training.
 
     It is also allowed in the process that holds the lock and in stages which that process starts
-    through DVC: they run
-    before the training opens its data.
+    through DVC: they run before the training opens its data.
 
     Raises:
         TrainingError: as `one_at_a_time`.

@@ -12,8 +12,7 @@ exactly with the float32 vectors (`Heads`). Codes are searched with faiss's fast
 them in faiss's plain layout, and loading packs them.
 
 Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space
-(`heads.py`);
-width: of the vectors in the faiss index (D with padding).
+(`heads.py`); width: of the vectors in the faiss index (D with padding).
 """
 
 from __future__ import annotations

@@ -62,9 +62,8 @@ def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None
     """Tags that identify the code and the lock file of a run; unavailable facts are left out.
 
     A run is dirty only by what affects a model: tracked files of the code, compared with the commit
-    by content, and
-    parameters, compared with the commit's params.yaml by value. Data has its own hashes:
-    `artifact_tags`.
+    by content, and parameters, compared with the commit's params.yaml by value. Data has its own
+    hashes: `artifact_tags`.
 
     Args:
         root: folder of the project, or a trial's folder in it.

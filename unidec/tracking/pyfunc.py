@@ -1,8 +1,7 @@
 """A bundle as an MLflow model, from code: MLflow copies and runs this file; nothing is pickled.
 
 Input: a table with a text column `query`. Parameters: `registry.signature`. Output: rows query,
-rank (from 1), label,
-title, score. Nothing else in the library imports this module.
+rank (from 1), label, title, score. Nothing else in the library imports this module.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ def follow_database(database: Path) -> bool:
     whether any did not.
 
     A location that was chosen by hand is kept: a folder outside the project that has no database
-    beside it. So is a
-    database that cannot be written: MLflow refuses to write through it.
+    beside it. So is a database that cannot be written: MLflow refuses to write through it.
     """
     if not _is_writable(database) or _former_artifacts(database) is None:
         return False

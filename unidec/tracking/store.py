@@ -2,8 +2,8 @@
 timeouts.
 
 Default store: SQLite in `<root>/mlflow/mlflow.db`, artifacts in `<root>/mlflow/artifacts`;
-`MLFLOW_TRACKING_URI` names
-any other. A DVC experiment in a temporary copy of the checkout uses the checkout's store.
+`MLFLOW_TRACKING_URI` names any other. A DVC experiment in a temporary copy of the checkout uses the
+checkout's store.
 """
 
 from __future__ import annotations
