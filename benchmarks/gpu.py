@@ -1,8 +1,8 @@
 """What the library does on a GPU, in ten minutes: right, fast, without waiting, within memory.
 
-    python benchmarks/gpu.py                                 # the card; without one, its small form
-    on the processor python benchmarks/gpu.py --only step --only refresh python benchmarks/gpu.py
-    --out benchmarks/results/gpu-cpu-form
+    python benchmarks/gpu.py  # the card; without one, its small form on the processor
+    python benchmarks/gpu.py --only step --only refresh
+    python benchmarks/gpu.py --out benchmarks/results/gpu-cpu-form
 
 Prints a table and writes <out>.json and <out>.md. Each figure names its origin: measured on a
 device, or computed. A section that fails, or for which no time is left, is a line of the table, and

@@ -1,7 +1,7 @@
 """Sends requests that mean harm to a server, and judges its answers (fault 21).
 
-    python benchmarks/hostile.py --port 8080 --count 1000       # against a server of ours on this
-    machine; JSON
+    # against a server of ours on this machine; JSON
+    python benchmarks/hostile.py --port 8080 --count 1000
 
 Beside the status, which each case of `hostile_cases.py` names: an error is JSON in the house's
 shape, short, comes within a second, and shows nothing of the inside. Only loopback is ever asked.

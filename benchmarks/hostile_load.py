@@ -1,8 +1,8 @@
 """Latency of valid traffic beside each cheap attack on a server (fault 36).
 
-    python benchmarks/hostile_load.py                       # a small bundle, made in a second;
-    prints a table python benchmarks/hostile_load.py --bundle outputs/bundle --seconds 10 --out
-    results.json python benchmarks/hostile_load.py --only 'query parameters' 'one-byte chunks'
+    python benchmarks/hostile_load.py  # a small bundle, made in a second; prints a table
+    python benchmarks/hostile_load.py --bundle outputs/bundle --seconds 10 --out results.json
+    python benchmarks/hostile_load.py --only 'query parameters' 'one-byte chunks'
 
 An attack runs in a process of its own and is bounded: so many bytes a second, or so many
 connections. Valid queries come at times drawn before (`http_load.open_loop`), first alone, then

@@ -1,7 +1,7 @@
 """An HTTP/1.1 client with little overhead, and the loads that it makes: closed loop and open loop.
 
-    python benchmarks/http_load.py --port 8080 --rate 50 --seconds 10       # one open loop, JSON on
-    the last line
+    # one open loop, JSON on the last line
+    python benchmarks/http_load.py --port 8080 --rate 50 --seconds 10
 
 *Closed loop*: so many clients, each asks again when it was answered. It measures throughput. Its
 latencies leave out what a stalled server would have done to those who had come meanwhile

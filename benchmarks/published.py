@@ -1,10 +1,12 @@
 """What papers published for seven data sets (published/*.yaml): as params.yaml, beside measured
 figures, tried out.
 
-    python benchmarks/published.py list python benchmarks/published.py params LF-AmazonTitles-131K
-    --method unidec-v2-bce --out params.yaml python benchmarks/published.py compare
-    LF-AmazonTitles-131K outputs/metrics.json --method unidec-v2-bce python benchmarks/published.py
-    stand-in LF-AmazonTitles-131K --share 0.01
+    python benchmarks/published.py list
+    python benchmarks/published.py params LF-AmazonTitles-131K --method unidec-v2-bce \\
+        --out params.yaml
+    python benchmarks/published.py compare LF-AmazonTitles-131K outputs/metrics.json \\
+        --method unidec-v2-bce
+    python benchmarks/published.py stand-in LF-AmazonTitles-131K --share 0.01
 
 `params` expects the raw files as they come from the XMC repository in `data/raw/<data set>`.
 `stand-in` makes synthetic raw files of a data set's size and runs every stage on them; `all` names

@@ -2,10 +2,12 @@
 benchmarks/results/.
 
     python benchmarks/scale.py step     # training steps from 10^4 to 10^7 labels at a fixed pool
-    python benchmarks/scale.py data     # ingest, tokens, propensities, label graph, clustering,
-    mining python benchmarks/scale.py all      # both: about 11 minutes on two cores, 12 GiB of
-    memory, 6 GB of disk python benchmarks/scale.py step --labels 1e4,1e5 --rounds 3    # a quick
-    look python benchmarks/scale.py show     # the tables of the results that are there
+    # ingest, tokens, propensities, label graph, clustering, mining
+    python benchmarks/scale.py data
+    # both: about 11 minutes on two cores, 12 GiB of memory, 6 GB of disk
+    python benchmarks/scale.py all
+    python benchmarks/scale.py step --labels 1e4,1e5 --rounds 3    # a quick look
+    python benchmarks/scale.py show     # the tables of the results that are there
 
 What a result file has already is not measured again (--again measures everything anew). Every size
 runs in a process of its own, so that peak memory is its own. The sizes of `step` take turns, a few

@@ -1,11 +1,11 @@
 """The whole pipeline at 10^6 labels, and 10^7 queries predicted: time and memory of each stage, in
 one resumable run.
 
-    python benchmarks/scale_run.py runs/scale                              # everything; the same
-    command resumes python benchmarks/scale_run.py runs/scale-small --scale 0.01           # a
-    rehearsal at a hundredth python benchmarks/scale_run.py runs/scale --stages train,index
-    # some stages (again) python benchmarks/scale_run.py runs/scale --show                       #
-    the table
+    # everything; the same command resumes
+    python benchmarks/scale_run.py runs/scale
+    python benchmarks/scale_run.py runs/scale-small --scale 0.01    # a rehearsal at a hundredth
+    python benchmarks/scale_run.py runs/scale --stages train,index         # some stages (again)
+    python benchmarks/scale_run.py runs/scale --show                       # the table
 
 Synthetic text (synthetic.py), the program's own commands: raw files -> ingest -> Great Expectations
 -> tokens -> propensities -> one epoch -> index -> evaluation of 5,000 test queries -> MLflow's

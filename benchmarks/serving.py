@@ -1,9 +1,10 @@
 """What `unidec serve` does over HTTP on this machine: latency, throughput, overload, start, hostile
 requests.
 
-    python benchmarks/serving.py --bundle outputs/bundle --name minilm             # all of it, some
-    six minutes python benchmarks/serving.py --bundle bag/bundle --name bag --modes
-    latency,throughput --seconds 2
+    # all of it, some six minutes
+    python benchmarks/serving.py --bundle outputs/bundle --name minilm
+    python benchmarks/serving.py --bundle bag/bundle --name bag \\
+        --modes latency,throughput --seconds 2
 
 Starts servers of its own on loopback and ends them; queries are the test split's titles of
 `--dataset`, then those with their words in another order, so that none comes twice: a run in which

@@ -1,7 +1,8 @@
 """What a training step costs, part by part, on the ingested data set and its token caches.
 
-    python benchmarks/step_cost.py python benchmarks/step_cost.py --set encoder.kind=transformer
-    --set encoder.trainable_layers=-1 --set \\
+    python benchmarks/step_cost.py
+    python benchmarks/step_cost.py --set encoder.kind=transformer \\
+        --set encoder.trainable_layers=-1 --set \\
         encoder.bag_dropout=0 --steps 10
 
 Prints a table and writes JSON. The step is the trainer's own, taken apart where its autograd graph

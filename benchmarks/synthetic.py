@@ -1,9 +1,9 @@
 """Synthetic data of any number of queries N and labels L, as raw text files or in the pipeline's
 own folders.
 
-    python benchmarks/synthetic.py raw   runs/synthetic --train 100000 --labels 100000 python
-    benchmarks/synthetic.py store runs/synthetic --train 100000 --labels 10000000 --encoder
-    all-MiniLM-L6-v2
+    python benchmarks/synthetic.py raw   runs/synthetic --train 100000 --labels 100000
+    python benchmarks/synthetic.py store runs/synthetic --train 100000 --labels 10000000 \\
+        --encoder all-MiniLM-L6-v2
 
 `raw` writes the layout xmc-text (read by `unidec data ingest`); `store` writes `dataset/` and
 `tokens/` as ingest and the tokeniser would, for sizes at which text files make no sense.

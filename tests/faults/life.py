@@ -1,8 +1,9 @@
 """Fault 1's program: one life of a training, from wherever its newest checkpoint left it; whoever
 runs it kills it.
 
-    python life.py JOB.json            one life, in this process python life.py JOB.json --warm
-    a life a line of stdin, in children that are forked: nothing is imported twice
+    python life.py JOB.json            one life, in this process
+    # a life a line of stdin, in children that are forked: nothing is imported twice
+    python life.py JOB.json --warm
 
 Prints `pid N` (a child's), `at STEP` when it begins, `step N` after each step, `refresh` and
 `validate` before these, `end` at the end. A round that was trained and not measured before a kill

@@ -1,8 +1,8 @@
 """A process that lives on while its children, forked with everything imported, are killed on their
 way.
 
-    python killed_child.py < jobs      a JSON object a line; prints `pid N`, then `gone CODE`
-    (negative: the signal)
+    # a JSON object a line; prints `pid N`, then `gone CODE` (negative: the signal)
+    python killed_child.py < jobs
 
 A job: {"call": "promote" | "rollback" | "register", "uri", "name", "version" or "bundle", "writes":
 n}: the child is killed before its n-th write to the registry; without "writes" by whoever started
