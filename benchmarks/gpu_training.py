@@ -14,7 +14,7 @@ from gpu_bench import Bench, of_step, seconds, some_batches, train, uniform
 from no_waiting import NoWaiting
 from torch import Tensor
 
-from unidec.model import encoder
+from unidec.model import encoder_inputs
 from unidec.model.batch import Prepared
 from unidec.ranking.index import recall
 from unidec.training.gradient_cache import encode_texts
@@ -203,10 +203,10 @@ def chunks(bench: Bench) -> None:
     """
     trainer = bench.trainer(bench.params("unidec-gpu"))
     trainer.made = uniform(trainer)
-    tokens = encoder.GPU_CHUNK_TOKENS
+    tokens = encoder_inputs.GPU_CHUNK_TOKENS
     try:
         for most in (0, tokens // 2, tokens, 2 * tokens, 4 * tokens) if bench.on_card else (0,):
-            encoder.GPU_CHUNK_TOKENS = most
+            encoder_inputs.GPU_CHUNK_TOKENS = most
             batches = some_batches(trainer, bench.sizes.steps)
             _, whole_s = _in_turn(bench, trainer, batches)
             cut = getattr(batches[-1].texts, "chunks", ())
@@ -216,7 +216,7 @@ def chunks(bench: Bench) -> None:
                 "its tokens, with padding", sum(mask.numel() for _, _, mask in cut), "", sizes
             )
     finally:
-        encoder.GPU_CHUNK_TOKENS = tokens
+        encoder_inputs.GPU_CHUNK_TOKENS = tokens
 
 
 def refresh(bench: Bench) -> None:

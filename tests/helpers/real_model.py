@@ -14,6 +14,7 @@ from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bund
 from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
+from unidec.methods.assembly import additions
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex
@@ -67,7 +68,13 @@ def real_bundle(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = UniDEC.create(
-            settings, options, len(LABELS), source, 0, {"tokens": {"max_length": 16}}
+            settings,
+            options,
+            len(LABELS),
+            source,
+            num_tokens=0,
+            params={"tokens": {"max_length": 16}},
+            add=additions,
         ).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
