@@ -3,6 +3,7 @@ copy.
 """
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,10 +22,17 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(
         "unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"}
     )
-    training = ("batches", "gradient_cache")
-    methods = ("mixup", "residual_rows", "graph_rows", "query_rows")
-    copying = [f"training.{name}" for name in training] + [f"methods.{name}" for name in methods]
-    for module in ("model.pairs", "model.row_table", "model.encoder", *copying):
+    copying = (
+        "model.pairs",
+        "model.row_table",
+        "model.encoder_inputs",
+        "model.unidec",
+        "training.batches",
+        "training.gradient_cache",
+        "methods.mixup",
+        "methods.residual_rows",
+    )
+    for module in copying:
         monkeypatch.setattr(
             f"unidec.{module}.to_device",
             lambda x, device: torch.as_tensor(x).to(device, non_blocking=True),
@@ -38,8 +46,10 @@ def as_on_a_gpu(monkeypatch):
 
 def moved(trainer):
     """The trainer with its model on "meta"; AdamW, which is torch's, does nothing there."""
-    trainer.encoding.device, trainer.checks.each_step = torch.device("meta"), False
-    trainer.batches.device = trainer.batches.build.device = trainer.device
+    trainer.encoding.device = torch.device("meta")
+    trainer.checks.each_step = False
+    trainer.batches.device = trainer.device
+    trainer.batches.build = replace(trainer.batches.build, device=trainer.device)
     trainer.model.to("meta")
     trainer.checks.failed = trainer.checks.failed.to("meta")
     for row in trainer.optimisers.row.values():
