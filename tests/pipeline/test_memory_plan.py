@@ -592,7 +592,7 @@ def test_the_shipped_recipes_fit_the_papers_card(recipe, tokens):
 
 
 @pytest.mark.parametrize(
-    "device", [3, 8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 5, 12, 16))]
+    "device", [8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 3, 5, 12, 16))]
 )
 @pytest.mark.parametrize(
     "sizes",
