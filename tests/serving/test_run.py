@@ -57,6 +57,14 @@ def ask(port: int, body: Any, path: str = "/predict") -> tuple[int, Any]:
     return answer
 
 
+def status_for_host(port: int, host: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/healthz", headers={"host": host})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_it_serves_and_ends_in_order(folder: Path, number: signal.Signals) -> None:
     """Listens at once, says when it is ready, answers, and after the signal answers what was asked
@@ -73,6 +81,8 @@ def test_it_serves_and_ends_in_order(folder: Path, number: signal.Signals) -> No
             2,
             2,
         ]
+        assert status_for_host(port, "localhost") == 200
+        assert status_for_host(port, "page.example") == 421, "of a page that points at this machine"
         replies: list[int] = []
         many = [f"query {i} {j}" for i in range(16) for j in range(16)]
         asking = [

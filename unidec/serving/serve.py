@@ -123,7 +123,8 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
                 await asyncio.sleep(0.05)
             await super().shutdown(sockets)
 
-    return Server(server_config(create_app(service, settings, api_key), settings))
+    app = create_app(service, settings, api_key, hosts_of(settings, api_key))
+    return Server(server_config(app, settings))
 
 
 def server_config(app: object, settings: Serve) -> uvicorn.Config:

@@ -236,14 +236,6 @@ ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {  # by `optim.clf_state`
 }
 
 
-def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
-    """Bytes of a row's weight and of its optimiser state, which is always float32."""
-    value_bytes = 2 if dtype == "bf16" else 4
-    columns = ROW_OPTIMISERS[state].columns.values()
-    state_values = sum(width if wide else 1 for wide in columns)
-    return width * value_bytes, 4 * state_values
-
-
 class Optimisers:
     """The optimisers of a model, which must be on its device: AdamW for dense parameters, one
     optimiser for each table; gradient clipping; and the learning-rate schedule.
