@@ -69,7 +69,7 @@ class Engine:
         self.files = MappedFiles(self.bundle.path)
         self.runtime: str = answerer.encoder.name
         self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
-        self.card = {"model": asdict(identity), "runtime": self.runtime}
+        self.card: dict[str, Any] = {"model": asdict(identity), "runtime": self.runtime}
         self.card |= card(self.bundle, settings)
         self.answer: Callable[[Sequence[Request]], list[Prediction]] = answerer.answer
         self.explain = answerer.explain
