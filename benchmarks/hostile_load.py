@@ -3,15 +3,20 @@
     python benchmarks/hostile_load.py  # a small bundle, made in a second; prints a table
     python benchmarks/hostile_load.py --bundle outputs/bundle --seconds 10 --out results.json
     python benchmarks/hostile_load.py --only 'query parameters' 'one-byte chunks'
+    python benchmarks/hostile_load.py --caddy caddy  # through the proxy of mlflow/compose.yaml
 
 An attack runs in a process of its own and is bounded: so many bytes a second, or so many
 connections. Valid queries come at times drawn before (`http_load.open_loop`), first alone, then
-beside the attack. Goal: p99 at most twice that alone (`GOAL`). Only loopback is asked."""
+beside the attack. Goal: p99 at most twice that alone (`GOAL`). All of it is on loopback.
+
+With `--caddy`, valid queries and attacks pass through Caddy with the settings of
+`mlflow/Caddyfile`, without TLS."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -23,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from http_load import Connection, Measured, get, open_loop, percentiles, post, run
-from served import Served
+from served import Served, free_port, wait_for_port
 
 GOAL = 2.0
 BYTES_A_SECOND = 400_000
@@ -102,9 +107,11 @@ def attacks() -> dict[str, Attack]:
     }
 
 
-async def _send(port: int, attack: Attack, end: float) -> None:
+async def _send(port: int, attack: Attack, number: int, end: float) -> None:
     """One attacker: a connection after the other, until the time is over."""
     seconds = PIECE * attack.connections / BYTES_A_SECOND
+    if attack.a_second:
+        await asyncio.sleep(number / attack.a_second)
     while time.perf_counter() < end:
         begun = time.perf_counter()
         connection = await Connection.open(port)
@@ -142,7 +149,8 @@ async def attack_until(port: int, name: str, seconds: float) -> None:
     end = time.perf_counter() + seconds
     print("begun", flush=True)
     await asyncio.gather(
-        *(_send(port, attack, end) for _ in range(attack.connections)), return_exceptions=True
+        *(_send(port, attack, number, end) for number in range(attack.connections)),
+        return_exceptions=True,
     )
 
 
@@ -198,14 +206,38 @@ def facts(name: str, found: Measured, alone: dict[str, float]) -> dict[str, Any]
     return row
 
 
-def measure(served: Served, names: list[str], rate: float, seconds: float) -> list[dict[str, Any]]:
-    """A row for each attack; before each, the same traffic is measured alone."""
-    measure_valid(served.port, rate, 2.0)  # what is made at the first requests
+@contextlib.contextmanager
+def caddy_before(served: Served, program: str, folder: Path) -> Iterator[int]:
+    """The port of Caddy, which passes requests on to the server as `mlflow/Caddyfile` says."""
+    port = free_port()
+    shipped = (Path(__file__).parents[1] / "mlflow/Caddyfile").read_text()
+    options, _, sites = shipped.partition("(team)")
+    site = sites[sites.index("serve.{") :]
+    site = site.replace("serve.{$DOMAIN:localhost}", f"http://:{port}")
+    site = site.replace("serve:8080", f"127.0.0.1:{served.port}")
+    config = folder / "Caddyfile"
+    config.write_text(options + site)
+    words = [program, "run", "--config", str(config), "--adapter", "caddyfile"]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as caddy:
+        try:
+            wait_for_port(port, caddy)
+            yield port
+        finally:
+            caddy.terminate()
+
+
+def measure(
+    served: Served, port: int, names: list[str], rate: float, seconds: float
+) -> list[dict[str, Any]]:
+    """A row for each attack on a port, which is the server's or a proxy's; before each, the same
+    traffic is measured alone.
+    """
+    measure_valid(port, rate, 5.0)  # what is made at the first requests
     rows = []
     for name in names:
-        alone = percentiles(measure_valid(served.port, rate, seconds).latencies_ms)
+        alone = percentiles(measure_valid(port, rate, seconds).latencies_ms)
         used = served.cpu_seconds()
-        row = facts(name, beside(served.port, name, rate, seconds), alone)
+        row = facts(name, beside(port, name, rate, seconds), alone)
         row["server_cpu"] = round((served.cpu_seconds() - used) / seconds, 2)
         row["resident_mb"] = round(served.memory()["VmRSS"] / 1e6)
         print(_line(row), flush=True)
@@ -239,6 +271,7 @@ def main() -> int:
     )
     parser.add_argument("--rate", type=float, default=40.0, help="valid queries a second")
     parser.add_argument("--seconds", type=float, default=5.0, help="beside each attack")
+    parser.add_argument("--caddy", help="a program: measure through this proxy")
     parser.add_argument("--out", type=Path, help="JSON")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -249,7 +282,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         bundle = options.bundle or small_bundle(Path(scratch))
         with Served(bundle.resolve(), "serve.threads=1", folder=scratch) as served:
-            rows = measure(served, options.only, options.rate, options.seconds)
+            front: contextlib.AbstractContextManager[int] = contextlib.nullcontext(served.port)
+            if options.caddy:
+                front = caddy_before(served, options.caddy, Path(scratch))
+            with front as port:
+                rows = measure(served, port, options.only, options.rate, options.seconds)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
     missed = [row["attack"] for row in rows if not row["within_goal"]]

@@ -31,6 +31,20 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Return when something accepts connections.
+
+    Raises:
+        RuntimeError: the process ended, or nothing listens after `START_SECONDS`.
+    """
+    end = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection((HOST, port), 1.0):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"{process.args!r} does not listen on port {port}")
+
+
 class Served:
     """`unidec serve` of a bundle, ready when entered, ended by SIGTERM; its exit code must be 0.
 
