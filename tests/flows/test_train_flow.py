@@ -242,6 +242,21 @@ def test_everything_in_order(run, stages):
     }
 
 
+def test_a_remote_that_refuses_is_noticed_before_the_training(
+    run, stages, flow_module, place, monkeypatch
+):
+    def refuse(*_):
+        raise ConfigError("dvc push failed", where="dvc", got="403 Forbidden")
+
+    monkeypatch.setattr(flow_module.reproduce, "dvc", refuse)
+    with Path("params.yaml").open("a") as file:
+        file.write("retrain: {push: true}\n")
+    with pytest.raises(ConfigError, match="403 Forbidden") as refused:
+        run()
+    assert refused.value.where == "retrain.push"
+    assert stages.calls == PREPARED
+
+
 def test_a_worse_challenger_is_refused(run, stages):
     stages.passed = False
     done = run()
