@@ -25,7 +25,7 @@ class Memory:
     """
 
     def __enter__(self) -> Self:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         self.begin = status()
         self.anonymous = self.begin["RssAnon"]
         self._stop = threading.Event()

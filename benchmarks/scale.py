@@ -9,7 +9,7 @@ benchmarks/results/.
     python benchmarks/scale.py step --labels 1e4,1e5 --rounds 3    # a quick look
     python benchmarks/scale.py show     # the tables of the results that are there
 
-What a result file has already is not measured again (--again measures everything anew). Every size
+What a result file has already is measured again only with --again. Every size
 runs in a process of its own, so that peak memory is its own. The sizes of `step` take turns, a few
 steps each, and are compared with L = 10^5 within each turn: what disturbs the machine disturbs all
 of them alike. A second process of 10^5 labels shows what the difference between two equal processes

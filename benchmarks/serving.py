@@ -8,7 +8,7 @@ requests.
 
 Starts servers of its own on loopback and ends them; queries are the test split's titles of
 `--dataset`, then those with their words in another order, so that none comes twice: a run in which
-the server's cache answered is refused. What each mode measures stands at its function;
+the server's cache answered is refused. Each mode's function says what it measures;
 `results/serving-<name>.json` has every figure, with the machine's load.
 
 Ratios (batches against one at a time, beside hostile requests against alone) are taken in turns

@@ -1,4 +1,4 @@
-"""The scale benchmark: what it computes, that it goes on where it was, and its stages on a few
+"""The scale benchmark: what it computes, that it resumes where it was, and its stages on a few
 rows.
 """
 
@@ -137,7 +137,7 @@ def test_memory_counts_what_is_allocated_within(benchmark_module):
     assert 60 < max(peaks) < 90, peaks
     with measure.Memory() as memory:
         pass
-    assert memory.facts()["peak_mib"] < 30, "the peak starts anew"
+    assert memory.facts()["peak_mib"] < 30, "the peak starts again"
 
 
 @pytest.mark.skipif(

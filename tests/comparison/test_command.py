@@ -198,7 +198,7 @@ def test_tuned_then_compared(project: Path, capfd: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow  # test_cell.py has its quick form
 def test_terminated_and_started_again(project: Path) -> None:
-    """SIGTERM to the comparison ends the training with a checkpoint; the same command goes on from
+    """SIGTERM to the comparison ends the training with a checkpoint; the same command resumes from
     it.
     """
     command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", "--only", "depsl"]

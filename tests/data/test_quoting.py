@@ -1,4 +1,4 @@
-"""Quotes in .csv and .tsv files: what is decided, what is said, and what is refused; rows are
+"""Quotes in .csv and .tsv files: what is decided, reported and refused; rows are
 counted by hand.
 """
 

@@ -98,7 +98,7 @@ def test_bootstrap_equals_a_slow_loop_for_means_and_ratios(ratio):
 
 @pytest.mark.parametrize("ratio", [False, True])
 def test_randomisation_comes_near_the_exact_test(ratio):
-    """All 2^12 swappings, each metric computed anew from the swapped queries."""
+    """All 2^12 swappings, each metric computed from the swapped queries."""
     rng = np.random.default_rng(4)
     below = rng.integers(1, 4, 12).astype(float) if ratio else np.ones(12)
     a, b = (rng.integers(0, 3, 12) + shift for shift in (1.2 if ratio else 0.4, 0.0))

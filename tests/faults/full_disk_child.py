@@ -72,7 +72,7 @@ def main(folder: Path, how: str) -> None:
     assert sorted(os.listdir(folder / "checkpoints")) == ["latest", "step-0000000005"]
     loaded, refused = load_checkpoint(folder)
     assert loaded is not None and loaded.state["step"] == 5 and refused == []
-    if how != "read-only":  # it goes on when there is space for what is to be saved
+    if how != "read-only":  # it continues when there is space for what is to be saved
         writer.save(make(15, 100))
     shutil.disk_usage = disk_usage
 

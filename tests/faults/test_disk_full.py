@@ -40,7 +40,7 @@ def can_mount() -> bool:
 )
 def test_a_save_that_the_disk_refuses(tmp_path: Path, refusals: dict[str, str]) -> None:
     """A file system of 3 MB for a checkpoint of 6 MB; a limit on the size of a file; one mounted
-    anew as read-only.
+    again as read-only.
     """
     command = [sys.executable, str(CHILD), str(tmp_path), *refusals]
     if "limit" not in refusals:

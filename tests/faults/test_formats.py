@@ -2,7 +2,7 @@
 version.
 
 `formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and
-is not written anew; `bundle-2/` is the same with training queries that vote (softmax), `bundle-3/`
+is not written again; `bundle-2/` is the same with training queries that vote (softmax), `bundle-3/`
 with such as are compared by words; `bundle-4/` is bundle 3 with a graph of compressed vectors
 (hnsw-sq8) some of whose nodes are of labels that left; `bundle-5/` has the index pq, votes of label
 texts too, and a fusion of random weights."""

@@ -1,5 +1,5 @@
 """Fault 7: a loss or gradient that is not finite: the step changes nothing and is named, the run
-goes on.
+continues.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def test_a_run_that_overlaps_is_refused(operated):
         done.stdout + done.stderr
     )
     assert "Traceback" not in done.stderr
-    assert operated.server.flow_run(first)["state_type"] == "RUNNING", "it goes on undisturbed"
+    assert operated.server.flow_run(first)["state_type"] == "RUNNING", "it continues undisturbed"
     operated.server.completed(first, 600)
 
     lock = yaml.safe_load((operated.project.root / "dvc.lock").read_text())

@@ -1,5 +1,5 @@
 """Fault 9: one of two torchrun ranks is killed. The job ends, nothing is left, and any number of
-ranks goes on.
+ranks resumes.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def test_killed_while_a_transformer_trains(work):
 
 
 def test_torchrun_by_hand_starts_them_again(work, prepared):
-    """`torchrun -m unidec.cli train` with elastic restarts: it goes on by itself, to the end."""
+    """`torchrun -m unidec.cli train` with elastic restarts: it resumes by itself and ends."""
     process = work.begin(
         "torch.distributed.run",
         "--standalone",

@@ -1,5 +1,5 @@
 """Fault 21: a server that is sent what means harm answers 4xx in JSON, soon, grows no memory, and
-goes on serving.
+continues to serve.
 
 The requests and their judge stand in benchmarks/hostile*.py; here a real server in a process of its
 own gets them."""

@@ -1,4 +1,4 @@
-"""Fault 10: the tracking server is away for a while; training goes on, and all it logged arrives
+"""Fault 10: the tracking server is away for a while; training continues, and all it logged arrives
 later, each once.
 """
 
@@ -169,7 +169,7 @@ def test_lost_requests_and_lost_answers_double_nothing(server, proxy, tmp_path, 
     expected = {}
     tracker = None
     for step in range(steps):
-        if tracker is None or draw.random() < 0.1:  # another process goes on
+        if tracker is None or draw.random() < 0.1:  # another process continues
             proxy.fault = draw.choice(["", "refuse", "answer"])
             tracker = Tracker("down")
             tracker.start(tmp_path / "run", PARAMS, {"a": "b"}, DATASET)

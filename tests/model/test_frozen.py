@@ -1,5 +1,5 @@
-"""Cached outputs of frozen layers: equal to what is computed anew, made once, named by what decides
-them.
+"""Cached outputs of frozen layers: equal to what the layers compute, made once, named by what
+decides them.
 """
 
 import numpy as np

@@ -526,7 +526,7 @@ def test_an_option_of_another_loss_is_refused(kind, rng):
         symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=0.5, topk=3)
 
 
-# -- what a loss is told
+# -- what a loss receives
 # -----------------------------------------------------------------------------------------------
 
 

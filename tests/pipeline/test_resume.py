@@ -1,4 +1,4 @@
-"""Which run goes on, where, and what is refused: on tiny data, with cuts at the places between two
+"""Which run resumes, where, and what is refused: on tiny data, with cuts at the places between two
 files.
 """
 
@@ -274,7 +274,7 @@ def test_clusters_and_negatives_in_two_stages_make_the_same_model(
     assert outcome() == uncut
 
 
-# -- which run goes on
+# -- which run resumes
 # ---------------------------------------------------------------------------------------------
 
 

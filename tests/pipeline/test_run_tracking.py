@@ -1,4 +1,4 @@
-"""What the tracking server is told: few keys, the same for every run."""
+"""What the tracking server receives: few keys, the same for every run."""
 
 from __future__ import annotations
 

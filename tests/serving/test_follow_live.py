@@ -15,7 +15,7 @@ from helpers.served_bundle import make_served_bundle
 
 pytestmark = pytest.mark.slow
 
-# back to the one before, new ones, and old ones fetched anew
+# back to the one before, new ones, and old ones fetched again
 SWAPS = ["2", "1", "2", "3", "2", "1", "3", "1"]
 NUM_TEXTS = 30
 

@@ -339,7 +339,7 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
     )
     command = tab.ask("document.querySelector('#curl').textContent")
     assert json.loads(command.split(" -d ")[1].strip("'")) == want
-    # the address alone brings it all back; a label that is gone is said to be gone
+    # the address alone brings it all back; a label that is gone is reported as gone
     address = tab.ask("location.href")
     tab.open(address + "&deny=gone")
     tab.until("document.querySelector('#deny .chips .unknown')")

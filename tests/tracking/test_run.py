@@ -105,7 +105,7 @@ def test_another_process_goes_on_with_the_run_and_doubles_nothing(client, tmp_pa
     later = Tracker.resume(tmp_path)
     later.set_tags({"bundle": "abc"})
     later.log_final({"test/P@1": 1.0})
-    later.log_final({"test/P@1": 2.0})  # evaluated anew: the newest counts
+    later.log_final({"test/P@1": 2.0})  # evaluated again: the newest counts
     run = client.get_run(third.run_id)
     assert run.data.tags["bundle"] == "abc" and run.data.metrics["test/P_at_1"] == 2.0
 

@@ -329,8 +329,8 @@ def test_a_step_without_a_gradient_changes_nothing_and_forgets(table, kind):
 
 @pytest.mark.parametrize("gap", [7, 1000])
 def test_one_late_use_moves_a_row_a_tenth_as_far_as_dense_adam(gap):
-    """Lazy: (1 - b1) / sqrt(1 - b2) = 3.16 rates, at once. Dense goes on in the steps between: 31.8
-    in the end.
+    """Lazy: (1 - b1) / sqrt(1 - b2) = 3.16 rates, at once. Dense moves in the steps between, too:
+    31.8 in the end.
     """
     step = 100_000  # the bias corrections are 1
     table = RowTable(1, 1, torch.float64).train()

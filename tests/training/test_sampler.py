@@ -497,7 +497,7 @@ def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluste
         assert sum(len(h) for h in held) == len(set().union(*held)), "no cluster is torn"
         together.update(frozenset(h) for h in held)
     if count > 1:
-        assert len(together) > count, "each epoch deals anew"
+        assert len(together) > count, "each epoch draws other batches"
 
 
 def sequential_chances(weights, beta):

@@ -1,4 +1,4 @@
-"""A training that goes on from an earlier model: what it takes by which label, and that it is a run
+"""A training that starts from an earlier model: what it takes by which label, and that it is a run
 like any other.
 """
 
