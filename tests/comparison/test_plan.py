@@ -1,5 +1,4 @@
-"""Comparison files: errors are reported at once; what is right becomes jobs in an order that works.
-"""
+"""Comparison files: errors are reported at once; what is right becomes jobs in an order that works."""
 
 from __future__ import annotations
 
